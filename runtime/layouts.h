@@ -25,7 +25,8 @@ typedef enum EpLayoutBits {
 } EpLayoutBits;
 
 typedef struct EpLayoutFacts {
-    const char *name;   /**< as in "rank-major" */
+    const char *symbol; /**< "EP_LAYOUT_RANK_MAJOR" */
+    const char *name;   /**< "rank-major" */
     uint32_t bits;      /**< of EpLayoutBits */
     uint32_t modes;     /**< 1 << EpMode for each mode in which it exists */
     const char *blocks; /**< EP_SLOTS_FIXED: what dimension 0 of receive tensors counts ... */

@@ -62,3 +62,19 @@ void ep_keep_memory(void *memory) {
     while (!atomic_compare_exchange_weak(&kept, &entry->next, entry)) {
     }
 }
+
+void ep_owned_add(EpOwned **list, EpOwned *owned, void *object, void (*destroy)(void *object)) {
+    *owned = (EpOwned){.object = object, .destroy = destroy, .next = *list, .link = list};
+    if (owned->next) owned->next->link = &owned->next;
+    *list = owned;
+}
+
+void ep_owned_remove(EpOwned *owned) {
+    *owned->link = owned->next;
+    if (owned->next) owned->next->link = owned->link;
+}
+
+void ep_owned_destroy_all(EpOwned **list) {
+    while (*list)
+        (*list)->destroy((*list)->object);
+}

@@ -37,8 +37,8 @@ static void explain(cudaError_t error, EpGpuReport *out) {
                  cudaGetErrorString(error));
 }
 
-/* Find out which NVLink fabric a GPU belongs to, one that joins several machines. Machines without
- * such a fabric, and old drivers, have none: the GPU's stays zero. */
+/* Find the NVLink fabric that a GPU belongs to: one that joins several machines. Machines without
+ * one, and old drivers, have none: the GPU's stays zero. */
 static void find_fabric(EpGpu *gpu) {
     EpNvml nvml;
     EpNvmlFabric info = {.state = 0};

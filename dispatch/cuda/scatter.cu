@@ -113,7 +113,7 @@ typedef struct ReceiveRows {
 } ReceiveRows;
 
 /* Load the address of a rank's part of a window. It may be stored meanwhile
- * (bootstrap/cuda/adopt.c), so the load is not one of constants. */
+ * (bootstrap/memory/cuda/adopt.c), so the load is not one of constants. */
 __device__ __forceinline__ uint64_t load_part(const EpCudaGroup &g, int window, int r) {
     return ep_load_relaxed_gpu((const uint64_t *)g.peers + window * EP_CUDA_MAX_RANKS + r);
 }

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/cuda/setup.h"
+#include "bootstrap/memory/cuda/cuda_memory.h"
 #include "handles/cuda/handle.h"
 
 int64_t ep_cuda_latency_bytes(const EpGroupConfig *config, int32_t num_ranks) {

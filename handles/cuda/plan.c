@@ -6,7 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bootstrap/cuda/setup.h"
 #include "handles/cuda/handle.h"
 #include "runtime/wait.h"
 

@@ -229,11 +229,8 @@ static EpStatus check_own(const EpCall *call, const EpWeightConfig *config, EpWe
     return number_shards(call, weight);
 }
 
-static void link_weight(EpWeight *weight) {
-    EpMeshComm *comm = weight->comm;
-    weight->next = comm->weights;
-    if (weight->next) weight->next->previous = weight;
-    comm->weights = weight;
+static void destroy_owned(void *weight) {
+    ep_weight_destroy(weight);
 }
 
 EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeight **out) {
@@ -253,7 +250,7 @@ EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeig
     }
     describe_shards(weight);
     weight->number = ++comm->created;
-    link_weight(weight);
+    ep_owned_add(&comm->weights, &weight->owned, weight, destroy_owned);
     *out = weight;
     return EP_OK;
 }
@@ -261,11 +258,7 @@ EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeig
 void ep_weight_destroy(EpWeight *weight) {
     EpCall call = {"ep_weight_destroy", -1};
     if (!weight || ep_object_check(&call, "weight", weight, EP_OBJECT_WEIGHT) != EP_OK) return;
-    if (weight->previous)
-        weight->previous->next = weight->next;
-    else
-        weight->comm->weights = weight->next;
-    if (weight->next) weight->next->previous = weight->previous;
+    ep_owned_remove(&weight->owned);
     free(weight->reduced);
     weight->reduced = NULL;
     ep_object_retire(&weight->object);

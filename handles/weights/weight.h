@@ -12,7 +12,7 @@
  *     host/weight*.c, cuda/weight*  the operations on each backend
  */
 
-#include "bootstrap/mesh.h"
+#include "handles/mesh/mesh.h"
 #include "handles/weights/shards.h"
 #include "runtime/group.h"
 #include "runtime/names.h"
@@ -37,7 +37,7 @@ typedef struct EpReducedPart {
 struct EpWeight {
     EpObject object;
     EpMeshComm *comm;
-    struct EpWeight *next, *previous; /* of comm->weights */
+    EpOwned owned; /* by comm */
     char name[EP_WEIGHT_NAME_BYTES];
     int32_t number; /* equal on all ranks */
     EpWeightConfig config;

@@ -11,7 +11,7 @@
 
 #include "tests/cases/run.h"
 
-/* What ranks gather in bootstrap/host/posix_memory.c, recognised here by its size. */
+/* What ranks gather in bootstrap/memory/host/posix_memory.c, recognised here by its size. */
 typedef struct Offer {
     uint64_t name, proof;
 } Offer;

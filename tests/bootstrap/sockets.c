@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "bootstrap/sockets.h"
+#include "bootstrap/network/sockets.h"
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 

@@ -27,5 +27,6 @@ const Layout *tool_layout(EpLayout layout);
 
 /** The choices of --layout. */
 extern const Choice option_layouts[];
+#define OPTION_LAYOUTS "expert[-major]|flat|batched|rank-major"
 
 #endif

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bootstrap/cuda/setup.h"
 #include "handles/nodes/cuda/route.h"
 
 /* ---- sizes --------------------------------------------------------------------------------- */

@@ -5,8 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bootstrap/cuda/setup.h"
-#include "bootstrap/cuda/watch.h"
+#include "bootstrap/network/cuda/network.h"
 #include "handles/nodes/cuda/route.h"
 #include "runtime/wait.h"
 

@@ -4,7 +4,7 @@
  * ep_window_locate. Each rank calls them on its own. The caller's id takes the place of the number
  * that ranks agree on where they make a window together.
  */
-#include "bootstrap/bootstrap.h"
+#include "bootstrap/memory/memory.h"
 
 #define ROW_ALIGNMENT 16
 

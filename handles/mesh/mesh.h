@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef EP_BOOTSTRAP_MESH_H
-#define EP_BOOTSTRAP_MESH_H
+#ifndef EP_HANDLES_MESH_MESH_H
+#define EP_HANDLES_MESH_MESH_H
 
 /**
  * Meshes and specs (ep_mesh.h).
  *
- *     mesh.c             checks meshes and axes; coordinates and groups of ranks
- *     mesh_text.c        reads and writes meshes, axes and specs as text
- *     mesh_bootstrap.c   the bootstrap of a group, out of that of all ranks
- *     sharding.c         shards of tensors, and what happens to a tensor in a step
- *     mesh_comm.c        the groups of a mesh's ranks that weights use (ep_weight.h)
+ *     mesh.c        checks meshes, axes and specs; coordinates and groups of ranks
+ *     sharding.c    shards of tensors, and what happens to a tensor in a step
+ *     text.c        reads and writes meshes, axes and specs as text
+ *     bootstrap.c   the bootstrap of a group, out of that of all ranks
+ *     comm.c        the groups of a mesh's ranks that weights use (ep_weight.h)
+ *
+ * The first three are arithmetic. The other two connect ranks, with what bootstrap/ offers.
  */
 
 #include "bootstrap/bootstrap.h"
@@ -64,10 +66,10 @@ struct EpMeshComm {
     int32_t *grid; /* the mesh's, or NULL */
     EpMeshCommConfig config;
     double timeout;
-    void *gathered;           /* [world's ranks] of EP_MESH_RENDEZVOUS_BYTES */
-    struct EpWeight *weights; /* live ones */
-    int32_t created;          /* number of weights so far, equal on all ranks */
-    pthread_mutex_t mutex;    /* of the next two, since any thread may abort */
+    void *gathered;        /* [world's ranks] of EP_MESH_RENDEZVOUS_BYTES */
+    EpOwned *weights;      /* live ones */
+    int32_t created;       /* number of weights so far, equal on all ranks */
+    pthread_mutex_t mutex; /* of the next two, since any thread may abort */
     EpMeshLink *links;
     char *aborted; /* the sentence, or NULL */
 };

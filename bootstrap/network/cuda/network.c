@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher as its group sees it: how it opens and closes, the group's calls of NCCL beside it,
- * and what it has found. */
+/* The group's thread: it opens and closes the watcher, calls NCCL beside it, and takes what it has
+ * found. */
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/cuda/setup.h"
-#include "bootstrap/cuda/watch_state.h"
-#include "bootstrap/sockets.h"
+#include "bootstrap/network/cuda/watch.h"
+#include "bootstrap/network/sockets.h"
 #include "runtime/cuda/digest.h"
 #include "runtime/op.h"
 #include "runtime/wait.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef EP_BOOTSTRAP_SOCKETS_H
-#define EP_BOOTSTRAP_SOCKETS_H
+#ifndef EP_BOOTSTRAP_NETWORK_SOCKETS_H
+#define EP_BOOTSTRAP_NETWORK_SOCKETS_H
 
 /**
  * Messages over TCP, for bootstraps that have none: one connection for each pair of ranks on

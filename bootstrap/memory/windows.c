@@ -7,7 +7,7 @@
  */
 #include <string.h>
 
-#include "bootstrap/bootstrap.h"
+#include "bootstrap/memory/memory.h"
 
 #define PAGE_BYTES 4096
 #define MOST_BYTES ((size_t)PTRDIFF_MAX - PAGE_BYTES)
@@ -88,17 +88,6 @@ static EpStatus rendezvous(EpGroup *group, const EpCall *call, Code code, EpStat
     mine.code = (int32_t)code, mine.number = window->number, mine.bytes = window->bytes;
     _Static_assert(sizeof(mine) <= EP_RENDEZVOUS_BYTES, "the group has memory for it");
     return gather_descriptors(group, call, &mine, group->gathered, window);
-}
-
-EpStatus ep_group_break(EpGroup *group, const EpCall *call, EpStatus status) {
-    EpFinding finding = EP_FINDING_INIT;
-    finding.status = status, finding.rank = group->rank, finding.count = 1;
-    finding.peer = group->aborted_peer;
-    /* without the prefix "ep_", like the phases of operations */
-    for (size_t i = 0; call->name[3 + i] && i < sizeof(finding.phase) - 1; i++)
-        finding.phase[i] = call->name[3 + i];
-    if (group->backend->give_up) group->backend->give_up(group);
-    return ep_group_fail(group, &finding);
 }
 
 /* Returns `status`. Fails the group if a rendezvous failed: its ranks may be out of step. */

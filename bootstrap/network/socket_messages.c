@@ -3,7 +3,7 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#include "bootstrap/sockets.h"
+#include "bootstrap/network/sockets.h"
 
 /* Requests are entries of queues, so a request tells its queue and its connection. */
 

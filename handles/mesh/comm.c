@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bootstrap/mesh.h"
+#include "handles/mesh/mesh.h"
 
 /* Groups of weights have no experts. On the host backend these sizes give staging 4 MiB, which is
  * enough for its full speed. On the CUDA backend NCCL moves the weights, and staging is small. */
@@ -265,7 +265,6 @@ EpStatus ep_mesh_comm_status(EpMeshComm *comm) {
 void ep_mesh_comm_destroy(EpMeshComm *comm) {
     EpCall call = {"ep_mesh_comm_destroy", -1};
     if (!comm || ep_object_check(&call, "comm", comm, EP_OBJECT_MESH_COMM) != EP_OK) return;
-    while (comm->weights)
-        ep_weight_destroy(comm->weights);
+    ep_owned_destroy_all(&comm->weights);
     free_comm(comm);
 }

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/cuda/setup.h"
+#include "bootstrap/memory/cuda/cuda_memory.h"
 
 /* A rank's part of the window: its allocation, and where it lies there. */
 typedef struct Descriptor {

@@ -28,7 +28,7 @@
 #include <unistd.h>
 
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/host/setup.h"
+#include "bootstrap/memory/host/host_memory.h"
 
 /* Signals wait while a part of a segment is allocated. */
 #define PART_BYTES ((size_t)64 << 20)

@@ -11,7 +11,7 @@
  * Somebody else's connection has no secret, and is closed. A rank that fails closes its sockets,
  * so ranks that wait for its answer fail as well.
  */
-#include "bootstrap/sockets.h"
+#include "bootstrap/network/sockets.h"
 
 #include <arpa/inet.h>
 #include <errno.h>

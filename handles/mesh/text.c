@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bootstrap/mesh.h"
+#include "handles/mesh/mesh.h"
 
 /* ---- reading ------------------------------------------------------------------------------- */
 

@@ -3,13 +3,14 @@
  * A group's NCCL communicators. On one node there is one: the group's own, or one that it borrows.
  * On several nodes it owns two: one of the ranks of each node, whose windows map each other's
  * memory, and one of all ranks, for the network. Both are split from the one that the caller lends,
- * or made from new ids (make_comm.c). Where ranks share GPUs, ipc.c maps their memory, and the
+ * or made from new ids. Where ranks share GPUs, memory/cuda/ipc.c maps their memory, and the
  * communicator of all ranks remains.
  */
 #include <stdlib.h>
 
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/cuda/setup.h"
+#include "bootstrap/cuda/nccl_bootstrap.h"
+#include "bootstrap/network/cuda/network.h"
 #include "runtime/cuda/cuda.h"
 #include "runtime/log.h"
 #include "runtime/wait.h"
@@ -53,6 +54,105 @@ EpStatus ep_cuda_comm_settle(EpGroup *group, ncclComm_t comm, const char *call,
     return status;
 }
 
+/* ---- making one ---------------------------------------------------------------------------- */
+
+/* A communicator to make: this rank's number in it and how many it has; from an id or, if one was
+ * lent, split from that, with the ranks of one color. */
+typedef struct NewComm {
+    int32_t first; /* the lowest rank of the group in it, which makes its id */
+    int32_t rank, size;
+    ncclUniqueId id;
+    int32_t color; /* NCCL_SPLIT_NOCOLOR: none for this rank */
+    int blocks;    /* whether its calls hold the thread that makes them */
+} NewComm;
+
+static ncclConfig_t config_of(const EpGroup *group, int blocks) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = blocks;
+    if (group->purpose == EP_FOR_WEIGHTS && group->nodes.sizes.nodes == 1)
+        config.minCTAs = config.maxCTAs = EP_WEIGHT_CTAS;
+    return config;
+}
+
+/*
+ * A communicator that blocks holds the thread that makes it until all ranks have come; for a split
+ * the lent one decides that. A split can only be withdrawn by aborting the lent communicator, which
+ * is the caller's to do. So a thread of its own makes the call.
+ *
+ * Splits share no resources with the lent communicator. Communicators that share are ended by the
+ * same word: where the watcher ends the group's, it would end the caller's, too. It is the lent
+ * communicator's configuration that decides this, by its splitShare; NCCL does not ask the new
+ * one's.
+ */
+typedef struct Making {
+    EpNcclCall call;
+    const EpNccl *nccl;
+    ncclComm_t lent; /* NULL: from the id */
+    NewComm new;
+    ncclConfig_t config;
+    ncclComm_t made;
+} Making;
+
+static ncclResult_t call_nccl(EpNcclCall *call) {
+    Making *m = (Making *)call;
+    NewComm *new = &m->new;
+    if (m->lent)
+        return m->nccl->ncclCommSplit(m->lent, new->color, new->rank, &m->made, &m->config);
+    if (new->size == 1) return ncclSuccess;
+    return m->nccl->ncclCommInitRankConfig(&m->made, new->size, new->id, new->rank, &m->config);
+}
+
+/* Wait until the communicators have settled. Returns ncclInProgress if they have not in time. */
+static ncclResult_t make(Making *m, double seconds) {
+    double end = ep_clock() + seconds;
+    if (!ep_nccl_call(&m->call, seconds)) return ncclInProgress;
+    ncclResult_t result = m->call.result;
+    if (m->lent) result = ep_nccl_settle(m->nccl, m->lent, result, end - ep_clock());
+    int goes_on = result == ncclSuccess || result == ncclInProgress;
+    if (!goes_on || !m->made) return result;
+    return ep_nccl_settle(m->nccl, m->made, result, end - ep_clock());
+}
+
+/* A failed split may have left something in `made`. NCCL wants the lent communicator to be aborted
+ * before it, so it stays, too. What was made from an id is the group's to abort. While NCCL is not
+ * done, it may still write into the struct, which then stays. */
+static EpStatus finish(EpGroup *group, Making *m, ncclComm_t *out) {
+    const char *name = m->lent ? "ncclCommSplit" : "ncclCommInitRankConfig";
+    double seconds = ep_cuda_comm_timeout(group);
+    (void)ep_group_await(group);
+    ncclResult_t result = make(m, seconds);
+    EpStatus status = ep_cuda_comm_check(group, name, result, seconds);
+    (void)ep_group_await(NULL);
+    int returned = __atomic_load_n(&m->call.returned, __ATOMIC_ACQUIRE);
+    if (status == EP_OK || (returned && !m->lent)) *out = m->made;
+    if (status != EP_OK && m->lent) ep_nccl_bootstrap_refuse(m->lent, status);
+    if (result != ncclInProgress) free(m);
+    return status;
+}
+
+/* Collective: make a communicator. After a failure the borrowed one can only be aborted, and
+ * bootstraps over it refuse all gathers; an own one in `out` the group is to abort. All ranks have
+ * the memory, and are here, before any of them enters NCCL. */
+static EpStatus make_comm(EpGroup *group, const NewComm *new, ncclComm_t *out) {
+    EpCall call = {"ep_group_create", group->rank};
+    Making *m = calloc(1, sizeof(*m));
+    EpStatus status = ep_group_agree(
+        group, &call, m ? EP_OK : ep_refuse(&call, EP_ERR_NO_MEMORY, "group", "out of memory"));
+    if (status != EP_OK) {
+        free(m);
+        return status;
+    }
+    *m = (Making){.call = {.make = call_nccl, .device = ep_cuda(group)->ordinal},
+                  .nccl = ep_cuda(group)->nccl,
+                  .lent = group->config.nccl_comm,
+                  .new = *new,
+                  .config = config_of(group, new->blocks)};
+    if (m->lent) m->config.splitShare = 0;
+    return ep_cuda_comm_agree(group, &call, finish(group, m, out));
+}
+
+/* ---- the group's ---------------------------------------------------------------------------- */
+
 /* Check that a borrowed communicator numbers the ranks as the bootstrap does. */
 static EpStatus check_borrowed(const EpGroup *group, const EpCuda *cuda) {
     EpCall call = {"ep_group_create", group->rank};
@@ -72,7 +172,7 @@ typedef struct Descriptor {
     ncclUniqueId id;
 } Descriptor;
 
-static EpStatus gather_ids(EpGroup *group, EpNewComm *new, Descriptor *all) {
+static EpStatus gather_ids(EpGroup *group, NewComm *new, Descriptor *all) {
     EpCall call = {"ep_group_create", group->rank};
     Descriptor mine = {.status = {EP_OK, ""}};
     const EpCuda *cuda = ep_cuda(group);
@@ -84,7 +184,7 @@ static EpStatus gather_ids(EpGroup *group, EpNewComm *new, Descriptor *all) {
     return ep_rank_status_check(&call, &group->bootstrap, all, sizeof(mine));
 }
 
-static EpStatus exchange_id(EpGroup *group, EpNewComm *new) {
+static EpStatus exchange_id(EpGroup *group, NewComm *new) {
     EpCall call = {"ep_group_create", group->rank};
     Descriptor *all = calloc((size_t)group->size, sizeof(*all));
     EpStatus status = ep_group_agree(
@@ -94,14 +194,6 @@ static EpStatus exchange_id(EpGroup *group, EpNewComm *new) {
     return status;
 }
 
-ncclConfig_t ep_cuda_comm_config(const EpGroup *group, int blocks) {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = blocks;
-    if (group->purpose == EP_FOR_WEIGHTS && group->nodes.sizes.nodes == 1)
-        config.minCTAs = config.maxCTAs = EP_WEIGHT_CTAS;
-    return config;
-}
-
 /* All ids are exchanged before any communicator is made: a rank whose NCCL fails must not leave
  * others in the bootstrap. A rank that is alone on its node needs no communicator there, but all
  * take part. */
@@ -109,17 +201,17 @@ static EpStatus open(EpGroup *group, int has_node, int has_network) {
     EpCuda *cuda = ep_cuda(group);
     const EpNodes *n = &group->nodes;
     int needs_ids = !group->config.nccl_comm;
-    EpNewComm node = {.first = ep_nodes_member(n, n->node, 0),
-                      .rank = n->rank,
-                      .size = n->sizes.ranks,
-                      .color = n->sizes.ranks > 1 ? n->node : NCCL_SPLIT_NOCOLOR};
-    EpNewComm network = {
+    NewComm node = {.first = ep_nodes_member(n, n->node, 0),
+                    .rank = n->rank,
+                    .size = n->sizes.ranks,
+                    .color = n->sizes.ranks > 1 ? n->node : NCCL_SPLIT_NOCOLOR};
+    NewComm network = {
         .rank = group->rank, .size = group->size, .blocks = ep_cuda_network_blocks(group)};
     has_node = has_node && n->sizes.nodes < group->size;
     if (has_node && needs_ids) EP_TRY(exchange_id(group, &node));
     if (has_network && needs_ids) EP_TRY(exchange_id(group, &network));
-    if (has_node) EP_TRY(ep_cuda_comm_make(group, &node, &cuda->comm));
-    return has_network ? ep_cuda_comm_make(group, &network, &cuda->network) : EP_OK;
+    if (has_node) EP_TRY(make_comm(group, &node, &cuda->comm));
+    return has_network ? make_comm(group, &network, &cuda->network) : EP_OK;
 }
 
 /* NCCL has threads of its own for the network. Where a process has one core, as mpirun gives to

@@ -3,7 +3,7 @@
 #include <nccl_device.h>
 #include <stdint.h>
 
-#include "bootstrap/cuda/probe.h"
+#include "bootstrap/memory/cuda/probe.h"
 #include "runtime/cuda/device.h"
 #include "runtime/cuda/ptx.cuh"
 

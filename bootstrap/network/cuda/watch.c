@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher's thread. */
+/* The watcher's thread: see network.h. */
 #include <string.h>
 #include <time.h>
 
-#include "bootstrap/cuda/setup.h"
-#include "bootstrap/cuda/watch_state.h"
+#include "bootstrap/network/cuda/watch.h"
 #include "runtime/callback.h"
 #include "runtime/cuda/cuda.h"
 #include "runtime/cuda/digest.h"

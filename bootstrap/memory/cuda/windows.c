@@ -7,8 +7,10 @@
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/cuda/probe.h"
-#include "bootstrap/cuda/setup.h"
+#include "bootstrap/cuda/nccl_bootstrap.h"
+#include "bootstrap/memory/cuda/cuda_memory.h"
+#include "bootstrap/memory/cuda/probe.h"
+#include "bootstrap/network/cuda/network.h"
 
 #define PROBE_VALUE 0x65702100u
 #define PAGE_BYTES 4096

@@ -15,8 +15,8 @@
  * do not outlive a kernel. The row is cleared again once no operation of any rank uses the window,
  * which is the caller's promise.
  */
-#include "bootstrap/cuda/probe.h"
-#include "bootstrap/cuda/setup.h"
+#include "bootstrap/memory/cuda/cuda_memory.h"
+#include "bootstrap/memory/cuda/probe.h"
 #include "runtime/wait.h"
 
 int64_t ep_cuda_adopting_bytes(const EpGroupConfig *config, int32_t num_ranks) {

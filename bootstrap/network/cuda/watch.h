@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef EP_BOOTSTRAP_CUDA_WATCH_STATE_H
-#define EP_BOOTSTRAP_CUDA_WATCH_STATE_H
+#ifndef EP_BOOTSTRAP_NETWORK_CUDA_WATCH_H
+#define EP_BOOTSTRAP_NETWORK_CUDA_WATCH_H
 
 /**
- * What the watcher's thread (watch.c) and its group's (watch_group.c) share.
+ * What the watcher's thread (watch.c) and its group's (network.c) share.
  */
 
 #include <pthread.h>
 
-#include "bootstrap/cuda/watch.h"
+#include "bootstrap/network/cuda/network.h"
 
 #define EP_WATCH_TICK_NANOSECONDS 2000000
 

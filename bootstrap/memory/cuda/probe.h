@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef EP_BOOTSTRAP_CUDA_PROBE_H
-#define EP_BOOTSTRAP_CUDA_PROBE_H
+#ifndef EP_BOOTSTRAP_MEMORY_CUDA_PROBE_H
+#define EP_BOOTSTRAP_MEMORY_CUDA_PROBE_H
 
 /**
  * Kernels that find a window's addresses and probe whether peers can be reached. Each call returns

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "bootstrap/mesh.h"
+#include "handles/mesh/mesh.h"
 
 #include <ctype.h>
 #include <stdlib.h>
@@ -116,6 +116,31 @@ EpStatus ep_axes_check(const EpCall *call, const EpMesh *mesh, const char *argum
                              mesh->axes[axis].name);
         ep_axes_add(&seen, axis);
     }
+    return EP_OK;
+}
+
+EpStatus ep_spec_read(const EpCall *call, const EpMesh *mesh, const char *tensor,
+                      const EpSpec *given, EpSpec *out) {
+    EpSpec spec = EP_SPEC_INIT;
+    int32_t dimension_of[EP_MESH_MAX_AXES];
+    EP_TRY(ep_read_struct(call, tensor, given, EP_FIRST_SIZE(EpSpec, dims), &spec));
+    if (spec.ndim < 1 || spec.ndim > EP_SPEC_MAX_DIMS)
+        return ep_refuse(call, EP_ERR_NDIM, tensor, "expected 1 .. %d dimensions, got %d",
+                         EP_SPEC_MAX_DIMS, spec.ndim);
+    for (int32_t i = 0; i < mesh->num_axes; i++)
+        dimension_of[i] = -1;
+    for (int32_t d = 0; d < spec.ndim; d++) {
+        EP_TRY(ep_axes_check(call, mesh, tensor, &spec.dims[d]));
+        for (int32_t i = 0; i < spec.dims[d].num; i++) {
+            int32_t axis = spec.dims[d].axis[i];
+            if (dimension_of[axis] >= 0)
+                return ep_refuse(call, EP_ERR_RANGE, tensor,
+                                 "expected each axis once, got %s in dimensions %d and %d",
+                                 mesh->axes[axis].name, dimension_of[axis], d);
+            dimension_of[axis] = d;
+        }
+    }
+    *out = spec;
     return EP_OK;
 }
 

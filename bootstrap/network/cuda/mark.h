@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef EP_BOOTSTRAP_CUDA_MARK_H
-#define EP_BOOTSTRAP_CUDA_MARK_H
+#ifndef EP_BOOTSTRAP_NETWORK_CUDA_MARK_H
+#define EP_BOOTSTRAP_NETWORK_CUDA_MARK_H
 
 /**
  * The kernels that write and compare stamps where no other kernel does: see EpStamp.
