@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "runtime/callback.h"
-#include "runtime/kept.h"
+#include "runtime/object.h"
 #include "runtime/wait.h"
 
 /* Tags of messages are at least 14 bits wide, and groups of the world use them from 0 on. Each

@@ -9,8 +9,8 @@
  */
 
 #include "handles/pending.h"
-#include "handles/plan.h"
 #include "runtime/group.h"
+#include "runtime/layout.h"
 #include "runtime/layouts.h"
 
 struct EpHandle {
@@ -69,6 +69,13 @@ EpStatus ep_handle_find_plan(const EpCall *call, const EpHandle *handle, const E
 /** Refuse memory without a plan. Sets `step`, which argument checks use. The CUDA backend's kernels
  *  look into named plans; here they count as known to be right. */
 EpStatus ep_handle_read(const EpCall *call, const EpHandle *handle, EpPlanRef plan, EpStep *step);
+
+/** Returns a hash of all that a plan's contents depend on besides the routing. `top_k`: K of its
+ *  steps. Differs between ranks. */
+uint64_t ep_plan_config(const EpPlanShape *shape, int32_t top_k);
+
+/** Returns the largest index or slot number of this shape. It must fit an int32_t. */
+int64_t ep_plan_largest_index(const EpPlanShape *shape);
 
 /** Refuse a plan whose header differs from `expected` or whose last word is not the magic. */
 EpStatus ep_plan_check(const EpCall *call, const EpPlanHeader *got, uint64_t tail,

@@ -138,7 +138,7 @@ typedef struct EpBackendOps {
     EpStatus (*publish)(EpHandle *handle, const EpRouting *routing);
     EpStatus (*scatter)(EpHandle *handle, const EpScatter *scatter);
     EpStatus (*gather)(EpHandle *handle, const EpGather *gather);
-    /** See handles/weight.h and rows_quant.h. */
+    /** See handles/weights/weight.h and rows_quant.h. */
     EpStatus (*gather_weight)(const struct EpWeightGather *gather);
     EpStatus (*reduce_weight)(const struct EpWeightReduce *reduce);
     EpStatus (*reduce_amax)(const struct EpWeightAmax *amax);

@@ -17,9 +17,9 @@ static EpNodeSizes measure(const EpNodes *n) {
     EpNodeSizes sizes = {.nodes = n->sizes.nodes, .ranks = ep_nodes_size(n, n->node)};
     sizes.most = sizes.nodes - 1;
     for (int32_t r = 0; r < n->group; r++) {
-        int32_t lanes = ep_nodes_sources(n, r, NULL);
-        if (n->of[r] == n->node && lanes > sizes.lanes) sizes.lanes = lanes;
-        if (lanes > sizes.most) sizes.most = lanes;
+        int32_t sources = ep_nodes_sources(n, r, NULL);
+        if (n->of[r] == n->node && sources > sizes.sources) sizes.sources = sources;
+        if (sources > sizes.most) sizes.most = sources;
     }
     return sizes;
 }

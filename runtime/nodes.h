@@ -12,16 +12,7 @@
  * equal size, traffic stays between ranks of equal number, which share a rail of the network.
  */
 
-#include <stdint.h>
-
-/** What sizes of memory follow from. */
-typedef struct EpNodeSizes {
-    int32_t nodes; /**< of the group */
-    int32_t ranks; /**< on this rank's node */
-    int32_t lanes; /**< most sources of any rank of this node */
-    int32_t most;  /**< messages that any rank of the group sends or receives at a time */
-    int32_t chunk; /**< tokens of a rank that cross the network at a time: see ep_config_chunk */
-} EpNodeSizes;
+#include "runtime/layout.h"
 
 typedef struct EpNodes {
     EpNodeSizes sizes;

@@ -2,6 +2,7 @@
 #include "runtime/object.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #define QUARANTINE_LENGTH 256
@@ -46,6 +47,20 @@ EpStatus ep_object_check(const EpCall *call, const char *argument, const void *o
                          "expected a live object, got one that was destroyed");
     return ep_refuse(call, EP_ERR_FOREIGN, argument,
                      "expected an object of libep, got other memory (0x%08x)", (unsigned)got);
+}
+
+typedef struct Kept {
+    struct Kept *next;
+    void *memory;
+} Kept;
+
+void ep_keep_memory(void *memory) {
+    static _Atomic(Kept *) kept;
+    Kept *entry = memory ? malloc(sizeof(*entry)) : NULL;
+    if (!entry) return;
+    *entry = (Kept){atomic_load(&kept), memory};
+    while (!atomic_compare_exchange_weak(&kept, &entry->next, entry)) {
+    }
 }
 
 void ep_owned_add(EpOwned **list, EpOwned *owned, void *object, void (*destroy)(void *object)) {

@@ -34,6 +34,10 @@ void ep_object_retire(EpObject *object);
 EpStatus ep_object_check(const EpCall *call, const char *argument, const void *object,
                          EpObjectKind kind);
 
+/** Keep memory to the end of the process, since a message that was given up may still use it. A
+ *  list tells leak checkers that this is meant. NULL is allowed. */
+void ep_keep_memory(void *memory);
+
 /**
  * The link of an object that dies with its owner: a handle with its group, a weight with its mesh's
  * communicator. Owners lie in lower layers than what they own, so they know it by this alone.

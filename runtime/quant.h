@@ -14,7 +14,7 @@
  *     448 / amax   one division  } -prec-div=true, its default; never a reciprocal
  *     x * inverse  one multiplication: __fmul_rn, or plain * with -fmad=false
  *     e4m3         one rounding, of integers below; cvt.rn.satfinite.e4m3x2.f32 gives the same,
- *                  but for the sign of a NaN's code: see runtime/cuda/quantise.cuh
+ *                  but for the sign of a NaN's code: see runtime/cuda/rows.cuh
  *
  * Powers of two need only the first division; the rest is arithmetic on exponents. The only
  * subnormal values are products x * inverse, which e4m3 rounds to zero in any case, so flushing
@@ -30,7 +30,7 @@
 /* ---- the table ----------------------------------------------------------------------------- */
 
 /** The codes of elements. ep_encode (runtime/host/rowmath.h) and ep_unit_codes
- *  (runtime/cuda/quantise.cuh) make them. */
+ *  (runtime/cuda/rows.cuh) make them. */
 typedef enum EpCode { EP_CODE_E4M3 = 1 } EpCode;
 
 /** How a block's scale is stored. */

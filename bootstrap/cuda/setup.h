@@ -26,7 +26,7 @@ void ep_cuda_close(EpGroup *group, int together);
 /* ---- links --------------------------------------------------------------------------------- */
 
 /** Collective: find out whether NVLink connects the GPUs of this rank's node. Then set the group's
- *  whole_lines (handles/cuda/lines.cuh): as LIBEP_LINES says or, for auto, 1 if NVLink connects
+ *  whole_lines (runtime/cuda/latency.cuh): as LIBEP_LINES says or, for auto, 1 if NVLink connects
  * every two of the ranks' GPUs. */
 EpStatus ep_cuda_choose_lines(EpGroup *group);
 

@@ -3,9 +3,9 @@
 #include "combine/cuda/gather.h"
 
 #include "combine/cuda/backend.h"
+#include "combine/cuda/gather.h"
 #include "handles/cuda/handle.h"
-#include "handles/cuda/partition.h"
-#include "runtime/cuda/packed.h"
+#include "runtime/cuda/blocks.h"
 
 static int is_quantised(const EpGatherTensors *t) {
     return t->format.bits != 0;

@@ -6,20 +6,19 @@
  * The CUDA backend's gather in throughput mode: its kernel's arguments and launch.
  */
 
-#include "bootstrap/network/cuda/mark.h"
-#include "handles/cuda/plan.h"
+#include "runtime/cuda/plan.h"
 #include "runtime/movement.h"
 
 /** Where a token's sum and values go: bytes from one token's to the next one's, behind t.out_rows
- * and t.out_values. Of a relayed part they are records, on their way to the source. */
+ * and t.out_values. Of a relayed chunk plan they are records, on their way to the source. */
 typedef struct EpTarget {
     int64_t row_stride, value_stride;
 } EpTarget;
 
 /** Sums of other nodes, which come as records over the network: terms of a token's sum. */
 typedef struct EpNodeSums {
-    const char *records; /**< [others, places] records; NULL: there are none */
-    int32_t places;      /**< of a node: the tokens of a chunk */
+    const char *records;   /**< [others, message_slots] records; NULL: there are none */
+    int32_t message_slots; /**< of a node: the tokens of a chunk */
     const int32_t
         *order; /**< device [R + others]: the place of each rank and other node in the order of
                      summation, which is that of the group's ranks; NULL: as numbered */
@@ -45,8 +44,47 @@ typedef struct EpGatherArgs {
     EpNodeSums nodes;
     EpMarks marks; /**< of the messages that these lie in; watch NULL: there are none */
     int32_t top_k;
-    int32_t packed_stride; /**< where sums are quantised: bytes from one packed piece to the next */
+    int32_t
+        packed_stride; /**< where sums are quantised: bytes from one packed fragment to the next */
 } EpGatherArgs;
+
+/* ---- quantised sums ------------------------------------------------------------------------ */
+
+/*
+ * How a partial sum that is quantised (EpHandleConfig.sum_quant) lies in a ring of throughput mode.
+ *
+ *     | 4 scales | codes of 512 elements | 4 scales | codes of 512 elements | ...
+ *       16 bytes   512 bytes
+ *
+ * A bulk copy moves multiples of 16 bytes, and a row may be cut into fragments. So four scales, of
+ * 128 elements each, precede the codes that they belong to: each fragment of whole groups is one
+ * copy, and its place does not depend on the number of fragments. 528 bytes take the place of 1,024
+ * of bf16. The last group may be shorter; it has all four scales.
+ *
+ * A unit is 16 elements, and 16 bytes of codes: what a thread packs or unpacks at a time.
+ */
+
+#define EP_PACKED_ELEMENTS 512 /* of a group */
+#define EP_PACKED_UNITS 32     /* of a group */
+#define EP_PACKED_BYTES 528    /* of a group */
+
+/** Returns the bytes of a packed row, or of a fragment of whole groups. `elements`: a multiple
+ * of 16.
+ */
+EP_HOST_DEVICE static inline int64_t ep_packed_bytes(int64_t elements) {
+    return elements + (elements + EP_PACKED_ELEMENTS - 1) / EP_PACKED_ELEMENTS * 16;
+}
+
+/** Return the offset of a unit's codes, and that of the scale of its block. */
+EP_HOST_DEVICE static inline int32_t ep_packed_codes(int32_t unit) {
+    return unit * 16 + (unit / EP_PACKED_UNITS + 1) * 16;
+}
+
+EP_HOST_DEVICE static inline int32_t ep_packed_scale(int32_t unit) {
+    return unit / EP_PACKED_UNITS * EP_PACKED_BYTES + unit % EP_PACKED_UNITS / 8 * 4;
+}
+
+/* ---- launch -------------------------------------------------------------------------------- */
 
 #ifdef __cplusplus
 extern "C" {
@@ -65,7 +103,7 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes);
 #endif
 
 /** Run a gather on several nodes: combine/cuda/gather_nodes.c. `args` describes it as if the plan
- * had no parts. */
+ * had no chunk plans. */
 EpStatus ep_cuda_gather_nodes(EpHandle *handle, const EpGather *call, const EpGatherArgs *args);
 
 #endif

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Gather on several nodes: each node's sums go to its relays, over the network, and into the
- * tokens' sums. handles/cuda/relay.h has the order of it all. */
+ * tokens' sums. handles/nodes/cuda/relay.h has the order of it all. */
 #include "combine/cuda/gather.h"
-#include "handles/cuda/relay.h"
+#include "handles/nodes/cuda/relay.h"
 
 /** The operation, and what all of its launches share. */
 typedef struct Operation {
@@ -11,15 +11,15 @@ typedef struct Operation {
     EpRelayRun run;
 } Operation;
 
-/* Gather a chunk's part of the plan; `args` is this launch's copy. */
-static EpStatus gather_part(Operation *o, EpPlanPart kind, int32_t chunk, EpGatherArgs *args) {
+/* Gather a chunk plan; `args` is this launch's copy. */
+static EpStatus gather_chunk(Operation *o, EpChunkPlan kind, int32_t chunk, EpGatherArgs *args) {
     const EpGroup *group = o->run.group;
     const EpGatherTensors *t = &args->t;
-    ep_relay_take_part(&args->shape, &o->args->plan, kind, chunk, o->call->num_rows, &args->plan,
-                       &args->group);
+    ep_relay_take_chunk(&args->shape, &o->args->plan, kind, chunk, o->call->num_rows, &args->plan,
+                        &args->group);
     if (!ep_partition_gather(args, ep_cuda(group)->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    args->group.digest = ep_relay_part_digest(o->args->group.digest, kind, chunk);
+    args->group.digest = ep_relay_chunk_digest(o->args->group.digest, kind, chunk);
     return ep_relay_launch(&o->run, ep_cuda_launch_gather, args, args->group.blocks);
 }
 
@@ -30,7 +30,7 @@ static EpStatus sum_chunk(Operation *o, int32_t chunk) {
     args.t.out_rows = records, args.t.out_values = (float *)(records + args.record.weights);
     args.target = (EpTarget){args.record.bytes, args.record.bytes};
     args.rounds = 1, args.stamp = o->run.relay->stamp;
-    EP_TRY(gather_part(o, EP_PART_RELAYED, chunk, &args));
+    EP_TRY(gather_chunk(o, EP_CHUNK_RELAYED, chunk, &args));
     return ep_relay_set_ready(&o->run, chunk);
 }
 
@@ -42,14 +42,14 @@ static EpStatus finish_chunk(Operation *o, int32_t chunk) {
     int64_t first = (int64_t)chunk * args.shape.nodes.chunk;
     args.owners = tables->ranks + tables->nodes - 1;
     args.nodes = (EpNodeSums){.records = o->run.relay->recv[chunk % 2],
-                              .places = args.shape.nodes.chunk,
+                              .message_slots = args.shape.nodes.chunk,
                               .order = tables->order};
     args.marks = ep_relay_marks(&o->run, chunk, EP_FROM_RELAYS);
     args.t.out_rows += first * args.target.row_stride;
     if (args.t.carries_values)
         args.t.out_values = (float *)((char *)args.t.out_values + first * args.target.value_stride);
     EP_TRY(ep_relay_exchange(&o->run, chunk, EP_FROM_RELAYS));
-    return gather_part(o, EP_PART_OWN, chunk, &args);
+    return gather_chunk(o, EP_CHUNK_OWN, chunk, &args);
 }
 
 EpStatus ep_cuda_gather_nodes(EpHandle *handle, const EpGather *call, const EpGatherArgs *args) {

@@ -64,7 +64,7 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
 }
 
 /* A rank may send the set's next operation only once it has received something of this one from
- * every rank: see handles/cuda/latency.h. The caller's plan and tensors may be gone. */
+ * every rank: see runtime/cuda/latency.h. The caller's plan and tensors may be gone. */
 void ep_cuda_drop(EpHandle *handle) {
     EpCuda *cuda = ep_cuda(handle->group);
     EpInFlight place = handle->pending.place;

@@ -4,22 +4,849 @@
  * launches that send and receive.
  *
  * The plan says which slots each token of each rank has here. A sending block stores their sum into
- * a record that belongs to that token alone (handles/cuda/latency.h). A receiving block takes this
+ * a record that belongs to that token alone (runtime/cuda/latency.h). A receiving block takes this
  * rank's tokens, adds up the sums of all ranks that each token went to, and writes the rows.
  *
  * Weights come with the slots, or are given at the tokens' ranks. Then sending blocks first push
- * them to the ranks that have the tokens' slots, and sums await them (latency_weights.cuh).
+ * them to the ranks that have the tokens' slots, and sums await them.
  *
  * Who waits on whom: sending blocks wait for no rank, or only for the weights of other ranks, which
  * every rank sends before it waits; receiving blocks wait for the sums and heads of
- * other ranks. handles/cuda/latency.h says why no wait is circular. Memory order: every line
+ * other ranks. runtime/cuda/latency.h says why no wait is circular. Memory order: every line
  * carries a flag that shows its own arrival; only where lines do not arrive whole, flags follow
- * behind a fence (handles/cuda/lines.cuh). The first blocks send; see EpLatency for those that
+ * behind a fence (runtime/cuda/latency.cuh). The first blocks send; see EpLatency for those that
  * receive.
  *
  * Without a plan to read, a launch that receives takes the heads of an operation that was dropped.
  */
-#include "combine/cuda/latency_receive.cuh"
+#include "combine/cuda/latency_gather.h"
+
+#include "runtime/cuda/latency.cuh"
+#include "runtime/cuda/rows.cuh"
+
+/* ==== weights =============================================================================== */
+
+/*
+ * Weights that are given at the tokens' ranks: each rank pushes its tokens'
+ * weights to the ranks that sum their slots, and these wait for them before they sum.
+ *
+ * Float k of a token is in unit k / 4 of its lines, so line i holds EP_LINE_WEIGHTS floats from
+ * EP_LINE_WEIGHTS * i on. Its flag shows that they are here (runtime/cuda/latency.cuh).
+ */
+
+/* Whether sums wait for weights of the tokens' ranks. */
+__device__ __forceinline__ int awaits_weights(const EpLatencyGatherArgs &a) {
+    return a.latency.awaits_weights;
+}
+
+/* Lanes work in groups: each group has all lines of one token's weights. */
+
+__device__ __forceinline__ int lanes_of_group(const EpLatencyGatherArgs &a) {
+    return 8 * ep_weight_lines(a.top_k);
+}
+
+/* Returns what step_store and step_load take, so that this lane's group finds the lines at `lines`.
+ */
+__device__ __forceinline__ char *group_lines(const EpLatencyGatherArgs &a, char *lines) {
+    return lines - 16 * ((int)(threadIdx.x % 32) & -lanes_of_group(a));
+}
+
+/* ---- pushing ------------------------------------------------------------------------------- */
+
+/* Returns this lane's 16 bytes of a token's lines, in each group. Units that hold no weights repeat
+ * others. By a warp. */
+__device__ __forceinline__ ulonglong2 pack_weights(const EpLatencyGatherArgs &a, int token,
+                                                   uint64_t flag) {
+    int lane = threadIdx.x % 32, at = lane % lanes_of_group(a), k = 4 * (at / 8 * 7 + at % 8) % 32;
+    const float *weights = a.t.topk_weights + (int64_t)token * a.top_k;
+    uint32_t own = lane < a.top_k ? __float_as_uint(__ldg(weights + lane)) : 0;
+    uint4 unit;
+    unit.x = __shfl_sync(~0u, own, k), unit.y = __shfl_sync(~0u, own, k + 1);
+    unit.z = __shfl_sync(~0u, own, k + 2), unit.w = __shfl_sync(~0u, own, k + 3);
+    return step_pack(unit, flag);
+}
+
+/* Call store(to) for the token's lines on each other rank that has its row, with a rank for each
+ * group of lanes; groups that are left over repeat the first one's. By a warp. */
+template <typename Store>
+__device__ __forceinline__ void for_each_owner(const EpLatencyGatherArgs &a, int token,
+                                               uint64_t flag, Store store) {
+    const EpCudaGroup &g = a.group;
+    int lane = threadIdx.x % 32, lanes = lanes_of_group(a), owner = -1;
+    if (lane < a.top_k) owner = __ldg(&a.plan.entries[token * a.top_k + lane].owner);
+    owner = owner < g.size && owner != g.rank ? owner : -1;
+    int is_first = __ffs((int)__match_any_sync(~0u, owner)) - 1 == lane;
+    unsigned owners = __ballot_sync(~0u, is_first && owner >= 0);
+    while (owners) {
+        int from = __ffs((int)owners) - 1;
+#pragma unroll 1
+        for (int group = 0; group < 32 && owners; group += lanes, owners &= owners - 1)
+            if (lane / lanes * lanes == group) from = __ffs((int)owners) - 1;
+        int r = __shfl_sync(~0u, owner, from);
+        char *window = a.latency.window[r];
+        store(group_lines(a, latency_weights(a.latency, window, g.rank, g.size, token, flag)));
+    }
+}
+
+/* Push the weights of one of this rank's tokens. By a warp. */
+__device__ __noinline__ void push_weights(const EpLatencyGatherArgs &a, int token, uint64_t flag) {
+    int whole = a.latency.whole;
+    ulonglong2 packed = pack_weights(a, token, flag);
+    for_each_owner(a, token, flag, [&](char *to) { step_store(to, packed, whole); });
+    if (whole) return;
+    step_fence();
+    for_each_owner(a, token, flag, [&](char *to) { step_store_flag(to, flag); });
+}
+
+/* ---- waiting ------------------------------------------------------------------------------- */
+
+/* Lines of weights, as loaded by each group of lanes. */
+typedef struct FetchedWeights {
+    const char *from; /* see group_lines */
+    ulonglong2 x;
+} FetchedWeights;
+
+/* Begin to load the weights of a source's token, arrived or not. */
+__device__ __forceinline__ FetchedWeights fetch_weights(const EpLatencyGatherArgs &a, int source,
+                                                        int token, uint64_t flag) {
+    FetchedWeights f;
+    f.from = group_lines(
+        a, latency_weights(a.latency, a.latency.own, source, a.group.size, token, flag));
+    f.x = step_load(f.from);
+    return f;
+}
+
+/* Returns in lane k the weight of entry k. By a warp. */
+__device__ __forceinline__ float unpack_weights(const ulonglong2 &x) {
+    int lane = threadIdx.x % 32, from = lane_of_unit(lane / 4);
+    unsigned long long low = __shfl_sync(~0u, x.x, from), high = __shfl_sync(~0u, x.y, from);
+    unsigned long long both = lane & 2 ? high : low;
+    return __uint_as_float((uint32_t)(lane & 1 ? both >> 32 : both));
+}
+
+/* In lane k the weight of entry k, if `alive`. */
+typedef struct AwaitedWeights {
+    int alive;
+    float weight;
+} AwaitedWeights;
+
+/* Wait for weights; alive is 0 if they will not come. Not inlined, since most combines await none.
+ * By a warp. */
+__device__ __noinline__ AwaitedWeights await_weights(const EpLatencyGatherArgs &a, int source,
+                                                     int token, uint64_t flag, FetchedWeights f) {
+    const StepOrigin origin = {source, EP_AWAIT_WEIGHTS, token};
+    int alive = step_await(a.group, a.latency, f.from, flag, &f.x, origin);
+    return AwaitedWeights{alive, unpack_weights(f.x)};
+}
+
+/* ==== quantised sums ======================================================================== */
+
+/*
+ * What a lane has of a step: a 16-byte unit of a sum in the rows' type,
+ * or where sums are quantised (PACKED) 16 elements, which are several such units.
+ *
+ * A receiving warp has a step's 28 units of codes in the order of its lanes; the last four have
+ * none. A sending warp quantises whole blocks, four of them, with eight neighbours to a block. So
+ * an even step also sums the four units behind its own, and an odd one those before it: the other
+ * half of the block that both share, of which each finds the same scale. Steps stay independent of
+ * each other.
+ *
+ * Lines want a step's units in another order (runtime/cuda/latency.cuh), so codes move between
+ * lanes on both sides.
+ */
+
+/* Units of a row, in the rows' type, that a lane has of a step. */
+template <typename T, int PACKED> struct StepParts {
+    static constexpr int COUNT = PACKED ? EpUnit<T>::PARTS : 1;
+};
+
+/* Returns how many units before a packed step's own its first block begins. */
+__device__ __forceinline__ int units_before(int step) {
+    return step % 2 * 4;
+}
+
+/* Returns unit `part` of those that this lane has of a step, -1: none. `sends`: where the warp's
+ * own sums are packed, and not added to what arrives. */
+template <typename T, int PACKED>
+__device__ __forceinline__ int own_unit(int row_units, int step, int part, int sends) {
+    int lane = threadIdx.x % 32, unit = step * EP_STEP_UNITS + step_unit(), has = step_unit() >= 0;
+    if (PACKED) {
+        int first = step * EP_PACKED_STEP_UNITS - (sends ? units_before(step) : 0);
+        unit = (first + lane) * StepParts<T, PACKED>::COUNT + part;
+        has = sends || lane < EP_PACKED_STEP_UNITS;
+    }
+    return has && unit < row_units ? unit : -1;
+}
+
+/* ---- packing ------------------------------------------------------------------------------- */
+
+/* Returns the 16 bytes of lane `from` % 32. By a warp. */
+__device__ __forceinline__ uint4 take_unit(const uint4 &own, int from) {
+    uint4 x;
+    x.x = __shfl_sync(~0u, own.x, from & 31), x.y = __shfl_sync(~0u, own.y, from & 31);
+    x.z = __shfl_sync(~0u, own.z, from & 31), x.w = __shfl_sync(~0u, own.w, from & 31);
+    return x;
+}
+
+/* Returns this lane's unit of a step whose elements the warp has summed; those past the scales have
+ * no meaning. By a warp; `valid`: this lane has elements. */
+template <typename T>
+__device__ __forceinline__ uint4 pack_step(const EpVector<T> sum[EpUnit<T>::PARTS], int step,
+                                           int valid) {
+    EpQuantScale scale;
+    uint4 codes =
+        ep_quantise_unit(ep_quant_format(EP_SUM_QUANT), ep_unit_of_floats<T>(sum), valid, &scale);
+    uint4 unit = take_unit(codes, step_unit() + units_before(step)), scales;
+    scales.x = __shfl_sync(~0u, scale.stored, 0), scales.y = __shfl_sync(~0u, scale.stored, 8);
+    scales.z = __shfl_sync(~0u, scale.stored, 16), scales.w = __shfl_sync(~0u, scale.stored, 24);
+    return step_unit() == EP_PACKED_STEP_UNITS ? scales : unit;
+}
+
+/* Returns this lane's unit of a step, from its sum: rounded, or packed. By a warp. */
+template <typename T, int PACKED>
+__device__ __forceinline__ uint4 step_sum(const EpVector<T> *sum, int step, int valid) {
+    if constexpr (PACKED)
+        return pack_step<T>(sum, step, valid);
+    else
+        return ep_pack(sum[0]);
+}
+
+/* ---- unpacking ----------------------------------------------------------------------------- */
+
+/* Add this lane's unit of another rank's sum, as step_unpack returns it, to this lane's elements.
+ * By a warp. */
+template <typename T>
+__device__ __forceinline__ void add_packed(EpVector<T> sum[EpUnit<T>::PARTS], int step,
+                                           const uint4 &unit) {
+    int lane = threadIdx.x % 32, block = (lane + units_before(step)) / 8;
+    uint4 codes = take_unit(unit, lane_of_unit(lane));
+    uint4 scales = take_unit(unit, lane_of_unit(EP_PACKED_STEP_UNITS));
+    float scale = __uint_as_float(block < 2 ? (block ? scales.y : scales.x)
+                                            : (block == 2 ? scales.z : scales.w));
+#pragma unroll
+    for (int p = 0; p < EpUnit<T>::PARTS; p++)
+        ep_add(&sum[p], ep_dequantise<T>(codes, p, scale));
+}
+
+/* Add this lane's unit of another rank's sum to what it has summed. By a warp. */
+template <typename T, int PACKED>
+__device__ __forceinline__ void add_step(EpVector<T> *sum, int step, const uint4 &unit) {
+    if constexpr (PACKED)
+        add_packed<T>(sum, step, unit);
+    else
+        ep_add(&sum[0], ep_unpack<T>(unit));
+}
+
+/* ==== sending blocks ======================================================================== */
+
+/*
+ * For each row that a rank has sent, the sum of its
+ * slots here, rounded to the rows' type or packed, sent back to that rank.
+ */
+
+/* Steps that a sending warp sums at a time, and terms that it loads at once. */
+template <typename T, int PACKED> struct SumShape {
+    static constexpr int PARTS = StepParts<T, PACKED>::COUNT;
+    static constexpr int STEPS = PACKED ? 1 : 2;
+    static constexpr int UNITS = STEPS * PARTS;
+    static constexpr int TERMS = UNITS > 2 ? 2 : 4;
+};
+
+/* ---- the slots of a row -------------------------------------------------------------------- */
+
+/* The plan's words for a token that a source has, or may have; without the token they may be
+ * anything. These functions begin loads and do not look at the words. */
+
+__device__ __forceinline__ int load_row(const EpLatencyGatherArgs &a, int source, int token) {
+    return __ldg(a.plan.begins + (source * (a.group.layout.max_tokens + 1) + token));
+}
+
+/* Load the slot of entry k in lane k. Where rows have one slot, lane 0 has it. By a warp. */
+__device__ __forceinline__ int load_slot(const EpLatencyGatherArgs &a, int source, int token) {
+    int lane = threadIdx.x % 32, index = source * a.group.layout.max_tokens + token;
+    int flat = a.shape.has_rows;
+    const int *at =
+        flat ? a.plan.begins + (index + source) : a.plan.routes + (index * a.top_k + lane);
+    return lane < (flat ? 1 : a.top_k) ? __ldg(at) : -1;
+}
+
+/* A row's slots, in a warp. */
+typedef struct Terms {
+    int slot;
+    float weight;        /* if slots have weights, else anything */
+    unsigned slot_lanes; /* lanes that have a slot */
+} Terms;
+
+/* Find the terms of a row. `own_token`: the token, if it is one of this rank's, else -1: then
+ * weights that were given at its rank are still to come. */
+__device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int slot, int own_token) {
+    slot = ep_check_slot(a.plan, slot);
+    int has_weight = a.t.weighs && slot >= 0, lane = threadIdx.x % 32;
+    const float *weight = (const float *)a.plan.begins;
+    if (has_weight && !awaits_weights(a)) weight = a.t.slot_weights + slot;
+    if (has_weight && awaits_weights(a) && own_token >= 0)
+        weight = a.t.topk_weights + (own_token * a.top_k + lane);
+    return Terms{slot, __ldg(weight), __ballot_sync(~0u, slot >= 0)};
+}
+
+/* Sum units unit[] of a row's slots: ascending k, each term by one fused operation. By a warp;
+ * skips a negative unit. No load is conditional: compilers would load to other registers there and
+ * wait before they copy, so that one load waits for another. A load that is not needed repeats an
+ * address that is. */
+template <typename T, int UNITS, int AT_ONCE>
+__device__ __forceinline__ void sum_slots(const EpLatencyGatherArgs &a, const Terms &t,
+                                          const int unit[UNITS], EpVector<T> sum[UNITS]) {
+    const char *from[UNITS];
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+        from[u] = a.t.rows + 16 * max(unit[u], 0);
+#pragma unroll 1
+    for (unsigned left = t.slot_lanes; left;) {
+        uint4 x[AT_ONCE][UNITS];
+        int lane[AT_ONCE];
+        bool valid[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            valid[i] = left != 0, lane[i] = valid[i] ? __ffs((int)left) - 1 : lane[0];
+            uint64_t slot = (uint32_t)__shfl_sync(~0u, t.slot, lane[i]);
+            left &= left - 1;
+#pragma unroll
+            for (int u = 0; u < UNITS; u++)
+                x[i][u] = ep_load_unchanging(from[u] + slot * (uint32_t)a.t.row_bytes);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            float given = __shfl_sync(~0u, t.weight, lane[i]), weight = a.t.weighs ? given : 1;
+#pragma unroll
+            for (int u = 0; u < UNITS; u++) {
+                if (!valid[i] || unit[u] < 0) continue;
+                ep_add_weighted(&sum[u], weight, ep_unpack<T>(x[i][u]));
+            }
+        }
+    }
+}
+
+/* Find this lane's units of COUNT / PARTS steps, `stride` steps apart; `sends` as in own_unit. */
+template <typename T, int PACKED, int COUNT>
+__device__ __forceinline__ void find_units(const EpLatencyGatherArgs &a, int step, int stride,
+                                           int sends, int unit[COUNT]) {
+    constexpr int PARTS = StepParts<T, PACKED>::COUNT;
+#pragma unroll
+    for (int u = 0; u < COUNT; u++)
+        unit[u] = own_unit<T, PACKED>(a.row_units, step + u / PARTS * stride, u % PARTS, sends);
+}
+
+/* ---- rows of other ranks ------------------------------------------------------------------- */
+
+/* A warp's part of what is sent, and the plan's words for its row. */
+typedef struct SumPart {
+    int source, token, step;
+    int row, slot;
+} SumPart;
+
+/* Send a part of a sum. Returns 0 if the row's weights do not come. */
+template <typename T, int PACKED>
+__device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride, uint64_t flag) {
+    const EpCudaGroup &g = a.group;
+    const EpLatency &l = a.latency;
+    FetchedWeights f;
+    if (awaits_weights(a)) f = fetch_weights(a, s.source, s.token, flag);
+    Terms t = find_terms(a, s.slot, -1);
+    if (s.row == EP_ROW_NONE) return 1;
+    if (awaits_weights(a)) {
+        AwaitedWeights w = await_weights(a, s.source, s.token, flag, f);
+        if (!w.alive) return 0;
+        t.weight = w.weight;
+    }
+    char *to = latency_record(l, l.window[s.source], g.rank, g.size, s.token, flag);
+    constexpr int STEPS = SumShape<T, PACKED>::STEPS, PARTS = SumShape<T, PACKED>::PARTS;
+    constexpr int UNITS = SumShape<T, PACKED>::UNITS;
+#pragma unroll 1
+    for (int step = s.step; step < a.steps; step += STEPS * stride) {
+        EpVector<T> sum[UNITS] = {};
+        int unit[UNITS];
+        find_units<T, PACKED, UNITS>(a, step, stride, 1, unit);
+        sum_slots<T, UNITS, SumShape<T, PACKED>::TERMS>(a, t, unit, sum);
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            int at = step + i * stride;
+            uint4 own = step_sum<T, PACKED>(sum + i * PARTS, at, unit[i * PARTS] >= 0);
+            ulonglong2 packed = step_pack(own, flag);
+            if (at < a.steps) step_store(to + at * EP_STEP_BYTES, packed, l.whole);
+        }
+        if (l.whole) continue;
+        step_fence();
+#pragma unroll 1
+        for (int i = 0; i < STEPS; i++)
+            if (step + i * stride < a.steps)
+                step_store_flag(to + (step + i * stride) * EP_STEP_BYTES, flag);
+    }
+    return 1;
+}
+
+/* ---- own rows ------------------------------------------------------------------------------ */
+
+/* Returns the address of a unit of this rank's own sum for one of its tokens. */
+template <typename T>
+__device__ __forceinline__ uint4 *own_sum_unit(const EpLatencyGatherArgs &a, int token, int unit,
+                                               uint64_t flag) {
+    const EpLatency &l = a.latency;
+    int row = EP_FLAG_SET(flag) * l.layout.max_tokens + token;
+    char *stored = l.own + l.layout.sums + (int64_t)row * l.layout.sum_bytes;
+    return (uint4 *)(stored + unit * (int)sizeof(EpVector<T>));
+}
+
+/* Store this rank's own sum for one of its tokens, not rounded, for the receive phase. */
+template <typename T, int PACKED>
+__device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
+                              uint64_t flag) {
+    constexpr int PARTS = StepParts<T, PACKED>::COUNT;
+    Terms t = find_terms(a, s.slot, s.token);
+#pragma unroll 1
+    for (int step = s.step; step < a.steps; step += stride) {
+        EpVector<T> sum[PARTS] = {};
+        int unit[PARTS];
+        find_units<T, PACKED, PARTS>(a, step, stride, 0, unit);
+        sum_slots<T, PARTS, 2>(a, t, unit, sum);
+#pragma unroll
+        for (int u = 0; u < PARTS; u++) {
+            if (unit[u] < 0) continue;
+            uint4 *to = own_sum_unit<T>(a, s.token, unit[u], flag);
+#pragma unroll
+            for (int i = 0; i < EpVector<T>::SIZE; i += 4)
+                to[i / 4] = ep_pack(EpVector<float>{
+                    {sum[u].at[i], sum[u].at[i + 1], sum[u].at[i + 2], sum[u].at[i + 3]}});
+        }
+    }
+}
+
+/* ---- all ----------------------------------------------------------------------------------- */
+
+/* Send the heads. They are the last work item, since no sum waits for them: a block without other
+ * work sends them, or else the block that finishes first. Its warps that receive last begin. Where
+ * sums await weights, the heads come before them: ranks that disagree find that while they wait. */
+__device__ void send_heads(const EpLatencyGatherArgs &a, const LatencyOp &op) {
+    int warp = LATENCY_WARPS - 1 - (int)(threadIdx.x / 32);
+    const EpOwnOperation own = *ep_own_operation();
+#pragma unroll 1
+    for (int r = warp; r < a.group.size; r += LATENCY_WARPS)
+        send_head(a.group, a.latency, r, 1, op.flag,
+                  [&](int) { return make_uint4(own.digest, own.generation, 0, 0); });
+    if (warp == LATENCY_WARPS - 1) store_operation_number(a.group, a.latency, op);
+}
+
+/* Returns a warp's part of an item. An item is as many parts as a block has warps. This rank's own
+ * row comes last of each token's, and only where its sum is to be stored. */
+__device__ __forceinline__ SumPart find_sum(const EpLatencyGatherArgs &a, int item,
+                                            const EpDivisor &stride) {
+    const EpCudaGroup &g = a.group;
+    int i = item * LATENCY_WARPS + (int)(threadIdx.x / 32), row = ep_quotient(i, stride);
+    int token = ep_quotient(row, a.targets), source = g.rank + 1 + row - token * a.targets.by;
+    return SumPart{source - (source < g.size ? 0 : g.size), token, i - row * stride.by, EP_ROW_NONE,
+                   -1};
+}
+
+__device__ __forceinline__ void load_sum(const EpLatencyGatherArgs &a, SumPart *s) {
+    s->row = load_row(a, s->source, s->token);
+    s->slot = load_slot(a, s->source, s->token);
+}
+
+/* Whether all items are claimed: where blocks wait after they have sent something, so that not all
+ * of them need to be resident. */
+__device__ __forceinline__ int is_all_claimed(const EpLatencyGatherArgs &a) {
+    const EpLatency &l = a.latency;
+    return (l.receives && l.first_receiver < l.senders) || awaits_weights(a);
+}
+
+/* Load the words of this block's first item, before anything else is known. Only if items are not
+ * all claimed and the row is one that the host expects. */
+__device__ __forceinline__ SumPart load_first_sum(const EpLatencyGatherArgs &a) {
+    SumPart s = find_sum(a, (int)blockIdx.x, a.sent.each);
+    int sends = (int)blockIdx.x < a.latency.senders;
+    if (sends && !is_all_claimed(a) && s.token * a.targets.by < a.sent.rows) load_sum(a, &s);
+    return s;
+}
+
+/* Returns the number of rows of all ranks whose sums are sent or stored here, as if each rank had
+ * as many tokens as the largest has. */
+__device__ __forceinline__ int count_sums(const EpLatencyGatherArgs &a, const int *tokens) {
+    const EpCudaGroup &g = a.group;
+    int most = 0;
+#pragma unroll 1
+    for (int r = threadIdx.x % 32; r < g.size; r += 32)
+        if (r != g.rank || !a.latency.receives) most = max(most, tokens[r]);
+    return __reduce_max_sync(~0u, most) * (g.size - a.latency.receives);
+}
+
+/* Returns the number of items before the sums, if these await weights: one for the weights of as
+ * many tokens as a block has warps, and one for the heads. */
+__device__ __forceinline__ int count_pushes(const EpLatencyGatherArgs &a, const int *tokens) {
+    if (!awaits_weights(a)) return 0;
+    return (tokens[a.group.rank] + LATENCY_WARPS - 1) / LATENCY_WARPS + 1;
+}
+
+/* Push the weights of an item's tokens: one for each warp of the block. */
+__device__ __forceinline__ void push_item(const EpLatencyGatherArgs &a, const int *tokens, int item,
+                                          uint64_t flag) {
+    int token = item * LATENCY_WARPS + (int)(threadIdx.x / 32);
+    if (token < tokens[a.group.rank]) push_weights(a, token, flag);
+}
+
+/* Send or store the sums of all rows. tokens[R]: of each rank. */
+template <typename T, int PACKED>
+__device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const SumPart &first,
+                          const LatencyOp &op) {
+    int rows = count_sums(a, tokens), expected = rows <= a.sent.rows;
+    int warps = max(1, a.latency.senders) * LATENCY_WARPS;
+    EpPartition partition = expected ? a.sent : ep_partition(rows, a.steps, EP_SENT_STEPS, warps);
+    int items = (rows * partition.each.by + LATENCY_WARPS - 1) / LATENCY_WARPS,
+        stride = partition.each.by;
+    int all_claimed = is_all_claimed(a), begin = all_claimed ? claimed_items()[0] : (int)blockIdx.x;
+    int claimed = all_claimed ? 0 : a.latency.senders;
+    int known = all_claimed || !expected ? -1 : begin; /* item that `first` belongs to */
+    int pushes = count_pushes(a, tokens), heads = pushes ? pushes - 1 : items, alive = 1;
+    claims_work_from(a.latency, begin, claimed, items + max(1, pushes), [&](int item) {
+        if (item == heads) return send_heads(a, op);
+        if (item < pushes) return push_item(a, tokens, item, op.flag);
+        SumPart s = first;
+        if (item != known) s = find_sum(a, item - pushes, partition.each);
+        if (!alive || s.token * a.targets.by >= rows || s.token >= tokens[s.source]) return;
+        if (item != known) load_sum(a, &s);
+        if (s.source != a.group.rank)
+            alive = send_sum<T, PACKED>(a, s, stride, op.flag);
+        else
+            store_own_sum<T, PACKED>(a, s, stride, op.flag);
+    });
+}
+
+/* ==== receiving blocks ====================================================================== */
+
+/*
+ * For each token of this rank, the sums of all ranks
+ * that it went to, as they arrive, added in ascending rank.
+ *
+ * A part has no more steps than a warp loads at once, and parts are taken in the order of tokens,
+ * in which they arrive. So all warps work on what has arrived last, and little is left to do when
+ * the last token is here.
+ */
+
+#define AWAITED_AT_ONCE 3 /* ranks besides this one */
+#define OWN_AT_ONCE 2     /* own terms, while awaited steps take registers, too */
+
+/* Steps that a receiving warp reduces at a time, and this lane's units of them. A packed step has
+ * twice the elements, or more. */
+template <typename T, int PACKED> struct ReducedShape {
+    static constexpr int STEPS = PACKED ? 1 : EP_REDUCED_AT_ONCE;
+    static constexpr int PARTS = StepParts<T, PACKED>::COUNT;
+    static constexpr int UNITS = STEPS * PARTS;
+};
+
+/* Up to this number of parts, waiting warps load all of their steps again until they have arrived,
+ * which sees them soonest. With more parts they load only flags, to leave the cache to others. */
+#define EAGER_PARTS 512
+
+#define RANK_NONE INT32_MAX
+
+/* ---- parts --------------------------------------------------------------------------------- */
+
+__device__ __forceinline__ int count_parts(const EpLatencyGatherArgs &a) {
+    return a.latency.received.rows * a.latency.received.each.by;
+}
+
+/* The plan's words for a token, while they are being loaded: in lane k the rank of entry k, -1 for
+ * none, and the slots that the token has here. */
+typedef struct TokenWords {
+    int owner, slot;
+} TokenWords;
+
+/* Load the plan's words for a token; a row past this step's tokens has none. By a warp. */
+__device__ __forceinline__ TokenWords load_token(const EpLatencyGatherArgs &a, int tokens,
+                                                 int token) {
+    int lane = threadIdx.x % 32;
+    TokenWords w = {-1, -1};
+    if (token >= tokens || token >= a.latency.received.rows) return w;
+    if (lane < a.top_k) w.owner = __ldg(&a.plan.entries[token * a.top_k + lane].owner);
+    if (a.latency.senders) w.slot = load_slot(a, a.group.rank, token);
+    return w;
+}
+
+/* Some steps of a token. In lane k, `owner` is the rank of its entry k, -1 for none or this
+ * rank. */
+typedef struct TokenPart {
+    int token, step, end, owner;
+    int has_own; /* whether this rank has a sum to add */
+} TokenPart;
+
+/* Returns the lowest of a token's other ranks above `last`. By a warp. */
+__device__ __forceinline__ int next_rank(int owner, int last) {
+    return __reduce_min_sync(~0u, owner > last ? owner : RANK_NONE);
+}
+
+/* ---- this rank's own sum ------------------------------------------------------------------- */
+
+/* Load this rank's own sum as the send phase has stored it. */
+template <typename T, int UNITS>
+__device__ __forceinline__ void load_own_sum(const EpLatencyGatherArgs &a, int token,
+                                             const int unit[UNITS], uint64_t flag,
+                                             EpVector<T> own[UNITS]) {
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        if (unit[u] < 0) continue;
+        const uint4 *stored = own_sum_unit<T>(a, token, unit[u], flag);
+#pragma unroll
+        for (int i = 0; i < EpVector<T>::SIZE; i += 4) {
+            EpVector<float> x = ep_unpack<float>(__ldg(stored + i / 4));
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                own[u].at[i + e] = x.at[e];
+        }
+    }
+}
+
+template <typename T, int UNITS>
+__device__ __forceinline__ void add_own(const EpVector<T> own[UNITS], EpVector<T> sum[UNITS]) {
+#pragma unroll
+    for (int i = 0; i < UNITS; i++)
+        ep_add(&sum[i], own[i]);
+}
+
+/* ---- sums of other ranks ------------------------------------------------------------------- */
+
+/* A part's steps from some ranks, in ascending order, RANK_NONE after the last. Step i from rank[r]
+ * is awaited if incoming_bit(r, i) is set. */
+template <int STEPS> struct Incoming {
+    int rank[AWAITED_AT_ONCE];
+    const char *from[AWAITED_AT_ONCE];
+    unsigned awaited;
+    ulonglong2 x[AWAITED_AT_ONCE][STEPS];
+};
+
+template <int STEPS> __device__ __forceinline__ unsigned incoming_bit(int r, int i) {
+    return 1u << (r * STEPS + i);
+}
+
+/* List the steps of the next ranks above `last`. By a warp. */
+template <int STEPS>
+__device__ __forceinline__ void find_incoming(const EpLatencyGatherArgs &a, const TokenPart &s,
+                                              int last, uint64_t flag, Incoming<STEPS> *c) {
+    const EpCudaGroup &g = a.group;
+    c->awaited = 0;
+#pragma unroll
+    for (int r = 0; r < AWAITED_AT_ONCE; r++) {
+        c->rank[r] = last = next_rank(s.owner, last);
+        if (last == RANK_NONE) continue;
+        c->from[r] = latency_record(a.latency, a.latency.own, last, g.size, s.token, flag) +
+                     s.step * EP_STEP_BYTES;
+#pragma unroll
+        for (int i = 0; i < STEPS; i++)
+            if (s.step + i < s.end) c->awaited |= incoming_bit<STEPS>(r, i);
+    }
+}
+
+template <int STEPS> __device__ __forceinline__ void load_incoming(Incoming<STEPS> *c) {
+#pragma unroll
+    for (int r = 0; r < AWAITED_AT_ONCE; r++)
+#pragma unroll
+        for (int i = 0; i < STEPS; i++)
+            if (c->awaited & incoming_bit<STEPS>(r, i))
+                c->x[r][i] = step_load(c->from[r] + i * EP_STEP_BYTES);
+}
+
+/* Returns the steps that have not arrived. By a warp, like step_is_here. */
+template <int STEPS>
+__device__ __forceinline__ unsigned find_missing(const Incoming<STEPS> &c, uint64_t flag) {
+    unsigned missing = 0;
+#pragma unroll
+    for (int r = 0; r < AWAITED_AT_ONCE; r++)
+#pragma unroll
+        for (int i = 0; i < STEPS; i++)
+            if (c.x[r][i].y != flag) missing |= incoming_bit<STEPS>(r, i);
+    return __reduce_or_sync(~0u, has_flag() ? missing & c.awaited : 0u);
+}
+
+/* Load the flags of some missing steps alone, and return those still missing. By a warp. */
+template <int STEPS>
+__device__ __forceinline__ unsigned poll_missing(const Incoming<STEPS> &c, unsigned missing,
+                                                 uint64_t flag) {
+    uint64_t seen[AWAITED_AT_ONCE][STEPS];
+    int at = (int)(threadIdx.x % 32) * 16 + 8;
+    unsigned own = has_flag() ? missing : 0, still = 0;
+#pragma unroll
+    for (int r = 0; r < AWAITED_AT_ONCE; r++)
+#pragma unroll
+        for (int i = 0; i < STEPS; i++)
+            if (own & incoming_bit<STEPS>(r, i))
+                seen[r][i] =
+                    ep_load_relaxed_sys((const uint64_t *)(c.from[r] + i * EP_STEP_BYTES + at));
+#pragma unroll
+    for (int r = 0; r < AWAITED_AT_ONCE; r++)
+#pragma unroll
+        for (int i = 0; i < STEPS; i++)
+            if (seen[r][i] != flag) still |= incoming_bit<STEPS>(r, i);
+    return __reduce_or_sync(~0u, still & own);
+}
+
+/* Load all steps together, again and again until all have arrived; returns those still missing
+ * after many loads. Calls meanwhile() while the first loads are under way. There is one place that
+ * loads, since then no load has to preserve what another has loaded: see sum_slots. By a warp. */
+template <int STEPS, typename Meanwhile>
+__device__ __forceinline__ unsigned receive_incoming(const EpLatencyGatherArgs &a,
+                                                     Incoming<STEPS> *c, uint64_t flag,
+                                                     Meanwhile meanwhile) {
+    int arrived = 0;
+#pragma unroll 1
+    for (int polls = 0;; polls++) {
+        load_incoming(c);
+        if (polls == 0) meanwhile();
+        if (arrived) return 0;
+        unsigned missing = find_missing(*c, flag);
+        arrived = !missing;
+        if (arrived && a.latency.whole) return 0;
+        if (arrived) {
+            step_fence();
+            __syncwarp();
+            continue;
+        }
+        if (polls >= EP_POLLS_PER_CLOCK_READ) return missing;
+        if (count_parts(a) <= EAGER_PARTS) continue;
+#pragma unroll 1
+        for (; missing && polls < EP_POLLS_PER_CLOCK_READ; polls++)
+            missing = poll_missing(*c, missing, flag);
+    }
+}
+
+/* ---- a part -------------------------------------------------------------------------------- */
+
+/* Steps of a part that have not arrived: bits as in Incoming, for the ranks above `last`. */
+typedef struct Missing {
+    int last;
+    unsigned bits;
+} Missing;
+
+/* Add the sums of other ranks, and this rank's own in its turn if *has_own, which is then
+ * cleared. */
+template <typename T, int PACKED, int STEPS, int UNITS>
+__device__ __forceinline__ void add_incoming(const Incoming<STEPS> &c, int rank, int step,
+                                             const EpVector<T> own[UNITS], int *has_own,
+                                             EpVector<T> sum[UNITS]) {
+#pragma unroll
+    for (int r = 0; r < AWAITED_AT_ONCE; r++) {
+        if (*has_own && c.rank[r] > rank) add_own<T, UNITS>(own, sum), *has_own = 0;
+        if (c.rank[r] == RANK_NONE) break;
+#pragma unroll
+        for (int i = 0; i < STEPS; i++)
+            add_step<T, PACKED>(sum + i * (UNITS / STEPS), step + i, step_unpack(c.x[r][i]));
+    }
+}
+
+/* Sum up and write some steps of a token, or return those that have not arrived in time. This
+ * rank's own sum is computed while other ranks' sums are loaded. Ranks beyond the first few have a
+ * loop of their own, so that no total takes registers meanwhile. */
+template <typename T, int PACKED>
+__device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, const TokenPart &s,
+                                                 int slot, uint64_t flag) {
+    constexpr int STEPS = ReducedShape<T, PACKED>::STEPS, UNITS = ReducedShape<T, PACKED>::UNITS;
+    EpVector<T> own[UNITS] = {};
+    Terms t = find_terms(a, slot, s.token);
+    Incoming<STEPS> c;
+    int unit[UNITS], last = -1, has_own = s.has_own;
+    find_units<T, PACKED, UNITS>(a, s.step, 1, 0, unit);
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+        if (s.step + u / (UNITS / STEPS) >= s.end) unit[u] = -1;
+    find_incoming(a, s, last, flag, &c);
+    if (s.has_own && !a.latency.senders) load_own_sum<T, UNITS>(a, s.token, unit, flag, own);
+    unsigned missing =
+        receive_incoming(a, &c, flag, [&]() { sum_slots<T, UNITS, OWN_AT_ONCE>(a, t, unit, own); });
+    if (missing) return Missing{last, missing};
+    EpVector<T> sum[UNITS] = {};
+    add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, s.step, own, &has_own, sum);
+    last = c.rank[AWAITED_AT_ONCE - 1];
+#pragma unroll 1
+    while (__any_sync(~0u, s.owner > last)) {
+        find_incoming(a, s, last, flag, &c);
+        missing = receive_incoming(a, &c, flag, [] {});
+        if (missing) return Missing{last, missing};
+        add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, s.step, own, &has_own, sum);
+        last = c.rank[AWAITED_AT_ONCE - 1];
+    }
+    if (has_own) add_own<T, UNITS>(own, sum);
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+        if (unit[u] >= 0)
+            *((uint4 *)a.t.out_rows + ((int64_t)s.token * a.row_units + unit[u])) = ep_pack(sum[u]);
+    return Missing{last, 0};
+}
+
+/* Wait for the first missing step. By a warp, which keeps nothing in registers meanwhile: what had
+ * arrived is loaded again. Returns 0 on timeout. */
+template <int STEPS>
+__device__ __noinline__ int await_missing(const EpLatencyGatherArgs &a, TokenPart s,
+                                          Missing missing, uint64_t flag) {
+    const EpCudaGroup &g = a.group;
+    int at = __ffs((int)missing.bits) - 1, rank = missing.last;
+#pragma unroll 1
+    for (int r = 0; r <= at / STEPS; r++)
+        rank = next_rank(s.owner, rank);
+    int step = s.step + at % STEPS;
+    const char *from = latency_record(a.latency, a.latency.own, rank, g.size, s.token, flag) +
+                       step * EP_STEP_BYTES;
+    ulonglong2 x = step_load(from);
+    return step_await(g, a.latency, from, flag, &x, StepOrigin{rank, EP_AWAIT_LINES, s.token});
+}
+
+/* Receive a part of a token. It has more steps than are reduced at a time only if rows are so long
+ * that the host has made longer parts. By a warp. Returns 0 on timeout. */
+template <typename T, int PACKED>
+__device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int token, int step,
+                                            const TokenWords &w, uint64_t flag) {
+    constexpr int STEPS = ReducedShape<T, PACKED>::STEPS;
+    int owner = w.owner < a.group.size ? w.owner : -1;
+    int has_own = __any_sync(~0u, owner == a.group.rank);
+    int end = min(step + a.latency.received.steps, a.steps);
+    TokenPart s = {token, step, end, owner == a.group.rank ? -1 : owner, has_own};
+#pragma unroll 1
+    while (s.step < s.end) {
+        Missing missing = receive_steps<T, PACKED>(a, s, w.slot, flag);
+        if (!missing.bits)
+            s.step += STEPS;
+        else if (!await_missing<STEPS>(a, s, missing, flag))
+            return 0;
+    }
+    return 1;
+}
+
+/* ---- all tokens ---------------------------------------------------------------------------- */
+
+/* Wait for all heads, which show that every rank has sent its sums and is in the same operation. By
+ * one block, beginning with the warps that have the fewest parts. */
+__device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
+#pragma unroll 1
+    for (int r = LATENCY_WARPS - 1 - (int)(threadIdx.x / 32); r < a.group.size; r += LATENCY_WARPS)
+        if (!take_head(a.group, a.latency, r, 1, flag, a.plan.use.is_read,
+                       [](int, const uint4 &) {}))
+            return;
+}
+
+/* Receive all tokens. By the receiving blocks. A warp loads the plan's words for its next part
+ * while it works on one. */
+template <typename T, int PACKED>
+__device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &role, int tokens,
+                             uint64_t flag) {
+    int warps = role.blocks * LATENCY_WARPS, i = (int)(threadIdx.x / 32) * role.blocks + role.block;
+    const EpPartition &partition = a.latency.received;
+    TokenWords next = load_token(a, tokens, ep_quotient(i, partition.each));
+#pragma unroll 1
+    for (; i < count_parts(a); i += warps) {
+        int token = ep_quotient(i, partition.each), part = i - token * partition.each.by;
+        TokenWords words = next;
+        next = load_token(a, tokens, ep_quotient(i + warps, partition.each));
+        if (!receive_part<T, PACKED>(a, token, part * a.latency.received.steps, words, flag)) break;
+    }
+    if (role.block == role.blocks - 1) take_heads(a, flag);
+}
+
+/* ==== kernel ================================================================================ */
 
 /* Returns a source's number of tokens. A damaged plan must not lead past this rank's weights. */
 __device__ __forceinline__ int count_source_tokens(const EpLatencyGatherArgs &a, int source) {
@@ -40,7 +867,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
 #pragma unroll 1
     for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < a.group.size; r += LATENCY_THREADS)
         tokens[r] = count_source_tokens(a, r);
-    if (!latency_enter(a.group, a.plan, a.latency, &op)) {
+    if (!latency_begin_operation(a.group, a.plan, a.latency, &op)) {
         latency_report(a.group, a.plan, a.latency);
         latency_pass(a.group, a.latency, op, latency_ticket(a.latency, op));
         return;

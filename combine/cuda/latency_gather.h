@@ -6,7 +6,7 @@
  * The CUDA backend's combine in latency mode: its kernel's arguments and launch.
  */
 
-#include "handles/cuda/latency.h"
+#include "runtime/cuda/latency.h"
 #include "runtime/movement.h"
 
 #define EP_SENT_STEPS 4      /* most steps of a part that a sending warp moves */

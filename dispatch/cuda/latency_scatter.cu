@@ -4,28 +4,1071 @@
  * receive.
  *
  * A sending block stores each row once for each rank that has one of its experts, into a record
- * that belongs to that token alone (handles/cuda/latency.h), with the header that its slots follow
+ * that belongs to that token alone (runtime/cuda/latency.h), with the header that its slots follow
  * from. A receiving block computes where slabs begin from the counts in all ranks' heads, then
  * takes the records as they arrive and copies their rows to their slots.
  *
  * Who waits on whom: sending blocks wait for no rank; receiving blocks wait for the heads and
  * records of all ranks. Memory order: every line carries a flag that shows its own arrival; only
- * where lines do not arrive whole, flags follow behind a fence (handles/cuda/lines.cuh).
+ * where lines do not arrive whole, flags follow behind a fence (runtime/cuda/latency.cuh).
  *
  * The first blocks send: they claim tokens one by one. The other blocks receive from the start,
  * each warp its part, except the last block, which publishes the routing to host and caller. Where
  * a dispatch quantises, is alone in its group, or has a launch for each phase, every block takes
  * part in all of the launch's work.
  */
-#include "runtime/cuda/quantise.cuh"
+#include "dispatch/cuda/latency_scatter.h"
 
-#include "dispatch/cuda/latency_receive.cuh"
-#include "dispatch/cuda/latency_send.cuh"
+#include "handles/prepare/cuda/publish.cuh"
+#include "runtime/cuda/latency.cuh"
+#include "runtime/cuda/rows.cuh"
 
+/* ==== routing =============================================================================== */
+
+/*
+ * In a head, a source sends each rank its number of entries for
+ * each of the rank's experts; with each row, its number of earlier entries for the row's experts.
+ * Each receiving block reads all heads and computes where each source's entries begin in every
+ * slab. With the numbers in a row's header follows each entry's slot.
+ *
+ * At these sizes not bytes take the time but instructions that wait for each other. So shared
+ * memory is accessed by its own instructions, at offsets that the host computes; nothing is divided
+ * by a value first known here; and independent loads are issued together.
+ */
+
+/* ---- sizes --------------------------------------------------------------------------------- */
+
+/* These sizes fit an int: 32-bit arithmetic takes fewer instructions. */
+
+__device__ __forceinline__ int row_bytes_of(const EpLatencyScatterArgs &a) {
+    return (int)a.t.row_bytes;
+}
+
+__device__ __forceinline__ int scale_bytes_of(const EpLatencyScatterArgs &a) {
+    return (int)a.t.scale_bytes;
+}
+
+/* ---- shared memory ------------------------------------------------------------------------- */
+
+/* Returns the dynamic shared memory of the kernel: see EpWorkspaceLayout. */
 __device__ __forceinline__ char *workspace_memory(void) {
     extern __shared__ __align__(128) char memory[];
     return memory;
 }
+
+__device__ __forceinline__ EpWorkspace *workspace(void) {
+    return (EpWorkspace *)workspace_memory();
+}
+
+__device__ __forceinline__ int16_t *workspace_experts(const EpLatencyScatterArgs &a) {
+    return (int16_t *)(workspace_memory() + a.workspace.experts);
+}
+
+__device__ __forceinline__ int32_t *workspace_counts(const EpLatencyScatterArgs &a) {
+    return (int32_t *)(workspace_memory() + a.workspace.counts);
+}
+
+__device__ __forceinline__ int32_t *workspace_total(const EpLatencyScatterArgs &a) {
+    return (int32_t *)(workspace_memory() + a.workspace.total);
+}
+
+__device__ __forceinline__ int32_t *workspace_offset(const EpLatencyScatterArgs &a) {
+    return (int32_t *)(workspace_memory() + a.workspace.offset);
+}
+
+/* ---- this rank's entries ------------------------------------------------------------------- */
+
+/* Warps before this thread wait for words of memory before the block's first barrier; the others
+ * load entries. */
+#define ENTRIES_THREAD 128
+#define ENTRIES_THREADS (LATENCY_THREADS - ENTRIES_THREAD)
+#define LOADED_AT_ONCE 4
+#define TOKENS_THREAD 96 /* loads the number of tokens; see latency_begin_operation */
+
+/* Load the experts of all this rank's entries into the workspace. Rows past the step's tokens are
+ * included, since the number of tokens may not be known yet. */
+__device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
+    int entries = a.route.num_rows * a.route.top_k;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x - ENTRIES_THREAD; i < entries;
+         i += LOADED_AT_ONCE * ENTRIES_THREADS) {
+        Index index[LOADED_AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < LOADED_AT_ONCE; j++)
+            if (i + j * ENTRIES_THREADS < entries)
+                index[j] = load_index(a.route, i + j * ENTRIES_THREADS);
+#pragma unroll
+        for (int j = 0; j < LOADED_AT_ONCE; j++)
+            if (i + j * ENTRIES_THREADS < entries)
+                workspace_experts(a)[i + j * ENTRIES_THREADS] =
+                    (int16_t)expert_of(a.route, index[j]);
+    }
+}
+
+/* Load what a block needs to send, before its first barrier. The first block, which counts entries,
+ * clears the counts. */
+__device__ __forceinline__ void open_workspace(const EpLatencyScatterArgs &a) {
+    if (threadIdx.x >= ENTRIES_THREAD) load_entries(a);
+    if (threadIdx.x == TOKENS_THREAD) workspace()->tokens = count_tokens(a.route);
+    if (blockIdx.x) return;
+    int columns = a.route.group.num_experts + a.route.group.size;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < columns; i += LATENCY_THREADS)
+        workspace_counts(a)[i] = 0;
+}
+
+/* Leave each expert to the lowest k of a token that names it. Each thread has tokens of its own. By
+ * all threads of the block, after its first barrier. */
+__device__ __noinline__ void merge_duplicates(const EpLatencyScatterArgs &a) {
+#pragma unroll 1
+    for (int row = (int)threadIdx.x; row < a.route.num_rows; row += LATENCY_THREADS) {
+        int16_t *experts = workspace_experts(a) + row * a.route.top_k;
+#pragma unroll 1
+        for (int k = 1; k < a.route.top_k; k++)
+#pragma unroll 1
+            for (int lower = 0; lower < k && experts[k] >= 0; lower++)
+                if (experts[lower] == experts[k]) experts[k] = NO_EXPERT;
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ int owner_of(const EpLatencyScatterArgs &a, int expert) {
+    int owner = ep_owner(&a.route.owners, max(0, expert));
+    return expert < 0 ? -1 : owner;
+}
+
+/* ---- heads --------------------------------------------------------------------------------- */
+
+/* Report bad indices, which are rare. By a warp. */
+__device__ __noinline__ void publish_bad(const EpLatencyScatterArgs &a) {
+    int lane = threadIdx.x % 32, count = 0, first = INT32_MAX;
+#pragma unroll 1
+    for (int i = lane; i < workspace()->tokens * a.route.top_k; i += 32) {
+        if (workspace_experts(a)[i] != BAD_EXPERT) continue;
+        count++;
+        first = min(first, i);
+    }
+    count = warp_sum(count), first = __reduce_min_sync(~0u, first);
+    if (lane == 0) report_bad_indices(a.route, (unsigned long long)count, (unsigned)first);
+}
+
+/* Count the entries for each expert and the rows to each rank, in counts, which are 0. The entries
+ * of a token lie in neighbouring lanes. By all threads of the block. */
+__device__ __forceinline__ void count_entries(const EpLatencyScatterArgs &a) {
+    int32_t *counts = workspace_counts(a), *rows = counts + a.route.group.num_experts;
+    int lane = threadIdx.x % 32, shift = a.team_shift, k = lane & ((1 << shift) - 1), bad = 0;
+#pragma unroll 1
+    for (int from = ((int)threadIdx.x - lane) >> shift; from < workspace()->tokens;
+         from += LATENCY_THREADS >> shift) {
+        int token = from + (lane >> shift), expert = NO_EXPERT;
+        if (token < workspace()->tokens && k < a.route.top_k)
+            expert = workspace_experts(a)[token * a.route.top_k + k];
+        int owner = owner_of(a, expert);
+        unsigned same = __match_any_sync(~0u, owner * 32 + (lane >> shift));
+        if (owner >= 0) atomicAdd(&counts[expert], 1);
+        if (owner >= 0 && __ffs((int)same) - 1 == lane) atomicAdd(&rows[owner], 1);
+        bad |= expert == BAD_EXPERT;
+    }
+    if (!__syncthreads_and(!bad) && threadIdx.x < 32) publish_bad(a);
+}
+
+#define HEAD_UNITS (EP_HEAD_COUNTS / 4) /* before the counts */
+
+/* Returns a unit of the head for rank r, which owns `count` experts from `first` on. */
+__device__ __forceinline__ uint4 head_unit(const EpLatencyScatterArgs &a, int r, int first,
+                                           int count, int sent, int unit) {
+    const EpCudaGroup &g = a.route.group;
+    static_assert(EP_HEAD_DIGEST == 0 && EP_HEAD_FACTS == 1 && EP_HEAD_TOKENS == 3, "unit 0");
+    static_assert(EP_HEAD_ROWS == 4 && EP_HEAD_SENT == 5 && HEAD_UNITS == 2, "unit 1");
+    if (unit == 0)
+        return make_uint4(g.digest, (uint32_t)g.facts, (uint32_t)(g.facts >> 32),
+                          (uint32_t)workspace()->tokens);
+    if (unit == 1)
+        return make_uint4((uint32_t)workspace_counts(a)[g.num_experts + r], (uint32_t)sent, 0, 0);
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int e = (unit - HEAD_UNITS) * 4 + i;
+        word[i] = e < count ? (uint32_t)workspace_counts(a)[first + e] : 0;
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+__device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64_t flag) {
+    const EpCudaGroup &g = a.route.group;
+    int sent = 0;
+    count_entries(a);
+#pragma unroll 1
+    for (int r = (int)(threadIdx.x % 32); r < g.size; r += 32)
+        sent += r == g.rank ? 0 : workspace_counts(a)[g.num_experts + r];
+    sent = warp_sum(sent);
+#pragma unroll 1
+    for (int r = (int)(threadIdx.x / 32); r < g.size; r += LATENCY_WARPS) {
+        int first = ep_owner_first(&a.route.owners, r), count = ep_owner_count(&a.route.owners, r);
+        send_head(g, a.latency, r, EP_HEAD_COUNTS + count, flag,
+                  [&](int unit) { return head_unit(a, r, first, count, sent, unit); });
+    }
+}
+
+/* ---- heads of the sources ------------------------------------------------------------------ */
+
+__device__ __forceinline__ void take_unit(const EpLatencyScatterArgs &a, int source, int unit,
+                                          const uint4 &x) {
+    const uint32_t word[4] = {x.x, x.y, x.z, x.w};
+    int local = a.route.shape.num_local;
+    if (unit == 0) workspace()->source_tokens[source] = (int)x.w;
+    if (unit == 0) atomicMax(&workspace()->most_tokens, (int)x.w);
+    if (unit == 1) workspace()->source_rows[source] = (int)x.x;
+    if (unit == 1 && source == a.route.group.rank) workspace()->sent = (int)x.y;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int e = (unit - HEAD_UNITS) * 4 + i;
+        if (unit >= HEAD_UNITS && e < local) workspace_counts(a)[source * local + e] = (int)word[i];
+    }
+}
+
+/* Replace each source's counts by the sums over the sources before it, and sum them up in total.
+ * These are the offsets of slabs of fixed size. */
+__device__ __forceinline__ void add_sources(const EpLatencyScatterArgs &a) {
+    const EpPlanShape &s = a.route.shape;
+#pragma unroll 1
+    for (int e = threadIdx.x; e < s.num_local; e += LATENCY_THREADS) {
+        int before = 0;
+        int32_t *at = workspace_counts(a) + e;
+#pragma unroll 4
+        for (int source = 0; source < a.route.group.size; source++, at += s.num_local) {
+            int count = *at;
+            *at = before;
+            before += count;
+        }
+        workspace_total(a)[e] = before;
+        workspace_offset(a)[e] = (int)min(e * s.block_rows, (int64_t)INT32_MAX);
+    }
+}
+
+/* Compute where slabs begin that follow one another. By a warp. */
+__device__ __forceinline__ void lay_workspace_slabs(const EpLatencyScatterArgs &a) {
+    int lane = threadIdx.x % 32, local = a.route.shape.num_local;
+    int64_t start = 0;
+#pragma unroll 1
+    for (int at = 0; at < local; at += 32) {
+        SlabStart slab = lay_slab(a.route, workspace_total(a), local, at, &start);
+        if (at + lane < local)
+            workspace_offset(a)[at + lane] = (int)min(slab.start, (int64_t)INT32_MAX);
+    }
+}
+
+/* Compute where each source's rows begin, where rows have one slot. By a warp. */
+__device__ __forceinline__ void lay_workspace_rows(const EpLatencyScatterArgs &a) {
+    int lane = threadIdx.x % 32, begin = 0, size = a.route.group.size;
+    int is_fixed = a.route.shape.is_fixed;
+#pragma unroll 1
+    for (int at = 0; at < size; at += 32) {
+        int rows = is_fixed ? (int)a.route.shape.block_rows : 0;
+        if (!is_fixed && at + lane < size) rows = workspace()->source_rows[at + lane];
+        int through = ep_warp_prefix(rows);
+        if (at + lane < size) workspace()->flat_begin[at + lane] = begin + through - rows;
+        begin += __shfl_sync(~0u, through, 31);
+    }
+}
+
+/* Reset the counters of heads, before the block's first barrier. */
+__device__ __forceinline__ void reset_heads(void) {
+    if (threadIdx.x == TOKENS_THREAD) workspace()->heads = workspace()->most_tokens = 0;
+}
+
+/* Receive all heads. By all threads of a block. A warp that waits for other warps' heads calls
+ * meanwhile() over and over. Returns 0 if a head does not arrive in time or is of another
+ * operation. */
+template <typename Meanwhile>
+__device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_t flag,
+                                          Meanwhile meanwhile) {
+    const EpPrepareArgs &route = a.route;
+    const EpCudaGroup &g = route.group;
+    int alive = 1, words = EP_HEAD_COUNTS + route.shape.num_local;
+#pragma unroll 1
+    for (int r = (int)(threadIdx.x / 32); r < g.size && alive; r += LATENCY_WARPS) {
+        alive = take_head(g, a.latency, r, words, flag, 1,
+                          [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
+        if (threadIdx.x % 32 == 0) atomicAdd(&workspace()->heads, alive ? 1 : EP_CUDA_MAX_RANKS);
+    }
+    while (__any_sync(~0u, *(volatile int32_t *)&workspace()->heads < g.size))
+        meanwhile();
+    if (!__syncthreads_and(alive)) return 0;
+    add_sources(a);
+    __syncthreads();
+    if (route.shape.is_fixed && !route.shape.has_rows) return 1; /* add_sources has set all */
+    if (threadIdx.x < 32) route.shape.has_rows ? lay_workspace_rows(a) : lay_workspace_slabs(a);
+    __syncthreads();
+    return 1;
+}
+
+/* ---- publishing ---------------------------------------------------------------------------- */
+
+/* Returns the number of a source's entries for a local expert. */
+__device__ __forceinline__ int count_of(const EpLatencyScatterArgs &a, int e, int source) {
+    int local = a.route.shape.num_local, next = (source + 1) * local + e;
+    return (source + 1 < a.route.group.size ? workspace_counts(a)[next] : workspace_total(a)[e]) -
+           workspace_counts(a)[source * local + e];
+}
+
+/* Store each source's tokens into the plan, and publish the numbers of rows, in every layout. By a
+ * warp. */
+__device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, int64_t step) {
+    const EpCudaGroup &g = a.route.group;
+    int lane = threadIdx.x % 32, received = 0;
+#pragma unroll 1
+    for (int r = lane; r < g.size; r += 32) {
+        a.route.plan.tokens[r] = workspace()->source_tokens[r];
+        received += r == g.rank ? 0 : workspace()->source_rows[r];
+    }
+    received = warp_sum(received);
+    if (lane == 0)
+        publish_row_counts(a.route, step, workspace()->sent, received,
+                           workspace()->source_rows[g.rank]);
+}
+
+/* Publish the routing of layouts whose entries have slots of their own. By a block that has
+ * received the heads. */
+__device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a,
+                                                const LatencyOp &op) {
+    int64_t step = step_under_way(a.route);
+    int warp = (int)(threadIdx.x / 32);
+    if (warp == 0) publish_slabs(a.route, step, workspace_total(a));
+    if (warp == 1) publish_sizes(a, step);
+    __syncthreads();
+    publish_sources(a.route, [&](int e, int source) { return count_of(a, e, source); });
+    if (threadIdx.x == 0)
+        publish_step(a.route, step, workspace()->source_tokens[a.route.group.rank], op.number);
+}
+
+/* Returns the end of the slots of the rows that arrive, and flat_rows_kept of those that are kept:
+ * where they follow one another also their number. In a block that has received the heads. */
+__device__ __forceinline__ int64_t flat_rows(const EpLatencyScatterArgs &a) {
+    int last = a.route.group.size - 1;
+    return workspace()->flat_begin[last] + (int64_t)workspace()->source_rows[last];
+}
+
+__device__ __forceinline__ int64_t flat_rows_kept(const EpLatencyScatterArgs &a) {
+    return min(flat_rows(a), ep_row_limit(&a.route.shape));
+}
+
+/* Publish the rows of each source that are kept. By all threads of such a block. */
+__device__ __forceinline__ void publish_kept_by_source(const EpLatencyScatterArgs &a) {
+    publish_flat_source_rows(
+        a.route, flat_rows_kept(a), [&](int source) { return workspace()->flat_begin[source]; },
+        [&](int source) { return workspace()->source_rows[source]; });
+}
+
+/* Publish the totals of rows of which none is lost. By a warp of such a block. */
+__device__ __forceinline__ void publish_flat_totals(const EpLatencyScatterArgs &a, int64_t step) {
+    const EpPlanShape &s = a.route.shape;
+    int64_t rows = flat_rows(a), needed = rows;
+    if (s.is_fixed) {
+        int most = 0;
+#pragma unroll 1
+        for (int r = (int)(threadIdx.x % 32); r < a.route.group.size; r += 32)
+            most = max(most, workspace()->source_rows[r]);
+        rows = s.capacity, needed = __reduce_max_sync(~0u, most);
+    }
+    if (threadIdx.x % 32 == 0) publish_totals(a.route, step, rows, needed, 0);
+}
+
+/* Publish the routing where rows have one slot and none is lost. By a block that has received the
+ * heads. */
+__device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a, const LatencyOp &op) {
+    const EpPrepareArgs &route = a.route;
+    int64_t step = step_under_way(route);
+    int warp = (int)(threadIdx.x / 32);
+    if (warp == 0) publish_flat_experts(route, step, workspace_total(a));
+    if (warp == 1) publish_sizes(a, step);
+    if (warp == 0) publish_flat_totals(a, step);
+    __syncthreads();
+    publish_sources(route, [&](int e, int source) { return count_of(a, e, source); });
+    publish_kept_by_source(a);
+    __syncthreads();
+    if (threadIdx.x == 0)
+        publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
+}
+
+/* Count the entries of the flat rows that are kept, from the plan that all blocks have written. */
+__device__ void count_kept(const EpPrepareArgs &a) {
+    const EpCudaGroup &g = a.group;
+#pragma unroll 1
+    for (int e = threadIdx.x; e < a.shape.num_local; e += LATENCY_THREADS)
+        a.plan.expert_counts[e] = 0;
+    clear_sources(a);
+    __syncthreads();
+#pragma unroll 1
+    for (int s = 0; s < g.size; s++) {
+        const int32_t *slot = a.plan.begins + (int64_t)s * (g.layout.max_tokens + 1);
+        const int32_t *routes = a.plan.routes + (int64_t)s * g.layout.max_tokens * a.top_k;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < workspace()->source_tokens[s] * a.top_k;
+             i += LATENCY_THREADS) {
+            int local = __ldcg(routes + i);
+            if ((uint32_t)local >= (uint32_t)a.shape.num_local) continue;
+            if (__ldcg(slot + i / a.top_k) < 0) continue;
+            atomicAdd(&a.plan.expert_counts[local], 1);
+            count_source(a, local, s);
+        }
+    }
+    __syncthreads();
+}
+
+/* Publish the routing of flat rows if some are lost. By the last block: only then the entries of
+ * the rows that are kept are known. */
+__device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a, LatencyOp op) {
+    const EpPrepareArgs &route = a.route;
+    __threadfence();
+    if (ep_failed(route.group)) return;
+    int64_t step = step_under_way(route), rows = flat_rows(a), kept = flat_rows_kept(a);
+    if (threadIdx.x < 32) publish_sizes(a, step);
+    if (threadIdx.x == 0) publish_totals(route, step, kept, rows, rows - kept);
+    publish_kept_by_source(a);
+    count_kept(route);
+    if (threadIdx.x < 32) publish_flat_experts(route, step, NULL);
+    __syncthreads();
+    if (threadIdx.x == 0)
+        publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
+}
+
+/* ==== sending blocks ======================================================================== */
+
+/*
+ * A sending block takes a token, reads its row once, and
+ * stores the record to each rank that has one of its experts. Each other rank gets the record's
+ * first step, whose header tells it that the row does not come.
+ */
+
+#define SENT_AT_ONCE 2 /* steps of a warp at a time */
+
+/* ---- header -------------------------------------------------------------------------------- */
+
+/* Returns how many 16-bit halves of a word are 0: those whose upper bit is clear and whose lower
+ * bits give no carry. */
+__device__ __forceinline__ int count_zeros(uint32_t x) {
+    return __popc(~(((x & 0x7fff7fffu) + 0x7fff7fffu) | x | 0x7fff7fffu));
+}
+
+/* Returns the number of entries for an expert before `entry`. By a warp, eight entries to a
+ * lane. */
+__device__ __forceinline__ int count_entries_before(const EpLatencyScatterArgs &a, int entry,
+                                                    int expert) {
+    int lane = threadIdx.x % 32, rest = entry / 8 * 8 + lane, count = 0;
+    uint32_t both = (uint32_t)expert * 0x10001u;
+#pragma unroll 1
+    for (int i = lane; i < entry / 8; i += 32) {
+        uint4 x = ((const uint4 *)workspace_experts(a))[i];
+        count += count_zeros(x.x ^ both) + count_zeros(x.y ^ both) + count_zeros(x.z ^ both) +
+                 count_zeros(x.w ^ both);
+    }
+    if (rest < entry && lane < 8) count += workspace_experts(a)[rest] == expert;
+    return warp_sum(count);
+}
+
+/* Returns the number of rows to a rank before a token's. By a warp. */
+__device__ __noinline__ int count_rows_before(const EpLatencyScatterArgs &a, int token, int owner) {
+    int count = 0, k = a.route.top_k;
+#pragma unroll 1
+    for (int t = (int)(threadIdx.x % 32); t < token; t += 32) {
+        int is_sent = 0;
+#pragma unroll 1
+        for (int i = t * k; i < (t + 1) * k; i++)
+            is_sent |= owner_of(a, workspace_experts(a)[i]) == owner;
+        count += is_sent;
+    }
+    return warp_sum(count);
+}
+
+/* Write the record's header, without its weights. By a block, a warp for each entry. */
+__device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, int token) {
+    int k = a.route.top_k, flat = a.route.shape.has_rows;
+#pragma unroll 1
+    for (int i = (int)(threadIdx.x / 32); i < k; i += LATENCY_WARPS) {
+        int entry = token * k + i, expert = workspace_experts(a)[entry], before = 0;
+        if (expert >= 0)
+            before = flat ? count_rows_before(a, token, owner_of(a, expert))
+                          : count_entries_before(a, entry, expert);
+        if (threadIdx.x % 32 == 0)
+            workspace()->header[i] = (uint32_t)max(0, expert + 1) | (uint32_t)before
+                                                                        << a.record.expert_bits;
+    }
+}
+
+/* ---- units --------------------------------------------------------------------------------- */
+
+/* Load a unit of the caller's scales, which may end within a unit, at any multiple of four
+ * bytes. */
+__device__ __noinline__ uint4 load_scales(const EpLatencyScatterArgs &a, int token, int unit) {
+    const char *from = a.t.scales + (int64_t)token * scale_bytes_of(a);
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int at = unit * 16 + i * 4;
+        word[i] = at < scale_bytes_of(a) ? *(const uint32_t *)(from + at) : 0;
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+/* Load the weights of a header's unit; each follows the word of its entry. */
+__device__ __forceinline__ uint4 load_weights(const EpLatencyScatterArgs &a, int token, int unit) {
+    const float *weights = a.t.topk_weights + (int64_t)token * a.route.top_k + 2 * unit;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (a.t.carries_weights && 2 * unit < a.route.top_k) x.y = __float_as_uint(__ldg(weights));
+    if (a.t.carries_weights && 2 * unit + 1 < a.route.top_k)
+        x.w = __float_as_uint(__ldg(weights + 1));
+    return x;
+}
+
+/* Load a unit of the record, without the header's words, which are not known yet. */
+__device__ __forceinline__ uint4 load_unit(const EpLatencyScatterArgs &a, int token, int unit) {
+    int at = unit - a.record.header_units, scale = at - a.record.row_units;
+    if (at < 0) return load_weights(a, token, unit);
+    if (scale >= a.record.scale_units) return make_uint4(0, 0, 0, 0);
+    if (a.t.format.bits) return *((const uint4 *)(workspace_memory() + a.workspace.staged) + at);
+    if (scale < 0) return __ldg((const uint4 *)(a.t.rows + (int64_t)token * row_bytes_of(a)) + at);
+    return load_scales(a, token, scale);
+}
+
+__device__ __forceinline__ uint32_t entry_word(const EpLatencyScatterArgs &a, int k) {
+    return k < a.route.top_k ? workspace()->header[k] : 0;
+}
+
+/* Returns a header's unit: its words, and the weights in x if weights travel. */
+__device__ __forceinline__ uint4 header_unit(const EpLatencyScatterArgs &a, int unit, uint4 x) {
+    if (a.t.carries_weights)
+        return make_uint4(entry_word(a, 2 * unit), x.y, entry_word(a, 2 * unit + 1), x.w);
+    return make_uint4(entry_word(a, 4 * unit), entry_word(a, 4 * unit + 1),
+                      entry_word(a, 4 * unit + 2), entry_word(a, 4 * unit + 3));
+}
+
+/* Load this lane's units of SENT_AT_ONCE steps from `step` on, without the header's words. */
+__device__ __forceinline__ void load_steps(const EpLatencyScatterArgs &a, int token, int step,
+                                           uint4 x[SENT_AT_ONCE]) {
+#pragma unroll
+    for (int i = 0; i < SENT_AT_ONCE; i++) {
+        int at = step + i, unit = at * EP_STEP_UNITS + step_unit();
+        x[i] = make_uint4(0, 0, 0, 0);
+        if (at < a.record.steps && step_unit() >= 0) x[i] = load_unit(a, token, unit);
+    }
+}
+
+/* ---- receiving ranks ----------------------------------------------------------------------- */
+
+/* Returns a set of ranks with a bit for each: lane w has word w. Each lane adds `rank`, or none if
+ * it is -1. By a warp. */
+__device__ __forceinline__ unsigned rank_set(const EpLatencyScatterArgs &a, int rank) {
+    int lane = threadIdx.x % 32;
+    unsigned own = 0;
+#pragma unroll
+    for (int w = 0; w < RANK_WORDS; w++)
+        if (a.route.group.size > 32 * w) {
+            unsigned word = __reduce_or_sync(~0u, rank >> 5 == w ? 1u << rank % 32 : 0);
+            own = lane == w ? word : own;
+        }
+    return own;
+}
+
+__device__ __forceinline__ int has_rank(unsigned set, int rank) {
+    return __shfl_sync(~0u, set, rank / 32) >> rank % 32 & 1;
+}
+
+/* List where a token's record goes: first the ranks that get its row, then the others, which get
+ * its first step with the header. Each token begins with another rank. By a warp. */
+__device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, int token,
+                                               uint64_t flag) {
+    const EpCudaGroup &g = a.route.group;
+    int lane = threadIdx.x % 32, k = a.route.top_k;
+    int owner = lane < k ? owner_of(a, workspace_experts(a)[token * k + lane]) : -1;
+    unsigned set = rank_set(a, owner), below = (1u << lane) - 1;
+    int num_to = __reduce_add_sync(~0u, __popc(set)), listed = 0, others = num_to;
+    int first = g.rank + 1 + ep_remainder(token, a.latency.ranks);
+#pragma unroll 1
+    for (int base = 0; base < g.size; base += 32) {
+        int valid = base + lane < g.size, r = first - (first < g.size ? 0 : g.size);
+        r += valid ? base + lane : 0;
+        r -= r < g.size ? 0 : g.size;
+        unsigned all = __ballot_sync(~0u, valid),
+                 with_row = __ballot_sync(~0u, has_rank(set, r) & valid);
+        int at = with_row >> lane & 1 ? listed + __popc(with_row & below)
+                                      : others + __popc(all & ~with_row & below);
+        if (valid)
+            workspace()->to[at] =
+                latency_record(a.latency, a.latency.window[r], g.rank, g.size, token, flag);
+        listed += __popc(with_row), others += __popc(all & ~with_row);
+    }
+    if (lane == 0) workspace()->num_to = num_to;
+    if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)owner;
+}
+
+/* Call store(address, i) for step `step` + i of the record, for each rank that gets it. */
+template <typename Store>
+__device__ __forceinline__ void for_each_step(const EpLatencyScatterArgs &a, int step,
+                                              Store store) {
+    int num_to = workspace()->num_to;
+#pragma unroll 1
+    for (int j = 0; j < num_to; j++) {
+        char *to = workspace()->to[j] + step * EP_STEP_BYTES;
+#pragma unroll
+        for (int i = 0; i < SENT_AT_ONCE; i++)
+            if (step + i < a.record.steps) store(to + i * EP_STEP_BYTES, i);
+    }
+#pragma unroll 1
+    for (int j = num_to; step == 0 && j < a.route.group.size; j++)
+        store(workspace()->to[j], 0);
+}
+
+__device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, int step,
+                                            const uint4 x[SENT_AT_ONCE], uint64_t flag) {
+    ulonglong2 packed[SENT_AT_ONCE];
+    int whole = a.latency.whole;
+#pragma unroll
+    for (int i = 0; i < SENT_AT_ONCE; i++) {
+        int unit = (step + i) * EP_STEP_UNITS + step_unit();
+        bool is_header = step_unit() >= 0 && unit < a.record.header_units;
+        packed[i] = step_pack(is_header ? header_unit(a, unit, x[i]) : x[i], flag);
+    }
+    for_each_step(a, step, [&](char *to, int i) { step_store(to, packed[i], whole); });
+    if (whole) return;
+    step_fence();
+    for_each_step(a, step, [&](char *to, int) { step_store_flag(to, flag); });
+}
+
+/* ---- a token ------------------------------------------------------------------------------- */
+
+__device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, int token) {
+    char *staged = workspace_memory() + a.workspace.staged;
+    ep_quantise_row(a.t.format, a.t.source_type,
+                    a.t.rows + (int64_t)token * (int)a.t.source_row_bytes, (int)a.t.row_elements,
+                    (uint8_t *)staged, staged + 16 * a.record.row_units, (int)threadIdx.x,
+                    LATENCY_THREADS);
+}
+
+/* Send a token. By a block. */
+__device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int token,
+                                           uint64_t flag) {
+    int warp = threadIdx.x / 32, step = warp * SENT_AT_ONCE, quantises = a.t.format.bits;
+    uint4 x[SENT_AT_ONCE];
+    if (quantises)
+        stage_quantised(a, token);
+    else
+        load_steps(a, token, step, x);
+    write_header(a, token);
+    if (warp == LATENCY_WARPS - 1) list_receivers(a, token, flag);
+    __syncthreads();
+    if (quantises) load_steps(a, token, step, x);
+#pragma unroll 1
+    while (step < a.record.steps) {
+        store_steps(a, step, x, flag);
+        step += SENT_AT_ONCE * LATENCY_WARPS;
+        load_steps(a, token, step, x);
+    }
+}
+
+/* Send heads and tokens. The first block sends the heads, before it claims a token: every rank
+ * waits for them, and the first block runs if any block does. */
+__device__ __forceinline__ void send_all(const EpLatencyScatterArgs &a, const LatencyOp &op) {
+    if (__builtin_expect(blockIdx.x == 0, 0)) {
+        send_heads(a, op.flag);
+        if (threadIdx.x / 32 == LATENCY_WARPS - 1)
+            store_operation_number(a.route.group, a.latency, op);
+        claims_begin(a.latency);
+        __syncthreads();
+    }
+    claims_work(a.latency, workspace()->tokens, [&](int token) { send_token(a, token, op.flag); });
+}
+
+/* ==== receiving blocks ====================================================================== */
+
+/*
+ * Receiving warps wait for the records of all ranks' tokens,
+ * several warps for each record, and copy rows, weights and scales to their slots.
+ */
+
+/* Entry k of a record, in lane k. */
+typedef struct Entry {
+    int local; /* expert among this rank's, -1: none or another rank's */
+    int slot;  /* if rows have one slot: the row's, in each lane with an expert; -1: none */
+    float weight;
+    char *scales;          /* the first scale of its slot */
+    unsigned slot_lanes;   /* lanes whose slots receive the row; one if rows have one slot */
+    unsigned expert_lanes; /* lanes with an expert of this rank */
+} Entry;
+
+/* ---- header -------------------------------------------------------------------------------- */
+
+/* Entry k of a header whose units lie in a warp's lanes: its word, and its weight if weights
+ * travel. */
+typedef struct HeaderWords {
+    uint32_t word, weight;
+} HeaderWords;
+
+__device__ __forceinline__ HeaderWords header_words(const uint4 &unit, int has_weights, int k) {
+    int lane = lane_of_unit(has_weights ? k / 2 : k / 4);
+    uint32_t x = __shfl_sync(~0u, unit.x, lane), y = __shfl_sync(~0u, unit.y, lane);
+    uint32_t z = __shfl_sync(~0u, unit.z, lane), w = __shfl_sync(~0u, unit.w, lane);
+    if (has_weights) return k & 1 ? HeaderWords{z, w} : HeaderWords{x, y};
+    return HeaderWords{k & 2 ? (k & 1 ? w : z) : (k & 1 ? y : x), 0};
+}
+
+/* Returns the slot of an entry, or -1 beyond the capacity. `before` is the number of the source's
+ * earlier entries for the expert (if rows have one slot: of its earlier rows). */
+__device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int source, int local,
+                                         int before) {
+    int num_local = a.route.shape.num_local;
+    int64_t slot = (int64_t)before + workspace()->flat_begin[source];
+    if (a.route.shape.has_rows) return slot < ep_row_limit(&a.route.shape) ? (int)slot : -1;
+    slot = (int64_t)before + workspace_offset(a)[local] +
+           workspace_counts(a)[source * num_local + local];
+    return slot < ep_slot_limit(&a.route.shape, local) ? (int)slot : -1;
+}
+
+/* Read a record's header from this lane's unit of its first step. By a warp. */
+__device__ __forceinline__ Entry read_header(const EpLatencyScatterArgs &a, int source,
+                                             const uint4 &unit) {
+    int lane = threadIdx.x % 32, k = a.route.top_k;
+    HeaderWords h = header_words(unit, a.t.carries_weights, lane < k ? lane : 0);
+    int expert = (int)(h.word & ((1u << a.record.expert_bits) - 1)) - 1;
+    Entry e = {-1, -1, __uint_as_float(h.weight), NULL, 0, 0};
+    if (lane < k && expert >= 0) e.local = expert - a.first_expert;
+    if (e.local >= a.route.shape.num_local || e.local < 0) e.local = -1;
+    if (e.local >= 0) e.slot = find_slot(a, source, e.local, (int)(h.word >> a.record.expert_bits));
+    if (scale_bytes_of(a) && e.slot >= 0)
+        e.scales = a.t.out_scales + ep_scale_at(&a.t.scale_map, e.slot, 0);
+    e.expert_lanes = __ballot_sync(~0u, e.local >= 0);
+    e.slot_lanes = __ballot_sync(~0u, e.slot >= 0);
+    if (a.route.shape.has_rows) e.slot_lanes &= 0u - e.slot_lanes; /* the lowest lane */
+    return e;
+}
+
+/* ---- plan and weights ---------------------------------------------------------------------- */
+
+__device__ __forceinline__ int flat_slot(const Entry &e) {
+    return __shfl_sync(~0u, e.slot, e.slot_lanes ? __ffs((int)e.slot_lanes) - 1 : 0);
+}
+
+/* Store a row's routes and begin into the plan. By one of the warps that share its record. */
+__device__ __forceinline__ void store_plan_row(const EpLatencyScatterArgs &a, const Entry &e,
+                                               int source, int token) {
+    const EpPrepareArgs &route = a.route;
+    int lane = threadIdx.x % 32, flat = route.shape.has_rows, slot = flat_slot(e);
+    int64_t index = (int64_t)source * route.group.layout.max_tokens + token;
+    if (lane < route.top_k) route.plan.routes[index * route.top_k + lane] = flat ? e.local : e.slot;
+    int row = !e.expert_lanes ? EP_ROW_NONE : !flat ? 0 : e.slot_lanes ? slot : EP_ROW_LOST;
+    if (lane == 0) route.plan.begins[index + source] = row;
+}
+
+/* Returns where the experts of rows with one slot go; data is NULL if the caller does not ask for
+ * them. */
+__device__ __forceinline__ EpCudaVector row_experts(const EpLatencyScatterArgs &a) {
+    return EpCudaVector{a.t.out_idx, a.t.idx_type == EP_TYPE_INT64};
+}
+
+__device__ __forceinline__ void store_weights(const EpLatencyScatterArgs &a, const Entry &e) {
+    int lane = threadIdx.x % 32, k = a.route.top_k;
+    if (!a.route.shape.has_rows) {
+        if (a.t.carries_weights && e.slot >= 0) a.t.out_weights[e.slot] = e.weight;
+        return;
+    }
+    int64_t at = (int64_t)flat_slot(e) * k + lane;
+    if (!e.slot_lanes || lane >= k) return;
+    int has_weight = e.local >= 0 || a.route.shape.row_weights == EP_WEIGHTS_ALL;
+    if (a.t.carries_weights) a.t.out_weights[at] = has_weight ? e.weight : 0;
+    store_integer(row_experts(a), at, e.local >= 0 ? e.local + a.t.first_id : -1);
+}
+
+/* ---- units --------------------------------------------------------------------------------- */
+
+/* Returns how many bytes of scales one store writes. */
+__device__ __forceinline__ int scale_unit(const EpLatencyScatterArgs &a) {
+    int bytes = a.t.scale_map.by_column ? a.t.scale_map.element_bytes : scale_bytes_of(a);
+    return bytes % 4 == 0 ? 4 : 1;
+}
+
+/* Returns the address of byte `at` of a slot's scales. Elements have a power of two of bytes. */
+__device__ __forceinline__ char *scale_to(const EpLatencyScatterArgs &a, char *scales, int at) {
+    int bytes = a.t.scale_map.element_bytes, element = at >> (31 - __clz(bytes));
+    if (!a.t.scale_map.by_column) return scales + at;
+    return scales + element * a.t.scale_map.slab_rows * bytes + (at & (bytes - 1));
+}
+
+__device__ __forceinline__ void store_scales(const EpLatencyScatterArgs &a, char *scales, int unit,
+                                             const uint4 &x) {
+    const uint32_t word[4] = {x.x, x.y, x.z, x.w};
+    int unit_bytes = scale_unit(a);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int at = unit * 16 + i * 4;
+        if (unit_bytes == 4 && at < scale_bytes_of(a))
+            *(uint32_t *)scale_to(a, scales, at) = word[i];
+#pragma unroll 1
+        for (int b = 0; b < 4 && unit_bytes == 1 && at + b < scale_bytes_of(a); b++)
+            *scale_to(a, scales, at + b) = (char)(word[i] >> 8 * b);
+    }
+}
+
+/* Store this lane's units of steps `step` to before `end`, at most as many as x has, to all slots.
+ * Each slot's address is computed once for all steps, since instructions limit the speed. */
+__device__ __forceinline__ void store_units(const EpLatencyScatterArgs &a, const Entry &e, int step,
+                                            int end, const uint4 x[EP_RECEIVED_AT_ONCE]) {
+    unsigned first = (unsigned)(step * EP_STEP_UNITS + step_unit() - a.record.header_units);
+    if (step_unit() < 0)
+        first = 0u - EP_STEP_BYTES; /* no unit: past the end of every row, in all steps */
+#pragma unroll 1
+    for (unsigned left = e.slot_lanes; left; left &= left - 1) {
+        int slot = __shfl_sync(~0u, e.slot, __ffs((int)left) - 1);
+        uint4 *to = (uint4 *)(a.t.out_rows + (int64_t)slot * row_bytes_of(a)) + (int)first;
+#pragma unroll
+        for (int i = 0; i < EP_RECEIVED_AT_ONCE; i++)
+            if (step + i < end && first + i * EP_STEP_UNITS < (unsigned)a.record.row_units)
+                to[i * EP_STEP_UNITS] = x[i];
+    }
+    if (!scale_bytes_of(a) ||
+        (step + EP_RECEIVED_AT_ONCE) * EP_STEP_UNITS <= a.record.header_units + a.record.row_units)
+        return;
+    first -= (unsigned)a.record.row_units;
+#pragma unroll 1
+    for (unsigned left = e.slot_lanes; left; left &= left - 1) {
+        unsigned long long scales = (unsigned long long)e.scales;
+        char *to = (char *)__shfl_sync(~0u, scales, __ffs((int)left) - 1);
+#pragma unroll
+        for (int i = 0; i < EP_RECEIVED_AT_ONCE; i++)
+            if (step + i < end && first + i * EP_STEP_UNITS < (unsigned)a.record.scale_units)
+                store_scales(a, to, (int)(first + i * EP_STEP_UNITS), x[i]);
+    }
+}
+
+/* ---- a record ------------------------------------------------------------------------------ */
+
+/* A warp's part of a record: steps `step` to before `end`. */
+typedef struct Record {
+    int source, token, step, end;
+} Record;
+
+/* Steps of a record as loaded, arrived or not: the first one, which has the header, and a
+ * warp's. */
+typedef struct Fetched {
+    ulonglong2 head, x[EP_RECEIVED_AT_ONCE];
+} Fetched;
+
+__device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a, const Record &r,
+                                                   uint64_t flag) {
+    return latency_record(a.latency, a.latency.own, r.source, a.route.group.size, r.token, flag);
+}
+
+__device__ __forceinline__ void fetch_steps(const Record &r, const char *from,
+                                            ulonglong2 x[EP_RECEIVED_AT_ONCE]) {
+    const char *at = from + r.step * EP_STEP_BYTES;
+#pragma unroll
+    for (int i = 0; i < EP_RECEIVED_AT_ONCE; i++)
+        if (r.step + i < r.end) x[i] = step_load(at + i * EP_STEP_BYTES);
+}
+
+/* Whether all steps of the part have arrived. By a warp. */
+__device__ __forceinline__ int steps_are_here(const Record &r, uint64_t flag,
+                                              const ulonglong2 x[EP_RECEIVED_AT_ONCE]) {
+    int here = 1;
+#pragma unroll
+    for (int i = 0; i < EP_RECEIVED_AT_ONCE; i++)
+        here &= r.step + i >= r.end || x[i].y == flag;
+    return __all_sync(~0u, here || !has_flag());
+}
+
+__device__ __forceinline__ Fetched fetch_record(const EpLatencyScatterArgs &a, const Record &r,
+                                                uint64_t flag) {
+    Fetched f;
+    const char *from = record_from(a, r, flag);
+    f.head = step_load(from);
+    fetch_steps(r, from, f.x);
+    return f;
+}
+
+/* Wait for the steps of a part. By a warp. Returns 0 on timeout. */
+__device__ __forceinline__ int await_steps(const EpLatencyScatterArgs &a, const Record &r,
+                                           const char *from, uint64_t flag,
+                                           ulonglong2 x[EP_RECEIVED_AT_ONCE]) {
+    const StepOrigin origin = {r.source, EP_AWAIT_LINES, r.token};
+    int alive = 1;
+#pragma unroll
+    for (int i = 0; i < EP_RECEIVED_AT_ONCE; i++)
+        if (alive && r.step + i < r.end)
+            alive = step_await(a.route.group, a.latency, from + (r.step + i) * EP_STEP_BYTES, flag,
+                               &x[i], origin);
+    return alive;
+}
+
+/* Receive a warp's part of a record. Returns 0 on timeout. */
+__device__ __forceinline__ int receive_record(const EpLatencyScatterArgs &a, Record r, Fetched f,
+                                              uint64_t flag) {
+    const char *from = record_from(a, r, flag);
+    const StepOrigin origin = {r.source, EP_AWAIT_LINES, r.token};
+    if (!step_await(a.route.group, a.latency, from, flag, &f.head, origin)) return 0;
+    if (!steps_are_here(r, flag, f.x)) fetch_steps(r, from, f.x);
+    Entry e = read_header(a, r.source, step_unpack(f.head));
+    if (r.step == 0) store_plan_row(a, e, r.source, r.token), store_weights(a, e);
+#pragma unroll 1
+    while (e.slot_lanes) {
+        uint4 unit[EP_RECEIVED_AT_ONCE];
+        if (!a.latency.whole || !steps_are_here(r, flag, f.x))
+            if (!await_steps(a, r, from, flag, f.x)) return 0;
+#pragma unroll
+        for (int i = 0; i < EP_RECEIVED_AT_ONCE; i++)
+            unit[i] = step_unpack(f.x[i]);
+        store_units(a, e, r.step, r.end, unit);
+        r.step += EP_RECEIVED_AT_ONCE;
+        if (r.step >= r.end) break;
+        fetch_steps(r, from, f.x);
+    }
+    return 1;
+}
+
+/* ---- all records --------------------------------------------------------------------------- */
+
+/* A warp's progress through the records. `partition` divides them among the warps of `blocks`
+ * blocks, and expects that no rank has more tokens than this one has rows. `fetched` holds part
+ * `at`, of which some may have arrived before the heads. */
+typedef struct ReceiveState {
+    EpPartition partition;
+    int warp, warps, at;
+    Fetched fetched;
+} ReceiveState;
+
+__device__ __forceinline__ Record record_at(const EpLatencyScatterArgs &a, const ReceiveState &s) {
+    const EpCudaGroup &g = a.route.group;
+    int row = ep_quotient(s.at, s.partition.each), token = ep_quotient(row, a.latency.ranks);
+    int source = g.rank + row - token * g.size;
+    int step = (s.at - row * s.partition.each.by) * s.partition.steps;
+    return Record{source - (source < g.size ? 0 : g.size), token, step,
+                  min(step + s.partition.steps, a.record.steps)};
+}
+
+__device__ __forceinline__ int has_record(const ReceiveState &s) {
+    return s.at < s.partition.rows * s.partition.each.by;
+}
+
+__device__ __forceinline__ void begin_part(const EpLatencyScatterArgs &a, ReceiveState *s, int at,
+                                           uint64_t flag) {
+    s->at = at;
+    if (has_record(*s)) s->fetched = fetch_record(a, record_at(a, *s), flag);
+}
+
+__device__ __forceinline__ ReceiveState begin_receiving(const EpLatencyScatterArgs &a, int block,
+                                                        int blocks, uint64_t flag) {
+    ReceiveState s;
+    s.partition = a.latency.received;
+    s.warps = blocks * LATENCY_WARPS, s.warp = (int)(threadIdx.x / 32) * blocks + block;
+    begin_part(a, &s, block < blocks ? s.warp : INT32_MAX, flag);
+    return s;
+}
+
+/* Load again what had not arrived of the current part. */
+__device__ __forceinline__ void refetch_part(const EpLatencyScatterArgs &a, ReceiveState *s,
+                                             uint64_t flag) {
+    if (!has_record(*s)) return;
+    Record r = record_at(a, *s);
+    const char *from = record_from(a, r, flag);
+    if (!step_is_here(s->fetched.head, flag)) s->fetched.head = step_load(from);
+    if (!steps_are_here(r, flag, s->fetched.x)) fetch_steps(r, from, s->fetched.x);
+}
+
+/* Receive this warp's parts of all records. The next part is loaded while one is copied. Returns 0
+ * on timeout. */
+__device__ __forceinline__ int receive_records(const EpLatencyScatterArgs &a, ReceiveState s,
+                                               uint64_t flag) {
+    int most = workspace()->most_tokens;
+    if (most > a.route.num_rows) {
+        s.partition =
+            ep_partition(most * a.route.group.size, a.record.steps, EP_RECEIVED_AT_ONCE, s.warps);
+        begin_part(a, &s, s.warp, flag);
+    }
+#pragma unroll 1
+    while (has_record(s)) {
+        Record r = record_at(a, s);
+        Fetched fetched = s.fetched;
+        begin_part(a, &s, s.at + s.warps, flag);
+        if (r.token < workspace()->source_tokens[r.source] && !receive_record(a, r, fetched, flag))
+            return 0;
+    }
+    return 1;
+}
+
+/* ---- padding ------------------------------------------------------------------------------- */
+
+/* Zero a slot. By a warp. */
+__device__ __noinline__ void zero_slot(const EpLatencyScatterArgs &a, int64_t slot) {
+    int lane = threadIdx.x % 32, k = a.route.top_k, flat = a.route.shape.has_rows;
+    int values = flat ? k : 1, unit_bytes = scale_unit(a);
+    if (lane < k) store_integer(row_experts(a), slot * k + lane, -1);
+    if (a.route.shape.tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
+#pragma unroll 1
+    for (int at = lane; at < a.record.row_units; at += 32)
+        *((uint4 *)(a.t.out_rows + slot * row_bytes_of(a)) + at) = make_uint4(0, 0, 0, 0);
+    if (a.t.carries_weights && lane < values) a.t.out_weights[slot * values + lane] = 0;
+    if (!scale_bytes_of(a)) return;
+    char *scales = a.t.out_scales + ep_scale_at(&a.t.scale_map, slot, 0);
+#pragma unroll 1
+    for (int at = lane * unit_bytes; at < scale_bytes_of(a); at += 32 * unit_bytes)
+#pragma unroll 1
+        for (int b = 0; b < unit_bytes; b++)
+            *(scale_to(a, scales, at) + b) = 0;
+}
+
+/* Zero slots `begin` to before `end` of each lane. By `warps` warps that pass the same ranges and
+ * divide them; this one is number `warp`. */
+__device__ __forceinline__ void zero_slots(const EpLatencyScatterArgs &a, int64_t begin,
+                                           int64_t end, int warp, int warps) {
+    int count = (int)max((int64_t)0, end - begin), through = ep_warp_prefix(count);
+    int all = __shfl_sync(~0u, through, 31);
+#pragma unroll 1
+    for (int i = warp; i < all; i += warps) {
+        int lane = __popc(__ballot_sync(~0u, through <= i));
+        zero_slot(a, __shfl_sync(~0u, begin + i - (through - count), lane));
+    }
+}
+
+/* Zero the slots behind each source's rows, in blocks of fixed size. */
+__device__ __forceinline__ void zero_source_tails(const EpLatencyScatterArgs &a, int warp,
+                                                  int warps) {
+    int size = a.route.group.size, lane = threadIdx.x % 32, most = (int)a.route.shape.block_rows;
+#pragma unroll 1
+    for (int at = 0; at < size; at += 32) {
+        int source = min(at + lane, size - 1);
+        int64_t begin = workspace()->flat_begin[source], end = at + lane < size ? begin + most : 0;
+        zero_slots(a, begin + workspace()->source_rows[source], end, warp, warps);
+    }
+}
+
+/* Zero the slots of slabs that receive nothing and, on request, the rows behind the slabs. */
+__device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int warp, int warps) {
+    const EpPrepareArgs &route = a.route;
+    const EpPlanShape &s = route.shape;
+    int local = s.num_local, lane = threadIdx.x % 32;
+    int keeps = s.padding == EP_PADDING_KEEP, has_tails = s.is_fixed && s.tail == EP_TAIL_ZERO;
+    int has_slabs = !s.has_rows && (ep_has_padding(&s) || has_tails);
+    int64_t end = 0;
+#pragma unroll 1
+    for (int at = 0; at < local && has_slabs; at += 32) {
+        int e = min(at + lane, local - 1), total = workspace_total(a)[e];
+        int64_t limit = ep_slot_limit(&route.shape, e), begin = workspace_offset(a)[e];
+        int64_t last = min(limit, begin + ep_slab_rows(&s, total));
+        int64_t first = keeps ? last : begin + total;
+        if (has_tails) last = limit;
+        zero_slots(a, first, at + lane < local ? last : 0, warp, warps);
+    }
+    if (s.tail == EP_TAIL_KEEP || (s.is_fixed && !s.has_rows)) return;
+    if (s.is_fixed) return zero_source_tails(a, warp, warps);
+    if (s.has_rows)
+        end = workspace()->flat_begin[route.group.size - 1] +
+              (int64_t)workspace()->source_rows[route.group.size - 1];
+    else if (local)
+        end = workspace_offset(a)[local - 1] +
+              (int64_t)ep_slab_rows(&s, workspace_total(a)[local - 1]);
+    zero_slots(a, min(end, ep_row_limit(&route.shape)), lane == 0 ? a.t.out_capacity : 0, warp,
+               warps);
+}
+
+/* ==== kernel ================================================================================ */
 
 /* Receive this rank's rows. By all threads of a block. The last block publishes the routing. If
  * flat rows are lost, the block that finishes last does so at the end. */
@@ -56,7 +1099,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_begin(l);
     if (role.sends && blockIdx.x) claims_begin(l);
     if (role.sends) open_workspace(a);
-    if (!latency_enter(g, a.route.plan, l, &op)) {
+    if (!latency_begin_operation(g, a.route.plan, l, &op)) {
         latency_report(g, a.route.plan, l);
         latency_pass(g, l, op, latency_ticket(l, op));
         return;

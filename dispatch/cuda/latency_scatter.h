@@ -6,7 +6,7 @@
  * The CUDA backend's dispatch in latency mode: its kernel's arguments and launch.
  */
 
-#include "handles/cuda/latency.h"
+#include "runtime/cuda/latency.h"
 #include "runtime/movement.h"
 
 /**

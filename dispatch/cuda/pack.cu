@@ -5,9 +5,8 @@
  */
 #include "dispatch/cuda/pack.h"
 
-#include "bootstrap/network/cuda/mark.cuh"
-#include "dispatch/cuda/scatter_metadata.cuh"
-#include "runtime/cuda/quantise.cuh"
+#include "runtime/cuda/plan.cuh"
+#include "runtime/cuda/rows.cuh"
 
 #define PACK_THREADS 256
 #define PACK_BLOCKS 4 /* on a multiprocessor: most of their time they wait for memory */
@@ -20,8 +19,8 @@ __device__ __forceinline__ char *find_record(const EpPackArgs &a, int token) {
     const EpEntry e = a.plan.entries[(int64_t)token * a.top_k + k];
     int message = e.owner - a.group.size;
     if (message < 0 || message >= a.messages || !e.leader) return NULL;
-    if ((uint32_t)e.row >= (uint32_t)a.places) return NULL; /* a damaged plan */
-    return a.out + ((int64_t)message * a.places + e.row) * a.record.bytes;
+    if ((uint32_t)e.row >= (uint32_t)a.message_slots) return NULL; /* a damaged plan */
+    return a.out + ((int64_t)message * a.message_slots + e.row) * a.record.bytes;
 }
 
 /* Quantise a row into the records. By a warp. */

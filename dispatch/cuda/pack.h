@@ -4,24 +4,23 @@
 
 /**
  * Packs the tokens of a chunk for the network: a record for each other node that needs a token, at
- * the place that the plan's entry names. Rows are quantised here if the caller asks for it: the
- * relays get rows and scales as the receivers do.
+ * the message slot that the plan's entry names. Rows are quantised here if the caller asks for it:
+ * the relays get rows and scales as the receivers do.
  */
 
-#include "bootstrap/network/cuda/mark.h"
 #include "dispatch/cuda/scatter.h"
 
 typedef struct EpPackArgs {
     EpCudaGroup group;
-    EpCudaPlan plan; /**< the own part of the chunk */
+    EpCudaPlan plan; /**< the own plan of the chunk */
     EpScatterTensors t;
     EpSource source;
     EpRecord record;
     int32_t top_k;
-    int32_t places;   /**< records of a message */
-    int32_t messages; /**< other nodes */
-    char *out;        /**< [messages, places] records */
-    EpStamp *stamp;   /**< this rank's, which goes with the messages */
+    int32_t message_slots; /**< records of a message */
+    int32_t messages;      /**< other nodes */
+    char *out;             /**< [messages, message_slots] records */
+    EpStamp *stamp;        /**< this rank's, which goes with the messages */
 } EpPackArgs;
 
 #ifdef __cplusplus

@@ -5,7 +5,7 @@
 
 #include "dispatch/cuda/backend.h"
 #include "handles/cuda/handle.h"
-#include "handles/cuda/partition.h"
+#include "runtime/cuda/blocks.h"
 #include "runtime/quant.h"
 
 /* ---- work partition ------------------------------------------------------------------------ */
@@ -133,7 +133,7 @@ int64_t ep_cuda_workspace_bytes(const EpGroupConfig *config) {
 }
 
 /* Rows are quantised in shared memory, in whole blocks of elements. Returns the number of bytes
- * that divides every piece of a row. */
+ * that divides every fragment of a row. */
 static int64_t describe_quantising(const EpHandle *handle, EpScatterArgs *args) {
     EpScatterTensors *t = &args->t;
     int64_t size = (int64_t)ep_type_bytes(t->source_type);

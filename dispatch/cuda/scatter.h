@@ -6,12 +6,11 @@
  * The CUDA backend's scatter in throughput mode: its kernel's arguments and launch.
  */
 
-#include "bootstrap/network/cuda/mark.h"
-#include "handles/cuda/plan.h"
+#include "runtime/cuda/plan.h"
 #include "runtime/movement.h"
 
 /** Where a token's row, weights and scales lie behind t.rows, t.topk_weights and t.scales: bytes
- * from one token's to the next one's. The tokens of a relayed part are records. */
+ * from one token's to the next one's. The tokens of a relayed chunk plan are records. */
 typedef struct EpSource {
     int64_t row_stride, weight_stride, scale_stride;
 } EpSource;
@@ -46,8 +45,8 @@ int ep_cuda_open_scatter(int shared_bytes);
 int ep_cuda_launch_scatter(const void *args, int blocks, void *stream);
 
 /** Divide the work: sets receivers, schedulers, chunk and the pipelines' shapes from the other
- * fields. Blocks have `shared_bytes` of shared memory; tokens are cut into pieces of multiples of
- * `unit` bytes. Returns 0 if shared memory is too small. */
+ * fields. Blocks have `shared_bytes` of shared memory; tokens are cut into fragments of multiples
+ * of `unit` bytes. Returns 0 if shared memory is too small. */
 int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit);
 
 #ifdef __cplusplus
@@ -55,7 +54,7 @@ int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit
 #endif
 
 /** Run a scatter on several nodes: dispatch/cuda/scatter_nodes.c. `args` describes it as if the
- * plan had no parts; `unit` is ep_partition_scatter's. */
+ * plan had no chunk plans; `unit` is ep_partition_scatter's. */
 EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const EpScatterArgs *args,
                                int64_t unit);
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Scatter on several nodes: chunks of tokens are packed, cross the network, and are scattered on
- * each node. handles/cuda/relay.h has the order of it all. */
+ * each node. handles/nodes/cuda/relay.h has the order of it all. */
 #include "dispatch/cuda/pack.h"
 #include "dispatch/cuda/scatter.h"
-#include "handles/cuda/relay.h"
+#include "handles/nodes/cuda/relay.h"
 
 /** The operation, and what all of its launches share. */
 typedef struct Operation {
@@ -13,10 +13,10 @@ typedef struct Operation {
     EpRelayRun run;
 } Operation;
 
-/* Take a chunk's part of the plan. `args` is its launch's copy. */
-static void take_part(const Operation *o, EpPlanPart kind, int32_t chunk, EpScatterArgs *args) {
-    ep_relay_take_part(&args->shape, &o->args->plan, kind, chunk, o->call->num_rows, &args->plan,
-                       &args->group);
+/* Take a chunk plan. `args` is its launch's copy. */
+static void take_chunk(const Operation *o, EpChunkPlan kind, int32_t chunk, EpScatterArgs *args) {
+    ep_relay_take_chunk(&args->shape, &o->args->plan, kind, chunk, o->call->num_rows, &args->plan,
+                        &args->group);
 }
 
 /* Point at this rank's tokens of the chunk. */
@@ -40,36 +40,36 @@ static void take_records(const char *records, EpScatterArgs *args) {
     t->scales = records + r->scales;
 }
 
-static EpStatus scatter_part(Operation *o, EpPlanPart kind, int32_t chunk) {
+static EpStatus scatter_chunk(Operation *o, EpChunkPlan kind, int32_t chunk) {
     const EpGroup *group = o->run.group;
     EpScatterArgs args = *o->args;
     const EpScatterTensors *t = &args.t;
-    take_part(o, kind, chunk, &args);
-    if (kind == EP_PART_OWN)
+    take_chunk(o, kind, chunk, &args);
+    if (kind == EP_CHUNK_OWN)
         take_tokens((int64_t)chunk * args.shape.nodes.chunk, &args.t, &args.source);
     else
         take_records(o->run.relay->recv[chunk % 2], &args);
-    if (kind == EP_PART_RELAYED) args.marks = ep_relay_marks(&o->run, chunk, EP_TO_RELAYS);
+    if (kind == EP_CHUNK_RELAYED) args.marks = ep_relay_marks(&o->run, chunk, EP_TO_RELAYS);
     if (!ep_partition_scatter(&args, ep_cuda(group)->shared_bytes,
-                              kind == EP_PART_OWN ? o->unit : 16))
+                              kind == EP_CHUNK_OWN ? o->unit : 16))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    args.group.digest = ep_relay_part_digest(o->args->group.digest, kind, chunk);
+    args.group.digest = ep_relay_chunk_digest(o->args->group.digest, kind, chunk);
     return ep_relay_launch(&o->run, ep_cuda_launch_scatter, &args, args.group.blocks);
 }
 
 /* Pack a chunk for the other nodes. */
 static EpStatus pack_chunk(Operation *o, int32_t chunk) {
-    EpScatterArgs part = *o->args;
-    take_part(o, EP_PART_OWN, chunk, &part);
-    take_tokens((int64_t)chunk * part.shape.nodes.chunk, &part.t, &part.source);
-    EpPackArgs args = {.group = part.group,
-                       .plan = part.plan,
-                       .t = part.t,
-                       .source = part.source,
-                       .record = part.record,
-                       .top_k = part.top_k,
-                       .places = part.shape.nodes.chunk,
-                       .messages = part.shape.nodes.nodes - 1,
+    EpScatterArgs own = *o->args;
+    take_chunk(o, EP_CHUNK_OWN, chunk, &own);
+    take_tokens((int64_t)chunk * own.shape.nodes.chunk, &own.t, &own.source);
+    EpPackArgs args = {.group = own.group,
+                       .plan = own.plan,
+                       .t = own.t,
+                       .source = own.source,
+                       .record = own.record,
+                       .top_k = own.top_k,
+                       .message_slots = own.shape.nodes.chunk,
+                       .messages = own.shape.nodes.nodes - 1,
                        .out = o->run.relay->send[chunk % 2],
                        .stamp = o->run.relay->stamp};
     EP_TRY(ep_relay_launch(&o->run, ep_cuda_launch_pack, &args, args.group.blocks));
@@ -79,7 +79,7 @@ static EpStatus pack_chunk(Operation *o, int32_t chunk) {
 /* Send a chunk, and scatter what has come of it from the other nodes. */
 static EpStatus spread_chunk(Operation *o, int32_t chunk) {
     EP_TRY(ep_relay_exchange(&o->run, chunk, EP_TO_RELAYS));
-    return scatter_part(o, EP_PART_RELAYED, chunk);
+    return scatter_chunk(o, EP_CHUNK_RELAYED, chunk);
 }
 
 EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const EpScatterArgs *args,
@@ -93,7 +93,7 @@ EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const Ep
     EP_TRY(ep_relay_begin(handle, &relay, &o.run));
     for (int32_t c = 0; c < o.run.chunks; c++) {
         EP_TRY(pack_chunk(&o, c));
-        EP_TRY(scatter_part(&o, EP_PART_OWN, c));
+        EP_TRY(scatter_chunk(&o, EP_CHUNK_OWN, c));
         if (c > 0) EP_TRY(spread_chunk(&o, c - 1));
     }
     EP_TRY(spread_chunk(&o, o.run.chunks - 1));

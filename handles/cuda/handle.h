@@ -6,9 +6,9 @@
  * The host's side of a handle on the CUDA backend.
  */
 
-#include "handles/cuda/latency.h"
 #include "handles/handle.h"
 #include "runtime/cuda/cuda.h"
+#include "runtime/cuda/latency.h"
 #include "runtime/op.h"
 
 /** A handle's own plan: what the host knows of it. It outlives the handle, as its memory does: work
@@ -83,10 +83,8 @@ EpStatus ep_cuda_check_shape(const EpGroup *group, const EpCall *call, const EpP
 void ep_cuda_poll(EpGroup *group);
 EpStatus ep_cuda_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream stream,
                               const struct EpSources *out);
-EpStatus ep_cuda_prepare(EpHandle *handle, const EpRouting *routing);
-EpStatus ep_cuda_publish(EpHandle *handle, const EpRouting *routing);
 
-/** ep_prepare on several nodes: handles/cuda/route_nodes.c. */
+/** ep_prepare on several nodes: handles/nodes/cuda/route.c. */
 EpStatus ep_cuda_route_nodes(EpHandle *handle, const EpRouting *routing);
 
 /** Free the plans whose handles are gone. Waits for the device. */
@@ -112,18 +110,6 @@ int64_t ep_cuda_latency_bytes(const EpGroupConfig *config, int32_t num_ranks);
  * ranks do so now. */
 EpStatus ep_cuda_open_latency(EpGroup *group, const EpCall *call);
 void ep_cuda_close_latency(EpGroup *group, int together);
-
-#define EP_LATENCY_WARPS 16 /* of a block */
-#define EP_ALL_SEND 100     /* percent: all blocks send, and receive afterwards */
-
-/**
- * Returns the number of blocks of an operation of latency mode: those with something to send, those
- * with something to receive, if all ranks have as many tokens as this one, and one that publishes
- * the routing. `steps`: of each row. `percent` of the blocks send while the others receive. Sets
- * receives, first_receiver, senders and ranks of `latency`.
- */
-int ep_latency_blocks(const EpCudaGroup *group, EpPhase phase, int64_t tokens, int64_t steps,
-                      int percent, EpLatency *latency);
 
 /* ---- launching ----------------------------------------------------------------------------- */
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Describes and launches kernels: the part common to all operations, and ep_prepare. */
+/* Describes and launches kernels: the part common to all operations. */
 #include "handles/cuda/handle.h"
 #include "runtime/cuda/digest.h"
 
@@ -104,30 +104,4 @@ EpStatus ep_cuda_launch(const EpHandle *handle, const EpCudaLaunch *l) {
     EP_TRY(leave_order(handle, l, &stream, launched));
     if (own) ep_cuda_routing_issued(own, l->routing, stream.captures, seen);
     return EP_OK;
-}
-
-/* ---- prepare ------------------------------------------------------------------------------- */
-
-EpStatus ep_cuda_prepare(EpHandle *handle, const EpRouting *routing) {
-    EpPrepareArgs args;
-    int64_t facts[EP_OP_FACTS];
-    if (handle->shape.nodes.nodes > 1) return ep_cuda_route_nodes(handle, routing);
-    ep_cuda_describe_routing(handle, routing, &args, facts);
-    args.group.digest = ep_cuda_digest(handle, &ep_op_prepare, facts, EP_OP_FACTS);
-    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_prepare,
-                                                  .args = &args,
-                                                  .blocks = args.group.partitions + 1,
-                                                  .stream = routing->stream,
-                                                  .routing = routing});
-}
-
-EpStatus ep_cuda_publish(EpHandle *handle, const EpRouting *routing) {
-    EpPrepareArgs args;
-    int64_t facts[EP_OP_FACTS];
-    ep_cuda_describe_routing(handle, routing, &args, facts);
-    args.plan = ep_cuda_plan(handle, routing->plan, routing->top_k, -1, INT64_MAX);
-    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_numbers,
-                                                  .args = &args,
-                                                  .blocks = 1,
-                                                  .stream = routing->stream});
 }

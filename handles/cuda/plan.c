@@ -1,94 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Plans in device memory, and the host's knowledge of handles' own plans: it takes shapes from the
- * calls that it issued, and numbers from pinned memory that routing kernels write.
+ * Handles' own plans: their memory, and what the host knows of them. It takes shapes from the calls
+ * that it issued, and numbers from pinned memory that routing kernels write.
  */
 #include <stdlib.h>
 #include <string.h>
 
 #include "handles/cuda/handle.h"
 #include "runtime/wait.h"
-
-EpRouteSizes ep_route_sizes(const EpPlanShape *s) {
-    int64_t rows = (int64_t)s->num_ranks * s->max_tokens, capacity = s->capacity;
-    int has_rows = s->has_rows, several = s->nodes.nodes > 1;
-    if (s->mode == EP_MODE_LATENCY || (several && !has_rows))
-        return (EpRouteSizes){EP_ROUTES_DENSE, 0};
-    if (has_rows)
-        return (EpRouteSizes){several ? EP_ROUTES_LISTED : EP_ROUTES_FLAT,
-                              (int32_t)(capacity ? ep_min(rows, capacity) : rows)};
-    int64_t dense = rows * s->max_top_k * (int64_t)sizeof(int32_t);
-    int64_t chained = rows * (int64_t)sizeof(EpChain) + capacity * (int64_t)sizeof(int32_t);
-    if (!capacity || 2 * chained > dense) return (EpRouteSizes){EP_ROUTES_DENSE, 0};
-    return (EpRouteSizes){EP_ROUTES_CHAINED, (int32_t)capacity};
-}
-
-#define TAKE(field, count) plan->field = ep_arena_array(&arena, count, sizeof(*plan->field))
-
-/* The arrays of tokens and rows, of `ranks` ranks with up to `tokens` tokens. */
-static void take_rows(const EpPlanShape *s, int64_t ranks, int64_t tokens, EpArena *at,
-                      EpCudaPlan *plan) {
-    EpArena arena = *at;
-    int64_t rows = ranks * tokens, k = s->max_top_k;
-    TAKE(entries, tokens * k);
-    TAKE(own_token, tokens);
-    TAKE(tokens, ranks);
-    TAKE(begins, ranks * (tokens + 1));
-    if (plan->sizes.form == EP_ROUTES_DENSE) TAKE(routes, rows * k);
-    TAKE(chains, plan->sizes.form == EP_ROUTES_CHAINED ? rows : 0);
-    TAKE(row_slots, plan->sizes.form == EP_ROUTES_LISTED ? rows : 0);
-    *at = arena;
-}
-
-static int64_t part_bytes(const EpPlanShape *s, EpPlanPart kind) {
-    EpArena arena = {.unit = 128};
-    EpCudaPlan part = {.sizes = ep_route_sizes(s)};
-    take_rows(s, s->nodes.ranks, ep_part_tokens(s, kind), &arena, &part);
-    return arena.bytes;
-}
-
-int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
-    EpArena arena = {.base = (uintptr_t)memory, .unit = 128};
-    int64_t ranks = s->num_ranks, local = s->num_local, k = s->max_top_k;
-    *plan = (EpCudaPlan){.sizes = ep_route_sizes(s)};
-    int64_t slots = plan->sizes.slots;
-    TAKE(header, 1);
-    TAKE(expert_counts, local);
-    TAKE(expert_padded, local);
-    TAKE(expert_offsets, local + 1);
-    TAKE(flat_begin, ranks);
-    if (s->nodes.nodes <= 1) take_rows(s, ranks, s->max_tokens, &arena, plan);
-    if (plan->sizes.form == EP_ROUTES_FLAT || plan->sizes.form == EP_ROUTES_LISTED)
-        TAKE(routes, slots * k);
-    TAKE(next, plan->sizes.form == EP_ROUTES_CHAINED ? slots : 0);
-    if (s->nodes.nodes > 1) {
-        plan->part_bytes[EP_PART_OWN] = part_bytes(s, EP_PART_OWN);
-        plan->part_bytes[EP_PART_RELAYED] = part_bytes(s, EP_PART_RELAYED);
-        int64_t both = plan->part_bytes[EP_PART_OWN] + plan->part_bytes[EP_PART_RELAYED];
-        TAKE(parts, ep_plan_chunks(s) * both);
-    }
-    TAKE(tail, 1);
-    return arena.bytes;
-}
-
-#undef TAKE
-
-EpCudaPlan ep_cuda_plan_part(const EpPlanShape *s, const EpCudaPlan *whole, EpPlanPart kind,
-                             int32_t chunk) {
-    const int64_t *bytes = whole->part_bytes;
-    EpCudaPlan part = *whole;
-    int64_t at = chunk * (bytes[EP_PART_OWN] + bytes[EP_PART_RELAYED]);
-    if (kind == EP_PART_RELAYED) at += bytes[EP_PART_OWN];
-    EpArena arena = {.base = (uintptr_t)whole->parts + (uintptr_t)at, .unit = 128};
-    take_rows(s, s->nodes.ranks, ep_part_tokens(s, kind), &arena, &part);
-    return part;
-}
-
-int64_t ep_info_words(const EpPlanShape *s) {
-    const EpNodeSizes *n = &s->nodes;
-    int64_t several = n->nodes > 1 ? 1 + (int64_t)ep_plan_chunks(s) * (n->nodes - 1 + n->lanes) : 0;
-    return ep_info_chunks(s) + several;
-}
 
 int64_t ep_cuda_plan_bytes(const EpPlanShape *shape) {
     EpCudaPlan plan;

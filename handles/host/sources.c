@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The sources of rows, from a plan of the host backend. */
-#include "handles/sources.h"
 #include "handles/host/plan.h"
+#include "handles/sources.h"
 
 EpStatus ep_host_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream stream,
                               const EpSources *out) {

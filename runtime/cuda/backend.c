@@ -13,14 +13,13 @@
 #include "dispatch/cuda/latency_scatter.h"
 #include "dispatch/cuda/pack.h"
 #include "dispatch/cuda/scatter.h"
-#include "handles/cuda/check_plan.h"
 #include "handles/cuda/handle.h"
-#include "handles/cuda/quantise.h"
-#include "handles/cuda/relay.h"
-#include "handles/cuda/route_nodes.h"
-#include "handles/cuda/rows_quant.h"
-#include "handles/cuda/weight.h"
-#include "handles/cuda/weight_slices.h"
+#include "handles/nodes/cuda/relay.h"
+#include "handles/nodes/cuda/route.h"
+#include "handles/prepare/cuda/prepare.h"
+#include "handles/weights/cuda/quantise.h"
+#include "handles/weights/cuda/slices.h"
+#include "handles/weights/cuda/weight.h"
 
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
                     const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {

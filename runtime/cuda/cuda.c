@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <nvtx3/nvToolsExt.h>
 #include <pthread.h>
+#include <signal.h>
 
 #include "runtime/cuda/cuda.h"
 
@@ -256,7 +257,7 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, const EpNodeSizes *
     EpWindowLayout w = {.depth = 1, .max_tokens = config->max_tokens};
     int64_t ranks = nodes->ranks, rings = ep_max(1, ranks - 1), tokens = config->max_tokens;
     int64_t routed = nodes->nodes == 1 ? ranks : 0;
-    int64_t most = ep_max(tokens, (int64_t)nodes->lanes * nodes->chunk); /* of one launch */
+    int64_t most = ep_max(tokens, (int64_t)nodes->sources * nodes->chunk); /* of one launch */
     EpArena arena = {.unit = 128};
     w.record_bytes = ep_round_up(
         ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes, 128);
@@ -285,4 +286,13 @@ int ep_cuda_window_find(const EpCuda *cuda, const void *data, int64_t bytes, int
         return i;
     }
     return -1;
+}
+
+int ep_thread_start(pthread_t *out, void *(*body)(void *context), void *context) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* the new thread inherits it */
+    int error = pthread_create(out, NULL, body, context);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
 }

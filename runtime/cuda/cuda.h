@@ -8,6 +8,7 @@
  */
 
 #include <cuda_runtime_api.h>
+#include <pthread.h>
 
 #include "runtime/cuda/device.h"
 #include "runtime/cuda/nccl.h"
@@ -58,14 +59,14 @@ typedef struct EpCuda {
     EpCudaOrder order;           /**< of the group's operations */
     EpCudaNotes notes;           /**< of aborts */
     int linked;                  /**< whether NVLink connects the GPUs of this node */
-    int whole_lines;             /**< see handles/cuda/lines.cuh */
+    int whole_lines;             /**< see runtime/cuda/latency.cuh */
     cudaStream_t stream;         /**< of the library's, which follows no other */
     char *workspace;             /**< of quantising dispatches in throughput mode: a
                                       step's scales. They follow each other */
     struct EpCudaOwn *spare;     /**< plans whose handles are gone: handles/cuda/plan.c */
     struct EpCudaWatch *watch;   /**< NULL on one node; see bootstrap/network/cuda/network.h */
-    struct EpCudaRelay *relay;   /**< NULL on one node; see handles/cuda/relay.h */
-    struct EpCudaSlices *slices; /**< NULL: none; see handles/cuda/weight_slices.h */
+    struct EpCudaRelay *relay;   /**< NULL on one node; see handles/nodes/cuda/relay.h */
+    struct EpCudaSlices *slices; /**< NULL: none; see handles/weights/cuda/slices.h */
     struct EpCudaLatency *latency;       /**< NULL: none; see handles/cuda/latency.c */
     const void *validated[EP_VALIDATED]; /**< cache of validated pointers, by a hash of the
                                               address: steps of a model bring the same tensors */
@@ -172,5 +173,9 @@ int32_t ep_cuda_partitions(int32_t blocks);
  *  offset from the start of the window as peers see it; or -1. Each peer looks up its own
  *  tensors. */
 int ep_cuda_window_find(const EpCuda *cuda, const void *data, int64_t bytes, int64_t *offset);
+
+/** Start a thread of the library's, which takes none of the program's signals. Returns 0 or an
+ *  error of pthread_create. */
+int ep_thread_start(pthread_t *out, void *(*body)(void *context), void *context);
 
 #endif

@@ -156,7 +156,7 @@ typedef struct EpOwnOperation {
     uint32_t generation; /**< of the plan that is read; 0: none is */
 } EpOwnOperation;
 
-/** Returns the block's operation. Thread 0 sets it before the barrier of ep_enter. */
+/** Returns the block's operation. Thread 0 sets it before the barrier of ep_begin_operation. */
 __device__ __forceinline__ EpOwnOperation *ep_own_operation(void) {
     __shared__ EpOwnOperation own;
     return &own;
@@ -202,7 +202,7 @@ static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited
 
 /* Send all ranks the word that this one has given up, for this operation and for the next one, in
  * which ranks may be before they see it. The words stay, since operations enqueued after a failure
- * send nothing: see ep_enter. */
+ * send nothing: see ep_begin_operation. */
 static __device__ void ep_give_up(const EpCudaGroup &g, int blamed) {
     uint32_t epoch = ep_epoch(g), gone = EP_DIGEST(EP_OP_GONE, 0, blamed);
 #pragma unroll 1
@@ -359,8 +359,8 @@ __device__ __forceinline__ int ep_has_record(const EpCudaGroup &g, uint32_t epoc
 /** Look once whether row `row` of another rank is here, as ep_await_record does; `timeout` is that
  *  of all looks since something was here. *alive becomes 0 on timeout, or if a rank has given up.
  *  ep_fence_proxy_global has to follow before bulk copies. */
-__device__ __forceinline__ int ep_look_for_record(const EpCudaGroup &g, uint32_t epoch, int source,
-                                                  int row, EpTimeout *timeout, int *alive) {
+__device__ __forceinline__ int ep_poll_record(const EpCudaGroup &g, uint32_t epoch, int source,
+                                              int row, EpTimeout *timeout, int *alive) {
     int seen = ep_read_counter(ep_load_acquire_sys(ep_head(g, g.rank, source, row)), epoch);
     if (seen >= row + 1) return 1;
     EpAwaited awaited = {source, EP_AWAIT_RECORD, row, (uint32_t)row + 1, (uint32_t)seen};
@@ -370,11 +370,11 @@ __device__ __forceinline__ int ep_look_for_record(const EpCudaGroup &g, uint32_t
 }
 
 /** Begin to load the word that says whether `receiver` has room for row `row`. */
-__device__ __forceinline__ uint64_t ep_look_for_room(const EpCudaGroup &g, int receiver, int row) {
+__device__ __forceinline__ uint64_t ep_load_credit(const EpCudaGroup &g, int receiver, int row) {
     return row < g.layout.depth ? 0 : ep_load_relaxed_sys(ep_credit(g, g.rank, receiver, row));
 }
 
-/** Wait until `receiver` has room for row `row`; `word` is what ep_look_for_room has loaded. A
+/** Wait until `receiver` has room for row `row`; `word` is what ep_load_credit has loaded. A
  *  relaxed load is enough: the receiver has read the row that was there, and this rank reads
  *  nothing of it, so no load has to be ordered behind this one. Returns 0 on timeout. */
 __device__ __forceinline__ int ep_await_room(const EpCudaGroup &g, uint32_t epoch, int receiver,
@@ -484,14 +484,15 @@ __device__ __forceinline__ int64_t ep_await_rows(const EpCudaGroup &g, int peer,
 #define EP_FINISHED_BLOCKS \
     0xffffu /* bits of EpCudaState.finished; above them, blocks that publish */
 
-/** What ep_leave returns. */
+/** What ep_end_operation returns. */
 enum EpLast { EP_NOT_LAST, EP_LAST, EP_LAST_PUBLISHES };
 
 /** Leave the operation; the last block to leave completes it. `publishes`: this block has stored
  *  what the last one must see; its fence orders those stores before its count. Returns EP_NOT_LAST
  *  except in the last block: there EP_LAST_PUBLISHES if any block publishes, else EP_LAST. By all
  *  threads of each block, at its end. */
-__device__ __forceinline__ int ep_leave(const EpCudaGroup &g, uint32_t epoch, int publishes) {
+__device__ __forceinline__ int ep_end_operation(const EpCudaGroup &g, uint32_t epoch,
+                                                int publishes) {
     __shared__ int result;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -508,6 +509,81 @@ __device__ __forceinline__ int ep_leave(const EpCudaGroup &g, uint32_t epoch, in
     }
     __syncthreads();
     return result;
+}
+
+/* ---- stamps of messages between nodes ------------------------------------------------------ */
+
+/** Tell the watcher that an exchange is complete, and whether one is to follow. The group's
+ *  operations follow each other, so no two kernels that mark run at a time. By one thread. */
+__device__ __forceinline__ void ep_mark(const EpMarks &m, int under_way) {
+    uint64_t marks = m.counts[1] + 1;
+    m.counts[1] = marks;
+    ep_store_relaxed_sys(&m.watch->moved, marks << 1 | under_way);
+}
+
+/**
+ * If this rank has failed, let its stamp say so. Every kernel that fills a message ends with this,
+ * in each of its blocks: a block that leaves early does so because the rank has failed, and its
+ * rows are not what they should be. The stamp stays so until an operation begins. Whom this rank
+ * blames it has told its node: see ep_give_up. By all threads of a block, or by one.
+ */
+__device__ __forceinline__ void ep_seal_stamp(const EpCudaGroup &g, EpStamp *stamp) {
+    if (threadIdx.x || !ep_failed(g)) return;
+    stamp->digest = EP_DIGEST(EP_OP_GONE, 0, 0);
+    stamp->blamed =
+        (uint32_t)ep_load_relaxed_sys(&ep_arrival(g, g.rank, g.rank, ep_epoch(g))->gone);
+}
+
+/** The operation begins: write this rank's stamp, for a plan of this generation. By one thread. */
+__device__ __forceinline__ void ep_mark_begin(const EpMarkArgs &a, uint32_t generation = 0) {
+    const EpMarks &m = a.marks;
+    m.counts[0]++;
+    *m.own = EpStamp{a.group.digest, (uint32_t)m.counts[0], generation, 0};
+    ep_seal_stamp(a.group, m.own);
+    ep_store_relaxed_sys(&m.watch->begun, m.counts[0] << 32 | a.group.digest);
+    ep_mark(m, 1);
+}
+
+__device__ __forceinline__ int ep_stamps_match(const EpStamp &a, const EpStamp &b) {
+    return ep_same_operation(a.digest, b.digest) && a.number == b.number &&
+           a.generation == b.generation;
+}
+
+/** Returns whether all stamps that have come are as this rank's own. By a whole warp. */
+__device__ __forceinline__ int ep_stamps_agree(const EpMarks &m) {
+    const EpStamp own = *m.own;
+    int agree = 1;
+    for (int i = threadIdx.x % 32; i < m.num_peers; i += 32)
+        agree &= ep_stamps_match(own, m.theirs[i]);
+    return __all_sync(~0u, agree);
+}
+
+/* Returns what a stamp tells that differs from this rank's. One of an earlier operation is what was
+ * here before: nothing has come, since the communicator has ended. */
+static __device__ int ep_stamp_fault(const EpStamp &own, const EpStamp &theirs) {
+    if (EP_DIGEST_OP(theirs.digest) == EP_OP_GONE) return EP_FAULT_PEER;
+    return (int32_t)(own.number - theirs.number) > 0 ? EP_FAULT_ENDED : EP_FAULT_ORDER;
+}
+
+/**
+ * Report a rank that has failed, is in another operation or reads another plan, or sends nothing,
+ * unless this rank has failed already. On a path that leaves the kernel: see ep_report_plan. The
+ * block knows its operation (ep_own_operation).
+ */
+[[maybe_unused]] static __device__ __noinline__ void ep_report_stamps(const EpCudaGroup &g,
+                                                                      const EpMarks &m) {
+    const EpStamp own = *m.own;
+    if (threadIdx.x || EP_DIGEST_OP(own.digest) == EP_OP_GONE) return;
+    for (int i = 0; i < m.num_peers && !ep_failed(g); i++) {
+        const EpStamp theirs = m.theirs[i];
+        if (ep_stamps_match(own, theirs)) continue;
+        int fault = ep_stamp_fault(own, theirs), member = m.peers ? m.peers[i] : i;
+        uint32_t blamed = theirs.blamed ? theirs.blamed - 1 : (uint32_t)member;
+        ep_report(g, fault,
+                  EpAwaited{ep_elsewhere(g, member), EP_AWAIT_ARRIVAL, 0, own.digest,
+                            fault == EP_FAULT_PEER ? blamed : theirs.digest},
+                  theirs.generation);
+    }
 }
 
 #endif

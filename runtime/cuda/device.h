@@ -56,7 +56,6 @@
  */
 
 #include "runtime/layout.h"
-#include "runtime/nodes.h"
 
 #define EP_ABORT_WORDS 32 /* of 8 bytes, of an abort's sentence */
 
@@ -222,10 +221,10 @@ typedef struct EpCudaAsyncErrors {
  *  `finished`: so a block's claims have reached its memory before its count there, though a block
  * may end before it has seen what it claimed last. */
 typedef struct __attribute__((aligned(32))) EpCudaState {
-    uint32_t epoch;               /**< completed operations of the group */
-    uint32_t finished;            /**< blocks that have finished the operation: see ep_leave */
-    uint32_t failed;              /**< the operation in which this rank has failed, 0: none */
-    uint32_t sent;                /**< operations of latency mode that have been sent */
+    uint32_t epoch;    /**< completed operations of the group */
+    uint32_t finished; /**< blocks that have finished the operation: see ep_end_operation */
+    uint32_t failed;   /**< the operation in which this rank has failed, 0: none */
+    uint32_t sent;     /**< operations of latency mode that have been sent */
     int32_t claimed[EP_CLAIMERS]; /**< chunks of tokens or rows */
     unsigned long long bad_count; /**< bad indices found by the prepare under way */
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
@@ -254,6 +253,48 @@ typedef struct EpCudaGroup {
                              each rank is mapped here; NULL where none was adopted */
 } EpCudaGroup;
 
+/* ---- stamps of messages between nodes ------------------------------------------------------ */
+
+/*
+ * What kernels do at the ends of an operation that crosses the network. They tell the watcher how
+ * far this rank has come. And they compare what ranks are in: a stamp goes with each message, and
+ * is compared before anything reads the rows. Ranks of a node compare their operations themselves,
+ * so no two ranks of the group differ unnoticed. A rank that has failed still sends messages, which
+ * others wait for, but their rows are not what they should be. The kernels that fill them let the
+ * stamp say so.
+ */
+
+/** In pinned memory. One store each, so their order does not matter. */
+typedef struct EpWatchMarks {
+    uint64_t begun; /**< operations that cross the network << 32 | digest of the latest one */
+    uint64_t moved; /**< marks so far << 1 | whether an operation is under way */
+} EpWatchMarks;
+
+/** What a rank says of the operation that it has entered. */
+typedef struct EpStamp {
+    uint32_t digest, number; /**< as in EpWatchMarks.begun; EP_OP_GONE: the rank has failed */
+    uint32_t generation;     /**< of the plan that it reads; 0: none */
+    uint32_t blamed; /**< EP_OP_GONE: 1 + the rank of the group because of which; 0: itself */
+} EpStamp;
+
+/** What kernels at an operation's begin, at an exchange or after one need for these. */
+typedef struct EpMarks {
+    EpWatchMarks *watch;
+    uint64_t *counts;      /**< device [2]: operations, marks */
+    EpStamp *own;          /**< device: this rank's stamp */
+    const EpStamp *theirs; /**< device [num_peers]: those that have come */
+    const int32_t *peers;  /**< device [num_peers]: their ranks in the group; NULL: 0, 1 .. */
+    int32_t num_peers;
+    int32_t last; /**< whether the operation has no further exchange */
+} EpMarks;
+
+typedef struct EpMarkArgs {
+    EpCudaGroup group; /**< begin: with the operation's digest */
+    EpMarks marks;
+} EpMarkArgs;
+
+/* ---- pipelines ----------------------------------------------------------------------------- */
+
 #define EP_MAX_ACTIVE 20 /* work items of a pipeline under way: see runtime/cuda/pipeline.cuh */
 #define EP_MAX_STAGES 40 /* few items are under way at a time, and one may hold 33 stages */
 
@@ -276,10 +317,10 @@ EP_HOST_DEVICE static inline int32_t ep_team_width(int32_t top_k) {
 /** How a block of a kernel divides its shared memory: see runtime/cuda/pipeline.cuh. */
 typedef struct EpPipelineShape {
     int32_t stages, stage_bytes;
-    int32_t width;  /**< largest number of loads or stores of a work item */
-    int32_t pieces; /**< work items per row, each of at most stage_bytes */
-    int32_t active; /**< largest number of work items under way, up to EP_MAX_ACTIVE */
-    int32_t shrink; /**< a store has 1 / 2^shrink of a load's bytes */
+    int32_t width;     /**< largest number of loads or stores of a work item */
+    int32_t fragments; /**< work items per row, each of at most stage_bytes */
+    int32_t active;    /**< largest number of work items under way, up to EP_MAX_ACTIVE */
+    int32_t shrink;    /**< a store has 1 / 2^shrink of a load's bytes */
 } EpPipelineShape;
 
 #endif

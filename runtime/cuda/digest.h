@@ -7,8 +7,8 @@
 #include "runtime/op.h"
 #include "runtime/status.h"
 
-/** Returns the digest of an operation of a handle, or weight, that all ranks call with these values.
- *  `id` 0 matches any. */
+/** Returns the digest of an operation of a handle, or weight, that all ranks call with these
+ * values. `id` 0 matches any. */
 uint32_t ep_digest_of(const EpOp *op, int32_t id, const int64_t *values, int count);
 
 /** Set the sentence of a rank that finds another one in another operation, or in the same one with

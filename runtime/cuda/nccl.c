@@ -8,7 +8,6 @@
 
 #include "runtime/cuda/cuda.h"
 #include "runtime/log.h"
-#include "runtime/thread.h"
 #include "runtime/wait.h"
 
 #define OLDEST_NCCL 22803 /* has symmetric windows as used here */

@@ -47,7 +47,7 @@
  * No deadlock. A step of item n waits for earlier steps of item n and for items before n, and no
  * item needs more stages than there are. Only schedulers wait for other ranks, before they take a
  * number for an item; other warps do so before their first item at most
- * (combine/cuda/gather_send.cuh). runtime/cuda/device.h explains why those waits end. A store warp
+ * (combine/cuda/gather.cu). runtime/cuda/device.h explains why those waits end. A store warp
  * may delay ITEM_STORED of its last item, to overlap the writes, only while its next item is ready:
  * a later item may wait, through another rank, for that signal.
  *
@@ -126,7 +126,7 @@ struct alignas(16) WorkItem {
     int16_t terms;       /* rows to add, or slots to multiply for */
     int32_t bytes;       /* of each load; a store has bytes >> shrink (EpPipelineShape) */
     int8_t run, run_end; /* terms [run, run_end): weighted, summed on their own */
-    int16_t packed;      /* WORK_PACKED: 16-byte units of a packed piece */
+    int16_t packed;      /* WORK_PACKED: 16-byte units of a packed fragment */
 };
 
 /** An array in shared memory, by its distance from this struct: so compilers know that it lies
@@ -153,7 +153,7 @@ typedef struct Pipeline {
     uint64_t barrier[ITEM_BARRIERS][PIPELINE_ENTRIES];
     int32_t signals[PIPELINE_ENTRIES]; /* how many to send, and SIGNALS_GO_ON */
     int32_t index[PIPELINE_ENTRIES], source[PIPELINE_ENTRIES]; /* token, or row and its source */
-    int32_t piece[PIPELINE_ENTRIES];                           /* of the row */
+    int32_t fragment[PIPELINE_ENTRIES];                        /* of the row */
     /* [PIPELINE_ENTRIES, width] */
     PipelineTable<const char *> from; /* NULL: the stage is held but not loaded */
     PipelineTable<char *> to;
@@ -265,26 +265,26 @@ __device__ __forceinline__ void pipeline_open(Pipeline *p, const EpPipelineShape
 /* ---- scheduler warps ----------------------------------------------------------------------- */
 
 /** The lanes of a scheduler warp form teams, one lane for each k; a team schedules a row. Lanes
- *  that are left over are in no team. Where rows have many pieces there are fewer teams:
- *  (count - 1) * pieces < active, so that no lane waits for an entry that another lane of the warp
- *  has yet to fill. */
+ *  that are left over are in no team. Where rows have many fragments there are fewer teams:
+ *  (count - 1) * fragments < active, so that no lane waits for an entry that another lane of the
+ * warp has yet to fill. */
 typedef struct Team {
     int width, count; /* lanes of a team; number of teams */
     int index, k;     /* of this lane */
     unsigned mask;
 } Team;
 
-/** Returns the bytes of a piece of a row. */
-__device__ __forceinline__ int32_t piece_bytes(const EpPipelineShape &s, int64_t row_bytes,
-                                               int piece) {
-    return (int32_t)min((int64_t)s.stage_bytes, row_bytes - (int64_t)piece * s.stage_bytes);
+/** Returns the bytes of a fragment of a row. */
+__device__ __forceinline__ int32_t fragment_bytes(const EpPipelineShape &s, int64_t row_bytes,
+                                                  int fragment) {
+    return (int32_t)min((int64_t)s.stage_bytes, row_bytes - (int64_t)fragment * s.stage_bytes);
 }
 
 __device__ __forceinline__ Team make_team(int top_k, const EpPipelineShape &s) {
     Team t;
     t.width = ep_team_width(top_k);
     int lane = threadIdx.x % 32;
-    t.count = min(32 / t.width, (s.active - 1) / s.pieces + 1);
+    t.count = min(32 / t.width, (s.active - 1) / s.fragments + 1);
     t.index = lane / t.width, t.k = lane % t.width;
     t.mask = (t.width == 32 ? ~0u : (1u << t.width) - 1) << (t.index * t.width);
     return t;
@@ -306,10 +306,12 @@ __device__ __forceinline__ int team_is_last(const Team &t, int valid) {
 
 #define SIGNALS_GO_ON 0x100 /* the next item was posted together with this one */
 
-/** Returns Pipeline.signals of a piece of a row: a row has `signals` to send, with its last piece.
+/** Returns Pipeline.signals of a fragment of a row: a row has `signals` to send, with its last
+ * fragment.
  */
-__device__ __forceinline__ int pipeline_signals(int signals, int piece, int pieces, int is_last) {
-    if (piece < pieces - 1) return SIGNALS_GO_ON;
+__device__ __forceinline__ int pipeline_signals(int signals, int fragment, int fragments,
+                                                int is_last) {
+    if (fragment < fragments - 1) return SIGNALS_GO_ON;
     return is_last ? signals : signals | SIGNALS_GO_ON;
 }
 
@@ -485,16 +487,16 @@ __device__ __forceinline__ void pipeline_store(Pipeline *p, int warp, PipelineWo
 /* ---- metadata warps ------------------------------------------------------------------------ */
 
 /** Call `move(entry, item)` for every count-th item, from number `warp` on, to move what
- *  accompanies its row: once per row, with its last piece, when compute warps have produced all its
- *  metadata. By a metadata warp. */
+ *  accompanies its row: once per row, with its last fragment, when compute warps have produced all
+ * its metadata. By a metadata warp. */
 template <typename Move>
 __device__ __forceinline__ void pipeline_metadata(Pipeline *p, int warp, int count, Move move) {
-    int last = p->shape.pieces - 1;
+    int last = p->shape.fragments - 1;
     for (uint32_t n = warp;; n += count) {
         int j = n % PIPELINE_ENTRIES;
         pipeline_wait(p->barrier[ITEM_POSTED], n);
         if (p->item[j].loads == PIPELINE_END) return;
-        if (p->piece[j] == last) move(j, n);
+        if (p->fragment[j] == last) move(j, n);
         ep_mbarrier_arrive(&p->barrier[ITEM_STORED][j]);
         __syncwarp();
     }

@@ -8,8 +8,7 @@
 #include "combine/host/gather.h"
 #include "dispatch/host/scatter.h"
 #include "handles/host/plan.h"
-#include "handles/host/rows_quant.h"
-#include "handles/host/weight.h"
+#include "handles/weights/host/weight.h"
 #include "runtime/host/host.h"
 
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,

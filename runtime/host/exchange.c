@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "runtime/callback.h"
-#include "runtime/kept.h"
+#include "runtime/object.h"
 #include "runtime/wait.h"
 
 _Static_assert(sizeof(EpRoundHeader) == 64, "regions start with one cache line for a header");

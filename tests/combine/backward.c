@@ -118,7 +118,7 @@ SoloTest(combine_backward, products_are_rounded_twice) {
     }
 }
 
-/* With little shared memory, as in some emulated tests, rows are cut into many pieces. With few
+/* With little shared memory, as in some emulated tests, rows are cut into many fragments. With few
  * blocks each block has several rows under way. */
 Test(combine_backward, rows_of_24_kib, .timeout = 120) {
     for (int ranks = 1; ranks <= RANKS; ranks += RANKS - 1) {

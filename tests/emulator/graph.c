@@ -8,13 +8,13 @@
 #include "tests/emulator/device.h"
 #include "tests/emulator/launch.h"
 
-enum { MOST_LANES = 16 };
+enum { MOST_TRACKS = 16 };
 
 typedef enum ItemKind { TASK, PASS, AWAIT } ItemKind;
 
 typedef struct Item {
     ItemKind kind;
-    int lane, mark;
+    int track, mark;
     void (*run)(void *arguments);
     EmulatedReplays replays;
     void *arguments;
@@ -24,7 +24,7 @@ typedef struct Item {
 /* Also its executable form: a graph does not change once its capture has ended. */
 struct CUgraph_st {
     int owners; /* graph and executable graphs */
-    int lanes, marks, count, room;
+    int tracks, marks, count, room;
     Item *item;
 };
 
@@ -36,10 +36,10 @@ typedef struct Replay {
     int device;
 } Replay;
 
-typedef struct Lane {
+typedef struct Track {
     Replay *replay;
     int number;
-} Lane;
+} Track;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -54,13 +54,14 @@ static void *allocate(size_t bytes) {
 
 cudaGraph_t emulated_graph_open(void) {
     cudaGraph_t graph = allocate(sizeof(*graph));
-    graph->owners = graph->lanes = 1;
+    graph->owners = graph->tracks = 1;
     return graph;
 }
 
-int emulated_graph_add_lane(cudaGraph_t graph) {
-    if (graph->lanes == MOST_LANES) emulated_die("more than %d streams in a capture", MOST_LANES);
-    return graph->lanes++;
+int emulated_graph_add_track(cudaGraph_t graph) {
+    if (graph->tracks == MOST_TRACKS)
+        emulated_die("more than %d streams in a capture", MOST_TRACKS);
+    return graph->tracks++;
 }
 
 int emulated_graph_add_mark(cudaGraph_t graph) {
@@ -76,32 +77,32 @@ static void add(cudaGraph_t graph, Item item) {
     graph->item[graph->count++] = item;
 }
 
-void emulated_graph_record(cudaGraph_t graph, int lane, void (*run)(void *arguments),
+void emulated_graph_record(cudaGraph_t graph, int track, void (*run)(void *arguments),
                            const EmulatedReplays *replays, const void *arguments, size_t bytes) {
     static const EmulatedReplays none;
     void *copy = allocate(bytes);
     memcpy(copy, arguments, bytes);
-    add(graph, (Item){TASK, lane, 0, run, replays ? *replays : none, copy, bytes});
+    add(graph, (Item){TASK, track, 0, run, replays ? *replays : none, copy, bytes});
 }
 
-void emulated_graph_pass(cudaGraph_t graph, int lane, int mark) {
-    add(graph, (Item){.kind = PASS, .lane = lane, .mark = mark});
+void emulated_graph_pass(cudaGraph_t graph, int track, int mark) {
+    add(graph, (Item){.kind = PASS, .track = track, .mark = mark});
 }
 
-void emulated_graph_await(cudaGraph_t graph, int lane, int mark) {
-    add(graph, (Item){.kind = AWAIT, .lane = lane, .mark = mark});
+void emulated_graph_await(cudaGraph_t graph, int track, int mark) {
+    add(graph, (Item){.kind = AWAIT, .track = track, .mark = mark});
 }
 
-/* Whether lane 0 waits, perhaps through other lanes, for all that precedes the item. */
+/* Whether track 0 waits, perhaps through other tracks, for all that precedes the item. */
 static int is_joined(const struct CUgraph_st *graph, int at) {
-    int lane = graph->item[at].lane;
-    if (lane == 0) return 1;
+    int track = graph->item[at].track;
+    if (track == 0) return 1;
     for (int i = at + 1; i < graph->count; i++) {
         const Item *mark = &graph->item[i];
-        if (mark->lane != lane || mark->kind != PASS) continue;
+        if (mark->track != track || mark->kind != PASS) continue;
         for (int j = i + 1; j < graph->count; j++) {
             const Item *wait = &graph->item[j];
-            int waits = wait->kind == AWAIT && wait->mark == mark->mark && wait->lane != lane;
+            int waits = wait->kind == AWAIT && wait->mark == mark->mark && wait->track != track;
             if (waits && is_joined(graph, j)) return 1;
         }
     }
@@ -130,12 +131,12 @@ static void run_item(Replay *r, int i) {
     pthread_mutex_unlock(&mutex);
 }
 
-static void *run_lane(void *context) {
-    const Lane *lane = context;
-    const struct CUgraph_st *graph = lane->replay->graph;
-    cudaSetDevice(lane->replay->device);
+static void *run_track(void *context) {
+    const Track *track = context;
+    const struct CUgraph_st *graph = track->replay->graph;
+    cudaSetDevice(track->replay->device);
     for (int i = 0; i < graph->count; i++)
-        if (graph->item[i].lane == lane->number) run_item(lane->replay, i);
+        if (graph->item[i].track == track->number) run_item(track->replay, i);
     return NULL;
 }
 
@@ -156,15 +157,15 @@ static void release(cudaGraph_t graph) {
 /* Runs on the thread of the stream. */
 static void run_replay(void *arguments) {
     Replay *r = *(Replay **)arguments;
-    pthread_t thread[MOST_LANES];
-    Lane lane[MOST_LANES];
-    for (int i = 0; i < r->graph->lanes; i++)
-        lane[i] = (Lane){r, i};
-    for (int i = 1; i < r->graph->lanes; i++)
-        if (pthread_create(&thread[i], NULL, run_lane, &lane[i]))
+    pthread_t thread[MOST_TRACKS];
+    Track track[MOST_TRACKS];
+    for (int i = 0; i < r->graph->tracks; i++)
+        track[i] = (Track){r, i};
+    for (int i = 1; i < r->graph->tracks; i++)
+        if (pthread_create(&thread[i], NULL, run_track, &track[i]))
             emulated_die("no thread for a graph");
-    run_lane(&lane[0]);
-    for (int i = 1; i < r->graph->lanes; i++)
+    run_track(&track[0]);
+    for (int i = 1; i < r->graph->tracks; i++)
         pthread_join(thread[i], NULL);
     for (int i = 0; i < r->graph->count; i++)
         free(r->arguments[i]);

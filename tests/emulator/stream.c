@@ -23,7 +23,7 @@ struct CUstream_st {
     int device, closing;
     unsigned long long id, capture; /* id: unique; capture: id of the current capture, 0: none */
     cudaGraph_t graph;              /* of that capture */
-    int lane;
+    int track;
     uint64_t begun, done; /* number of tasks enqueued and completed */
     Task task[QUEUE];
     pthread_t thread;
@@ -103,7 +103,7 @@ static void submit(cudaStream_t stream, void (*run)(void *), const EmulatedRepla
     pthread_mutex_lock(&mutex);
     cudaStream_t s = resolve(stream);
     if (s->capture) {
-        emulated_graph_record(s->graph, s->lane, run, replays, arguments, bytes);
+        emulated_graph_record(s->graph, s->track, run, replays, arguments, bytes);
     } else {
         uint64_t number = enqueue(s, run, arguments, bytes);
         if (waits) wait_for(s, number);
@@ -311,7 +311,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     event->capture = s->capture;
     if (s->capture) {
         event->mark = emulated_graph_add_mark(s->graph);
-        emulated_graph_pass(s->graph, s->lane, event->mark);
+        emulated_graph_pass(s->graph, s->track, event->mark);
     } else {
         Mark mark = {event, ++event->recorded};
         enqueue(s, pass_mark, &mark, sizeof(mark));
@@ -345,8 +345,8 @@ static cudaError_t await_captured(cudaStream_t s, const struct CUevent_st *event
     if (!other) return cudaErrorCapturedEvent;
     if (!s->capture)
         s->capture = other->capture, s->graph = other->graph,
-        s->lane = emulated_graph_add_lane(s->graph);
-    emulated_graph_await(s->graph, s->lane, event->mark);
+        s->track = emulated_graph_add_track(s->graph);
+    emulated_graph_await(s->graph, s->track, event->mark);
     return cudaSuccess;
 }
 
@@ -422,7 +422,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMo
     pthread_mutex_lock(&mutex);
     cudaStream_t s = resolve(stream);
     int is_new = !s->capture;
-    if (is_new) s->capture = ++captures, s->graph = emulated_graph_open(), s->lane = 0;
+    if (is_new) s->capture = ++captures, s->graph = emulated_graph_open(), s->track = 0;
     pthread_mutex_unlock(&mutex);
     return is_new ? cudaSuccess : emulated_error(cudaErrorIllegalState);
 }
@@ -439,7 +439,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out) {
     pthread_mutex_lock(&mutex);
     cudaStream_t s = resolve(stream);
     unsigned long long capture = s->capture;
-    *out = capture && s->lane == 0 ? s->graph : NULL;
+    *out = capture && s->track == 0 ? s->graph : NULL;
     for (cudaStream_t other = streams; other && *out; other = other->next)
         if (other->capture == capture) other->capture = 0, other->graph = NULL;
     pthread_mutex_unlock(&mutex);

@@ -16,17 +16,17 @@
 /* ---- invariants ---------------------------------------------------------------------------- */
 
 /* The stages fit in `room`, suffice for an item that holds `held` of them, and cut a row
- * into no more pieces than necessary, of multiples of `unit` bytes. */
+ * into no more fragments than necessary, of multiples of `unit` bytes. */
 static void check_pipeline(const EpPipelineShape *s, int64_t row_bytes, int64_t unit, int held,
                            int64_t room) {
     room -= EP_WORK_TABLE_BYTES * s->width;
     CHECK((int64_t)s->stages * s->stage_bytes <= room, "%d stages of %d bytes in %lld", s->stages,
           s->stage_bytes, (long long)room);
     CHECK(s->stages >= held, "%d stages, an item holds %d", s->stages, held);
-    CHECK((int64_t)s->pieces * s->stage_bytes >= row_bytes &&
-              (int64_t)(s->pieces - 1) * s->stage_bytes < row_bytes,
-          "%d pieces of %d bytes of %lld", s->pieces, s->stage_bytes, (long long)row_bytes);
-    CHECK(s->pieces == 1 || s->stage_bytes % unit == 0, "pieces of %d bytes, unit %lld",
+    CHECK((int64_t)s->fragments * s->stage_bytes >= row_bytes &&
+              (int64_t)(s->fragments - 1) * s->stage_bytes < row_bytes,
+          "%d fragments of %d bytes of %lld", s->fragments, s->stage_bytes, (long long)row_bytes);
+    CHECK(s->fragments == 1 || s->stage_bytes % unit == 0, "fragments of %d bytes, unit %lld",
           s->stage_bytes, (long long)unit);
     CHECK(s->active >= 1 && s->active <= EP_MAX_ACTIVE, "%d items under way", s->active);
 }
@@ -113,7 +113,7 @@ SoloTest(handles_partition, whatever_is_asked) {
     }
 }
 
-/* Tokens that are quantised are cut into pieces of whole quantisation blocks (512 bytes). */
+/* Tokens that are quantised are cut into fragments of whole quantisation blocks (512 bytes). */
 SoloTest(handles_partition, quantised_in_whole_blocks) {
     for (int64_t blocks = 1; blocks <= 128; blocks++) {
         EpScatterArgs a = {.group = {.size = 4, .blocks = H200_BLOCKS},
@@ -130,7 +130,7 @@ SoloTest(handles_partition, quantised_in_whole_blocks) {
     }
 }
 
-/* Rows whose sums are packed are cut into pieces of whole groups of 512 elements. */
+/* Rows whose sums are packed are cut into fragments of whole groups of 512 elements. */
 SoloTest(handles_partition, packed_in_whole_groups) {
     Random random = random_stream(8, 0, 0);
     for (int64_t elements = 16; elements <= 32768; elements += 16) {
@@ -194,10 +194,10 @@ static Chosen chosen_scatter(int32_t ranks, int32_t blocks, int32_t top_k, int64
                        .t = {.row_bytes = row_bytes, .source_row_bytes = row_bytes}};
     a.t.takes_dots = multiplies;
     CHECK(ep_partition_scatter(&a, H200_SHARED_BYTES, 16), "refused");
-    /* With one rank each row has all slots, so two large rows fit only if cut into pieces. */
+    /* With one rank each row has all slots, so two large rows fit only if cut into fragments. */
     if (multiplies && top_k == 8 && row_bytes == 14336)
-        CHECK(a.receive.pieces == (ranks == 1 ? 2 : 1) && (ranks > 1 || a.receive.stages >= 18),
-              "%d pieces, %d stages", a.receive.pieces, a.receive.stages);
+        CHECK(a.receive.fragments == (ranks == 1 ? 2 : 1) && (ranks > 1 || a.receive.stages >= 18),
+              "%d fragments, %d stages", a.receive.fragments, a.receive.stages);
     return (Chosen){a.receivers, a.schedulers, a.chunk};
 }
 

@@ -39,7 +39,7 @@ static void check_sources(const EpNodes *n, const int32_t *of, int size, int ran
 
 static void check_nodes(const int32_t *of, int size, int nodes) {
     EpNodes n;
-    int lanes = 0, most = nodes - 1;
+    int most_sources = 0, most = nodes - 1;
     REQUIRE(ep_nodes_open(size, &n), "no memory");
     memcpy(n.of, of, (size_t)size * sizeof(*of));
     for (int rank = 0; rank < size; rank++) {
@@ -52,11 +52,11 @@ static void check_nodes(const int32_t *of, int size, int nodes) {
         check_sources(&n, of, size, rank);
         int sources = ep_nodes_sources(&n, rank, NULL);
         most = sources > most ? sources : most;
-        if (of[rank] == of[0]) lanes = sources > lanes ? sources : lanes;
+        if (of[rank] == of[0]) most_sources = sources > most_sources ? sources : most_sources;
     }
     ep_nodes_set(&n, 0);
-    CHECK(n.sizes.nodes == nodes && n.sizes.lanes == lanes && n.sizes.most == most,
-          "%d nodes, %d lanes, %d messages", n.sizes.nodes, n.sizes.lanes, n.sizes.most);
+    CHECK(n.sizes.nodes == nodes && n.sizes.sources == most_sources && n.sizes.most == most,
+          "%d nodes, %d sources, %d messages", n.sizes.nodes, n.sizes.sources, n.sizes.most);
     ep_nodes_free(&n);
 }
 
@@ -89,11 +89,11 @@ SoloTest(runtime_nodes, relays_and_sources) {
 
 SoloTest(runtime_nodes, even_sizes) {
     EpNodeSizes sizes = ep_node_sizes_even(16, 2);
-    CHECK(sizes.nodes == 2 && sizes.ranks == 8 && sizes.lanes == 1 && sizes.most == 1, "2 of 8");
+    CHECK(sizes.nodes == 2 && sizes.ranks == 8 && sizes.sources == 1 && sizes.most == 1, "2 of 8");
     sizes = ep_node_sizes_even(3, 2);
-    CHECK(sizes.nodes == 2 && sizes.ranks == 2 && sizes.lanes == 1 && sizes.most == 2, "2 and 1");
+    CHECK(sizes.nodes == 2 && sizes.ranks == 2 && sizes.sources == 1 && sizes.most == 2, "2 and 1");
     sizes = ep_node_sizes_even(4, 9);
-    CHECK(sizes.nodes == 4 && sizes.ranks == 1 && sizes.lanes == 3 && sizes.most == 3, "4 of 1");
+    CHECK(sizes.nodes == 4 && sizes.ranks == 1 && sizes.sources == 3 && sizes.most == 3, "4 of 1");
     sizes = ep_node_sizes_even(5, 1);
-    CHECK(sizes.nodes == 1 && sizes.ranks == 5 && sizes.lanes == 0, "one");
+    CHECK(sizes.nodes == 1 && sizes.ranks == 5 && sizes.sources == 0, "one");
 }

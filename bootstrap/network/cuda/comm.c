@@ -11,8 +11,8 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/nccl_bootstrap.h"
 #include "bootstrap/network/cuda/network.h"
+#include "runtime/cuda/cuda.h"
 #include "runtime/log.h"
-#include "runtime/thread.h"
 #include "runtime/wait.h"
 
 static EpStatus check(const EpGroup *group, const char *call, ncclResult_t result) {

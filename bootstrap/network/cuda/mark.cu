@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "bootstrap/network/cuda/mark.cuh"
+#include "bootstrap/network/cuda/mark.h"
+#include "runtime/cuda/device.cuh"
 
 /* By one thread. */
 __global__ void mark_begin(const __grid_constant__ EpMarkArgs a) {

@@ -3,44 +3,10 @@
 #define EP_BOOTSTRAP_NETWORK_CUDA_MARK_H
 
 /**
- * What kernels do at the ends of an operation that crosses the network. They tell the watcher how
- * far this rank has come. And they compare what ranks are in: a stamp goes with each message, and
- * is compared before anything reads the rows. Ranks of a node compare their operations themselves,
- * so no two ranks of the group differ unnoticed. A rank that has failed still sends messages, which
- * others wait for, but their rows are not what they should be, as the kernels that fill them let
- * the stamp say (mark.cuh).
+ * The kernels that write and compare stamps where no other kernel does: see EpStamp.
  */
 
 #include "runtime/cuda/device.h"
-
-/** In pinned memory. One store each, so their order does not matter. */
-typedef struct EpWatchMarks {
-    uint64_t begun; /**< operations that cross the network << 32 | digest of the latest one */
-    uint64_t moved; /**< marks so far << 1 | whether an operation is under way */
-} EpWatchMarks;
-
-/** What a rank says of the operation that it has entered. */
-typedef struct EpStamp {
-    uint32_t digest, number; /**< as in EpWatchMarks.begun; EP_OP_GONE: the rank has failed */
-    uint32_t generation;     /**< of the plan that it reads; 0: none */
-    uint32_t blamed; /**< EP_OP_GONE: 1 + the rank of the group because of which; 0: itself */
-} EpStamp;
-
-/** What kernels at an operation's begin, at an exchange or after one need for these. */
-typedef struct EpMarks {
-    EpWatchMarks *watch;
-    uint64_t *counts;      /**< device [2]: operations, marks */
-    EpStamp *own;          /**< device: this rank's stamp */
-    const EpStamp *theirs; /**< device [num_peers]: those that have come */
-    const int32_t *peers;  /**< device [num_peers]: their ranks in the group; NULL: 0, 1 .. */
-    int32_t num_peers;
-    int32_t last; /**< whether the operation has no further exchange */
-} EpMarks;
-
-typedef struct EpMarkArgs {
-    EpCudaGroup group; /**< begin: with the operation's digest */
-    EpMarks marks;
-} EpMarkArgs;
 
 #ifdef __cplusplus
 extern "C" {

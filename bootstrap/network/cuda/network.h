@@ -8,7 +8,7 @@
  *     comm.c       makes and ends the communicators: of the ranks of a node, and of all ranks
  *     network.c    the group's thread: its calls of NCCL, and what it learns from the watcher
  *     watch.c      the watcher, a thread of each rank; watch.h is what the two threads share
- *     mark.h       what kernels say at the ends of an exchange (mark.cuh, mark.cu)
+ *     mark.h       what kernels say at the ends of an exchange (mark.cu)
  *
  * NCCL waits for ever for a rank that is gone, and the words by which ranks of a node learn of each
  * other do not cross the network. So watchers do. Those of ranks on different nodes, for weights of

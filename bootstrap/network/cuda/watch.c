@@ -5,8 +5,8 @@
 
 #include "bootstrap/network/cuda/watch.h"
 #include "runtime/callback.h"
+#include "runtime/cuda/cuda.h"
 #include "runtime/cuda/digest.h"
-#include "runtime/thread.h"
 #include "runtime/wait.h"
 
 /* A rank that is not heard for so many beats is not there. */

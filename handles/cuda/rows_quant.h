@@ -1,9 +1,0 @@
-/* SPDX-License-Identifier: Apache-2.0 */
-#ifndef EP_HANDLES_CUDA_ROWS_QUANT_H
-#define EP_HANDLES_CUDA_ROWS_QUANT_H
-
-#include "handles/rows_quant.h"
-
-EpStatus ep_cuda_quantise_rows(const EpRowsQuant *quant);
-
-#endif

@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Latency mode: how its buffers and its blocks are divided. */
+#include "runtime/cuda/latency.h"
+
+#include "runtime/config.h"
+
+/* ---- sizes --------------------------------------------------------------------------------- */
+
+/* Locate everything in the window. Quantised rows fit: their scales take no more bytes than
+ * quantising saves. */
+EpBufferLayout ep_latency_layout(const EpGroupConfig *config, int32_t num_ranks) {
+    EpPlacement placement = ep_config_placement(config, num_ranks);
+    EpArena arena = {.unit = EP_STEP_BYTES};
+    int64_t sets = ep_config_latency_sets(config, EP_OFFERS_LATENCY),
+            sources = 2 * sets * num_ranks;
+    int64_t words = EP_HEAD_COUNTS + ep_placement_most(&placement);
+    int64_t units = ep_units(8 * (int64_t)config->max_top_k) + ep_units(config->max_row_bytes) +
+                    ep_units(config->max_scale_bytes);
+    EpBufferLayout b = {.head_bytes = EP_STEP_BYTES * (int32_t)ep_steps(ep_units(4 * words)),
+                        .record_bytes = EP_STEP_BYTES * (int32_t)ep_steps(units),
+                        .weight_bytes = EP_LINE_BYTES * ep_weight_lines(config->max_top_k),
+                        .sum_bytes = (int32_t)ep_round_up(2 * config->max_row_bytes, 128),
+                        .max_tokens = config->max_tokens};
+    b.state = ep_arena_offset(&arena, sizeof(EpLatencyState));
+    b.heads = ep_arena_offset(&arena, sources * b.head_bytes);
+    b.records = ep_arena_offset(
+        &arena, ep_saturated_product(sources * b.max_tokens, (int64_t)b.record_bytes));
+    b.weights = ep_arena_offset(
+        &arena, ep_saturated_product(sources * b.max_tokens, (int64_t)b.weight_bytes));
+    b.sums = ep_arena_offset(&arena, sets * b.max_tokens * (int64_t)b.sum_bytes);
+    b.bytes = arena.bytes;
+    return b;
+}
+
+EpWorkspaceLayout ep_workspace_layout(const EpPlanShape *s, int64_t entries, int64_t staged_bytes) {
+    int64_t ranks = s->num_ranks, local = s->num_local;
+    int64_t counts = ep_max(s->num_experts, ranks * local);
+    EpArena arena = {.bytes = ep_round_up(sizeof(EpWorkspace), 16), .unit = 16};
+    EpWorkspaceLayout w = {.experts = (int32_t)ep_arena_offset(&arena, 2 * entries)};
+    w.counts = (int32_t)ep_arena_offset(&arena, 4 * (counts + ranks));
+    w.total = (int32_t)ep_arena_offset(&arena, 4 * local);
+    w.offset = (int32_t)ep_arena_offset(&arena, 4 * local);
+    w.staged = (int32_t)ep_arena_offset(&arena, staged_bytes);
+    w.bytes = (int32_t)arena.bytes; /* handles with more entries than fit are refused */
+    return w;
+}
+
+/* ---- blocks -------------------------------------------------------------------------------- */
+
+int ep_latency_blocks(const EpCudaGroup *group, EpPhase phase, int64_t tokens, int64_t steps,
+                      int percent, EpLatency *latency) {
+    int64_t most = group->blocks, work = tokens * group->size * steps;
+    int64_t blocks = 1 + 2 * ((work + EP_LATENCY_WARPS - 1) / EP_LATENCY_WARPS);
+    blocks = ep_min(most, ep_max(3, blocks));
+    int divided = phase == EP_PHASE_BOTH && percent != EP_ALL_SEND && group->size > 1;
+    int32_t senders = (int32_t)(divided ? ep_max(1, blocks * percent / 100) : blocks);
+    latency->releases = group->blocks >= group->most_blocks;
+    latency->receives = phase != EP_PHASE_SEND;
+    latency->first_receiver = divided ? senders : 0;
+    latency->senders = phase == EP_PHASE_RECEIVE ? 0 : senders;
+    latency->ranks = ep_divisor(group->size);
+    return (int)blocks;
+}

@@ -1,0 +1,519 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_CUDA_LATENCY_CUH
+#define EP_RUNTIME_CUDA_LATENCY_CUH
+
+/**
+ * What latency mode's kernels share: lines, addresses in a group's buffers, how kernels begin and
+ * end, how blocks claim what they send, and how heads travel.
+ */
+
+#include "runtime/cuda/latency.h"
+#include "runtime/cuda/plan.cuh"
+
+#define LATENCY_THREADS 512
+#define LATENCY_WARPS (LATENCY_THREADS / 32)
+
+/* ---- lines --------------------------------------------------------------------------------- */
+
+/*
+ * Latency mode's protocol for peer memory: lines of 128 bytes that carry data and a flag together.
+ *
+ * The last eight bytes of a line are its flag: the number of the operation, a value that was never
+ * in that place before. A receiver polls the flags of the data itself. So no separate signal
+ * follows the data, and no sender waits until its writes are confirmed. A warp moves four lines at
+ * once, a step: 30 units of 16 bytes, one for each of 30 lanes.
+ *
+ *     lane       0  1  2  3  4  5  6  7      8 .. 14  15         16 .. 22  23     24 .. 30  31
+ *     unit       0  1  2  3  4  5  6  28     7 .. 13  -          14 .. 20  29     21 .. 27  -
+ *     stores     its unit             28 low          28 high              29 low           29 high
+ *                                     + flag          + flag               + flag           + flag
+ *
+ * Memory order. Between GPUs connected by NVLink, the 128 bytes that a warp stores to one line with
+ * one instruction arrive together (NCCL's LL128 protocol relies on this): lines are `whole`, and a
+ * line whose flag is here is here. That it is one instruction of all lanes does not depend on the
+ * compiler: ep_store_warp_sys is one block of PTX, in which the warp converges and then stores a
+ * scalar of 16 bytes for each lane. Elsewhere a sender stores the data, then a fence, then the
+ * flags; a receiver sees the flag, then a fence, then loads the data again: the same format,
+ * slower.
+ *
+ * A flag must never be found where an earlier message has left data. So flags lie only in the last
+ * eight bytes of a line, whatever the message is.
+ */
+
+/** Returns the unit of a step that belongs to this lane, -1: none. */
+__device__ __forceinline__ int step_unit(void) {
+    unsigned lane = threadIdx.x % 32, line = lane / 8;
+    if (lane % 8 < 7) return (int)(line * 7 + lane % 8);
+    return line % 2 ? -1 : (int)(28 + line / 2);
+}
+
+/** Returns the lane that a unit of a step belongs to. */
+__device__ __forceinline__ int lane_of_unit(int unit) {
+    return unit < 28 ? unit / 7 * 8 + unit % 7 : unit == 28 ? 7 : 23;
+}
+
+__device__ __forceinline__ int has_flag(void) {
+    return threadIdx.x % 8 == 7;
+}
+
+/** Returns the 16 bytes that this lane stores of a step, made from its unit and the flag. By a
+ *  warp. */
+__device__ __forceinline__ ulonglong2 step_pack(const uint4 &unit, uint64_t flag) {
+    unsigned lane = threadIdx.x % 32;
+    ulonglong2 x = {unit.x | (unsigned long long)unit.y << 32,
+                    unit.z | (unsigned long long)unit.w << 32};
+    unsigned long long high = __shfl_sync(~0u, x.y, (lane + 24) % 32);
+    if (has_flag()) x.x = lane / 8 % 2 ? high : x.x, x.y = flag;
+    return x;
+}
+
+/** Returns this lane's unit of a step, from the 16 bytes that each lane has loaded. By a warp. */
+__device__ __forceinline__ uint4 step_unpack(const ulonglong2 &x) {
+    unsigned long long low = __shfl_sync(~0u, x.x, (threadIdx.x + 8) % 32);
+    unsigned long long high = has_flag() ? low : x.y;
+    return make_uint4((uint32_t)x.x, (uint32_t)(x.x >> 32), (uint32_t)high, (uint32_t)(high >> 32));
+}
+
+static_assert(32 * sizeof(ulonglong2) == EP_STEP_BYTES, "a warp stores a step at once");
+
+/** Store this lane's 16 bytes of a step at `to`, without its flag unless lines are whole. By a
+ * warp, with the same `whole` in all lanes. */
+__device__ __forceinline__ void step_store(char *to, const ulonglong2 &x, int whole) {
+    char *at = to + threadIdx.x % 32 * 16;
+    if (whole) {
+        ep_store_warp_sys(at, x);
+        return;
+    }
+    __syncwarp(); /* a store by some lanes alone, which whole lines forbid, fails here, too */
+    if (!has_flag())
+        ep_store_relaxed_sys_pair(at, x);
+    else
+        ep_store_relaxed_sys((uint64_t *)at, x.x);
+}
+
+/** Order the stores of steps before their flags, or a flag's load before the next load of its data,
+ *  where lines are not whole. By a warp. */
+__device__ __forceinline__ void step_fence(void) {
+    __syncwarp();
+    if (has_flag()) ep_fence_sys();
+}
+
+__device__ __forceinline__ void step_store_flag(char *to, uint64_t flag) {
+    if (has_flag()) ep_store_relaxed_sys((uint64_t *)(to + threadIdx.x % 32 * 16 + 8), flag);
+}
+
+__device__ __forceinline__ ulonglong2 step_load(const char *from) {
+    return ep_load_relaxed_sys_pair(from + threadIdx.x % 32 * 16);
+}
+
+/** Returns whether all flags of a loaded step are of this operation. By a warp. */
+__device__ __forceinline__ int step_is_here(const ulonglong2 &x, uint64_t flag) {
+    return __all_sync(~0u, !has_flag() || x.y == flag);
+}
+
+/** Returns the word that says which operation of the group this rank has sent last in the set of a
+ *  flag, whose lower half is given. */
+__device__ __forceinline__ uint64_t *latency_number(const EpLatency &l, uint32_t flag) {
+    return &l.state->set[EP_FLAG_SET(flag)].number;
+}
+
+/* ---- waiting ------------------------------------------------------------------------------- */
+
+/* Returns whether a rank is in throughput mode instead of its `number`th operation of latency mode;
+ * `what` becomes its word. Only an operation or a phase that sends can tell, since the next
+ * operation waits for it. A throughput operation may run beside receive phases. */
+__device__ __forceinline__ int ep_is_in_throughput_mode(const EpCudaGroup &g,
+                                                        const EpLatency &latency, int peer,
+                                                        uint32_t number, uint64_t *what) {
+    uint32_t next = ep_epoch(g);
+    if (!latency.senders) return 0;
+    *what = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, next)->what);
+    if (!ep_is_in_other_mode(*what, next)) return 0;
+    ep_fence_sys();
+    uint64_t sent = ep_load_relaxed_sys(ep_sent(g, g.rank, peer, number));
+    return (int32_t)((uint32_t)(sent >> 32) - number) < 0;
+}
+
+/** Which step a wait waits for: the report, if it times out. */
+typedef struct StepOrigin {
+    int source, awaited, row; /* awaited: EpAwait */
+} StepOrigin;
+
+/* Returns whether a wait for a head goes on although the peer's digest has other sizes. The head
+ * says which ones, and may arrive after the number that came with the digest. If it does not, half
+ * of the timeout is enough. */
+__device__ __forceinline__ int ep_leaves_to_head(const EpCudaGroup &g, int awaited, uint64_t start,
+                                                 uint32_t digest, uint32_t other) {
+    if (awaited != EP_AWAIT_HEAD || !ep_same_call(digest, other)) return 0;
+    return !start || ep_global_timer() - start < g.timeout_ns / 2;
+}
+
+/* Returns whether a peer has entered another operation than this rank's current one of latency
+ * mode; reports it. A peer may be some operations ahead. This rank reports only once it has sent
+ * its own operation's number to all ranks, since it leaves afterwards. `start` is 0 unless the wait
+ * is long. */
+__device__ __forceinline__ int ep_peer_differs(const EpCudaGroup &g, const EpLatency &latency,
+                                               int peer, int awaited, uint32_t flag,
+                                               uint64_t start) {
+    uint64_t own = *(volatile uint64_t *)latency_number(latency, flag);
+    uint32_t digest = ep_own_operation()->digest;
+    uint32_t number = (uint32_t)own;
+    uint64_t word = ep_load_relaxed_sys(ep_sent(g, g.rank, peer, number));
+    /* An operation that was dropped is received without its digest. */
+    int is_known = (uint32_t)(own >> 32) == flag && EP_DIGEST_OP(digest);
+    int has_sent = (uint32_t)(word >> 32) == number;
+    int differs = has_sent ? !ep_same_operation(digest, (uint32_t)word)
+                           : start && ep_is_in_throughput_mode(g, latency, peer, number, &word);
+    if (!is_known || !differs) return 0;
+    if (ep_leaves_to_head(g, awaited, start, digest, (uint32_t)word)) return 0;
+    ep_report(g, EP_FAULT_ORDER, EpAwaited{peer, EP_AWAIT_HEAD, 0, digest, (uint32_t)word});
+    return 1;
+}
+
+/* Returns whether the peer that this rank waits for has given up, or has entered another operation;
+ * reports either. In a combine that awaits weights that peer may have stopped because a third rank
+ * has entered another operation. So in a long wait this rank looks for it, too. */
+static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const EpLatency &latency,
+                                                   const StepOrigin &origin, uint32_t flag,
+                                                   uint64_t start) {
+    int all = latency.awaits_weights && start, end = all ? g.size : origin.source + 1;
+#pragma unroll 1
+    for (int r = all ? 0 : origin.source; r < end; r++)
+        if (ep_peer_differs(g, latency, r, origin.awaited, flag, start)) return 1;
+    return ep_has_given_up(g, origin.source);
+}
+
+/* Find the rank to blame for a timeout in a combine that awaits weights. The peer that this rank
+ * waits for may itself wait for a third rank. Ranks send their number before they wait, so a rank
+ * whose number is not here has not entered the operation: then blame that one. */
+static __device__ EpAwaited ep_find_unsent(const EpCudaGroup &g, const EpLatency &latency,
+                                           const EpAwaited &awaited) {
+    uint64_t own = *(volatile uint64_t *)latency_number(latency, awaited.expected);
+    uint32_t number = (uint32_t)own;
+    if ((uint32_t)(own >> 32) != awaited.expected) return awaited;
+#pragma unroll 1
+    for (int r = 0; r < g.size; r++) {
+        uint32_t seen = (uint32_t)(ep_load_relaxed_sys(ep_sent(g, g.rank, r, number)) >> 32);
+        if ((int32_t)(seen - number) < 0) return EpAwaited{r, EP_AWAIT_HEAD, 0, number, seen};
+    }
+    return awaited;
+}
+
+/* State of a long wait. */
+typedef struct WaitState {
+    uint64_t start;
+    int alive;
+} WaitState;
+
+/* Check a long wait now and then: the timeout, and whether the peer is in another operation. Not
+ * inlined, which keeps the waits short. */
+static __device__ __noinline__ WaitState ep_check_wait(const EpCudaGroup *g,
+                                                       const EpLatency *latency, StepOrigin origin,
+                                                       uint32_t expected, uint32_t seen,
+                                                       uint64_t start) {
+    EpTimeout timeout = {start, EP_POLLS_PER_CLOCK_READ - 1};
+    EpAwaited awaited = {origin.source, origin.awaited, origin.row, expected, seen};
+    if (latency->awaits_weights && start && ep_global_timer() - start >= g->timeout_ns)
+        awaited = ep_find_unsent(*g, *latency, awaited);
+    int alive = ep_keep_waiting(*g, &timeout, awaited);
+    return WaitState{timeout.start,
+                     alive && !ep_is_elsewhere(*g, *latency, origin, expected, start)};
+}
+
+/**
+ * Wait until a step is here; x is what a load of it has returned so far. Returns 0 if it will not
+ * come. By a warp.
+ */
+__device__ __forceinline__ int step_await(const EpCudaGroup &g, const EpLatency &latency,
+                                          const char *from, uint64_t flag, ulonglong2 *x,
+                                          const StepOrigin &origin) {
+    uint64_t start = 0;
+#pragma unroll 1
+    for (int polls = 1; !step_is_here(*x, flag); polls++) {
+        if (polls % EP_POLLS_PER_CLOCK_READ == 0) {
+            WaitState wait =
+                ep_check_wait(&g, &latency, origin, (uint32_t)flag, (uint32_t)x->y, start);
+            if (!__all_sync(~0u, wait.alive)) return 0;
+            start = wait.start;
+        }
+        *x = step_load(from);
+    }
+    if (latency.whole) return 1;
+    step_fence();
+    __syncwarp();
+    *x = step_load(from);
+    return 1;
+}
+
+/* ---- addresses ----------------------------------------------------------------------------- */
+
+/* Returns where the head of `source` for this operation lies in a rank's `window`. */
+__device__ __forceinline__ char *latency_head(const EpLatency &l, char *window, int source,
+                                              int size, uint64_t flag) {
+    int index = EP_FLAG_BUFFER(flag) * size + source;
+    return window + l.layout.heads + (int64_t)index * l.layout.head_bytes;
+}
+
+__device__ __forceinline__ char *latency_record(const EpLatency &l, char *window, int source,
+                                                int size, int token, uint64_t flag) {
+    uint32_t index = (uint32_t)(EP_FLAG_BUFFER(flag) * size + source) * l.layout.max_tokens + token;
+    return window + l.layout.records + (uint64_t)index * (uint32_t)l.layout.record_bytes;
+}
+
+/* Returns where the weights of a token of `source` lie in a rank's `window`. */
+__device__ __forceinline__ char *latency_weights(const EpLatency &l, char *window, int source,
+                                                 int size, int token, uint64_t flag) {
+    uint32_t index = (uint32_t)(EP_FLAG_BUFFER(flag) * size + source) * l.layout.max_tokens + token;
+    return window + l.layout.weights + (uint64_t)index * (uint32_t)l.layout.weight_bytes;
+}
+
+/* ---- begin and end ------------------------------------------------------------------------- */
+
+/** Begin a kernel, before anything of the device's memory is read or written: wait for the kernel
+ *  before it, and let blocks of the next one start, which wait here. So a launch costs less where
+ *  operations follow each other. Blocks that wait hold multiprocessors while this kernel waits for
+ *  other ranks, and these might wait for a kernel of another group that finds no room. So they
+ *  start early only where the group has the whole GPU: then groups do not work at the same time
+ *  (docs/semantics.md). All blocks of this kernel have started by then, so the next one, whose
+ *  blocks let nobody start yet, takes no room from it. Elsewhere the next kernel's blocks start
+ *  where this one's have ended. */
+__device__ __forceinline__ void latency_begin(const EpLatency &l) {
+    ep_grid_wait();
+    if (l.releases) ep_grid_release();
+}
+
+/* What a kernel loads at its start is loaded by threads of different warps, so that the loads
+ * overlap. Thread 0 runs ep_begin_operation. */
+#define OP_WARP 1
+#define CLAIM_THREAD 64
+
+/** The operation under way. */
+typedef struct LatencyOp {
+    uint64_t flag;   /**< flag of all its lines */
+    uint32_t number; /**< its number among the group's operations of latency mode: see ep_sent */
+} LatencyOp;
+
+/* Find the operation under way: its set, and its number there; of a kernel that only receives also
+ * its number among all. Returns whether the set is as it must be: free for a kernel that sends, in
+ * flight for one that only receives. A lane loads the counts of a set. By a warp; the result is
+ * lane 0's. */
+__device__ __forceinline__ int latency_find(const EpLatency &l, LatencyOp *op) {
+    const EpLatencyState *state = l.state;
+    const ulonglong2 count = ep_load_relaxed_gpu_pair(
+        (const uint64_t *)&state->count[min((int)threadIdx.x % 32, l.sets - 1)]);
+    uint32_t set = ep_load_relaxed_gpu32(l.senders ? &state->turn : &state->set_of[l.token]);
+    set %= EP_MAX_LATENCY_SETS;
+    unsigned long long sent = __shfl_sync(~0u, count.x, set), done = __shfl_sync(~0u, count.y, set);
+    op->flag = EP_FLAG(done + 1, set), op->number = 0;
+    if (l.senders) return sent == done;
+    op->number = (uint32_t)ep_load_relaxed_gpu(&state->set[set].number);
+    return sent == done + 1;
+}
+
+/** What the threads of a block that load it tell the others. */
+typedef struct LatencyEntry {
+    LatencyOp op;
+    int is_right; /**< see latency_find */
+} LatencyEntry;
+
+__device__ __forceinline__ LatencyEntry *latency_entry(void) {
+    __shared__ LatencyEntry entry;
+    return &entry;
+}
+
+/** Enter an operation, as ep_begin_operation does, and give it to all threads. Epoch 0 stands for
+ * none: in latency mode a rank that has failed once does nothing more. */
+__device__ __forceinline__ int latency_begin_operation(const EpCudaGroup &g, const EpCudaPlan &plan,
+                                                       const EpLatency &l, LatencyOp *op) {
+    LatencyEntry *entry = latency_entry();
+    EpLoadedHeader header = ep_load_header(g, plan);
+    if (threadIdx.x == 0 && l.senders) entry->op.number = header.number;
+    if (threadIdx.x / 32 == OP_WARP) {
+        LatencyOp found;
+        int right = latency_find(l, &found);
+        if (threadIdx.x % 32 == 0) entry->op.flag = found.flag, entry->is_right = right;
+        if (threadIdx.x % 32 == 0 && !l.senders) entry->op.number = found.number;
+    }
+    int alive = ep_begin_operation_as(g, plan, header, 0);
+    *op = entry->op;
+    return alive & entry->is_right;
+}
+
+/** Report why latency_begin_operation has returned 0, as ep_report_plan does. */
+static __device__ __noinline__ void latency_report(const EpCudaGroup &g, const EpCudaPlan &plan,
+                                                   const EpLatency &l) {
+    ep_report_plan(g, plan);
+    if (threadIdx.x == 0 && !latency_entry()->is_right)
+        ep_report(g, EP_FAULT_FLIGHT, EpAwaited{g.rank, 0, 0, (uint32_t)l.sets, 0});
+}
+
+/**
+ * Blocks take a ticket once they have entered and claimed their last item. The last ticket resets
+ * all counters for the next kernel. Thread 0 takes the block's ticket as soon as it may and looks
+ * at it at the end (latency_pass), so that no thread waits for the atomic. In other threads it
+ * means nothing.
+ */
+__device__ __forceinline__ uint32_t *latency_tickets(const EpLatency &l, const LatencyOp &op) {
+    return l.senders ? &l.state->passed : &l.state->set[EP_FLAG_SET(op.flag)].passed;
+}
+
+__device__ __forceinline__ uint32_t latency_ticket(const EpLatency &l, const LatencyOp &op) {
+    return threadIdx.x == 0 ? atomicAdd(latency_tickets(l, op), 1u) : 0;
+}
+
+__device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLatency &l,
+                                             const LatencyOp &op, uint32_t ticket) {
+    volatile EpLatencyState *state = l.state;
+    int set = EP_FLAG_SET(op.flag);
+    if (threadIdx.x || ticket != gridDim.x - 1) return;
+    *(volatile uint32_t *)latency_tickets(l, op) = 0;
+    if (l.receives) state->count[set].done = EP_FLAG_NUMBER(op.flag);
+    if (!l.senders) return;
+    state->claimed = 0;
+    state->count[set].sent = EP_FLAG_NUMBER(op.flag);
+    *(volatile uint32_t *)&g.state->sent = op.number;
+    if (l.receives) return;
+    state->turn = set + 1 < l.sets ? set + 1 : 0;
+    state->set_of[l.token] = set;
+}
+
+/** Whether a block sends and receives, and its number among the receiving blocks. */
+typedef struct LatencyRole {
+    int sends, receives;
+    int block, blocks;
+} LatencyRole;
+
+__device__ __forceinline__ LatencyRole latency_role(const EpLatency &l) {
+    int index = blockIdx.x, block = index - l.first_receiver;
+    return LatencyRole{index < l.senders, l.receives && block >= 0, block,
+                       (int)gridDim.x - l.first_receiver};
+}
+
+/** Returns 1 in the last receiving block, which sees what the others have stored: the fence orders
+ *  that before their count. By all threads of each receiving block, at its end. */
+__device__ __forceinline__ int latency_is_last(const EpLatency &l, const LatencyRole &role,
+                                               uint64_t flag) {
+    __shared__ int is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        uint32_t *left = &l.state->set[EP_FLAG_SET(flag)].left;
+        __threadfence();
+        is_last = atomicAdd(left, 1u) == (unsigned)role.blocks - 1;
+        if (is_last) *(volatile uint32_t *)left = 0;
+    }
+    __syncthreads();
+    return is_last;
+}
+
+/* ---- claiming what is sent ----------------------------------------------------------------- */
+
+/** Returns the block's two claimed items: the next one is claimed while one is worked on. */
+__device__ __forceinline__ int *claimed_items(void) {
+    __shared__ int items[2];
+    return items;
+}
+
+/** Claim the block's first item. It is there behind the block's next barrier. */
+__device__ __forceinline__ void claims_begin(const EpLatency &l) {
+    if (threadIdx.x == CLAIM_THREAD) claimed_items()[0] = (int)atomicAdd(&l.state->claimed, 1u);
+}
+
+/** Call work(item) for each of this block's items below `items`: first `item`, then those that it
+ *  claims, which are numbered from `claimed` on. work may have barriers. By all threads of the
+ *  block. */
+template <typename Work>
+__device__ __forceinline__ void claims_work_from(const EpLatency &l, int item, int claimed,
+                                                 int items, Work work) {
+    int at = 0;
+#pragma unroll 1
+    for (; item < items; item = claimed_items()[at]) {
+        uint32_t next = 0;
+        if (threadIdx.x == CLAIM_THREAD) next = atomicAdd(&l.state->claimed, 1u);
+        work(item);
+        at ^= 1;
+        if (threadIdx.x == CLAIM_THREAD) claimed_items()[at] = claimed + (int)next;
+        __syncthreads();
+    }
+}
+
+/** Call work(item) for each of this block's items below `items`, where all items are claimed. By
+ *  all threads of the block. */
+template <typename Work>
+__device__ __forceinline__ void claims_work(const EpLatency &l, int items, Work work) {
+    claims_work_from(l, claimed_items()[0], 0, items, work);
+}
+
+/* ---- heads --------------------------------------------------------------------------------- */
+
+/** Send all ranks the number of this operation (see ep_sent). By a warp of the block that sends the
+ *  heads, after it has sent its own. */
+__device__ __forceinline__ void store_operation_number(const EpCudaGroup &g, const EpLatency &l,
+                                                       const LatencyOp &op) {
+    int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int r = lane; r < g.size; r += 32)
+        ep_store_relaxed_sys(ep_sent(g, r, g.rank, op.number),
+                             ep_counter(op.number, ep_own_operation()->digest));
+    if (lane == 0)
+        *(volatile uint64_t *)latency_number(l, (uint32_t)op.flag) =
+            ep_counter((uint32_t)op.flag, op.number);
+}
+
+/* Report that rank r is in another operation. Wait before that until this rank has sent all ranks
+ * its own heads and number: r sees the disagreement from them, and this rank leaves afterwards. By
+ * one thread. */
+__device__ __forceinline__ void report_other_operation(const EpCudaGroup &g, const EpLatency &l,
+                                                       int r, uint32_t seen, uint64_t facts,
+                                                       uint64_t flag) {
+    EpTimeout timeout = {0, 0};
+    const EpAwaited own = {g.rank, EP_AWAIT_HEAD, 0, (uint32_t)flag, 0};
+    const volatile uint64_t *number = latency_number(l, (uint32_t)flag);
+    while ((uint32_t)(*number >> 32) != (uint32_t)flag)
+        if (!ep_keep_waiting(g, &timeout, own)) return;
+    ep_report(g, EP_FAULT_ORDER, EpAwaited{r, EP_AWAIT_HEAD, 0, ep_own_operation()->digest, seen},
+              facts);
+}
+
+/** Send this rank's head to rank r: unit_of(u) returns unit u, which is words 4 * u to 4 * u + 3.
+ *  By a warp. */
+template <typename Unit>
+__device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency &l, int r,
+                                          int words, uint64_t flag, Unit unit_of) {
+    char *to = latency_head(l, l.window[r], g.rank, g.size, flag);
+    int steps = (int)ep_steps(ep_units(4 * words));
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        uint4 unit = make_uint4(0, 0, 0, 0);
+        if (step_unit() >= 0) unit = unit_of(step * EP_STEP_UNITS + step_unit());
+        step_store(to + step * EP_STEP_BYTES, step_pack(unit, flag), l.whole);
+    }
+    if (!l.whole) step_fence();
+#pragma unroll 1
+    for (int step = 0; step < steps && !l.whole; step++)
+        step_store_flag(to + step * EP_STEP_BYTES, flag);
+}
+
+/** Receive the head of rank r: take(u, unit u). Returns 0 if it does not come or, where that is to
+ *  be compared, is of another operation. By a warp. */
+template <typename Take>
+__device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &l, int r, int words,
+                                         uint64_t flag, int compares, Take take) {
+    const char *from = latency_head(l, l.own, r, g.size, flag);
+    int steps = (int)ep_steps(ep_units(4 * words)), same = 1;
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        ulonglong2 x = step_load(from + step * EP_STEP_BYTES);
+        const StepOrigin origin = {r, EP_AWAIT_HEAD, 0};
+        if (!step_await(g, l, from + step * EP_STEP_BYTES, flag, &x, origin)) return 0;
+        uint4 unit = step_unpack(x);
+        if (step == 0 && threadIdx.x % 32 == 0 && compares &&
+            !ep_same_operation(ep_own_operation()->digest, unit.x)) {
+            report_other_operation(g, l, r, unit.x, unit.y | (uint64_t)unit.z << 32, flag);
+            same = 0;
+        }
+        if (step_unit() >= 0) take(step * EP_STEP_UNITS + step_unit(), unit);
+    }
+    return __all_sync(~0u, same);
+}
+
+#endif
