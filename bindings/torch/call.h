@@ -46,9 +46,9 @@ typedef struct EpTorchHandle {
 #define EP_TORCH_LEFT (-1)
 
 /**
- * Call an operation with a tuple of tensors and None, its arguments in order, on the current stream.
- * Called with the interpreter's lock, which others may have while the operation runs. Returns an
- * EpStatus, or EP_TORCH_LEFT.
+ * Call an operation on the current stream. `objects` is a tuple of its arguments in order, tensors
+ * and None. Called with the interpreter's lock, which others may have while the operation runs.
+ * Returns an EpStatus, or EP_TORCH_LEFT.
  */
 int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void *objects);
 

@@ -24,7 +24,7 @@ def test_methods_take_what_they_say(name):
 
 
 def test_backward():
-    """A derivative takes a gradient of each differentiable output, and returns one of each input."""
+    """A derivative takes the gradient of the rows that come, and returns that of the rows sent."""
     for operation in OPERATIONS.values():
         if operation.backward:
             backward = OPERATIONS[operation.backward]
