@@ -83,7 +83,7 @@ ThreadTest(bootstrap_sockets, large_rounds, 2) {
                            .experts = 4,
                            .top_k = 4,
                            .hidden = 8192,
-                           .max_tokens = 700,
+                           .max_tokens = TESTS_SANITIZED ? 100 : 400,
                            .spread = SPREAD_FULL,
                            .weighted = 1});
 }
