@@ -54,8 +54,9 @@ ThreadTest(bootstrap_sockets, any_interface, 3) {
 ThreadTest(bootstrap_sockets, large_rounds, 2) {
     EpBootstrap own = gathers_alone(bootstrap);
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
-    Case c = case_of("ranks=2 nodes=01 experts=4 top_k=4 hidden=8192 max_tokens=700 spread=full "
-                     "weighted=1");
+    Case c = case_of("ranks=2 nodes=01 experts=4 top_k=4 hidden=8192 max_tokens=%d spread=full "
+                     "weighted=1",
+                     TESTS_SANITIZED ? 100 : 400);
     run_case(&own, &c);
 }
 

@@ -30,7 +30,7 @@ static void run_rows(EpLayout layout, int ranks, const char *more) {
 }
 
 #define GRID(name, layout)                          \
-Test(combine_quantised, name, .timeout = 120) { \
+    Test(combine_quantised, name, .timeout = 120) { \
         run_rows(layout, 1, "");                    \
         run_rows(layout, 2, "");                    \
         run_rows(layout, 4, "");                    \
@@ -50,7 +50,7 @@ Test(combine_quantised, several_nodes_and_a_tiny_stage, .timeout = 120) {
 }
 
 #define QuantisedTest(name, ...)                                                   \
-Test(combine_quantised, name, .timeout = 120) {                                \
+    Test(combine_quantised, name, .timeout = 120) {                                \
         static const char *const texts[] = {__VA_ARGS__};                          \
         for (int i = 0; i < LENGTH(texts); i++) {                                  \
             Case c = case_of("sum_quant=fp8 spread=full seed=%d %s", i, texts[i]); \
@@ -66,10 +66,10 @@ QuantisedTest(long_rows_on_nodes, NODES "sum_type=bf16 weighted=1", NODES "sum_t
 /* The longest rows, which kernels cut into fragments, and some that end within one. */
 #define LONG "ranks=2 experts=40 max_tokens=3 weighted=1 row_type=uint8 "
 QuantisedTest(longest_rows, LONG "hidden=32768 top_k=2 sum_type=bf16",
-                  LONG "hidden=24592 top_k=6 sum_type=fp16",
-                  LONG "hidden=7168 top_k=8 sum_type=bf16",
-                  LONG "hidden=16368 top_k=5 sum_type=fp32",
-                  LONG "hidden=4112 top_k=32 sum_type=fp32")
+              LONG "hidden=24592 top_k=6 sum_type=fp16",
+              LONG "hidden=7168 top_k=8 sum_type=bf16",
+              LONG "hidden=16368 top_k=5 sum_type=fp32",
+              LONG "hidden=4112 top_k=32 sum_type=fp32")
 
 /* Rows beyond the capacity have no slots: their sums are quantised zeros. */
 #define LOST "ranks=3 experts=6 top_k=4 hidden=160 capacity=11 overflow=drop "
