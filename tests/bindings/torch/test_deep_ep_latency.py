@@ -9,7 +9,7 @@ import torch
 from base import refused
 from conftest import DEVICE, assert_equal, off, refuse_each
 from reference import expert_major
-from test_deep_ep_normal import inputs, make_world, play, send
+from test_deep_ep_normal import inputs, make_world, on_ranks, play, send
 from test_quant import quantise
 
 import libep
@@ -173,97 +173,85 @@ def test_two_in_flight(seed):
     play(worlds[0], body)
 
 
-def test_zero_copy(seed):
+@on_ranks()
+def test_zero_copy(buffer, rank, world):
     """The experts write to the buffer that the next combine reads."""
-    world = make_world(seed)
-
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        rx, counts, handle, _ = dispatch(buffer, world, x, idx)
-        rows = buffer.get_next_low_latency_combine_buffer(handle)
-        assert rows.shape == rx.shape and rows.dtype == rx.dtype
-        rows[:, :, :] = rx * expert_factors(world, rank, x.device)
-        out, _ = run(buffer.low_latency_combine, True, rx, idx, weights, handle, zero_copy=True)
-        assert_equal(out, world.forward(rank))
-
-    play(world, body)
+    x, idx, weights = inputs(world, rank)
+    rx, counts, handle, _ = dispatch(buffer, world, x, idx)
+    rows = buffer.get_next_low_latency_combine_buffer(handle)
+    assert rows.shape == rx.shape and rows.dtype == rx.dtype
+    rows[:, :, :] = rx * expert_factors(world, rank, x.device)
+    out, _ = run(buffer.low_latency_combine, True, rx, idx, weights, handle, zero_copy=True)
+    assert_equal(out, world.forward(rank))
 
 
-def test_both_modes_on_one_buffer(seed):
+@on_ranks()
+def test_both_modes_on_one_buffer(buffer, rank, world):
     """As servers do: normal mode for prefill, low latency for decoding."""
-    world = make_world(seed)
-
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        for _ in range(2):
-            rx, *_, handle, _ = send(buffer, x, idx, weights, world.experts)
-            buffer.combine(rx, handle)
-            buffer.clean_low_latency_buffer(MAX_TOKENS, world.hidden, world.experts)
-            rx, _, handle, event = dispatch(buffer, world, x, idx, async_finish=True)
-            event.current_stream_wait()
-            rows = rx * expert_factors(world, rank, x.device)
-            given = rows, idx, weights, handle
-            out, event = run(buffer.low_latency_combine, False, *given, async_finish=True)
-            event.current_stream_wait()
-            assert_equal(out, world.forward(rank))
-
-    play(world, body)
+    x, idx, weights = inputs(world, rank)
+    for _ in range(2):
+        rx, *_, handle, _ = send(buffer, x, idx, weights, world.experts)
+        buffer.combine(rx, handle)
+        buffer.clean_low_latency_buffer(MAX_TOKENS, world.hidden, world.experts)
+        rx, _, handle, event = dispatch(buffer, world, x, idx, async_finish=True)
+        event.current_stream_wait()
+        rows = rx * expert_factors(world, rank, x.device)
+        given = rows, idx, weights, handle
+        out, event = run(buffer.low_latency_combine, False, *given, async_finish=True)
+        event.current_stream_wait()
+        assert_equal(out, world.forward(rank))
 
 
 # ---- errors -------------------------------------------------------------------------------------
 
 
-def test_a_refused_call_took_no_part(seed):
+@on_ranks(tokens=[3, 3, 3])
+def test_a_refused_call_took_no_part(buffer, rank, world):
     """One rank is refused, corrects its call, and calls again; the others notice nothing."""
-    world = make_world(seed, tokens=[3, 3, 3])
-
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        far, most, options = "meta", MAX_TOKENS, dict(use_fp8=False, num_experts=6)
-        good = dict(
-            x=x,
-            topk_idx=idx,
-            num_max_dispatch_tokens_per_rank=most,
-            cumulative_local_expert_recv_stats=torch.zeros(2, dtype=torch.int32, device=x.device),
-            return_recv_hook=True,
-            **options,
-        )
-        stats = "cumulative_local_expert_recv_stats"
-        some = [x.double(), x[None], x[:, :3].contiguous(), off(x), x.to(far), x.tolist()]
-        bad = [dict(x=given) for given in some]
-        some = [idx.short(), idx.float(), idx[:1], idx[0], idx.to(far), idx[:, :0], None]
-        bad += [dict(topk_idx=given) for given in some]
-        bad += [{stats: given} for given in (weights[0, :2], idx.int(), idx[0].to(far))]
-        bad += [dict(num_max_dispatch_tokens_per_rank=given) for given in (0, None)]
-        for _ in range(2):  # before there is a group, and with one
-            if rank == 1:
-                refuse_each(buffer.low_latency_dispatch, good, bad)
-            rx, _, handle, _, hook = buffer.low_latency_dispatch(**good)
-            hook()
-        out = torch.empty_like(x)
-        good = dict(
-            x=rx * expert_factors(world, rank, x.device),
-            topk_idx=idx,
-            topk_weights=weights,
-            handle=handle,
-            out=out,
-            return_recv_hook=True,
-        )
-        some = [rx.double(), rx[:1], rx[0], off(rx), rx.to(far), None]
-        bad = [dict(x=given) for given in some]
-        some = [weights.double(), weights[:1], weights[:, :1], weights.to(far), 1.0]
-        bad += [dict(topk_weights=given) for given in some]
-        some = [out.half(), out[:1], off(out), out.to(far), torch.cat([out, out], 1)[:, ::2]]
-        bad += [dict(out=given) for given in some]
-        bad += [dict(handle=None), dict(handle=tuple(handle))]
-        for _ in range(2):
-            if rank == 1:
-                refuse_each(buffer.low_latency_combine, good, bad)
-            out.fill_(torch.nan)
-            buffer.low_latency_combine(**good)[2]()
-            assert_equal(out, world.forward(rank))
-
-    play(world, body)
+    x, idx, weights = inputs(world, rank)
+    far, most, options = "meta", MAX_TOKENS, dict(use_fp8=False, num_experts=6)
+    good = dict(
+        x=x,
+        topk_idx=idx,
+        num_max_dispatch_tokens_per_rank=most,
+        cumulative_local_expert_recv_stats=torch.zeros(2, dtype=torch.int32, device=x.device),
+        return_recv_hook=True,
+        **options,
+    )
+    stats = "cumulative_local_expert_recv_stats"
+    some = [x.double(), x[None], x[:, :3].contiguous(), off(x), x.to(far), x.tolist()]
+    bad = [dict(x=given) for given in some]
+    some = [idx.short(), idx.float(), idx[:1], idx[0], idx.to(far), idx[:, :0], None]
+    bad += [dict(topk_idx=given) for given in some]
+    bad += [{stats: given} for given in (weights[0, :2], idx.int(), idx[0].to(far))]
+    bad += [dict(num_max_dispatch_tokens_per_rank=given) for given in (0, None)]
+    for _ in range(2):  # before there is a group, and with one
+        if rank == 1:
+            refuse_each(buffer.low_latency_dispatch, good, bad)
+        rx, _, handle, _, hook = buffer.low_latency_dispatch(**good)
+        hook()
+    out = torch.empty_like(x)
+    good = dict(
+        x=rx * expert_factors(world, rank, x.device),
+        topk_idx=idx,
+        topk_weights=weights,
+        handle=handle,
+        out=out,
+        return_recv_hook=True,
+    )
+    some = [rx.double(), rx[:1], rx[0], off(rx), rx.to(far), None]
+    bad = [dict(x=given) for given in some]
+    some = [weights.double(), weights[:1], weights[:, :1], weights.to(far), 1.0]
+    bad += [dict(topk_weights=given) for given in some]
+    some = [out.half(), out[:1], off(out), out.to(far), torch.cat([out, out], 1)[:, ::2]]
+    bad += [dict(out=given) for given in some]
+    bad += [dict(handle=None), dict(handle=tuple(handle))]
+    for _ in range(2):
+        if rank == 1:
+            refuse_each(buffer.low_latency_combine, good, bad)
+        out.fill_(torch.nan)
+        buffer.low_latency_combine(**good)[2]()
+        assert_equal(out, world.forward(rank))
 
 
 def test_sentences(caplog):

@@ -45,6 +45,8 @@ def test_step_at_once(monkeypatch):
 def test_step_tensor_by_tensor(monkeypatch):
     monkeypatch.setattr(_fast, "call", None)
     check(World(size=2, seed=7), Case(capacity=0))
+    for dtype in ("float16", "bfloat16"):
+        check(World(size=2, seed=7), Case(weights="none", dtype=dtype))
 
 
 def latency_step(handle, x, idx, weights):
