@@ -90,12 +90,13 @@ endif
 
 # ---- sources and targets ------------------------------------------------------------------------
 
-folders := runtime handles dispatch combine bootstrap
+folders := runtime bootstrap handles dispatch combine
+# Folders are searched. Sources of the CUDA backend lie in a folder cuda/.
 all_lib_c := $(filter-out bootstrap/mpi.c runtime/host/rowmath.c,\
-                          $(foreach d,$(folders),$(wildcard $d/*.c $d/host/*.c $d/cuda/*.c)))
+                          $(sort $(shell find $(folders) -name '*.c')))
 lib_c := $(all_lib_c)
-cuda_c := $(foreach d,$(folders),$(wildcard $d/cuda/*.c))
-cuda_cu := $(foreach d,$(folders),$(wildcard $d/cuda/*.cu))
+cuda_c := $(foreach f,$(all_lib_c),$(if $(findstring /cuda/,$f),$f))
+cuda_cu := $(sort $(shell find $(folders) -name '*.cu'))
 ifeq ($(CUDA),1)
 cuda_o := $(cuda_cu:%.cu=$B/%.cu.o)
 cuda_cflags := -DEP_WITH_CUDA=1 -isystem $(CUDA_HOME)/include -isystem $(nccl_include)

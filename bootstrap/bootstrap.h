@@ -13,10 +13,10 @@
  *     bind.c             binding a rank to the CPUs near its GPU
  *     rendezvous.c       how the ranks of a group agree later
  *     group_create.c     creates a group from all of these, and destroys it
- *     windows.c          ep_mem_alloc, ep_window_register
- *     mesh*.c            meshes, and bootstraps of the groups of a mesh (mesh.h)
- *     sharding.c         shards of tensors over a mesh
+ *     subset.c           a bootstrap of some of another one's ranks, for meshes (subset.h)
  *     host/, cuda/       what each backend sets up with the peers
+ *     memory/            memory that peers reach: windows and shared segments
+ *     network/           messages over TCP; NCCL's communicators and the watcher
  */
 
 #include "runtime/group.h"
@@ -165,14 +165,6 @@ EpStatus ep_group_agree_within(EpGroup *group, const EpCall *call, EpStatus mine
 /** Fail the group in a call that is no operation; `status` is the call's, with its sentence.
  * Returns `status`. */
 EpStatus ep_group_break(EpGroup *group, const EpCall *call, EpStatus status);
-
-/* ---- windows ------------------------------------------------------------------------------- */
-
-/** Begin a call about windows: check that the group can be used, and set the call's rank. */
-EpStatus ep_window_enter(EpCall *call, EpGroup *group);
-
-/** Check that memory does not overlap the group's other windows. */
-EpStatus ep_window_apart(const EpCall *call, const EpGroup *group, const EpWindow *window);
 
 /* ---- binding ------------------------------------------------------------------------------- */
 

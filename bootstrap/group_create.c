@@ -256,8 +256,7 @@ static int meet_to_destroy(EpGroup *group) {
 void ep_group_destroy(EpGroup *group) {
     EpCall call = {"ep_group_destroy", -1};
     if (!group || ep_object_check(&call, "group", group, EP_OBJECT_GROUP) != EP_OK) return;
-    while (group->handles)
-        ep_handle_destroy(group->handles);
+    ep_owned_destroy_all(&group->handles);
     int together = meet_to_destroy(group);
     ep_abort_set_phase(&group->abort, EP_ABORT_CLOSED);
     free_group(group, together);

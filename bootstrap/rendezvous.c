@@ -98,3 +98,14 @@ EpStatus ep_group_agree_within(EpGroup *group, const EpCall *call, EpStatus mine
         return ep_fail(mine, "%s", own.sentence);
     return status;
 }
+
+EpStatus ep_group_break(EpGroup *group, const EpCall *call, EpStatus status) {
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = status, finding.rank = group->rank, finding.count = 1;
+    finding.peer = group->aborted_peer;
+    /* without the prefix "ep_", like the phases of operations */
+    for (size_t i = 0; call->name[3 + i] && i < sizeof(finding.phase) - 1; i++)
+        finding.phase[i] = call->name[3 + i];
+    if (group->backend->give_up) group->backend->give_up(group);
+    return ep_group_fail(group, &finding);
+}

@@ -17,25 +17,26 @@ static EpGatherTensors describe_inputs(const EpHandle *handle, const EpTensor *e
                              .type = expert_out->type,
                              .row_bytes = ep_tensor_row_bytes(expert_out),
                              .row_elements = ep_tensor_row_elements(expert_out),
-                             .quant = handle->shape.sum_quant,
+                             .format = ep_quant_format(handle->shape.sum_quant),
                              .weighs = slot_weights || topk_weights,
                              .weighs_entries = topk_weights != NULL,
                              .slot_weights = slot_weights ? slot_weights->data : NULL,
                              .topk_weights = topk_weights ? topk_weights->data : NULL};
 }
 
-/* Check the weights at the token's rank. A row of the flat or rank-major layout stands for several
- * k, which its expert side has weighted and added before. */
+/* Check the weights at the token's rank. A row with one slot stands for several k, which
+ * its expert side has weighted and added before. */
 static EpStatus check_topk_weights(EpOperation *o, const EpTensor *slot_weights,
                                    const EpTensor *topk_weights) {
     if (!ep_handle_is_latency(o->handle))
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "topk_weights",
                          "expected NULL in throughput mode, where dispatch takes them, got a "
                          "tensor");
-    if (ep_layout_has_rows(o->handle->shape.layout))
+    if (o->handle->shape.has_rows)
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "topk_weights",
-                         "expected NULL in the flat and rank-major layouts, where a row stands for "
-                         "several experts, got a tensor");
+                         "expected NULL in the %s layouts, where a row stands for several experts, "
+                         "got a tensor",
+                         ep_layout_names(EP_SLOTS_OF_ROWS, " and ").text);
     if (slot_weights)
         return ep_refuse(&o->call, EP_ERR_NULL, "topk_weights",
                          "expected NULL since slot_weights is given, got a tensor");

@@ -17,7 +17,7 @@ typedef struct Outputs {
 /* ---- inputs -------------------------------------------------------------------------------- */
 
 static int has_quant(const EpOperation *o) {
-    return o->handle->shape.quant != EP_QUANT_NONE;
+    return ep_quant_format(o->handle->shape.quant).bits != 0;
 }
 
 /* Check and describe rows of any type that travel unchanged. */
@@ -34,17 +34,18 @@ static EpStatus describe_tokens(EpOperation *o, const EpTensor *tokens, EpScatte
 /* Describe these rows as they travel on a handle that quantises. */
 static EpStatus describe_quantised(const EpOperation *o, const EpTensor *tokens,
                                    EpScatterTensors *s) {
-    EpQuant quant = o->handle->shape.quant;
+    EpQuantFormat format = ep_quant_format(o->handle->shape.quant);
+    int32_t unit = ep_quant_unit(format);
     EP_TRY(ep_arg_summable(&o->call, "tokens", tokens));
-    if (s->row_elements % 16)
+    if (s->row_elements % unit)
         return ep_refuse(&o->call, EP_ERR_ROW_BYTES, "tokens",
-                         "expected a multiple of 16 elements where rows are quantised, got %lld",
-                         (long long)s->row_elements);
-    s->quant = quant;
-    s->type = EP_TYPE_FP8_E4M3;
-    s->row_bytes = s->row_elements;
-    s->scale_map.count = ep_quant_scales(quant, s->row_elements);
-    s->scale_type = ep_quant_scale_type(quant);
+                         "expected a multiple of %d elements where rows are quantised, got %lld",
+                         unit, (long long)s->row_elements);
+    s->format = format;
+    s->type = format.type;
+    s->row_bytes = ep_quant_bytes(format, s->row_elements);
+    s->scale_map.count = ep_quant_scales(format, s->row_elements);
+    s->scale_type = ep_quant_scale_type(format);
     return EP_OK;
 }
 
@@ -75,7 +76,7 @@ static EpStatus describe_scales(EpOperation *o, const EpTensor *scales, EpScatte
 }
 
 static EpStatus describe_inputs(EpOperation *o, const Inputs *in, EpScatter *scatter) {
-    *scatter = (EpScatter){.op = &ep_op_dispatch, .t = {.quant = EP_QUANT_NONE}};
+    *scatter = (EpScatter){.op = &ep_op_dispatch};
     EpScatterTensors *s = &scatter->t;
     EP_TRY(describe_tokens(o, in->tokens, s));
     if (has_quant(o)) EP_TRY(describe_quantised(o, in->tokens, s));
@@ -90,7 +91,8 @@ static EpStatus describe_inputs(EpOperation *o, const Inputs *in, EpScatter *sca
 /* ---- outputs ------------------------------------------------------------------------------- */
 
 static EpStatus describe_recv_tokens(const EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
-    EP_TRY(ep_arg_slot_rows(o, "recv_tokens", t, s->row_elements, "H"));
+    int64_t width = s->row_bytes / (int64_t)ep_type_bytes(s->type);
+    EP_TRY(ep_arg_slot_rows(o, "recv_tokens", t, width, "H"));
     EP_TRY(ep_arg_type(&o->call, "recv_tokens", t, s->type));
     EP_TRY(ep_arg_token_bytes(o, "recv_tokens", t));
     s->out_rows = t->data;
@@ -126,9 +128,10 @@ static EpStatus describe_recv_scales(const EpOperation *o, const EpTensor *t, Ep
 static EpStatus describe_recv_idx(const EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
     if (!t) return EP_OK;
     const EpHandle *handle = o->handle;
-    if (!ep_layout_has_rows(handle->shape.layout))
+    if (!handle->shape.has_rows)
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "recv_topk_idx",
-                         "expected NULL outside the flat and rank-major layouts, got a tensor");
+                         "expected NULL outside the %s layouts, got a tensor",
+                         ep_layout_names(EP_SLOTS_OF_ROWS, " and ").text);
     EP_TRY(ep_arg_slot_rows(o, "recv_topk_idx", t, o->step.info.top_k, "K"));
     EP_TRY(ep_arg_index_type(&o->call, "recv_topk_idx", t));
     s->out_idx = t->data, s->idx_type = t->type;
@@ -288,7 +291,7 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
                                .type = grad_recv_tokens->type,
                                .row_bytes = ep_tensor_row_bytes(grad_recv_tokens),
                                .row_elements = ep_tensor_row_elements(grad_recv_tokens),
-                               .quant = handle->shape.sum_quant,
+                               .format = ep_quant_format(handle->shape.sum_quant),
                                .carries_values = grad_slot_weights != NULL,
                                .slot_values = grad_slot_weights ? grad_slot_weights->data : NULL,
                                .out_rows = grad_tokens->data,

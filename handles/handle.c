@@ -9,27 +9,16 @@
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
-static void link_handle(EpHandle *handle) {
-    EpGroup *group = handle->group;
-    handle->next = group->handles;
-    if (handle->next) handle->next->previous = handle;
-    group->handles = handle;
-}
-
-static void unlink_handle(EpHandle *handle) {
-    if (handle->previous)
-        handle->previous->next = handle->next;
-    else
-        handle->group->handles = handle->next;
-    if (handle->next) handle->next->previous = handle->previous;
-}
-
 static EpStatus open_plan(const EpCall *call, EpHandle *handle) {
     EpGroup *group = handle->group;
     int before = ep_group_enter(group, call->name);
     EpStatus status = group->backend->open_plan(handle, call);
     ep_group_leave(group, before);
     return status;
+}
+
+static void destroy_owned(void *handle) {
+    ep_handle_destroy(handle);
 }
 
 EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, EpHandle **out) {
@@ -54,7 +43,7 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, EpHandle
         ep_object_retire(&handle->object);
         return status;
     }
-    link_handle(handle);
+    ep_owned_add(&group->handles, &handle->owned, handle, destroy_owned);
     *out = handle;
     return EP_OK;
 }
@@ -78,7 +67,7 @@ void ep_handle_destroy(EpHandle *handle) {
     if (!handle || ep_object_check(&call, "handle", handle, EP_OBJECT_HANDLE) != EP_OK) return;
     handle->group->backend->close_plan(handle);
     drop_pending(handle, &call);
-    unlink_handle(handle);
+    ep_owned_remove(&handle->owned);
     ep_object_retire(&handle->object);
 }
 

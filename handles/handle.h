@@ -11,11 +11,12 @@
 #include "handles/pending.h"
 #include "handles/plan.h"
 #include "runtime/group.h"
+#include "runtime/layouts.h"
 
 struct EpHandle {
     EpObject object;
     EpGroup *group;
-    EpHandle *previous, *next; /* the group's live handles */
+    EpOwned owned; /* by the group */
     EpPlanShape shape;
     int32_t top_k;   /* K of every step; EP_DEFAULT: any, or with named plans max_top_k */
     int32_t id;      /* the caller's; 0: none */

@@ -86,16 +86,14 @@ EpStatus ep_arg_token_rows(EpOperation *o, const char *argument, const EpTensor 
 
 /* Receive tensors as blocks of a fixed number of rows. */
 typedef struct RecvBlocks {
-    int64_t count, rows;                /* rows: of a block */
-    const char *count_name, *rows_name; /* NULL: no blocks, one dimension has all rows */
+    int64_t count, rows; /* rows: of a block */
+    const char *count_name, *rows_name;
 } RecvBlocks;
 
 static RecvBlocks recv_blocks(const EpPlanShape *s) {
-    if (s->layout == EP_LAYOUT_BATCHED)
-        return (RecvBlocks){s->num_local, s->rows_per_expert, "local experts", "rows_per_expert"};
-    if (s->layout == EP_LAYOUT_RANK_MAJOR)
-        return (RecvBlocks){s->num_ranks, s->max_tokens, "ranks", "max_tokens"};
-    return (RecvBlocks){0, 0, NULL, NULL};
+    const EpLayoutFacts *layout = ep_layout_facts(s->layout);
+    return (RecvBlocks){s->has_rows ? s->num_ranks : s->num_local, s->block_rows, layout->blocks,
+                        layout->rows};
 }
 
 /* Check dimension `dim`, the rows of a receive buffer. With a static capacity it must hold all of
@@ -103,8 +101,8 @@ static RecvBlocks recv_blocks(const EpPlanShape *s) {
 static EpStatus check_rows_in(const EpOperation *o, const char *argument, const EpTensor *t,
                               int dim) {
     const EpPlanShape *s = &o->handle->shape;
-    RecvBlocks blocks = recv_blocks(s);
-    if (blocks.rows_name) {
+    if (s->is_fixed) {
+        RecvBlocks blocks = recv_blocks(s);
         EP_TRY(ep_arg_dim(&o->call, argument, t, 0, blocks.count, blocks.count_name));
         return ep_arg_dim(&o->call, argument, t, dim, blocks.rows, blocks.rows_name);
     }
@@ -122,7 +120,7 @@ static EpStatus check_rows_in(const EpOperation *o, const char *argument, const 
 
 /* Returns the number of dimensions up to that of the rows, this one included. */
 static int32_t slot_dims(const EpOperation *o) {
-    return recv_blocks(&o->handle->shape).rows_name ? 2 : 1;
+    return o->handle->shape.is_fixed ? 2 : 1;
 }
 
 /* Check the rows of a tensor whose rows are contiguous. */
@@ -158,7 +156,7 @@ EpStatus ep_arg_slot_values(const EpOperation *o, const char *argument, const Ep
 }
 
 EpStatus ep_arg_slot_weights(const EpOperation *o, const char *argument, const EpTensor *t) {
-    if (!ep_layout_has_rows(o->handle->shape.layout)) return ep_arg_slot_values(o, argument, t);
+    if (!o->handle->shape.has_rows) return ep_arg_slot_values(o, argument, t);
     EP_TRY(ep_arg_slot_rows(o, argument, t, o->step.info.top_k, "K"));
     return ep_arg_float(&o->call, argument, t);
 }
@@ -181,11 +179,12 @@ EpStatus ep_arg_summed_rows(EpOperation *o, const char *slots_argument, const Ep
 
 EpStatus ep_arg_sum_elements(const EpOperation *o, const char *argument, const EpTensor *t) {
     int64_t elements = ep_tensor_row_elements(t);
-    if (o->handle->shape.sum_quant == EP_QUANT_NONE || elements % 16 == 0) return EP_OK;
+    EpQuantFormat format = ep_quant_format(o->handle->shape.sum_quant);
+    if (!format.bits || elements % ep_quant_unit(format) == 0) return EP_OK;
     return ep_refuse(&o->call, EP_ERR_ROW_BYTES, argument,
-                     "expected a multiple of 16 elements where sums are quantised (sum_quant), got "
+                     "expected a multiple of %d elements where sums are quantised (sum_quant), got "
                      "%lld",
-                     (long long)elements);
+                     ep_quant_unit(format), (long long)elements);
 }
 
 EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, const char *cause,
@@ -197,7 +196,7 @@ EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, 
 }
 
 int64_t ep_slot_capacity(const EpHandle *handle, const EpTensor *t) {
-    return recv_blocks(&handle->shape).rows_name ? t->shape[0] * t->shape[1] : t->shape[0];
+    return handle->shape.is_fixed ? t->shape[0] * t->shape[1] : t->shape[0];
 }
 
 /* ---- running ------------------------------------------------------------------------------- */

@@ -8,8 +8,8 @@
 int64_t ep_plan_largest_index(const EpPlanShape *s) {
     int64_t slots = (int64_t)s->num_ranks * s->max_tokens * s->max_top_k;
     /* Entries that do not fit into the last slab get numbers past its end. */
-    if (s->layout == EP_LAYOUT_BATCHED) return s->capacity + slots;
-    return ep_max(slots + (int64_t)s->num_local * s->alignment, s->capacity);
+    if (s->is_fixed && !s->has_rows) return s->capacity + slots;
+    return ep_max(slots + (int64_t)s->num_local * ep_slab_rows(s, 1), s->capacity);
 }
 
 /* Hashes with FNV-1a, number by number. */
@@ -22,7 +22,7 @@ static uint64_t mix(uint64_t hash, int64_t value) {
 uint64_t ep_plan_config(const EpPlanShape *s, int32_t top_k) {
     const int64_t numbers[] = {s->num_ranks, s->rank,   s->num_experts, s->max_tokens,
                                s->max_top_k, s->layout, s->alignment,   s->capacity,
-                               s->mode,      s->merges, top_k,          s->rows_per_expert};
+                               s->mode,      s->merges, top_k,          s->block_rows};
     uint64_t hash = 0xcbf29ce484222325ull;
     for (size_t i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++)
         hash = mix(hash, numbers[i]);

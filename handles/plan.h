@@ -21,11 +21,13 @@ typedef struct EpPlanShape {
     int32_t num_ranks, rank;
     int32_t num_experts, num_local;
     int32_t max_tokens, max_top_k;
-    EpLayout layout;
+    EpLayout layout;    /**< the next three follow from it: see runtime/layouts.h */
+    int32_t has_rows;   /**< a row has one slot, which holds all its entries; else each entry has a
+                             slot of its own */
+    int32_t is_fixed;   /**< each block has block_rows slots; else blocks follow one another */
+    int64_t block_rows; /**< 0: not fixed */
     int32_t alignment;
-    int64_t capacity;        /**< receive rows; 0: exact sizing. BATCHED: L * rows_per_expert.
-                                  RANK_MAJOR: R * max_tokens */
-    int64_t rows_per_expert; /**< BATCHED, else 0 */
+    int64_t capacity; /**< receive rows; 0: exact sizing. is_fixed: the rows of all blocks */
     EpOverflow overflow;
     EpTail tail;
     EpPadding padding;
@@ -73,15 +75,32 @@ static inline int64_t ep_plan_max_rows(const EpPlanShape *s) {
     return s->num_local ? (int64_t)s->num_ranks * s->max_tokens : 0;
 }
 
-/* ---- layouts ------------------------------------------------------------------------------- */
+/* ---- blocks of slots ----------------------------------------------------------------------- */
 
-/** Returns whether a row has one slot, which holds all its entries (FLAT, RANK_MAJOR). In other
- *  layouts each entry has a slot of its own. */
-EP_HOST_DEVICE static inline int ep_layout_has_rows(EpLayout layout) {
-    return layout == EP_LAYOUT_FLAT || layout == EP_LAYOUT_RANK_MAJOR;
+/** Returns the rows that one block may have at most (is_fixed), or all may: 0 if that is exact. The
+ *  ranks of a group agree on it; with blocks of experts they differ in the capacity, which depends
+ *  on L. */
+EP_HOST_DEVICE static inline int64_t ep_agreed_rows(const EpPlanShape *s) {
+    return s->is_fixed ? s->block_rows : s->capacity;
 }
 
-/* ---- slabs --------------------------------------------------------------------------------- */
+/** Returns where block `block` begins. `packed`: the slots of the blocks before it. */
+EP_HOST_DEVICE static inline int64_t ep_block_begin(const EpPlanShape *s, int32_t block,
+                                                    int64_t packed) {
+    return s->is_fixed ? block * s->block_rows : packed;
+}
+
+/** Returns the end of all slots, lost ones excluded. */
+EP_HOST_DEVICE static inline int64_t ep_row_limit(const EpPlanShape *s) {
+    return s->capacity ? s->capacity : INT32_MAX;
+}
+
+/** Returns the number of receive rows, given the end of the last block if blocks were unlimited. */
+EP_HOST_DEVICE static inline int64_t ep_recv_rows(const EpPlanShape *s, int64_t end) {
+    return s->is_fixed ? s->capacity : ep_min(end, ep_row_limit(s));
+}
+
+/* ---- slabs: blocks of experts -------------------------------------------------------------- */
 
 /** Returns the rows of a slab with `count` entries, padding included. The alignment is a power of
  *  two. */
@@ -89,10 +108,14 @@ EP_HOST_DEVICE static inline int32_t ep_slab_rows(const EpPlanShape *s, int32_t 
     return (count + s->alignment - 1) & -s->alignment;
 }
 
+/** Returns whether slabs have padding that must be zero. */
+EP_HOST_DEVICE static inline int ep_has_padding(const EpPlanShape *s) {
+    return s->alignment > 1 && s->padding != EP_PADDING_KEEP;
+}
+
 /** Returns the end of the slots that entries of local expert `expert` may fill. */
 EP_HOST_DEVICE static inline int64_t ep_slot_limit(const EpPlanShape *s, int32_t expert) {
-    if (s->layout == EP_LAYOUT_BATCHED) return (expert + 1) * s->rows_per_expert;
-    return s->capacity ? s->capacity : INT32_MAX;
+    return s->is_fixed ? (expert + 1) * s->block_rows : ep_row_limit(s);
 }
 
 /** An expert's slab, cut off at the capacity. */
@@ -104,12 +127,12 @@ typedef struct EpSlab {
 
 /**
  * Returns the slab of local expert `expert` with `count` entries. `start`: rows of the slabs before
- * it, padding included and capacity ignored. The batched layout ignores it.
+ * it, padding included and capacity ignored.
  */
 EP_HOST_DEVICE static inline EpSlab ep_slab(const EpPlanShape *s, int32_t expert, int64_t start,
                                             int32_t count) {
     int64_t limit = ep_slot_limit(s, expert);
-    if (s->layout == EP_LAYOUT_BATCHED) start = expert * s->rows_per_expert;
+    start = ep_block_begin(s, expert, start);
     EpSlab slab;
     slab.offset = ep_min(start, limit);
     slab.kept = ep_max(0, ep_min(count, limit - start));
@@ -129,12 +152,12 @@ EP_HOST_DEVICE static inline int64_t ep_padding_begin(const EpPlanShape *s, cons
 
 /**
  * Returns the end of the rows behind a slab's entries that must be zero: the slab's padding, or,
- * in the batched layout with EP_TAIL_ZERO, the rest of the expert's rows. `offsets` [L + 1] and
+ * in slabs of fixed size with EP_TAIL_ZERO, the rest of the expert's rows. `offsets` [L + 1] and
  * `padded` [L] are the plan's.
  */
 EP_HOST_DEVICE static inline int64_t ep_padding_end(const EpPlanShape *s, const int32_t *offsets,
                                                     const int32_t *padded, int32_t expert) {
-    if (s->layout == EP_LAYOUT_BATCHED && s->tail == EP_TAIL_ZERO) return offsets[expert + 1];
+    if (s->is_fixed && s->tail == EP_TAIL_ZERO) return offsets[expert + 1];
     return (int64_t)offsets[expert] + padded[expert];
 }
 

@@ -3,17 +3,18 @@
 #include "handles/rows_quant.h"
 
 #include "handles/operation.h"
-#include "runtime/quant.h"
 
 #define ALIGNMENT 16
 #define SCALE_ALIGNMENT 4
 
 /* ---- form ---------------------------------------------------------------------------------- */
 
-static EpStatus read_form(const EpCall *call, const EpRowsForm *given, EpRowsForm *form) {
+static EpStatus read_form(const EpCall *call, const EpRowsForm *given, EpRowsQuant *q) {
+    EpRowsForm *form = &q->form;
     *form = (EpRowsForm)EP_ROWS_FORM_INIT;
     EP_TRY(ep_read_struct(call, "form", given, EP_FIRST_SIZE(EpRowsForm, scale_order), form));
-    if (form->quant <= EP_QUANT_NONE || form->quant > EP_QUANT_FP8_POW2)
+    q->format = ep_quant_format(form->quant);
+    if (!q->format.bits)
         return ep_refuse(call, EP_ERR_RANGE, "form.quant",
                          "expected an EpQuant other than EP_QUANT_NONE, got %d", (int)form->quant);
     if (form->blocks != EP_BLOCKS_ROWS && form->blocks != EP_BLOCKS_TILES)
@@ -25,10 +26,7 @@ static EpStatus read_form(const EpCall *call, const EpRowsForm *given, EpRowsFor
     if (form->scale_order != EP_SCALES_BY_ROW && form->scale_order != EP_SCALES_BY_COLUMN)
         return ep_refuse(call, EP_ERR_RANGE, "form.scale_order", "expected an EpScaleOrder, got %d",
                          (int)form->scale_order);
-    if (form->blocks == EP_BLOCKS_TILES && form->quant == EP_QUANT_MXFP8)
-        return ep_refuse(call, EP_ERR_UNSUPPORTED, "form.blocks",
-                         "expected EP_BLOCKS_ROWS with EP_QUANT_MXFP8, got EP_BLOCKS_TILES");
-    return EP_OK;
+    return ep_arg_tiles(call, form->blocks, q->format);
 }
 
 /* ---- shapes -------------------------------------------------------------------------------- */
@@ -47,7 +45,7 @@ static EpStatus check_rows(const EpCall *call, const EpTensor *rows, EpRowsQuant
     q->size[transposed ? 2 : 1] = rows->shape[rows->ndim - 2];
     q->size[transposed ? 1 : 2] = rows->shape[rows->ndim - 1];
     q->type = rows->type, q->rows = rows->data;
-    int64_t length = ep_quant_block(q->form.quant);
+    int64_t length = q->format.block;
     q->block[0] = 1, q->block[2] = length;
     q->block[1] = q->form.blocks == EP_BLOCKS_TILES ? length : 1;
     return EP_OK;
@@ -83,8 +81,9 @@ static EpStatus check_outputs(const EpCall *call, int32_t ndim, const EpTensor *
     int by_column = q->form.scale_order == EP_SCALES_BY_COLUMN;
     int64_t down = ep_rows_blocks(q, 1), across = ep_rows_blocks(q, 2);
     int64_t shape[3] = {q->size[0], by_column ? across : down, by_column ? down : across};
-    EP_TRY(check_shaped(call, "out", out, EP_TYPE_FP8_E4M3, ndim, q->size, ALIGNMENT));
-    EP_TRY(check_shaped(call, "scales", scales, ep_quant_scale_type(q->form.quant), ndim, shape,
+    int64_t codes[3] = {q->size[0], q->size[1], ep_quant_width(q->format, q->size[2])};
+    EP_TRY(check_shaped(call, "out", out, q->format.type, ndim, codes, ALIGNMENT));
+    EP_TRY(check_shaped(call, "scales", scales, ep_quant_scale_type(q->format), ndim, shape,
                         SCALE_ALIGNMENT));
     q->out = out->data, q->scales = scales->data;
     q->scale_step[0] = down * across;
@@ -110,7 +109,7 @@ EpStatus ep_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor
     call.rank = group->rank;
     EpRowsQuant q = {.group = group, .stream = stream};
     EP_TRY(ep_group_usable(group));
-    EP_TRY(read_form(&call, form, &q.form));
+    EP_TRY(read_form(&call, form, &q));
     EP_TRY(check_rows(&call, rows, &q));
     EP_TRY(check_slabs(&call, &q, rows));
     EP_TRY(check_outputs(&call, rows->ndim, out, scales, &q));

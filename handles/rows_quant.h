@@ -8,12 +8,14 @@
 
 #include "ep/ep_quant.h"
 #include "runtime/group.h"
+#include "runtime/quant.h"
 
 /** Dimensions are those of the result, [slabs, rows, columns]: with form.transposed, columns of the
  *  result are rows of the input. */
 typedef struct EpRowsQuant {
     EpGroup *group;
     EpRowsForm form;
+    EpQuantFormat format; /**< of form.quant */
     EpType type;
     int64_t size[3];
     int64_t block[3]; /**< elements of a block, by dimension */

@@ -5,6 +5,7 @@
 
 #include "bootstrap/gpus.h"
 #include "handles/handle.h"
+#include "runtime/args.h"
 
 /* Returns the group's value where the handle has EP_DEFAULT. */
 static int64_t inherit(int64_t value, int64_t of_group) {
@@ -12,29 +13,28 @@ static int64_t inherit(int64_t value, int64_t of_group) {
 }
 
 static EpStatus check_layout(const EpCall *call, const EpHandleConfig *c) {
-    if ((int)c->layout < EP_LAYOUT_EXPERT_MAJOR || (int)c->layout > EP_LAYOUT_RANK_MAJOR)
-        return ep_refuse(call, EP_ERR_RANGE, "config.layout",
-                         "expected 1 (expert-major), 2 (flat), 3 (batched) or 4 (rank-major), "
-                         "got %d",
-                         (int)c->layout);
-    int batched = c->layout == EP_LAYOUT_BATCHED;
-    if (batched ? c->rows_per_expert < 1 || c->rows_per_expert > INT32_MAX
-                : c->rows_per_expert != EP_DEFAULT)
-        return ep_refuse(call, EP_ERR_RANGE, "config.rows_per_expert", "expected %s, got %lld",
-                         batched ? "1 .. 2147483647 in the batched layout"
-                                 : "EP_DEFAULT outside the batched layout",
-                         (long long)c->rows_per_expert);
-    return EP_OK;
+    if (!ep_layout_facts(c->layout))
+        return ep_refuse(call, EP_ERR_RANGE, "config.layout", "expected %s, got %d",
+                         ep_layout_choices().text, (int)c->layout);
+    int is_sized = ep_layout_has(c->layout, EP_SLOTS_SIZED);
+    if (is_sized ? c->rows_per_expert >= 1 && c->rows_per_expert <= INT32_MAX
+                 : c->rows_per_expert == EP_DEFAULT)
+        return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, "config.rows_per_expert",
+                     "expected %s the %s layout, got %lld",
+                     is_sized ? "1 .. 2147483647 in" : "EP_DEFAULT outside",
+                     ep_layout_names(EP_SLOTS_SIZED, " and ").text, (long long)c->rows_per_expert);
 }
 
 static EpStatus check_tail(const EpCall *call, const EpHandleConfig *c) {
     if (c->zero_tail < EP_TAIL_KEEP || c->zero_tail > EP_TAIL_IDS)
         return ep_refuse(call, EP_ERR_RANGE, "config.zero_tail", "expected an EpTail, got %d",
                          c->zero_tail);
-    if (c->zero_tail != EP_TAIL_IDS || ep_layout_has_rows(c->layout)) return EP_OK;
+    if (c->zero_tail != EP_TAIL_IDS || ep_layout_has(c->layout, EP_SLOTS_OF_ROWS)) return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.zero_tail",
-                     "expected EP_TAIL_KEEP or EP_TAIL_ZERO outside the flat and rank-major "
-                     "layouts, which alone deliver expert ids, got EP_TAIL_IDS");
+                     "expected EP_TAIL_KEEP or EP_TAIL_ZERO outside the %s layouts, which alone "
+                     "deliver expert ids, got EP_TAIL_IDS",
+                     ep_layout_names(EP_SLOTS_OF_ROWS, " and ").text);
 }
 
 /* The flat and rank-major layouts accept either, since they have no padding. */
@@ -45,10 +45,9 @@ static EpStatus check_padding(const EpCall *call, const EpHandleConfig *c) {
 }
 
 static EpStatus check_sum_quant(const EpCall *call, const EpHandleConfig *c) {
-    if (c->sum_quant == EP_QUANT_NONE || c->sum_quant == EP_QUANT_FP8) return EP_OK;
-    if ((int)c->sum_quant < EP_QUANT_NONE || (int)c->sum_quant > EP_QUANT_FP8_POW2)
-        return ep_refuse(call, EP_ERR_RANGE, "config.sum_quant", "expected an EpQuant, got %d",
-                         (int)c->sum_quant);
+    EpQuantFormat format = ep_quant_format(c->sum_quant);
+    EP_TRY(ep_arg_quant(call, "config.sum_quant", c->sum_quant));
+    if (!format.bits || format.uses & EP_FOR_SUMS) return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.sum_quant",
                      "expected EP_QUANT_NONE or EP_QUANT_FP8, the only formats in which sums "
                      "travel, got %d",
@@ -59,28 +58,30 @@ static EpStatus check_expert_ids(const EpCall *call, const EpHandleConfig *c) {
     if (c->expert_ids != EP_IDS_LOCAL && c->expert_ids != EP_IDS_GLOBAL)
         return ep_refuse(call, EP_ERR_RANGE, "config.expert_ids", "expected an EpExpertIds, got %d",
                          (int)c->expert_ids);
-    if (c->expert_ids == EP_IDS_LOCAL || ep_layout_has_rows(c->layout)) return EP_OK;
-    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.expert_ids",
-                     "expected EP_IDS_LOCAL outside the flat and rank-major layouts, which alone "
-                     "deliver expert ids, got EP_IDS_GLOBAL");
+    if (c->expert_ids == EP_IDS_LOCAL || ep_layout_has(c->layout, EP_SLOTS_OF_ROWS)) return EP_OK;
+    return ep_refuse(
+        call, EP_ERR_UNSUPPORTED, "config.expert_ids",
+        "expected EP_IDS_LOCAL outside the %s layouts, which alone deliver expert ids, "
+        "got EP_IDS_GLOBAL",
+        ep_layout_names(EP_SLOTS_OF_ROWS, " and ").text);
 }
 
 static EpStatus check_row_weights(const EpCall *call, const EpHandleConfig *c) {
     if (c->row_weights != EP_WEIGHTS_HERE && c->row_weights != EP_WEIGHTS_ALL)
         return ep_refuse(call, EP_ERR_RANGE, "config.row_weights",
                          "expected an EpRowWeights, got %d", (int)c->row_weights);
-    if (c->row_weights == EP_WEIGHTS_HERE || c->layout == EP_LAYOUT_RANK_MAJOR) return EP_OK;
+    if (c->row_weights == EP_WEIGHTS_HERE || ep_layout_has(c->layout, EP_SLOTS_WEIGHED))
+        return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.row_weights",
-                     "expected EP_WEIGHTS_HERE outside the rank-major layout, got EP_WEIGHTS_ALL");
+                     "expected EP_WEIGHTS_HERE outside the %s layout, got EP_WEIGHTS_ALL",
+                     ep_layout_names(EP_SLOTS_WEIGHED, " and ").text);
 }
 
 static EpStatus check_mode_and_scales(const EpCall *call, const EpHandleConfig *c) {
     if (c->mode != EP_DEFAULT && (c->mode < EP_MODE_AUTO || c->mode > EP_MODE_LATENCY))
         return ep_refuse(call, EP_ERR_RANGE, "config.mode",
                          "expected an EpMode or EP_DEFAULT, got %d", c->mode);
-    if ((int)c->quant < EP_QUANT_NONE || (int)c->quant > EP_QUANT_FP8_POW2)
-        return ep_refuse(call, EP_ERR_RANGE, "config.quant", "expected an EpQuant, got %d",
-                         (int)c->quant);
+    EP_TRY(ep_arg_quant(call, "config.quant", c->quant));
     if ((int)c->scale_order < EP_SCALES_BY_ROW || (int)c->scale_order > EP_SCALES_BY_COLUMN)
         return ep_refuse(call, EP_ERR_RANGE, "config.scale_order",
                          "expected an EpScaleOrder, got %d", (int)c->scale_order);
@@ -129,20 +130,30 @@ static EpStatus read_config(const EpCall *call, const EpGroupConfig *group,
     return check_config(call, group, out);
 }
 
+/* Set the rule of the layout's slots. The capacity of blocks of fixed size is that of all. */
+static void set_layout(const EpHandleConfig *c, EpPlanShape *s) {
+    s->layout = c->layout;
+    s->has_rows = ep_layout_has(c->layout, EP_SLOTS_OF_ROWS);
+    s->is_fixed = ep_layout_has(c->layout, EP_SLOTS_FIXED);
+    if (!s->is_fixed) return;
+    s->block_rows = ep_layout_has(c->layout, EP_SLOTS_SIZED) ? c->rows_per_expert : s->max_tokens;
+    s->capacity = (s->has_rows ? s->num_ranks : s->num_local) * s->block_rows;
+}
+
 /* Choose the mode from values that are equal on all ranks, so that all choose the same. */
 static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsigned offers,
                             const EpHandleConfig *c, EpPlanShape *s) {
-    int rank_major = s->layout == EP_LAYOUT_RANK_MAJOR;
-    int static_size = rank_major || s->layout == EP_LAYOUT_BATCHED || s->capacity > 0;
+    const EpLayoutFacts *layout = ep_layout_facts(s->layout);
+    int static_size = s->is_fixed || s->capacity > 0;
     EpMode wish = (EpMode)inherit(c->mode, group->mode);
     if (wish == EP_MODE_AUTO && !ep_config_latency_sets(group, offers)) wish = EP_MODE_THROUGHPUT;
     s->mode = ep_config_mode(wish, s->max_tokens, static_size, offers);
-    if (s->mode == EP_MODE_THROUGHPUT && rank_major)
+    if (s->mode == EP_MODE_THROUGHPUT && !(layout->modes & 1u << EP_MODE_THROUGHPUT))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
-                         "expected latency mode in the rank-major layout (EP_MODE_AUTO selects it "
-                         "for max_tokens up to %d on one node, in a group with buffers for it), "
-                         "got throughput mode",
-                         EP_LATENCY_TOKENS);
+                         "expected latency mode in the %s layout (EP_MODE_AUTO selects it for "
+                         "max_tokens up to %d on one node, in a group with buffers for it), got "
+                         "throughput mode",
+                         layout->name, EP_LATENCY_TOKENS);
     if (s->mode == EP_MODE_THROUGHPUT) return EP_OK;
     if (!(offers & EP_OFFERS_LATENCY))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
@@ -151,10 +162,10 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
                              ? "NCCL between nodes of GPUs takes longer than latency mode does"
                              : "this backend has no latency mode");
     if (!static_size)
-        return ep_refuse(
-            call, EP_ERR_UNSUPPORTED, "config.max_recv_rows",
-            "expected a capacity, or the batched or rank-major layout, in latency mode, where no "
-            "size is known before rows arrive, got 0 (exact sizing)");
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.max_recv_rows",
+                         "expected a capacity, or the %s layout, in latency mode, where no size is "
+                         "known before rows arrive, got 0 (exact sizing)",
+                         ep_layout_names(EP_SLOTS_FIXED, " or ").text);
     if (ep_config_latency_sets(group, offers)) return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
                      "expected throughput mode, since the group has no buffers for latency mode "
@@ -165,11 +176,11 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
 static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandleConfig *c,
                               EpPlanShape *s) {
     s->quant = c->quant, s->sum_quant = c->sum_quant, s->scale_order = c->scale_order;
-    if (s->quant != EP_QUANT_NONE && !(offers & EP_OFFERS_QUANT))
+    if (ep_quant_format(s->quant).bits && !(offers & EP_OFFERS_QUANT))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.quant",
                          "expected EP_QUANT_NONE, since this backend does not quantise, got %d",
                          (int)c->quant);
-    if (s->sum_quant != EP_QUANT_NONE && !(offers & EP_OFFERS_QUANT))
+    if (ep_quant_format(s->sum_quant).bits && !(offers & EP_OFFERS_QUANT))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.sum_quant",
                          "expected EP_QUANT_NONE, since this backend does not quantise, got %d",
                          (int)c->sum_quant);
@@ -191,7 +202,6 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
     s.num_local = ep_placement_count(&placement, rank);
     s.max_tokens = group->max_tokens;
     s.max_top_k = (int32_t)inherit(c->top_k, group->max_top_k);
-    s.layout = c->layout;
     s.alignment = (int32_t)inherit(c->alignment, group->alignment);
     s.capacity = inherit(c->max_recv_rows, group->max_recv_rows);
     s.overflow = (EpOverflow)inherit(c->overflow, group->overflow);
@@ -201,11 +211,7 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
     s.row_weights = (EpRowWeights)c->row_weights;
     s.merges = group->duplicates == EP_DUPLICATES_MERGE;
     s.num_sms = c->num_sms ? c->num_sms : EP_DEFAULT;
-    if (c->layout == EP_LAYOUT_BATCHED) {
-        s.rows_per_expert = c->rows_per_expert;
-        s.capacity = s.num_local * s.rows_per_expert;
-    }
-    if (c->layout == EP_LAYOUT_RANK_MAJOR) s.capacity = (int64_t)num_ranks * s.max_tokens;
+    set_layout(c, &s);
     EP_TRY(choose_mode(call, group, offers, c, &s));
     EP_TRY(choose_scales(call, offers, c, &s));
     if (ep_plan_largest_index(&s) > INT32_MAX)

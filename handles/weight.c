@@ -229,11 +229,8 @@ static EpStatus check_own(const EpCall *call, const EpWeightConfig *config, EpWe
     return number_shards(call, weight);
 }
 
-static void link_weight(EpWeight *weight) {
-    EpMeshComm *comm = weight->comm;
-    weight->next = comm->weights;
-    if (weight->next) weight->next->previous = weight;
-    comm->weights = weight;
+static void destroy_owned(void *weight) {
+    ep_weight_destroy(weight);
 }
 
 EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeight **out) {
@@ -253,7 +250,7 @@ EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeig
     }
     describe_shards(weight);
     weight->number = ++comm->created;
-    link_weight(weight);
+    ep_owned_add(&comm->weights, &weight->owned, weight, destroy_owned);
     *out = weight;
     return EP_OK;
 }
@@ -261,11 +258,7 @@ EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeig
 void ep_weight_destroy(EpWeight *weight) {
     EpCall call = {"ep_weight_destroy", -1};
     if (!weight || ep_object_check(&call, "weight", weight, EP_OBJECT_WEIGHT) != EP_OK) return;
-    if (weight->previous)
-        weight->previous->next = weight->next;
-    else
-        weight->comm->weights = weight->next;
-    if (weight->next) weight->next->previous = weight->previous;
+    ep_owned_remove(&weight->owned);
     free(weight->reduced);
     weight->reduced = NULL;
     ep_object_retire(&weight->object);
@@ -300,9 +293,7 @@ static EpStatus check_quantised(const EpCall *call, const EpWeight *weight,
     if (form->by_rank)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "form.by_rank",
                          "expected 0 where weights are quantised, got 1");
-    if (form->blocks == EP_BLOCKS_TILES && form->quant == EP_QUANT_MXFP8)
-        return ep_refuse(call, EP_ERR_UNSUPPORTED, "form.blocks",
-                         "expected EP_BLOCKS_ROWS with EP_QUANT_MXFP8, got EP_BLOCKS_TILES");
+    EP_TRY(ep_arg_tiles(call, form->blocks, ep_quant_format(form->quant)));
     if ((form->transposed || form->blocks == EP_BLOCKS_TILES) && weight->sharding.ndim < 2)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "form",
                          "expected a weight of 2 or 3 dimensions for tiles and transposing, got %d",
@@ -315,16 +306,14 @@ static EpStatus read_form(const EpCall *call, const EpWeight *weight, const EpWe
     *form = (EpWeightForm)EP_WEIGHT_FORM_INIT;
     if (given)
         EP_TRY(ep_read_struct(call, "form", given, EP_FIRST_SIZE(EpWeightForm, by_rank), form));
-    if (form->quant < EP_QUANT_NONE || form->quant > EP_QUANT_FP8_POW2)
-        return ep_refuse(call, EP_ERR_RANGE, "form.quant", "expected an EpQuant, got %d",
-                         (int)form->quant);
+    EP_TRY(ep_arg_quant(call, "form.quant", form->quant));
     if (form->blocks != EP_BLOCKS_ROWS && form->blocks != EP_BLOCKS_TILES)
         return ep_refuse(call, EP_ERR_RANGE, "form.blocks", "expected an EpBlocks, got %d",
                          (int)form->blocks);
     EP_TRY(check_flag(call, "form.transposed", form->transposed));
     EP_TRY(check_flag(call, "form.by_rank", form->by_rank));
-    return form->quant == EP_QUANT_NONE ? check_plain(call, form)
-                                        : check_quantised(call, weight, form);
+    return ep_quant_format(form->quant).bits ? check_quantised(call, weight, form)
+                                             : check_plain(call, form);
 }
 
 static void swap(int64_t *a, int64_t *b) {
@@ -347,7 +336,7 @@ static EpShards shards_in_form(const EpWeight *weight, const EpWeightForm *form)
 }
 
 static void describe_blocks(EpWeightView *view) {
-    int64_t length = ep_quant_block(view->form.quant);
+    int64_t length = view->format.block;
     view->block[0] = 1;
     view->block[1] = view->form.blocks == EP_BLOCKS_TILES ? length : 1;
     view->block[2] = length;
@@ -377,14 +366,14 @@ int64_t ep_view_amax_bytes(const EpWeightView *view) {
 static void describe_sizes(const EpWeight *weight, EpWeightView *view) {
     const EpSharding *s = &weight->sharding;
     EpWeightSizes *sizes = &view->sizes;
-    int quantised = view->form.quant != EP_QUANT_NONE;
+    int quantised = view->format.bits != 0;
     *sizes = (EpWeightSizes)EP_WEIGHT_SIZES_INIT;
     sizes->ndim = s->ndim;
-    sizes->type = quantised ? EP_TYPE_FP8_E4M3 : weight->config.type;
-    if (quantised) sizes->scale_type = ep_quant_scale_type(view->form.quant);
+    sizes->type = quantised ? view->format.type : weight->config.type;
+    if (quantised) sizes->scale_type = ep_quant_scale_type(view->format);
     for (int32_t d = 0; d < s->ndim; d++) {
         int at = 3 - s->ndim + d;
-        sizes->shape[d] = view->form.by_rank ? s->stored[d] : ep_shards_whole(&view->shards, at);
+        sizes->shape[d] = view->form.by_rank ? s->stored[d] : ep_shards_whole(&view->codes, at);
         if (quantised) sizes->scale_shape[d] = ep_view_blocks(view, at);
     }
     if (view->form.by_rank) sizes->shape[0] *= ep_shards_number(&weight->shards);
@@ -394,8 +383,12 @@ EpStatus ep_weight_view(const EpCall *call, const EpWeight *weight, const EpWeig
                         EpWeightView *out) {
     *out = (EpWeightView){.straddles = 0};
     EP_TRY(read_form(call, weight, given, &out->form));
-    out->shards = shards_in_form(weight, &out->form);
-    if (out->form.quant != EP_QUANT_NONE) describe_blocks(out);
+    out->format = ep_quant_format(out->form.quant);
+    out->shards = out->codes = shards_in_form(weight, &out->form);
+    if (out->format.bits) {
+        out->codes.part[2] = ep_quant_width(out->format, out->shards.part[2]);
+        describe_blocks(out);
+    }
     describe_sizes(weight, out);
     weight->gathers->backend->measure_weight(weight, out);
     return EP_OK;

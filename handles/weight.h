@@ -12,10 +12,11 @@
  *     host/weight*.c, cuda/weight*  the operations on each backend
  */
 
-#include "bootstrap/mesh.h"
+#include "handles/mesh/mesh.h"
 #include "handles/shards.h"
 #include "runtime/group.h"
 #include "runtime/names.h"
+#include "runtime/quant.h"
 
 #define EP_WEIGHT_NAME_BYTES 64
 
@@ -36,7 +37,7 @@ typedef struct EpReducedPart {
 struct EpWeight {
     EpObject object;
     EpMeshComm *comm;
-    struct EpWeight *next, *previous; /* of comm->weights */
+    EpOwned owned; /* by comm */
     char name[EP_WEIGHT_NAME_BYTES];
     int32_t number; /* equal on all ranks */
     EpWeightConfig config;
@@ -52,8 +53,10 @@ struct EpWeight {
 /** A checked form, with its sizes. */
 typedef struct EpWeightView {
     EpWeightForm form;
+    EpQuantFormat format; /* of form.quant */
     EpWeightSizes sizes;
     EpShards shards;  /* of the gathered weight, in the form's order of dimensions */
+    EpShards codes;   /* the same in elements of the tensor that is gathered */
     int64_t block[3]; /* elements of a block of one scale, in that order */
     int straddles;    /* whether some block lies in several shards */
 } EpWeightView;

@@ -56,7 +56,7 @@ static EpStatus check_workspace(const WeightCall *c, const EpTensor *t, int64_t 
 static EpStatus check_scales(const WeightCall *c, const EpWeightView *view,
                              const EpTensor *scales) {
     const EpWeightSizes *sizes = &view->sizes;
-    if (view->form.quant != EP_QUANT_NONE)
+    if (view->format.bits)
         return check_tensor(c, "scales", scales, sizes->scale_type, sizes->ndim, sizes->scale_shape,
                             SCALE_ALIGNMENT);
     if (!scales) return EP_OK;

@@ -45,6 +45,26 @@ EpStatus ep_arg_index_type(const EpCall *call, const char *argument, const EpTen
                      ep_type_name(t->type));
 }
 
+EpStatus ep_arg_quant(const EpCall *call, const char *argument, EpQuant quant) {
+    if (quant == EP_QUANT_NONE || ep_quant_format(quant).bits) return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, argument, "expected an EpQuant, got %d", (int)quant);
+}
+
+/* Returns the name of a format, as in "MXFP8". */
+static const char *name_of(EpQuant quant) {
+#define NAME(name, ...) [EP_QUANT_##name] = #name,
+    static const char *const names[] = {EP_QUANT_MAP(NAME)};
+#undef NAME
+    return names[quant];
+}
+
+EpStatus ep_arg_tiles(const EpCall *call, EpBlocks blocks, EpQuantFormat format) {
+    if (blocks != EP_BLOCKS_TILES || format.uses & EP_FOR_TILES) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "form.blocks",
+                     "expected EP_BLOCKS_ROWS with EP_QUANT_%s, got EP_BLOCKS_TILES",
+                     name_of(format.quant));
+}
+
 EpStatus ep_arg_summable(const EpCall *call, const char *argument, const EpTensor *t) {
     if (ep_type_is_summable(t->type)) return EP_OK;
     return ep_refuse(call, EP_ERR_TYPE, argument, "expected bf16, fp16 or fp32, got %s",

@@ -7,8 +7,10 @@
  * was given.
  */
 
+#include "ep/ep_weight.h"
 #include "runtime/dtype.h"
 #include "runtime/layout.h"
+#include "runtime/quant.h"
 #include "runtime/status.h"
 
 /**
@@ -52,6 +54,12 @@ EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTens
 /** Check that data, unless empty, is on a multiple of `unit` bytes. */
 EpStatus ep_arg_alignment(const EpCall *call, const char *argument, const EpTensor *t,
                           int64_t unit);
+
+/** Check for a value of EpQuant. */
+EpStatus ep_arg_quant(const EpCall *call, const char *argument, EpQuant quant);
+
+/** Check that a format has tiles where `blocks`, the call's form.blocks, asks for them. */
+EpStatus ep_arg_tiles(const EpCall *call, EpBlocks blocks, EpQuantFormat format);
 
 static inline int ep_tensor_is_empty(const EpTensor *t) {
     for (int i = 0; i < t->ndim; i++)

@@ -3,6 +3,8 @@
 
 #include <math.h>
 
+#include "runtime/layouts.h"
+
 static EpStatus check_range(const EpCall *call, const char *argument, int64_t value, int64_t low,
                             int64_t high) {
     if (value >= low && value <= high) return EP_OK;
@@ -158,7 +160,7 @@ EpStatus ep_max_recv_rows(const EpGroupConfig *given, int32_t num_ranks, int32_t
     EP_TRY(ep_config_read(&call, given, num_ranks, &read));
     const EpGroupConfig *config = &read;
     EP_TRY(check_range(&call, "rank", rank, 0, num_ranks - 1));
-    EP_TRY(check_range(&call, "layout", layout, EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_RANK_MAJOR));
+    EP_TRY(check_range(&call, "layout", layout, 1, ep_layout_last()));
     EP_TRY(check_range(&call, "flags", flags, 0, EP_ROWS_DUPLICATES));
     if (!rows) return ep_refuse(&call, EP_ERR_NULL, "rows", "expected a pointer, got NULL");
     EpPlacement placement = ep_config_placement(config, num_ranks);
@@ -167,13 +169,14 @@ EpStatus ep_max_recv_rows(const EpGroupConfig *given, int32_t num_ranks, int32_t
     int duplicates = (flags & EP_ROWS_DUPLICATES) != 0;
     int64_t per_expert = duplicates ? tokens * k : tokens;
     int64_t per_rank = duplicates ? tokens * k : tokens * ep_min(k, local);
-    int64_t most = tokens;
-    if (local == 0 && layout != EP_LAYOUT_RANK_MAJOR)
-        most = 0;
-    else if (layout == EP_LAYOUT_BATCHED)
-        most = ep_round_up(per_expert, align);
-    else if (layout == EP_LAYOUT_EXPERT_MAJOR)
-        most = worst_slabs(per_expert, per_rank, local, align);
+    int has_rows = ep_layout_has(layout, EP_SLOTS_OF_ROWS);
+    int is_fixed = ep_layout_has(layout, EP_SLOTS_FIXED);
+    int64_t most = 0;
+    if (has_rows)
+        most = local || is_fixed ? tokens : 0;
+    else if (local)
+        most = is_fixed ? ep_round_up(per_expert, align)
+                        : worst_slabs(per_expert, per_rank, local, align);
     if (most > INT32_MAX)
         return ep_refuse(&call, EP_ERR_RANGE, "config",
                          "expected at most 2147483647 rows, padding included, got up to %lld",

@@ -57,11 +57,11 @@ struct EpGroup {
     EpPurpose purpose;
     int32_t bound; /* 1 if bound to the CPUs near its GPU */
     double timeout;
-    uint64_t id;              /* identifies this group's handle memory */
-    int32_t tag;              /* of this group's messages; the low bits of the id */
-    struct EpHandle *handles; /* live ones */
-    int32_t latency_sets;     /* sets of buffers; 0: no latency mode */
-    EpTurns turns[2];         /* of plain calls, of captured ones */
+    uint64_t id;          /* identifies this group's handle memory */
+    int32_t tag;          /* of this group's messages; the low bits of the id */
+    EpOwned *handles;     /* live ones */
+    int32_t latency_sets; /* sets of buffers; 0: no latency mode */
+    EpTurns turns[2];     /* of plain calls, of captured ones */
     int64_t library_bytes;
     const EpBackendOps *backend;
     void *backend_state;

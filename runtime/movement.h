@@ -16,6 +16,7 @@
  */
 
 #include "runtime/layout.h"
+#include "runtime/quant.h"
 
 struct EpOp;
 
@@ -92,7 +93,7 @@ typedef struct EpScatterTensors {
     int64_t row_bytes;
     int64_t row_elements;
     int64_t scale_bytes;
-    EpQuant quant;             /**< EP_QUANT_NONE or 0: copy */
+    EpQuantFormat format;      /**< without bits: copy */
     EpType source_type;        /**< of the input rows */
     int32_t carries_weights;   /**< whether topk_weights travel; equal on all ranks */
     EpType type;               /**< of rows on their way */
@@ -136,8 +137,8 @@ typedef struct EpGatherTensors {
     EpType type;
     int64_t row_bytes;
     int64_t row_elements;
-    EpQuant quant;             /**< of partial sums on their way; EP_QUANT_NONE or 0: they have the
-                                    rows' type. Equal on all ranks */
+    EpQuantFormat format;      /**< of partial sums on their way; without bits: they have the rows'
+                                    type. Equal on all ranks */
     int32_t weighs;            /**< whether weights multiply each row before it is added */
     int32_t weighs_entries;    /**< whether these are topk_weights, at the token's rank; equal on
                                     all ranks. Else slot_weights */

@@ -5,6 +5,8 @@
 
 #include "ep/ep_weight.h"
 #include "runtime/dtype.h"
+#include "runtime/layouts.h"
+#include "runtime/quant.h"
 
 typedef struct Enumerator {
     EpNames names;
@@ -15,15 +17,8 @@ typedef struct Enumerator {
 #define ENUMERATOR(names, value) \
     { names, value, #value }
 
-static const Enumerator enumerators[] = {ENUMERATOR(EP_NAMES_LAYOUT, EP_LAYOUT_EXPERT_MAJOR),
-                                         ENUMERATOR(EP_NAMES_LAYOUT, EP_LAYOUT_FLAT),
-                                         ENUMERATOR(EP_NAMES_LAYOUT, EP_LAYOUT_BATCHED),
-                                         ENUMERATOR(EP_NAMES_LAYOUT, EP_LAYOUT_RANK_MAJOR),
-                                         ENUMERATOR(EP_NAMES_QUANT, EP_QUANT_NONE),
-                                         ENUMERATOR(EP_NAMES_QUANT, EP_QUANT_FP8),
-                                         ENUMERATOR(EP_NAMES_QUANT, EP_QUANT_FP8_UE8M0),
-                                         ENUMERATOR(EP_NAMES_QUANT, EP_QUANT_MXFP8),
-                                         ENUMERATOR(EP_NAMES_QUANT, EP_QUANT_FP8_POW2),
+#define QUANT(name, ...) ENUMERATOR(EP_NAMES_QUANT, EP_QUANT_##name),
+static const Enumerator enumerators[] = {ENUMERATOR(EP_NAMES_QUANT, EP_QUANT_NONE),
                                          ENUMERATOR(EP_NAMES_BLOCKS, EP_BLOCKS_ROWS),
                                          ENUMERATOR(EP_NAMES_BLOCKS, EP_BLOCKS_TILES),
                                          ENUMERATOR(EP_NAMES_BACKEND, EP_BACKEND_AUTO),
@@ -39,10 +34,14 @@ static const Enumerator enumerators[] = {ENUMERATOR(EP_NAMES_LAYOUT, EP_LAYOUT_E
                                          ENUMERATOR(EP_NAMES_TENSOR_KIND, EP_TENSOR_WEIGHT),
                                          ENUMERATOR(EP_NAMES_TENSOR_KIND, EP_TENSOR_EXPERT_WEIGHT),
                                          ENUMERATOR(EP_NAMES_AMAX, EP_AMAX_TENSOR),
-                                         ENUMERATOR(EP_NAMES_AMAX, EP_AMAX_EXPERT)};
+                                         ENUMERATOR(EP_NAMES_AMAX, EP_AMAX_EXPERT),
+                                         EP_QUANT_MAP(QUANT)};
 
 static const char *find(EpNames names, int64_t value) {
     if (names == EP_NAMES_TYPE && ep_type_bytes((EpType)value)) return ep_type_name((EpType)value);
+    const EpLayoutFacts *layout =
+        names == EP_NAMES_LAYOUT ? ep_layout_facts((EpLayout)value) : NULL;
+    if (layout) return layout->symbol;
     for (size_t i = 0; i < sizeof(enumerators) / sizeof(*enumerators); i++)
         if (enumerators[i].names == names && enumerators[i].value == value)
             return enumerators[i].name;

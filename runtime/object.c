@@ -47,3 +47,19 @@ EpStatus ep_object_check(const EpCall *call, const char *argument, const void *o
     return ep_refuse(call, EP_ERR_FOREIGN, argument,
                      "expected an object of libep, got other memory (0x%08x)", (unsigned)got);
 }
+
+void ep_owned_add(EpOwned **list, EpOwned *owned, void *object, void (*destroy)(void *object)) {
+    *owned = (EpOwned){.object = object, .destroy = destroy, .next = *list, .link = list};
+    if (owned->next) owned->next->link = &owned->next;
+    *list = owned;
+}
+
+void ep_owned_remove(EpOwned *owned) {
+    *owned->link = owned->next;
+    if (owned->next) owned->next->link = owned->link;
+}
+
+void ep_owned_destroy_all(EpOwned **list) {
+    while (*list)
+        (*list)->destroy((*list)->object);
+}

@@ -34,4 +34,20 @@ void ep_object_retire(EpObject *object);
 EpStatus ep_object_check(const EpCall *call, const char *argument, const void *object,
                          EpObjectKind kind);
 
+/**
+ * The link of an object that dies with its owner: a handle with its group, a weight with its mesh's
+ * communicator. Owners lie in lower layers than what they own, so they know it by this alone.
+ */
+typedef struct EpOwned {
+    void *object;
+    void (*destroy)(void *object); /**< calls ep_owned_remove, too */
+    struct EpOwned *next, **link;  /**< the owner's next one; the pointer to this one */
+} EpOwned;
+
+void ep_owned_add(EpOwned **list, EpOwned *owned, void *object, void (*destroy)(void *object));
+void ep_owned_remove(EpOwned *owned);
+
+/** Destroy what the owner's list still has. */
+void ep_owned_destroy_all(EpOwned **list);
+
 #endif

@@ -27,23 +27,100 @@
 #include "ep/ep.h"
 #include "runtime/layout.h"
 
-/** 448 is the largest e4m3. The least amax is 2^-100, so that no quotient over- or underflows. */
-#define EP_QUANT_LARGEST 448.0f
+/* ---- the table ----------------------------------------------------------------------------- */
+
+/** The codes of elements. ep_encode (runtime/host/rowmath.h) and ep_unit_codes
+ *  (runtime/cuda/quantise.cuh) make them. */
+typedef enum EpCode { EP_CODE_E4M3 = 1 } EpCode;
+
+/** How a block's scale is stored. */
+typedef enum EpScaling {
+    EP_SCALE_QUOTIENT, /**< FP32: amax / largest */
+    EP_SCALE_POWER,    /**< FP32: that, rounded up to a power of two */
+    EP_SCALE_EXPONENT  /**< UINT8: this power's exponent, UE8M0 */
+} EpScaling;
+
+/** What else a format serves besides dispatch. */
+typedef enum EpQuantUses {
+    EP_FOR_SUMS = 1, /**< partial sums on their way */
+    EP_FOR_TILES = 2 /**< EP_BLOCKS_TILES */
+} EpQuantUses;
+
+/**
+ * All ways in which numbers are quantised: the names of their EpQuant, the type of the tensor that
+ * holds codes, the code, bits of a code, elements of a block, which share a scale, and uses.
+ */
+#define EP_QUANT_MAP(X)                                                          \
+    X(FP8, EP_TYPE_FP8_E4M3, E4M3, 8, 128, QUOTIENT, EP_FOR_SUMS | EP_FOR_TILES) \
+    X(FP8_UE8M0, EP_TYPE_FP8_E4M3, E4M3, 8, 128, EXPONENT, EP_FOR_TILES)         \
+    X(MXFP8, EP_TYPE_FP8_E4M3, E4M3, 8, 32, EXPONENT, 0)                         \
+    X(FP8_POW2, EP_TYPE_FP8_E4M3, E4M3, 8, 128, POWER, EP_FOR_TILES)
+
+/** A line of the table. Kernels get it by value among their arguments. */
+typedef struct EpQuantFormat {
+    EpQuant quant;
+    EpType type;  /**< of a tensor of codes */
+    int32_t code; /**< an EpCode */
+    int32_t bits; /**< of a code; 0: nothing is quantised */
+    int32_t block;
+    int32_t scaling; /**< an EpScaling */
+    int32_t uses;    /**< of EpQuantUses */
+} EpQuantFormat;
+
+/** Returns the line of `quant`; with 0 bits for EP_QUANT_NONE and what is no EpQuant. */
+EP_HOST_DEVICE static inline EpQuantFormat ep_quant_format(EpQuant quant) {
+    EpQuantFormat format = {quant, EP_TYPE_UINT8, 0, 0, 1, 0, 0};
+#define EP_QUANT_LINE(name, type, code, bits, block, scaling, uses)                               \
+    case EP_QUANT_##name: {                                                                       \
+        const EpQuantFormat line = {quant, type, EP_CODE_##code, bits, block, EP_SCALE_##scaling, \
+                                    uses};                                                        \
+        return line;                                                                              \
+    }
+    switch (quant) {
+        EP_QUANT_MAP(EP_QUANT_LINE)
+    default:
+        return format;
+    }
+#undef EP_QUANT_LINE
+}
+
+/** Partial sums travel in this format; only it has EP_FOR_SUMS. */
+#define EP_SUM_QUANT EP_QUANT_FP8
+
+/** Returns the bytes of `elements` codes. */
+EP_HOST_DEVICE static inline int64_t ep_quant_bytes(EpQuantFormat format, int64_t elements) {
+    return elements * format.bits / 8;
+}
+
+/** Returns the elements of a tensor that hold the codes of `elements` numbers. All types of codes
+ *  have one byte. */
+EP_HOST_DEVICE static inline int64_t ep_quant_width(EpQuantFormat format, int64_t elements) {
+    return ep_quant_bytes(format, elements);
+}
+
+/** Returns the number of elements whose codes are 16 bytes: rows are multiples of it. */
+EP_HOST_DEVICE static inline int32_t ep_quant_unit(EpQuantFormat format) {
+    return 16 * 8 / format.bits;
+}
+
+EP_HOST_DEVICE static inline int64_t ep_quant_scales(EpQuantFormat format, int64_t elements) {
+    return (elements + format.block - 1) / format.block;
+}
+
+EP_HOST_DEVICE static inline EpType ep_quant_scale_type(EpQuantFormat format) {
+    return format.scaling == EP_SCALE_EXPONENT ? EP_TYPE_UINT8 : EP_TYPE_FP32;
+}
+
+/* ---- scales -------------------------------------------------------------------------------- */
+
+/** The least amax is 2^-100, so that no quotient over- or underflows. */
 #define EP_QUANT_LEAST_BITS 0x0d800000u
 #define EP_QUANT_INFINITY_BITS 0x7f800000u
 
-/** Returns the number of elements that share a scale. */
-EP_HOST_DEVICE static inline int32_t ep_quant_block(EpQuant quant) {
-    return quant == EP_QUANT_MXFP8 ? 32 : 128;
-}
-
-EP_HOST_DEVICE static inline int64_t ep_quant_scales(EpQuant quant, int64_t elements) {
-    int32_t block = ep_quant_block(quant);
-    return (elements + block - 1) / block;
-}
-
-EP_HOST_DEVICE static inline EpType ep_quant_scale_type(EpQuant quant) {
-    return quant == EP_QUANT_FP8 || quant == EP_QUANT_FP8_POW2 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
+/** Returns the largest number that a code stands for. E4M3 is the only code. */
+EP_HOST_DEVICE static inline float ep_code_largest(int32_t code) {
+    (void)code;
+    return 448.0f;
 }
 
 EP_HOST_DEVICE static inline uint32_t ep_quant_bits(float value) {
@@ -71,20 +148,23 @@ typedef struct EpQuantScale {
     float inverse;   /**< elements are multiplied by it */
 } EpQuantScale;
 
-EP_HOST_DEVICE static inline EpQuantScale ep_quant_scale(EpQuant quant, uint32_t amax_bits) {
+EP_HOST_DEVICE static inline EpQuantScale ep_quant_scale(EpQuantFormat format, uint32_t amax_bits) {
     float amax = ep_quant_float(amax_bits);
-    uint32_t bits = ep_quant_bits(amax / EP_QUANT_LARGEST);
+    float largest = ep_code_largest(format.code);
+    uint32_t bits = ep_quant_bits(amax / largest);
     EpQuantScale scale = {bits, 0};
-    if (quant == EP_QUANT_FP8) {
-        scale.inverse = EP_QUANT_LARGEST / amax;
+    if (format.scaling == EP_SCALE_QUOTIENT) {
+        scale.inverse = largest / amax;
         return scale;
     }
     /* The exponent, rounded up: 18 .. 247, so its inverse is normal, too. */
     uint32_t exponent = (bits + 0x7fffffu) >> 23;
-    scale.stored = quant == EP_QUANT_FP8_POW2 ? exponent << 23 : exponent;
+    scale.stored = format.scaling == EP_SCALE_POWER ? exponent << 23 : exponent;
     scale.inverse = ep_quant_float((254u - exponent) << 23);
     return scale;
 }
+
+/* ---- codes --------------------------------------------------------------------------------- */
 
 /**
  * Returns the e4m3 of a float, rounded to nearest even. Magnitudes beyond 448, infinity included,

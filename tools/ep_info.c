@@ -12,6 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "tools/common/layout.h"
 #include "tools/common/tool.h"
 #include "tools/common/util.h"
 #include "tools/info/mesh.h"
@@ -248,10 +249,8 @@ static bool print_memory(const Options *o, int ranks, const EpGroupInfo *info) {
     print_bytes("private, per rank", memory.private_bytes);
     print_bytes("each handle, per rank", memory.handle_bytes);
     printf("most rows a rank can receive (distinct experts per token)\n");
-    print_rows(&config, ranks, EP_LAYOUT_EXPERT_MAJOR, "expert-major");
-    print_rows(&config, ranks, EP_LAYOUT_FLAT, "flat");
-    print_rows(&config, ranks, EP_LAYOUT_BATCHED, "batched, per expert");
-    print_rows(&config, ranks, EP_LAYOUT_RANK_MAJOR, "rank-major");
+    for (const Layout *l = tool_layouts; l->name; l++)
+        print_rows(&config, ranks, l->layout, l->capacity);
     return true;
 }
 

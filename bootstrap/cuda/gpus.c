@@ -6,6 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "bootstrap/cuda/nvml.h"
 #include "bootstrap/cuda/setup.h"
 
 static void explain_driver(EpGpuReport *out) {
@@ -36,6 +37,20 @@ static void explain(cudaError_t error, EpGpuReport *out) {
                  cudaGetErrorString(error));
 }
 
+/* Find the NVLink fabric that a GPU belongs to: one that joins several machines. Machines without
+ * one, and old drivers, have none: the GPU's stays zero. */
+static void find_fabric(EpGpu *gpu) {
+    EpNvml nvml;
+    EpNvmlFabric info = {.state = 0};
+    if (!ep_nvml_open(gpu->bus, &nvml)) return;
+    if (nvml.fabric && !nvml.fabric(nvml.device, &info) && !info.status &&
+        info.state == EP_NVML_FABRIC_COMPLETE) {
+        memcpy(gpu->fabric, info.cluster, sizeof(gpu->fabric));
+        gpu->clique = (int32_t)info.clique;
+    }
+    ep_nvml_close(&nvml);
+}
+
 static cudaError_t describe(int32_t device, int32_t count, EpGpu *out) {
     struct cudaDeviceProp p;
     cudaError_t error = cudaGetDeviceProperties(&p, device);
@@ -53,7 +68,7 @@ static cudaError_t describe(int32_t device, int32_t count, EpGpu *out) {
     }
     if (error == cudaSuccess)
         error = cudaDeviceGetPCIBusId(out->bus, (int)sizeof(out->bus), device);
-    if (error == cudaSuccess) ep_cuda_find_fabric(out);
+    if (error == cudaSuccess) find_fabric(out);
     return error;
 }
 

@@ -19,8 +19,9 @@
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/cuda/setup.h"
+#include "bootstrap/cuda/nccl_bootstrap.h"
 #include "ep/ep_nccl.h"
+#include "runtime/cuda/cuda.h"
 #include "runtime/wait.h"
 
 #define CHUNK_BYTES 4096

@@ -7,8 +7,10 @@
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/cuda/nccl_bootstrap.h"
 #include "bootstrap/cuda/setup.h"
-#include "bootstrap/cuda/watch.h"
+#include "bootstrap/memory/cuda/cuda_memory.h"
+#include "bootstrap/network/cuda/network.h"
 
 #define PEERS_BYTES (sizeof(char *) * EP_WINDOW_NUMBERS * EP_CUDA_MAX_RANKS)
 

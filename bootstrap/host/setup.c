@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/*
- * Opens and closes the host backend of a group: shared segments, the exchange that uses them, and
- * windows.
+/* Opens and closes the host backend of a group: shared segments, and the exchange that uses them.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +8,8 @@
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/host/setup.h"
-#include "bootstrap/sockets.h"
+#include "bootstrap/memory/host/host_memory.h"
+#include "bootstrap/network/sockets.h"
 #include "runtime/callback.h"
 #include "runtime/host/host.h"
 
@@ -113,31 +112,6 @@ void ep_host_close(EpGroup *group, int together) {
     ep_bootstrap_destroy(&host->messages);
     free(host);
     group->backend_state = NULL;
-}
-
-/* ---- windows ------------------------------------------------------------------------------- */
-
-#define WINDOW_ALIGNMENT 128
-
-static EpStatus allocate(const EpCall *call, EpWindow *window) {
-    size_t bytes = (window->bytes + WINDOW_ALIGNMENT - 1) / WINDOW_ALIGNMENT * WINDOW_ALIGNMENT;
-    window->memory = aligned_alloc(WINDOW_ALIGNMENT, bytes);
-    if (!window->memory)
-        return ep_refuse(call, EP_ERR_NO_MEMORY, "bytes", "expected %zu bytes, got none", bytes);
-    memset(window->memory, 0, bytes);
-    return EP_OK;
-}
-
-EpStatus ep_host_open_window(EpGroup *group, const EpCall *call, EpWindow *window) {
-    if (!window->owned) return EP_OK;
-    EpStatus status = ep_group_agree(group, call, allocate(call, window));
-    if (status != EP_OK) free(window->memory);
-    return status;
-}
-
-void ep_host_close_window(EpGroup *group, EpWindow *window, int together) {
-    (void)group, (void)together;
-    if (window->owned) free(window->memory);
 }
 
 void ep_host_describe(const EpGroup *group, EpGroupInfo *out) {

@@ -2,9 +2,7 @@
 #ifndef EP_BOOTSTRAP_HOST_SETUP_H
 #define EP_BOOTSTRAP_HOST_SETUP_H
 
-/**
- * What the host backend sets up with the peers: shared segments, the exchange that uses them, and
- * windows.
+/** What the host backend sets up with the peers: shared segments, and the exchange that uses them.
  */
 
 #include "runtime/group.h"
@@ -15,11 +13,5 @@ void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
 EpStatus ep_host_open(EpGroup *group);
 void ep_host_close(EpGroup *group, int together);
 void ep_host_describe(const EpGroup *group, EpGroupInfo *out);
-EpStatus ep_host_open_window(EpGroup *group, const EpCall *call, EpWindow *window);
-void ep_host_close_window(EpGroup *group, EpWindow *window, int together);
-
-/** Share POSIX memory, for bootstraps without `share`; see EpBootstrap.share. */
-EpStatus ep_posix_share(EpGroup *group, size_t bytes, void **segments, void **memory);
-void ep_posix_share_free(void *memory);
 
 #endif

@@ -8,7 +8,7 @@
 #include "runtime/cuda/packed.h"
 
 static int is_quantised(const EpGatherTensors *t) {
-    return t->quant > EP_QUANT_NONE;
+    return t->format.bits != 0;
 }
 
 static int64_t element_bytes(const EpGatherTensors *t) {
@@ -68,7 +68,7 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
                          .owners = group->nodes.sizes.ranks,
                          .target = {t->row_bytes, g->top_k * (int64_t)sizeof(float)},
                          .top_k = (int32_t)g->top_k};
-    const int64_t agreed[] = {g->top_k, t->row_bytes, t->type, t->carries_values, t->quant};
+    const int64_t agreed[] = {g->top_k, t->row_bytes, t->type, t->carries_values, t->format.quant};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 5);
     if (handle->shape.nodes.nodes > 1) return ep_cuda_gather_nodes(handle, g, &args);
     if (!ep_partition_gather(&args, cuda->shared_bytes))

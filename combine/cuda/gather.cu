@@ -89,8 +89,8 @@ extern "C" int ep_cuda_open_gather(int shared_bytes) {
 extern "C" int ep_cuda_launch_gather(const void *args, int blocks, void *stream) {
     const EpGatherArgs *a = (const EpGatherArgs *)args;
     int has_nodes = a->rounds || a->nodes.order || a->nodes.records;
-    auto kernel = a->t.quant > EP_QUANT_NONE ? gather_kernel<PACKED>
-                  : has_nodes                ? gather_kernel<NODES>
-                                             : gather_kernel<ONE_NODE>;
+    auto kernel = a->t.format.bits ? gather_kernel<PACKED>
+                  : has_nodes      ? gather_kernel<NODES>
+                                   : gather_kernel<ONE_NODE>;
     return ep_launch(kernel, blocks, GATHER_THREADS, pipeline_bytes(a->pipeline), stream, *a);
 }

@@ -6,7 +6,7 @@
  * The CUDA backend's gather in throughput mode: its kernel's arguments and launch.
  */
 
-#include "bootstrap/cuda/mark.h"
+#include "bootstrap/network/cuda/mark.h"
 #include "handles/cuda/plan.h"
 #include "runtime/movement.h"
 

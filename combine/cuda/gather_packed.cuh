@@ -64,7 +64,8 @@ __device__ __forceinline__ void add_packed(SumUnit<T> *sum, const Stages &s, con
 /* Replace a unit by what its receiver makes of it. By a warp. */
 template <typename T> __device__ __forceinline__ void requantise(SumUnit<T> *sum, int valid) {
     EpQuantScale scale;
-    uint4 codes = ep_quantise_unit(EP_QUANT_FP8, ep_unit_of_floats<T>(sum->part), valid, &scale);
+    uint4 codes = ep_quantise_unit(ep_quant_format(EP_SUM_QUANT), ep_unit_of_floats<T>(sum->part),
+                                   valid, &scale);
 #pragma unroll
     for (int p = 0; p < EpUnit<T>::PARTS; p++)
         sum->part[p] = ep_dequantise<T>(codes, p, __uint_as_float(scale.stored));
@@ -101,7 +102,8 @@ __device__ __forceinline__ void store_unit(const SumUnit<T> &sum, uint32_t to, i
     EpQuantScale scale;
     uint4 codes;
     if (packs)
-        codes = ep_quantise_unit(EP_QUANT_FP8, ep_unit_of_floats<T>(sum.part), valid, &scale);
+        codes = ep_quantise_unit(ep_quant_format(EP_SUM_QUANT), ep_unit_of_floats<T>(sum.part),
+                                 valid, &scale);
     ep_barrier(1, COMPUTE_THREADS);
     if (valid && packs) {
         ep_store_shared(to + ep_packed_codes(unit), codes);

@@ -135,7 +135,7 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const Start 
 /* Returns the value of an entry whose slot is here. The entry names the slot, unless it shares a
  * flat row: the row's chain of slots would take up to K loads, one after another. */
 __device__ __forceinline__ float own_value(const EpGatherArgs &a, const EpEntry &e, int k) {
-    if (a.shape.layout == EP_LAYOUT_FLAT) return value_of(a, a.group.rank, e.row, k);
+    if (a.shape.has_rows) return value_of(a, a.group.rank, e.row, k);
     int slot = ep_check_slot(a.plan, e.slot);
     return slot >= 0 ? a.t.slot_values[slot] : 0;
 }

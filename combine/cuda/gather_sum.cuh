@@ -178,9 +178,9 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, con
 /* Returns the value for entry k of a row with slots here; 0 if the entry's slot is elsewhere or
  * lost. */
 __device__ __forceinline__ float value_of(const EpGatherArgs &a, int source, int row, int k) {
-    int is_flat = a.shape.layout == EP_LAYOUT_FLAT;
-    int64_t slot = ep_slot(a.plan, a.group, a.top_k, source, row, is_flat ? 0 : k);
-    if (!is_flat) return slot >= 0 ? a.t.slot_values[slot] : 0;
+    int has_rows = a.shape.has_rows;
+    int64_t slot = ep_slot(a.plan, a.group, a.top_k, source, row, has_rows ? 0 : k);
+    if (!has_rows) return slot >= 0 ? a.t.slot_values[slot] : 0;
     int expert = ep_flat_expert(a.plan, a.group, a.top_k, source, row, k);
     return expert >= 0 && slot >= 0 ? a.t.slot_values[slot * a.top_k + k] : 0;
 }

@@ -23,14 +23,14 @@ static void partition(const EpHandle *handle, int64_t num_rows, int blocks,
     args->targets = ep_divisor((int32_t)ep_max(1, targets));
     args->sent = ep_partition((int32_t)num_rows * targets, args->steps, EP_SENT_STEPS,
                               senders * EP_LATENCY_WARPS);
-    int32_t at_once = args->t.quant > EP_QUANT_NONE ? 1 : EP_REDUCED_AT_ONCE;
+    int32_t at_once = args->t.format.bits ? 1 : EP_REDUCED_AT_ONCE;
     args->latency.received = ep_partition((int32_t)args->t.out_num_rows, args->steps, at_once,
                                           receivers * EP_LATENCY_WARPS);
 }
 
 /* Returns the steps of a sum on its way. */
 static int64_t count_steps(const EpGatherTensors *t) {
-    if (t->quant <= EP_QUANT_NONE) return ep_steps(ep_units(t->row_bytes));
+    if (!t->format.bits) return ep_steps(ep_units(t->row_bytes));
     return (t->row_elements + EP_PACKED_STEP_ELEMENTS - 1) / EP_PACKED_STEP_ELEMENTS;
 }
 
@@ -47,7 +47,8 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
         .top_k = (int32_t)g->top_k,
         .row_units = (int32_t)ep_units(g->t.row_bytes),
         .steps = (int32_t)count_steps(&g->t)};
-    const int64_t agreed[] = {g->top_k, g->t.row_bytes, g->t.type, g->t.weighs_entries, g->t.quant};
+    const int64_t agreed[] = {g->top_k, g->t.row_bytes, g->t.type, g->t.weighs_entries,
+                              g->t.format.quant};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 5);
     args.latency.awaits_weights = g->t.weighs_entries;
     int blocks = ep_latency_blocks(&args.group, g->phase, tokens, args.steps,

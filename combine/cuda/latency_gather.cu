@@ -64,8 +64,7 @@ extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
 }
 
 template <typename T> static int launch(const EpLatencyGatherArgs &a, int blocks, void *stream) {
-    auto kernel =
-        a.t.quant > EP_QUANT_NONE ? latency_gather_kernel<T, 1> : latency_gather_kernel<T, 0>;
+    auto kernel = a.t.format.bits ? latency_gather_kernel<T, 1> : latency_gather_kernel<T, 0>;
     return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
 }
 

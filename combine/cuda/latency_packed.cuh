@@ -59,7 +59,8 @@ template <typename T>
 __device__ __forceinline__ uint4 pack_step(const EpVector<T> sum[EpUnit<T>::PARTS], int step,
                                            int valid) {
     EpQuantScale scale;
-    uint4 codes = ep_quantise_unit(EP_QUANT_FP8, ep_unit_of_floats<T>(sum), valid, &scale);
+    uint4 codes =
+        ep_quantise_unit(ep_quant_format(EP_SUM_QUANT), ep_unit_of_floats<T>(sum), valid, &scale);
     uint4 unit = take_unit(codes, step_unit() + units_before(step)), scales;
     scales.x = __shfl_sync(~0u, scale.stored, 0), scales.y = __shfl_sync(~0u, scale.stored, 8);
     scales.z = __shfl_sync(~0u, scale.stored, 16), scales.w = __shfl_sync(~0u, scale.stored, 24);

@@ -30,7 +30,7 @@ __device__ __forceinline__ int load_row(const EpLatencyGatherArgs &a, int source
 /* Load the slot of entry k in lane k. Where rows have one slot, lane 0 has it. By a warp. */
 __device__ __forceinline__ int load_slot(const EpLatencyGatherArgs &a, int source, int token) {
     int lane = threadIdx.x % 32, index = source * a.group.layout.max_tokens + token;
-    int flat = ep_layout_has_rows(a.shape.layout);
+    int flat = a.shape.has_rows;
     const int *at =
         flat ? a.plan.begins + (index + source) : a.plan.routes + (index * a.top_k + lane);
     return lane < (flat ? 1 : a.top_k) ? __ldg(at) : -1;

@@ -88,7 +88,7 @@ static void collect_values(const Gather *x, int32_t row, float *values) {
 /* ---- on the experts' rank ------------------------------------------------------------------ */
 
 static int is_quantised(const Gather *x) {
-    return x->g->quant > EP_QUANT_NONE;
+    return x->g->format.bits != 0;
 }
 
 /* Store a sum as it travels. */
@@ -216,7 +216,7 @@ static EpRoundHeader expected_header(const Gather *x) {
     return (EpRoundHeader){.handle = x->handle->id,
                            .plan = (uint32_t)x->plan.header->generation,
                            .fact = {g->row_bytes, g->type, g->carries_values ? x->top_k : 0,
-                                    g->weighs_entries ? x->top_k : 0, g->quant},
+                                    g->weighs_entries ? x->top_k : 0, g->format.quant},
                            .tokens = (int32_t)x->plan.header->num_tokens};
 }
 
@@ -288,9 +288,9 @@ static EpStatus copy_sums(const EpGroup *group, const EpGather *gather) {
 /* Returns how a sum lies in staging. Quantised it takes no more bytes than in any type. */
 static EpRecord sum_record(const EpGatherTensors *g, int64_t top_k) {
     int64_t values = g->carries_values ? top_k : 0;
-    if (g->quant <= EP_QUANT_NONE) return ep_record(g->row_bytes, values, 0);
-    int64_t scales = ep_quant_scales(g->quant, g->row_elements) * (int64_t)sizeof(float);
-    return ep_record(g->row_elements, values, scales);
+    if (!g->format.bits) return ep_record(g->row_bytes, values, 0);
+    int64_t scales = ep_quant_scales(g->format, g->row_elements) * (int64_t)sizeof(float);
+    return ep_record(ep_quant_bytes(g->format, g->row_elements), values, scales);
 }
 
 EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
@@ -301,7 +301,7 @@ EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
     Gather x = {
         .handle = handle, .call = gather, .g = &g, .exchange = host->exchange, .math = host->math};
     x.plan = ep_host_plan(handle, gather->plan);
-    x.has_rows = ep_layout_has_rows(handle->shape.layout);
+    x.has_rows = handle->shape.has_rows;
     x.rank = handle->group->rank, x.size = handle->group->size;
     x.nodes = handle->group->nodes.of;
     order_ranks(&x);

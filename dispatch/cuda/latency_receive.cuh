@@ -41,9 +41,9 @@ __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int sour
                                          int before) {
     int num_local = a.route.shape.num_local;
     int64_t slot = (int64_t)before + workspace()->flat_begin[source];
-    if (!ep_layout_has_rows(a.route.shape.layout))
-        slot = (int64_t)before + workspace_offset(a)[local] +
-               workspace_counts(a)[source * num_local + local];
+    if (a.route.shape.has_rows) return slot < ep_row_limit(&a.route.shape) ? (int)slot : -1;
+    slot = (int64_t)before + workspace_offset(a)[local] +
+           workspace_counts(a)[source * num_local + local];
     return slot < ep_slot_limit(&a.route.shape, local) ? (int)slot : -1;
 }
 
@@ -61,8 +61,7 @@ __device__ __forceinline__ Entry read_header(const EpLatencyScatterArgs &a, int 
         e.scales = a.t.out_scales + ep_scale_at(&a.t.scale_map, e.slot, 0);
     e.expert_lanes = __ballot_sync(~0u, e.local >= 0);
     e.slot_lanes = __ballot_sync(~0u, e.slot >= 0);
-    if (ep_layout_has_rows(a.route.shape.layout))
-        e.slot_lanes &= 0u - e.slot_lanes; /* the lowest lane */
+    if (a.route.shape.has_rows) e.slot_lanes &= 0u - e.slot_lanes; /* the lowest lane */
     return e;
 }
 
@@ -76,7 +75,7 @@ __device__ __forceinline__ int flat_slot(const Entry &e) {
 __device__ __forceinline__ void store_plan_row(const EpLatencyScatterArgs &a, const Entry &e,
                                                int source, int token) {
     const EpPrepareArgs &route = a.route;
-    int lane = threadIdx.x % 32, flat = ep_layout_has_rows(route.shape.layout), slot = flat_slot(e);
+    int lane = threadIdx.x % 32, flat = route.shape.has_rows, slot = flat_slot(e);
     int64_t index = (int64_t)source * route.group.layout.max_tokens + token;
     if (lane < route.top_k) route.plan.routes[index * route.top_k + lane] = flat ? e.local : e.slot;
     int row = !e.expert_lanes ? EP_ROW_NONE : !flat ? 0 : e.slot_lanes ? slot : EP_ROW_LOST;
@@ -91,7 +90,7 @@ __device__ __forceinline__ EpCudaVector row_experts(const EpLatencyScatterArgs &
 
 __device__ __forceinline__ void store_weights(const EpLatencyScatterArgs &a, const Entry &e) {
     int lane = threadIdx.x % 32, k = a.route.top_k;
-    if (!ep_layout_has_rows(a.route.shape.layout)) {
+    if (!a.route.shape.has_rows) {
         if (a.t.carries_weights && e.slot >= 0) a.t.out_weights[e.slot] = e.weight;
         return;
     }
@@ -321,7 +320,7 @@ __device__ __forceinline__ int receive_records(const EpLatencyScatterArgs &a, Re
 
 /* Zero a slot. By a warp. */
 __device__ __noinline__ void zero_slot(const EpLatencyScatterArgs &a, int64_t slot) {
-    int lane = threadIdx.x % 32, k = a.route.top_k, flat = ep_layout_has_rows(a.route.shape.layout);
+    int lane = threadIdx.x % 32, k = a.route.top_k, flat = a.route.shape.has_rows;
     int values = flat ? k : 1, unit_bytes = scale_unit(a);
     if (lane < k) store_integer(row_experts(a), slot * k + lane, -1);
     if (a.route.shape.tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
@@ -351,10 +350,10 @@ __device__ __forceinline__ void zero_slots(const EpLatencyScatterArgs &a, int64_
     }
 }
 
-/* Zero the slots behind each source's rows in the rank-major layout. */
-__device__ __forceinline__ void zero_rank_tails(const EpLatencyScatterArgs &a, int warp,
-                                                int warps) {
-    int size = a.route.group.size, lane = threadIdx.x % 32, most = a.route.shape.max_tokens;
+/* Zero the slots behind each source's rows, in blocks of fixed size. */
+__device__ __forceinline__ void zero_source_tails(const EpLatencyScatterArgs &a, int warp,
+                                                  int warps) {
+    int size = a.route.group.size, lane = threadIdx.x % 32, most = (int)a.route.shape.block_rows;
 #pragma unroll 1
     for (int at = 0; at < size; at += 32) {
         int source = min(at + lane, size - 1);
@@ -367,9 +366,9 @@ __device__ __forceinline__ void zero_rank_tails(const EpLatencyScatterArgs &a, i
 __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int warp, int warps) {
     const EpPrepareArgs &route = a.route;
     const EpPlanShape &s = route.shape;
-    int local = s.num_local, batched = s.layout == EP_LAYOUT_BATCHED, lane = threadIdx.x % 32;
-    int keeps = s.padding == EP_PADDING_KEEP, has_tails = batched && s.tail == EP_TAIL_ZERO;
-    int has_slabs = !ep_layout_has_rows(s.layout) && ((s.alignment > 1 && !keeps) || has_tails);
+    int local = s.num_local, lane = threadIdx.x % 32;
+    int keeps = s.padding == EP_PADDING_KEEP, has_tails = s.is_fixed && s.tail == EP_TAIL_ZERO;
+    int has_slabs = !s.has_rows && (ep_has_padding(&s) || has_tails);
     int64_t end = 0;
 #pragma unroll 1
     for (int at = 0; at < local && has_slabs; at += 32) {
@@ -380,15 +379,15 @@ __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int 
         if (has_tails) last = limit;
         zero_slots(a, first, at + lane < local ? last : 0, warp, warps);
     }
-    if (batched || s.tail == EP_TAIL_KEEP) return;
-    if (s.layout == EP_LAYOUT_RANK_MAJOR) return zero_rank_tails(a, warp, warps);
-    if (s.layout == EP_LAYOUT_FLAT)
+    if (s.tail == EP_TAIL_KEEP || (s.is_fixed && !s.has_rows)) return;
+    if (s.is_fixed) return zero_source_tails(a, warp, warps);
+    if (s.has_rows)
         end = workspace()->flat_begin[route.group.size - 1] +
               (int64_t)workspace()->source_rows[route.group.size - 1];
     else if (local)
         end = workspace_offset(a)[local - 1] +
               (int64_t)ep_slab_rows(&s, workspace_total(a)[local - 1]);
-    zero_slots(a, min(end, ep_slot_limit(&route.shape, 0)), lane == 0 ? a.t.out_capacity : 0, warp,
+    zero_slots(a, min(end, ep_row_limit(&route.shape)), lane == 0 ? a.t.out_capacity : 0, warp,
                warps);
 }
 

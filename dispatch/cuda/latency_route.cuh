@@ -205,7 +205,7 @@ __device__ __forceinline__ void take_unit(const EpLatencyScatterArgs &a, int sou
 }
 
 /* Replace each source's counts by the sums over the sources before it, and sum them up in total.
- * The offsets of batched slabs are fixed. */
+ * These are the offsets of slabs of fixed size. */
 __device__ __forceinline__ void add_sources(const EpLatencyScatterArgs &a) {
     const EpPlanShape &s = a.route.shape;
 #pragma unroll 1
@@ -219,11 +219,11 @@ __device__ __forceinline__ void add_sources(const EpLatencyScatterArgs &a) {
             before += count;
         }
         workspace_total(a)[e] = before;
-        workspace_offset(a)[e] = (int)min(e * s.rows_per_expert, (int64_t)INT32_MAX);
+        workspace_offset(a)[e] = (int)min(e * s.block_rows, (int64_t)INT32_MAX);
     }
 }
 
-/* Compute where expert-major slabs begin. By a warp. */
+/* Compute where slabs begin that follow one another. By a warp. */
 __device__ __forceinline__ void lay_workspace_slabs(const EpLatencyScatterArgs &a) {
     int lane = threadIdx.x % 32, local = a.route.shape.num_local;
     int64_t start = 0;
@@ -235,15 +235,14 @@ __device__ __forceinline__ void lay_workspace_slabs(const EpLatencyScatterArgs &
     }
 }
 
-/* Compute where each source's rows begin, where rows have one slot: in the flat layout one after
- * another, in the rank-major layout max_tokens apart. By a warp. */
+/* Compute where each source's rows begin, where rows have one slot. By a warp. */
 __device__ __forceinline__ void lay_workspace_rows(const EpLatencyScatterArgs &a) {
     int lane = threadIdx.x % 32, begin = 0, size = a.route.group.size;
-    int is_flat = a.route.shape.layout == EP_LAYOUT_FLAT;
+    int is_fixed = a.route.shape.is_fixed;
 #pragma unroll 1
     for (int at = 0; at < size; at += 32) {
-        int rows = is_flat ? 0 : a.route.shape.max_tokens;
-        if (is_flat && at + lane < size) rows = workspace()->source_rows[at + lane];
+        int rows = is_fixed ? (int)a.route.shape.block_rows : 0;
+        if (!is_fixed && at + lane < size) rows = workspace()->source_rows[at + lane];
         int through = ep_warp_prefix(rows);
         if (at + lane < size) workspace()->flat_begin[at + lane] = begin + through - rows;
         begin += __shfl_sync(~0u, through, 31);
@@ -275,9 +274,8 @@ __device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_
     if (!__syncthreads_and(alive)) return 0;
     add_sources(a);
     __syncthreads();
-    if (route.shape.layout == EP_LAYOUT_BATCHED) return 1;
-    if (threadIdx.x < 32)
-        ep_layout_has_rows(route.shape.layout) ? lay_workspace_rows(a) : lay_workspace_slabs(a);
+    if (route.shape.is_fixed && !route.shape.has_rows) return 1; /* add_sources has set all */
+    if (threadIdx.x < 32) route.shape.has_rows ? lay_workspace_rows(a) : lay_workspace_slabs(a);
     __syncthreads();
     return 1;
 }
@@ -322,14 +320,14 @@ __device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a,
 }
 
 /* Returns the end of the slots of the rows that arrive, and flat_rows_kept of those that are kept:
- * in the flat layout also their number. In a block that has received the heads. */
+ * where they follow one another also their number. In a block that has received the heads. */
 __device__ __forceinline__ int64_t flat_rows(const EpLatencyScatterArgs &a) {
     int last = a.route.group.size - 1;
     return workspace()->flat_begin[last] + (int64_t)workspace()->source_rows[last];
 }
 
 __device__ __forceinline__ int64_t flat_rows_kept(const EpLatencyScatterArgs &a) {
-    return min(flat_rows(a), ep_slot_limit(&a.route.shape, 0));
+    return min(flat_rows(a), ep_row_limit(&a.route.shape));
 }
 
 /* Publish the rows of each source that are kept. By all threads of such a block. */
@@ -343,7 +341,7 @@ __device__ __forceinline__ void publish_kept_by_source(const EpLatencyScatterArg
 __device__ __forceinline__ void publish_flat_totals(const EpLatencyScatterArgs &a, int64_t step) {
     const EpPlanShape &s = a.route.shape;
     int64_t rows = flat_rows(a), needed = rows;
-    if (s.layout == EP_LAYOUT_RANK_MAJOR) {
+    if (s.is_fixed) {
         int most = 0;
 #pragma unroll 1
         for (int r = (int)(threadIdx.x % 32); r < a.route.group.size; r += 32)

@@ -50,7 +50,7 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     const EpPrepareArgs *route = &args.route;
     describe_route(handle, s, &args.route);
     args.latency.token = s->place.token;
-    int has_quant = s->t.quant > EP_QUANT_NONE;
+    int has_quant = s->t.format.bits != 0;
     int blocks = ep_latency_blocks(&route->group, s->phase, route->num_rows, args.record.steps,
                                    has_quant ? EP_ALL_SEND : SENDERS_PERCENT, &args.latency);
     partition_receive(handle, blocks, &args);

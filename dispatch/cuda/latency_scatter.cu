@@ -32,7 +32,7 @@ __device__ __forceinline__ char *workspace_memory(void) {
 __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const LatencyRole &role,
                                         const LatencyOp &op) {
     uint64_t flag = op.flag;
-    int blocks = max(1, role.blocks - 1), flat = ep_layout_has_rows(a.route.shape.layout);
+    int blocks = max(1, role.blocks - 1), flat = a.route.shape.has_rows;
     ReceiveState state = begin_receiving(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
     if (role.block < blocks) {

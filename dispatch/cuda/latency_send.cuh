@@ -52,7 +52,7 @@ __device__ __noinline__ int count_rows_before(const EpLatencyScatterArgs &a, int
 
 /* Write the record's header, without its weights. By a block, a warp for each entry. */
 __device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, int token) {
-    int k = a.route.top_k, flat = ep_layout_has_rows(a.route.shape.layout);
+    int k = a.route.top_k, flat = a.route.shape.has_rows;
 #pragma unroll 1
     for (int i = (int)(threadIdx.x / 32); i < k; i += LATENCY_WARPS) {
         int entry = token * k + i, expert = workspace_experts(a)[entry], before = 0;
@@ -95,8 +95,7 @@ __device__ __forceinline__ uint4 load_unit(const EpLatencyScatterArgs &a, int to
     int at = unit - a.record.header_units, scale = at - a.record.row_units;
     if (at < 0) return load_weights(a, token, unit);
     if (scale >= a.record.scale_units) return make_uint4(0, 0, 0, 0);
-    if (a.t.quant > EP_QUANT_NONE)
-        return *((const uint4 *)(workspace_memory() + a.workspace.staged) + at);
+    if (a.t.format.bits) return *((const uint4 *)(workspace_memory() + a.workspace.staged) + at);
     if (scale < 0) return __ldg((const uint4 *)(a.t.rows + (int64_t)token * row_bytes_of(a)) + at);
     return load_scales(a, token, scale);
 }
@@ -209,7 +208,7 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, int s
 
 __device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, int token) {
     char *staged = workspace_memory() + a.workspace.staged;
-    ep_quantise_row((EpQuant)a.t.quant, a.t.source_type,
+    ep_quantise_row(a.t.format, a.t.source_type,
                     a.t.rows + (int64_t)token * (int)a.t.source_row_bytes, (int)a.t.row_elements,
                     (uint8_t *)staged, staged + 16 * a.record.row_units, (int)threadIdx.x,
                     LATENCY_THREADS);
@@ -218,7 +217,7 @@ __device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, int 
 /* Send a token. By a block. */
 __device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int token,
                                            uint64_t flag) {
-    int warp = threadIdx.x / 32, step = warp * SENT_AT_ONCE, quantises = a.t.quant > EP_QUANT_NONE;
+    int warp = threadIdx.x / 32, step = warp * SENT_AT_ONCE, quantises = a.t.format.bits;
     uint4 x[SENT_AT_ONCE];
     if (quantises)
         stage_quantised(a, token);

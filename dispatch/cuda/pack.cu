@@ -5,7 +5,7 @@
  */
 #include "dispatch/cuda/pack.h"
 
-#include "bootstrap/cuda/mark.cuh"
+#include "bootstrap/network/cuda/mark.cuh"
 #include "dispatch/cuda/scatter_metadata.cuh"
 #include "runtime/cuda/quantise.cuh"
 
@@ -35,18 +35,18 @@ __device__ __forceinline__ void pack_quantised(const EpPackArgs &a, const char *
         EpQuantScale scale;
         for (int i = 0; i < EpUnit<T>::PARTS && valid; i++)
             x.part[i] = __ldcg((const uint4 *)row + unit * EpUnit<T>::PARTS + i);
-        uint4 codes = ep_quantise_unit(a.t.quant, x, valid, &scale);
+        uint4 codes = ep_quantise_unit(a.t.format, x, valid, &scale);
         for (unsigned left = records; left; left &= left - 1) {
             char *to = (char *)__shfl_sync(~0u, (unsigned long long)record, __ffs(left) - 1);
             if (!valid) continue;
-            *((uint4 *)to + unit) = codes;
-            ep_store_scale_of(a.t.quant, to + a.record.scales, unit, scale);
+            ep_store_codes(a.t.format, to, unit, codes);
+            ep_store_scale_of(a.t.format, to + a.record.scales, unit, scale);
         }
     }
 }
 
 __device__ __forceinline__ void pack_row(const EpPackArgs &a, const char *row, char *record) {
-    if (a.t.quant <= EP_QUANT_NONE)
+    if (!a.t.format.bits)
         spread_row<uint4>(record, row, a.t.row_bytes);
     else if (a.t.source_type == EP_TYPE_BF16)
         pack_quantised<__nv_bfloat16>(a, row, record);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void pack_metadata(const EpPackArgs &a, int64_t token
     if (a.t.carries_weights)
         spread_row<uint32_t>(record ? record + a.record.weights : NULL, weights,
                              a.top_k * (int64_t)sizeof(float));
-    if (a.t.scale_bytes && a.t.quant <= EP_QUANT_NONE)
+    if (a.t.scale_bytes && !a.t.format.bits)
         spread_scales(record ? record + a.record.scales : NULL,
                       a.t.scales + token * a.source.scale_stride, a.t.scale_bytes);
 }

@@ -8,7 +8,7 @@
  * relays get rows and scales as the receivers do.
  */
 
-#include "bootstrap/cuda/mark.h"
+#include "bootstrap/network/cuda/mark.h"
 #include "dispatch/cuda/scatter.h"
 
 typedef struct EpPackArgs {

@@ -116,17 +116,20 @@ static void choose_receive(const EpGroup *group, EpScatterArgs *args) {
 
 /* Returns the bytes of a quantised token's scales in the workspace, where compute warps store them
  * and metadata warps load them. */
-static int64_t made_scale_bytes(EpQuant quant, int64_t elements) {
-    int64_t unit = (int64_t)ep_type_bytes(ep_quant_scale_type(quant));
-    return ep_round_up(ep_quant_scales(quant, elements) * unit, 16);
+static int64_t made_scale_bytes(EpQuantFormat format, int64_t elements) {
+    int64_t unit = (int64_t)ep_type_bytes(ep_quant_scale_type(format));
+    return ep_round_up(ep_quant_scales(format, elements) * unit, 16);
 }
 
-/* A step's scales, for the narrowest type, which has the most elements per row. Scales for 128
- * elements have four bytes, those for 32 one, so both take as many bytes but for rounding. */
+/* A step's scales in the format with the most, for the narrowest type, which has the most elements
+ * per row. */
 int64_t ep_cuda_workspace_bytes(const EpGroupConfig *config) {
-    int64_t elements = config->max_row_bytes / 2;
-    return config->max_tokens * ep_max(made_scale_bytes(EP_QUANT_FP8, elements),
-                                       made_scale_bytes(EP_QUANT_MXFP8, elements));
+    int64_t elements = config->max_row_bytes / 2, most = 0;
+#define TAKE_MOST(name, ...) \
+    most = ep_max(most, made_scale_bytes(ep_quant_format(EP_QUANT_##name), elements));
+    EP_QUANT_MAP(TAKE_MOST)
+#undef TAKE_MOST
+    return config->max_tokens * most;
 }
 
 /* Rows are quantised in shared memory, in whole blocks of elements. Returns the number of bytes
@@ -134,12 +137,13 @@ int64_t ep_cuda_workspace_bytes(const EpGroupConfig *config) {
 static int64_t describe_quantising(const EpHandle *handle, EpScatterArgs *args) {
     EpScatterTensors *t = &args->t;
     int64_t size = (int64_t)ep_type_bytes(t->source_type);
-    if (t->quant <= EP_QUANT_NONE) return 16;
+    if (!t->format.bits) return 16;
     args->made_scales = ep_cuda(handle->group)->workspace;
-    args->source.scale_stride = made_scale_bytes(t->quant, t->row_elements);
-    args->send.shrink = size == 4 ? 2 : 1;
+    args->source.scale_stride = made_scale_bytes(t->format, t->row_elements);
+    while (8 * size >> args->send.shrink > t->format.bits)
+        args->send.shrink++;
     t->scales = args->made_scales;
-    return size * ep_quant_block(t->quant);
+    return size * ep_max(t->format.block, ep_quant_unit(t->format));
 }
 
 EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {

@@ -81,7 +81,7 @@ __device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, Z
     set_no_experts(a, begin, end, z);
     if (a.shape.tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
     zero_words<uint4>(a.t.out_rows + begin * a.t.row_bytes, (end - begin) * a.t.row_bytes, z);
-    int64_t values = a.shape.layout == EP_LAYOUT_FLAT && a.t.carries_weights ? a.top_k : 1;
+    int64_t values = a.shape.has_rows && a.t.carries_weights ? a.top_k : 1;
     if (a.t.out_weights)
         zero_bytes((char *)(a.t.out_weights + begin * values), (end - begin) * values * 4, z);
     if (a.t.scale_bytes) zero_scales(a, begin, end, z);
@@ -106,10 +106,9 @@ __device__ void zero_slabs(const EpScatterArgs &a, const Role &role, ZeroThreads
 /* Zero a receiving block's part of all padding. */
 __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
     const EpPlanShape &s = a.shape;
-    int batched = s.layout == EP_LAYOUT_BATCHED;
-    if (s.layout != EP_LAYOUT_FLAT) zero_slabs(a, role, z);
+    if (!s.has_rows) zero_slabs(a, role, z);
     int64_t tail = a.plan.header->recv_rows, rows = a.t.out_capacity - tail;
-    if (batched || s.tail == EP_TAIL_KEEP || rows <= 0) return;
+    if (s.is_fixed || s.tail == EP_TAIL_KEEP || rows <= 0) return;
     rows = (rows + role.count - 1) / role.count;
     int64_t begin = tail + role.index * rows;
     zero_slots(a, begin, min(begin + rows, a.t.out_capacity), z);
@@ -121,7 +120,7 @@ template <Form FORM>
 __device__ void send(const EpScatterArgs &a, Shared *s, const Start &start, uint32_t epoch,
                      int blocks) {
     Pipeline *p = &s->pipeline;
-    PipelineWork work = FORM == COPIED && a.t.quant > EP_QUANT_NONE ? WORK_CONVERT : WORK_COPY;
+    PipelineWork work = FORM == COPIED && a.t.format.bits ? WORK_CONVERT : WORK_COPY;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_tokens<FORM>(a, p, &s->receivers[warp - SCHEDULER_WARP], start, epoch, blocks);

@@ -90,7 +90,7 @@ __device__ __forceinline__ void spread_columns(const EpScaleMap &map, char *to, 
 
 /* Entry k of a row, in lane k of a warp. */
 typedef struct MetadataEntry {
-    int slot;   /* that receives the row here, -1: none. FLAT: the row's, in one lane */
+    int slot;   /* that receives the row here, -1: none. has_rows: the row's, in one lane */
     int expert; /* among this rank's, -1: none */
     float weight;
     char *record; /* of another rank that gets the row, in one lane for each rank */
@@ -102,7 +102,7 @@ __device__ __forceinline__ void spread_metadata(const EpScatterArgs &a, const Me
     int lane = threadIdx.x % 32;
     unsigned slot_lanes = __ballot_sync(~0u, e.slot >= 0),
              record_lanes = __ballot_sync(~0u, e.record != NULL);
-    if (slot_lanes && a.shape.layout == EP_LAYOUT_FLAT)
+    if (slot_lanes && a.shape.has_rows)
         store_flat_metadata(a, __shfl_sync(~0u, e.slot, __ffs(slot_lanes) - 1), e.expert, e.weight,
                             lane);
     else if (a.t.carries_weights && e.slot >= 0)

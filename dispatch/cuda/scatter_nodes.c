@@ -25,7 +25,7 @@ static void take_tokens(int64_t first, EpScatterTensors *t, const EpSource *sour
     if (t->carries_weights)
         t->topk_weights =
             (const float *)((const char *)t->topk_weights + first * source->weight_stride);
-    if (t->scale_bytes && t->quant <= EP_QUANT_NONE) t->scales += first * source->scale_stride;
+    if (t->scale_bytes && !t->format.bits) t->scales += first * source->scale_stride;
 }
 
 /* Point at the records that the sources have sent: their rows are as they travel. */
@@ -34,7 +34,7 @@ static void take_records(const char *records, EpScatterArgs *args) {
     const EpRecord *r = &args->record;
     args->source = (EpSource){r->bytes, r->bytes, r->bytes};
     args->send.shrink = 0, args->made_scales = NULL;
-    t->quant = EP_QUANT_NONE, t->source_type = t->type, t->source_row_bytes = t->row_bytes;
+    t->format.bits = 0, t->source_type = t->type, t->source_row_bytes = t->row_bytes;
     t->rows = records;
     t->topk_weights = (const float *)(records + r->weights);
     t->scales = records + r->scales;

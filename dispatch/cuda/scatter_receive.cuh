@@ -143,7 +143,7 @@ __device__ __forceinline__ void receive_metadata(const EpScatterArgs &a, int sou
     if (lane < a.top_k && a.t.carries_weights)
         metadata.weight = __ldcg((const float *)(record + a.record.weights) + lane);
     if (lane < a.top_k) metadata.slot = ep_slot(a.plan, g, a.top_k, source, row, lane);
-    if (lane < a.top_k && a.shape.layout == EP_LAYOUT_FLAT)
+    if (lane < a.top_k && a.shape.has_rows)
         metadata.expert = ep_flat_expert(a.plan, g, a.top_k, source, row, lane);
     spread_metadata(a, metadata, record + a.record.scales);
 }

@@ -17,7 +17,7 @@ typedef struct ReceiveRows {
 } ReceiveRows;
 
 /* Load the address of a rank's part of a window. It may be stored meanwhile
- * (bootstrap/cuda/adopt.c), so the load is not one of constants. */
+ * (bootstrap/memory/cuda/adopt.c), so the load is not one of constants. */
 __device__ __forceinline__ uint64_t load_part(const EpCudaGroup &g, int window, int r) {
     return ep_load_relaxed_gpu((const uint64_t *)g.peers + window * EP_CUDA_MAX_RANKS + r);
 }
@@ -161,10 +161,10 @@ __device__ void send_all_metadata(const EpScatterArgs &a, Pipeline *p, int warp,
 
 /* ---- quantising ---------------------------------------------------------------------------- */
 
-/* Quantise a piece of a row in place. The codes of unit u go where unit u / 2 or u / 4 was, in this
+/* Quantise a piece of a row in place. The codes of unit u go where an earlier unit was, in this
  * round or an earlier one, so all threads read their units first. */
 template <typename T>
-__device__ __forceinline__ void quantise_piece(EpQuant quant, uint32_t stage, int bytes,
+__device__ __forceinline__ void quantise_piece(EpQuantFormat format, uint32_t stage, int bytes,
                                                void *scales, int thread) {
     int units = bytes / (int)sizeof(EpUnit<T>);
     for (int base = 0; base < units; base += COMPUTE_THREADS) {
@@ -172,26 +172,26 @@ __device__ __forceinline__ void quantise_piece(EpQuant quant, uint32_t stage, in
         EpUnit<T> x = {};
         EpQuantScale scale;
         if (valid) x = ep_load_unit<T>(stage + unit * (uint32_t)sizeof(x));
-        uint4 codes = ep_quantise_unit(quant, x, valid, &scale);
+        uint4 codes = ep_quantise_unit(format, x, valid, &scale);
         ep_barrier(1, COMPUTE_THREADS);
         if (!valid) continue;
-        ep_store_shared(stage + unit * (uint32_t)sizeof(codes), codes);
-        ep_store_scale_of(quant, scales, unit, scale);
+        ep_store_shared_codes(format, stage, unit, codes);
+        ep_store_scale_of(format, scales, unit, scale);
     }
 }
 
 /* Quantise the rows of all work items; a piece is whole blocks. By the compute warps. */
 template <typename T>
 __device__ void quantise_rows(const EpScatterArgs &a, Pipeline *p, int thread) {
-    int blocks = p->shape.stage_bytes / (int)sizeof(T) / ep_quant_block(a.t.quant); /* of a piece */
-    int scale_bytes = ep_quant_scale_type(a.t.quant) == EP_TYPE_FP32 ? (int)sizeof(float) : 1;
+    int blocks = p->shape.stage_bytes / (int)sizeof(T) / a.t.format.block; /* of a piece */
+    int scale_bytes = ep_quant_scale_type(a.t.format) == EP_TYPE_FP32 ? (int)sizeof(float) : 1;
     for (uint32_t n = 0;; n++) {
         int j = n % PIPELINE_ENTRIES;
         pipeline_wait(p->barrier[ITEM_LOADED], n);
         WorkItem item = p->item[j];
         if (item.loads == PIPELINE_END) return;
         char *scales = a.made_scales + p->index[j] * a.source.scale_stride;
-        quantise_piece<T>(a.t.quant, p->first[j], item.bytes,
+        quantise_piece<T>(a.t.format, p->first[j], item.bytes,
                           scales + p->piece[j] * blocks * scale_bytes, thread);
         pipeline_computed(p, n);
     }

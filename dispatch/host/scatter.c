@@ -50,13 +50,13 @@ typedef struct Token {
 } Token;
 
 static int has_quant(const EpScatterTensors *s) {
-    return s->quant > EP_QUANT_NONE;
+    return s->format.bits != 0;
 }
 
 /* Write a token's quantised row and its scales into a record. */
 static void quantise(const Scatter *x, int64_t token, char *record) {
     const EpScatterTensors *s = x->s;
-    ep_quantise(s->quant, s->source_type, s->rows + token * s->source_row_bytes, s->row_elements,
+    ep_quantise(s->format, s->source_type, s->rows + token * s->source_row_bytes, s->row_elements,
                 (uint8_t *)record, record + x->record.scales);
 }
 
@@ -254,30 +254,26 @@ static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
         fill_scales(x, slot, NULL);
 }
 
-/* Zero the slots behind each source's rows in the rank-major layout. */
-static void zero_rank_tails(const Scatter *x) {
+/* Zero the slots behind each source's rows, in blocks of fixed size. */
+static void zero_source_tails(const Scatter *x) {
     for (int32_t r = 0; r < x->size; r++) {
         int64_t rows = x->plan.recv_begin[r + 1] - x->plan.recv_begin[r];
-        int64_t begin = (int64_t)r * x->shape->max_tokens;
-        zero_slots(x, begin + rows, begin + x->shape->max_tokens);
+        int64_t begin = (int64_t)r * x->shape->block_rows;
+        zero_slots(x, begin + rows, begin + x->shape->block_rows);
     }
 }
 
 static void zero_padding(const Scatter *x) {
     const EpPlanShape *shape = x->shape;
     const EpPlan *plan = &x->plan;
-    int batched = shape->layout == EP_LAYOUT_BATCHED;
-    if (shape->layout == EP_LAYOUT_RANK_MAJOR) {
-        if (shape->tail) zero_rank_tails(x);
-        return;
-    }
+    if (x->has_rows && shape->is_fixed && shape->tail) zero_source_tails(x);
     for (int32_t e = 0; e < shape->num_local && !x->has_rows; e++) {
         int64_t begin = ep_padding_begin(shape, plan->expert_offsets, plan->expert_counts,
                                          plan->expert_padded, e);
         int64_t end = ep_padding_end(shape, plan->expert_offsets, plan->expert_padded, e);
         zero_slots(x, begin, end);
     }
-    if (!batched && shape->tail) zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
+    if (!shape->is_fixed && shape->tail) zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
 }
 
 /* ---- rounds -------------------------------------------------------------------------------- */
@@ -317,9 +313,8 @@ static EpStatus run_rounds(Scatter *x) {
     return ep_exchange_flush(x->exchange, x->call->op);
 }
 
-/* Bound of a quantised record. The row is at most half as long as its source, with a scale of one
- * byte for every 32 elements or of four bytes for every 128. 4 * EP_MAX_TOP_K is space for weights,
- * 64 covers rounding. */
+/* Bound of a quantised record. The row is at most half as long as its source, with at most a byte
+ * of scales for every 32 elements. 4 * EP_MAX_TOP_K is space for weights, 64 covers rounding. */
 #define MAX_QUANTISED_BYTES (EP_MAX_ROW_BYTES / 2 + EP_MAX_ROW_BYTES / 64 + 4 * EP_MAX_TOP_K + 64)
 
 /* Make the plan if the call has a routing. A receive phase finds the plan of its send phase, and
@@ -341,7 +336,7 @@ EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
                  .s = s,
                  .shape = &handle->shape,
                  .exchange = host->exchange};
-    x.has_rows = ep_layout_has_rows(handle->shape.layout);
+    x.has_rows = handle->shape.has_rows;
     x.plan = ep_host_plan(handle, scatter->plan);
     x.math = host->math;
     x.quantised = quantised;

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "bootstrap/cuda/watch.h"
+#include "bootstrap/network/cuda/network.h"
 #include "handles/cuda/handle.h"
 #include "runtime/cuda/digest.h"
 

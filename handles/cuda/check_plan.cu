@@ -6,7 +6,7 @@
  */
 #include "handles/cuda/check_plan.h"
 
-#include "bootstrap/cuda/mark.cuh"
+#include "bootstrap/network/cuda/mark.cuh"
 #include "handles/cuda/plan.cuh"
 
 /* By one thread. */

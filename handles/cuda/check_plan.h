@@ -7,7 +7,7 @@
  * begins: see ep_cuda_launch_begin. A wrong plan fails the group, and so this rank's stamp.
  */
 
-#include "bootstrap/cuda/mark.h"
+#include "bootstrap/network/cuda/mark.h"
 #include "handles/cuda/plan.h"
 
 typedef struct EpCheckArgs {

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/cuda/setup.h"
+#include "bootstrap/memory/cuda/cuda_memory.h"
 #include "handles/cuda/handle.h"
 
 /* ---- sizes --------------------------------------------------------------------------------- */
@@ -68,7 +68,7 @@ EpStatus ep_cuda_check_shape(const EpGroup *group, const EpCall *call, const EpP
     int64_t entries = (int64_t)s->max_tokens * s->max_top_k;
     int64_t room = ep_cuda(group)->shared_bytes - EP_STATIC_SHARED_BYTES;
     int64_t staged = config->max_row_bytes + ep_round_up(config->max_scale_bytes, 16);
-    if (s->quant <= EP_QUANT_NONE) staged = 0;
+    if (!ep_quant_format(s->quant).bits) staged = 0;
     int64_t most = (room - ep_workspace_layout(s, 0, staged).bytes) / (int64_t)sizeof(int16_t);
     if (entries <= most) return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "config",

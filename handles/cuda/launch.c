@@ -11,12 +11,10 @@ static EpCudaVector vector_of(const EpTensor *t) {
     return t ? (EpCudaVector){t->data, t->type == EP_TYPE_INT64} : (EpCudaVector){NULL, 0};
 }
 
-/* List the facts of ep_prepare. In the batched layout ranks differ in the capacity, which depends
- * on L, so the rows per expert stand for it. */
+/* List the facts of ep_prepare. */
 static void list_facts(const EpPlanShape *shape, int64_t top_k, int64_t facts[EP_OP_FACTS]) {
     facts[0] = top_k, facts[1] = shape->alignment, facts[2] = shape->layout;
-    facts[3] = shape->layout == EP_LAYOUT_BATCHED ? shape->rows_per_expert : shape->capacity;
-    facts[4] = shape->quant;
+    facts[3] = ep_agreed_rows(shape), facts[4] = shape->quant;
 }
 
 EpCudaGroup ep_cuda_launch_group(const EpHandle *handle) {

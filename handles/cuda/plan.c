@@ -6,16 +6,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bootstrap/cuda/setup.h"
 #include "handles/cuda/handle.h"
 #include "runtime/wait.h"
 
 EpRouteSizes ep_route_sizes(const EpPlanShape *s) {
     int64_t rows = (int64_t)s->num_ranks * s->max_tokens, capacity = s->capacity;
-    int is_flat = s->layout == EP_LAYOUT_FLAT, several = s->nodes.nodes > 1;
-    if (s->mode == EP_MODE_LATENCY || (several && !is_flat))
+    int has_rows = s->has_rows, several = s->nodes.nodes > 1;
+    if (s->mode == EP_MODE_LATENCY || (several && !has_rows))
         return (EpRouteSizes){EP_ROUTES_DENSE, 0};
-    if (is_flat)
+    if (has_rows)
         return (EpRouteSizes){several ? EP_ROUTES_LISTED : EP_ROUTES_FLAT,
                               (int32_t)(capacity ? ep_min(rows, capacity) : rows)};
     int64_t dense = rows * s->max_top_k * (int64_t)sizeof(int32_t);

@@ -305,7 +305,6 @@ __device__ __forceinline__ void add_to_base(const Partition *p, int expert, int6
 __device__ __forceinline__ void lay_slabs(const EpPrepareArgs &a, const Partition *p, int rank) {
     const EpPlanShape &s = a.shape;
     int first = ep_owner_first(&a.owners, rank), local = ep_owner_count(&a.owners, rank);
-    int batched = s.layout == EP_LAYOUT_BATCHED;
     int64_t start = 0;
 #pragma unroll 1
     for (int e = threadIdx.x % 32 * 2; __any_sync(~0u, e < local); e += 64) {
@@ -313,9 +312,8 @@ __device__ __forceinline__ void lay_slabs(const EpPrepareArgs &a, const Partitio
         int both = rows + (e + 1 < local ? ep_slab_rows(&s, p->total[first + e + 1]) : 0);
         int through = ep_warp_prefix(both);
         int64_t begin = start + through - both;
-        if (e < local) add_to_base(p, first + e, batched ? e * s.rows_per_expert : begin);
-        if (e + 1 < local)
-            add_to_base(p, first + e + 1, batched ? (e + 1) * s.rows_per_expert : begin + rows);
+        if (e < local) add_to_base(p, first + e, ep_block_begin(&s, e, begin));
+        if (e + 1 < local) add_to_base(p, first + e + 1, ep_block_begin(&s, e + 1, begin + rows));
         start += __shfl_sync(~0u, through, 31);
     }
 }

@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_chunk(const EpPrepareArgs &a, const Partit
     send_routes(a, p, o, to, FLAT ? expert : slot);
     int is_leader = find_leader(p, o, slot) == (int)threadIdx.x % 32;
     if (FLAT && is_leader) slot = p->ranks->before[o.owner] + row;
-    if (FLAT && is_leader && slot >= ep_slot_limit(&a.shape, 0)) slot = -1;
+    if (FLAT && is_leader && slot >= ep_row_limit(&a.shape)) slot = -1;
     if (token < p->end && k < a.top_k)
         store_entry(a, (int64_t)token * a.top_k + k,
                     EpEntry{slot, row, (int16_t)o.owner, (int16_t)expert, is_leader});

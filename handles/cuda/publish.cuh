@@ -135,8 +135,7 @@ __device__ inline void publish_offset_end(const EpPrepareArgs &a, int64_t step, 
  * a later sum with its own finds the later one after the fence, and writes that. By one thread. */
 __device__ inline void report_overflow(const EpPrepareArgs &a, int64_t needed, int64_t dropped) {
     volatile EpCudaAsyncErrors *errors = a.errors;
-    int64_t capacity =
-        a.shape.layout == EP_LAYOUT_BATCHED ? a.shape.rows_per_expert : a.shape.capacity;
+    int64_t capacity = ep_agreed_rows(&a.shape);
     unsigned long long *sum = &a.group.state->lost, written;
     errors->overflow = (unsigned long long)needed << 32 | (uint32_t)capacity;
     unsigned long long latest = atomicAdd(sum, (unsigned long long)dropped) + dropped;
@@ -177,7 +176,7 @@ typedef struct SlabStart {
 __device__ __forceinline__ SlabStart lay_slab(const EpPrepareArgs &a, const int32_t *total,
                                               int experts, int at, int64_t *start) {
     int e = at + (int)threadIdx.x % 32, count = e < experts ? total[e] : 0;
-    int rows = ep_slab_rows(&a.shape, count);
+    int rows = e < experts ? ep_slab_rows(&a.shape, count) : 0;
     int through = ep_warp_prefix(rows);
     int64_t begin = *start + through - rows;
     *start += __shfl_sync(~0u, through, 31);
@@ -188,7 +187,6 @@ __device__ __forceinline__ SlabStart lay_slab(const EpPrepareArgs &a, const int3
 __device__ inline void publish_slabs(const EpPrepareArgs &a, int64_t step, const int32_t *total) {
     const EpPlanShape &s = a.shape;
     int local = s.num_local, lane = threadIdx.x % 32, most = 0;
-    int batched = s.layout == EP_LAYOUT_BATCHED;
     int64_t start = 0, dropped = 0;
     for (int at = 0; at < local; at += 32) {
         int e = at + lane;
@@ -199,14 +197,13 @@ __device__ inline void publish_slabs(const EpPrepareArgs &a, int64_t step, const
         dropped += warp_sum((int)(e < local ? first.count - slab.kept : 0));
     }
     most = __reduce_max_sync(~0u, most);
-    int64_t needed = batched ? most : start;
-    int64_t rows = batched ? local * s.rows_per_expert : min(start, ep_slot_limit(&s, 0));
+    int64_t needed = s.is_fixed ? most : start, rows = ep_recv_rows(&s, start);
     if (lane) return;
     publish_totals(a, step, rows, needed, dropped);
     publish_offset_end(a, step, rows);
 }
 
-/* Publish the entries of each expert in rows with one slot (FLAT, RANK_MAJOR): total[L], or the
+/* Publish the entries of each expert in rows with one slot: total[L], or the
  * plan's counts where it is NULL; and the offsets that a permutation by expert would have. By a
  * warp. */
 __device__ inline void publish_flat_experts(const EpPrepareArgs &a, int64_t step,
@@ -255,7 +252,7 @@ template <typename Count> __device__ void publish_sources(const EpPrepareArgs &a
             left -= count;
         }
     }
-    if (!ep_layout_has_rows(a.shape.layout)) publish_source_rows(a, count_of);
+    if (!a.shape.has_rows) publish_source_rows(a, count_of);
 }
 
 /* Publish the rows of each source, where rows have one slot: rows_of(source) from slot
@@ -310,7 +307,7 @@ __device__ void lay_flat_rows(const EpPrepareArgs &a, int64_t step, Rows rows_of
         if (at + lane < a.group.size) a.plan.flat_begin[at + lane] = begin + through - rows;
         begin += __shfl_sync(~0u, through, 31);
     }
-    int64_t kept = min((int64_t)begin, ep_slot_limit(&a.shape, 0));
+    int64_t kept = min((int64_t)begin, ep_row_limit(&a.shape));
     if (lane == 0) publish_totals(a, step, kept, begin, begin - kept);
 }
 

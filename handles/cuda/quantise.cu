@@ -14,9 +14,7 @@
  */
 #include "handles/cuda/quantise.h"
 #include "runtime/cuda/device.cuh"
-#include "runtime/cuda/ptx.cuh"
-#include "runtime/cuda/rows.cuh"
-#include "runtime/quant.h"
+#include "runtime/cuda/quantise.cuh"
 
 #define THREADS 256
 #define WARPS (THREADS / 32)
@@ -163,10 +161,15 @@ __device__ static uint32_t find_largest(uint32_t value) {
 
 /* ---- scales -------------------------------------------------------------------------------- */
 
+/* Returns whether a block has the width of a tile; else it is one of MX_BLOCK elements. */
+__device__ __forceinline__ int has_tiles(const EpQuantiseArgs &a) {
+    return a.format.block == EDGE;
+}
+
 /* Where a block's word is, counted from the box's first one. `row` and `column` are within the
  * tile. */
 __device__ static int64_t scale_at(const EpQuantiseArgs &a, const Part &p, int row, int column) {
-    int width = a.quant == EP_QUANT_MXFP8 ? MX_BLOCK : EDGE;
+    int width = has_tiles(a) ? EDGE : MX_BLOCK;
     int64_t across = p.tile[1] * (EDGE / width) + column - a.begin[2] / width;
     int64_t down = a.tiles ? p.tile[0] - a.begin[1] / EDGE : p.origin[0] + row;
     return p.e * a.scale_step[0] + down * a.scale_step[1] + across * a.scale_step[2];
@@ -180,12 +183,9 @@ __device__ static float settle_block(const EpQuantiseArgs &a, int64_t at, uint32
         return 0;
     }
     if (a.phase == EP_QUANT_CONVERT) amax = ((const uint32_t *)a.scales)[at];
-    EpQuantScale scale = ep_quant_scale(a.quant, amax);
+    EpQuantScale scale = ep_quant_scale(a.format, amax);
     if (a.phase == EP_QUANT_CONVERT || !stores) return scale.inverse;
-    if (ep_quant_scale_type(a.quant) == EP_TYPE_FP32)
-        ((uint32_t *)a.scales)[at] = scale.stored;
-    else
-        ((uint8_t *)a.scales)[at] = (uint8_t)scale.stored;
+    ep_store_scale(a.format, a.scales, at, scale);
     return scale.inverse;
 }
 
@@ -259,7 +259,7 @@ __device__ static void quantise_tile(const EpQuantiseArgs &a, const Part &p, Til
     if (!there) own.end = 0;
     HalfRow x;
     take_half(tile->at(r, half * HALF), own.begin, own.end, &x);
-    if (a.quant == EP_QUANT_MXFP8) {
+    if (!has_tiles(a)) {
         quantise_mx(a, p, own, x);
         return;
     }

@@ -5,6 +5,7 @@
 /** The kernel that quantises weights and receive rows: quantise.cu. */
 
 #include "runtime/cuda/device.h"
+#include "runtime/quant.h"
 
 /** What a launch quantises: all, or only what goes before or after ranks agree on amaxes. */
 typedef enum EpQuantPhase { EP_QUANT_WHOLE, EP_QUANT_FIND, EP_QUANT_CONVERT } EpQuantPhase;
@@ -14,14 +15,14 @@ typedef enum EpQuantPhase { EP_QUANT_WHOLE, EP_QUANT_FIND, EP_QUANT_CONVERT } Ep
  * of the result.
  */
 typedef struct EpQuantiseArgs {
-    EpQuant quant;
+    EpQuantFormat format;
     EpQuantPhase phase;
     EpType type;
     int32_t tiles;             /**< EP_BLOCKS_TILES */
     int64_t begin[3], part[3]; /**< of the box in the tensor: blocks begin at multiples there */
     const void *from;          /**< the box's first element */
     int64_t step[3];           /**< between elements */
-    uint8_t *out;              /**< byte of the first element; rows follow each other by out_step */
+    uint8_t *out;              /**< code of the first element; rows follow by out_step bytes */
     int64_t out_step[2];
     void *scales;          /**< of the first block; FIND: the amaxes found; CONVERT: all amaxes */
     int64_t scale_step[3]; /**< between blocks, by dimension */

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bootstrap/cuda/setup.h"
 #include "handles/cuda/route_nodes.h"
 
 /* ---- sizes --------------------------------------------------------------------------------- */

@@ -34,7 +34,7 @@
  * one, which would wait for this exchange before it starts.
  */
 
-#include "bootstrap/cuda/mark.h"
+#include "bootstrap/network/cuda/mark.h"
 #include "handles/cuda/handle.h"
 #include "handles/cuda/relay_tables.h"
 
@@ -110,8 +110,9 @@ typedef struct EpRelayCall {
  * Begin an operation on the caller's stream, after the group's earlier ones. With its first
  * exchange ranks of other nodes learn which it is, and this one learns which theirs are. Ranks in
  * different operations may send messages of different sizes, whose end NCCL waits for in vain: then
- * the watchers, which tell each other what they are in, end it (bootstrap/cuda/watch.h). With exact
- * sizes messages differ between steps of one operation, too: there stamps of a fixed size go first.
+ * the watchers, which tell each other what they are in, end it (bootstrap/network/cuda/network.h).
+ * With exact sizes messages differ between steps of one operation, too: there stamps of a fixed
+ * size go first.
  */
 EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run);
 

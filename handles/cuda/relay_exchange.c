@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The exchanges of an operation on several nodes. What a call within a group has found wrong,
  * ncclGroupEnd returns, too, so only its result counts. */
-#include "bootstrap/cuda/watch.h"
+#include "bootstrap/network/cuda/network.h"
 #include "handles/cuda/relay.h"
 
 static EpStatus enter(const EpRelayRun *run) {

@@ -16,7 +16,7 @@
  *     ep_take_messages(marks);
  */
 
-#include "bootstrap/cuda/mark.cuh"
+#include "bootstrap/network/cuda/mark.cuh"
 #include "handles/cuda/plan.cuh"
 
 /** Let ep_enter return 0 if a stamp differs from this rank's. By all threads of every block. */

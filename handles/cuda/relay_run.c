@@ -5,8 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bootstrap/cuda/setup.h"
-#include "bootstrap/cuda/watch.h"
+#include "bootstrap/network/cuda/network.h"
 #include "handles/cuda/check_plan.h"
 #include "runtime/wait.h"
 
@@ -51,14 +50,13 @@ static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
     ep_cuda_watch_describe(run->group, &run->mark);
 }
 
-/* All ranks come to the same answer: the capacity is a fact of ep_prepare, but for ranks without
- * experts in the batched layout, which is never exact; and what is captured is captured on all. A
- * graph may prepare the plan anew while some hosts have read the numbers of the step before: so
- * once a prepare has been captured, all places are sent. */
+/* All ranks come to the same answer: they agree on the rows in ep_prepare, and what is captured is
+ * captured on all. A graph may prepare the plan anew while some hosts have read the numbers of the
+ * step before: so once a prepare has been captured, all places are sent. */
 static EpStatus choose_places(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
     const EpCudaOwn *own = handle->own_state;
     const int32_t *number;
-    int is_exact = handle->shape.capacity == 0 && handle->shape.layout != EP_LAYOUT_BATCHED;
+    int is_exact = ep_agreed_rows(&handle->shape) == 0;
     int knows = call->plan && call->own_plan && is_exact;
     if (!knows || own->captured || run->stream.captures) return EP_OK;
     EP_TRY(ep_cuda_await_numbers(handle, &number));

@@ -33,9 +33,7 @@ __device__ void lay_node_slabs(const EpRouteArgs &a, const Tables &t) {
             int e = at + (int)threadIdx.x % 32;
             SlabStart slab = lay_slab(a.p, a.counts.total + first, experts, at, &start);
             if (e >= experts) continue;
-            t.start[first + e] =
-                (int)(a.p.shape.layout == EP_LAYOUT_BATCHED ? e * a.p.shape.rows_per_expert
-                                                            : slab.start);
+            t.start[first + e] = (int)ep_block_begin(&a.p.shape, e, slab.start);
         }
     }
 }
@@ -196,18 +194,18 @@ __device__ __forceinline__ void assign_entry(const EpRouteArgs &a, const Piece &
                                              const int32_t *before) {
     Numbered n = number_entry(a, p, t);
     Home h = find_home(a, p, n, before);
-    int is_flat = a.p.shape.layout == EP_LAYOUT_FLAT, exists = p.token >= 0 && p.k < a.p.top_k;
+    int has_rows = a.p.shape.has_rows, exists = p.token >= 0 && p.k < a.p.top_k;
     int slot = -1, row = 0, flat = 0, expert = -1;
     if (p.number >= 0) {
         expert = p.expert - ep_owner_first(&a.p.owners, p.owner);
         row = before[row_column(a, p.number)] + n.row;
         flat = before[flat_column(a, p.number)] + n.row;
         int column = expert_column(a, p);
-        if (!is_flat) slot = t.start[column] + before[column] + n.entry;
+        if (!has_rows) slot = t.start[column] + before[column] + n.entry;
         if (slot >= ep_slot_limit(&a.p.shape, expert)) slot = -1;
     }
     int leads = find_leader(a, n, slot) && p.number >= 0;
-    if (is_flat && leads) slot = flat < ep_slot_limit(&a.p.shape, 0) ? flat : -1;
+    if (has_rows && leads) slot = flat < ep_row_limit(&a.p.shape) ? flat : -1;
     if (exists && h.agent == a.t.rank)
         store_entry(a, p, n, h, EpEntry{slot, row, (int16_t)p.number, (int16_t)expert, leads});
     unsigned mine = __ballot_sync(~0u, p.number == a.t.rank) & team_lanes(a);

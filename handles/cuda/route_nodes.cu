@@ -243,7 +243,7 @@ __device__ void publish(const EpRouteArgs &a, uint32_t epoch) {
     if (threadIdx.x == 0) publish_rows(a, step);
     publish_places(a, step);
     store_tokens(a);
-    if (p.shape.layout == EP_LAYOUT_FLAT)
+    if (p.shape.has_rows)
         publish_flat(p, step, a.counts.total + first, rows_of, counted);
     else
         publish_all_slabs(p, step, a.counts.total + first, counted);

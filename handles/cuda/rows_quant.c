@@ -10,14 +10,15 @@
 EpStatus ep_cuda_quantise_rows(const EpRowsQuant *q) {
     int transposed = q->form.transposed;
     EpQuantiseArgs args = {
-        .quant = q->form.quant,
+        .format = q->format,
         .phase = EP_QUANT_WHOLE,
         .type = q->type,
         .tiles = q->form.blocks == EP_BLOCKS_TILES,
         .from = q->rows,
         .step = {q->size[1] * q->size[2], transposed ? 1 : q->size[2], transposed ? q->size[1] : 1},
         .out = q->out,
-        .out_step = {q->size[1] * q->size[2], q->size[2]},
+        .out_step = {ep_quant_bytes(q->format, q->size[1] * q->size[2]),
+                     ep_quant_bytes(q->format, q->size[2])},
         .scales = q->scales,
         .count = q->num_rows,
         .counted = ep_rows_dim(q),

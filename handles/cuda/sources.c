@@ -49,13 +49,13 @@ static void put_entries(const EpCudaPlan *plan, int32_t top_k, const Row *row,
 static void put_rows(const EpHandle *handle, const EpCudaPlan *plan, int32_t top_k,
                      const EpSources *out) {
     const EpPlanShape *s = &handle->shape;
-    int latency = ep_handle_is_latency(handle), has_rows = ep_layout_has_rows(s->layout);
+    int latency = ep_handle_is_latency(handle);
     for (int32_t rank = 0; rank < s->num_ranks; rank++) {
         int32_t tokens = (int32_t)ep_max(0, ep_min(plan->tokens[rank], s->max_tokens));
         for (int32_t token = 0; token < tokens; token++) {
             Row row = {.rank = rank, .token = token};
             if (!(latency ? find_latency_row : find_row)(plan, s->max_tokens, &row)) continue;
-            if (!has_rows)
+            if (!s->has_rows)
                 put_entries(plan, top_k, &row, out);
             else if (row.slot < plan->header->recv_rows)
                 ep_sources_put(out, row.slot, rank, token);

@@ -167,7 +167,7 @@ static Parts parts_of(const EpWeightView *view) {
     Parts p = {.scales = view->shards, .amaxes = ep_view_amax_bytes(view)};
     for (int d = 0; d < 3; d++)
         p.scales.part[d] = (view->shards.part[d] + view->block[d] - 1) / view->block[d];
-    p.rows = staged_bytes(&view->shards, 1);
+    p.rows = staged_bytes(&view->codes, 1);
     if (!view->straddles)
         p.scale_rows = staged_bytes(&p.scales, (int64_t)ep_type_bytes(view->sizes.scale_type));
     return p;
@@ -177,10 +177,12 @@ static Parts parts_of(const EpWeightView *view) {
 static EpQuantiseArgs describe_quant(const EpWeightWork *w, const EpWeightGather *call,
                                      const Gathered *g, int64_t first_row) {
     const EpWeightView *view = call->view;
-    const EpShards *s = &g->shards;
+    const EpShards *codes = &g->shards;
+    EpShards shards = view->shards, *s = &shards;
     int transposed = view->form.transposed;
     size_t row_bytes = (size_t)(s->part[1] * s->part[2]) * ep_type_bytes(call->weight->config.type);
-    EpQuantiseArgs args = {.quant = view->form.quant,
+    s->part[0] = codes->part[0];
+    EpQuantiseArgs args = {.format = view->format,
                            .type = call->weight->config.type,
                            .tiles = view->form.blocks == EP_BLOCKS_TILES,
                            .from = (const char *)call->shard + (size_t)first_row * row_bytes,
@@ -191,12 +193,12 @@ static EpQuantiseArgs describe_quant(const EpWeightWork *w, const EpWeightGather
     args.step[1] = transposed ? 1 : s->part[2];
     args.step[2] = transposed ? s->part[1] : 1;
     if (g->staged) {
-        args.out = (uint8_t *)g->staged + w->group->rank * ep_shard_elements(s);
-        args.out_step[0] = s->part[1] * s->part[2], args.out_step[1] = s->part[2];
+        args.out = (uint8_t *)g->staged + w->group->rank * ep_shard_elements(codes);
+        args.out_step[0] = codes->part[1] * codes->part[2], args.out_step[1] = codes->part[2];
     } else {
-        args.out = (uint8_t *)g->whole + ep_shard_run_at(s, w->group->rank, 0);
-        args.out_step[0] = ep_shards_whole(s, 1) * ep_shards_whole(s, 2);
-        args.out_step[1] = ep_shards_whole(s, 2);
+        args.out = (uint8_t *)g->whole + ep_shard_run_at(codes, w->group->rank, 0);
+        args.out_step[0] = ep_shards_whole(codes, 1) * ep_shards_whole(codes, 2);
+        args.out_step[1] = ep_shards_whole(codes, 2);
     }
     return args;
 }
@@ -241,7 +243,7 @@ static EpStatus gather_whole_blocks(EpWeightWork *w, const EpWeightGather *call,
 static EpStatus gather_straddling(const EpWeightWork *w, const EpWeightGather *call, const Parts *p,
                                   const Gathered *rows) {
     const EpWeightView *view = call->view;
-    EpMergeArgs merge = {.quant = view->form.quant, .shards = view->shards, .scales = call->scales};
+    EpMergeArgs merge = {.format = view->format, .shards = view->shards, .scales = call->scales};
     for (int d = 0; d < 3; d++) {
         merge.block[d] = view->block[d], merge.blocks[d] = ep_view_blocks(view, d);
         merge.touched[d] = d ? ep_view_touched(view, d) : view->shards.part[0];
@@ -272,7 +274,7 @@ static EpStatus gather_straddling(const EpWeightWork *w, const EpWeightGather *c
 
 static EpStatus gather_quantised(EpWeightWork *w, const EpWeightGather *call) {
     Parts p = parts_of(call->view);
-    Gathered rows = {.shards = call->view->shards,
+    Gathered rows = {.shards = call->view->codes,
                      .unit = 1,
                      .whole = call->out,
                      .staged = p.rows ? call->workspace : NULL};
@@ -285,17 +287,17 @@ EpStatus ep_cuda_weight_gather(const EpWeightGather *call) {
     const EpWeightView *view = call->view;
     EpWeightFacts facts = {
         &ep_op_weight_gather, call->weight->number, ep_weight_form_code(&view->form),
-        ep_shard_elements(&view->shards) * (int64_t)ep_type_bytes(view->sizes.type)};
+        ep_shard_elements(&view->codes) * (int64_t)ep_type_bytes(view->sizes.type)};
     EP_TRY(ep_weight_begin(call->weight->gathers, &facts, call->stream, &w));
-    return ep_weight_end(&w, view->form.quant == EP_QUANT_NONE ? gather_plain(&w, call)
-                                                               : gather_quantised(&w, call));
+    return ep_weight_end(&w,
+                         view->format.bits ? gather_quantised(&w, call) : gather_plain(&w, call));
 }
 
 /* ---- sizes ----------------------------------------------------------------------------------- */
 
 void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view) {
     EpWeightSizes *sizes = &view->sizes;
-    if (view->form.quant == EP_QUANT_NONE) {
+    if (!view->format.bits) {
         sizes->gather_workspace = staged_bytes(&view->shards, (int64_t)ep_type_bytes(sizes->type));
     } else {
         Parts p = parts_of(view);

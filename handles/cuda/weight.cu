@@ -6,8 +6,8 @@
  */
 #include "handles/cuda/weight_kernels.h"
 #include "runtime/cuda/device.cuh"
+#include "runtime/cuda/quantise.cuh"
 #include "runtime/cuda/rows.cuh"
-#include "runtime/quant.h"
 
 /* Threads of a block that shares its multiprocessor, or has it alone. */
 #define THREADS(ALONE) ((ALONE) ? 512 : 256)
@@ -302,11 +302,8 @@ __global__ void __launch_bounds__(THREADS(0)) merge_amaxes(const __grid_constant
         for (int64_t shard = 0; shard < shards; shard++)
             amax = max(amax, found_by(a, shard, block));
         a.amaxes[i] = amax;
-        EpQuantScale scale = ep_quant_scale(a.quant, amax);
-        if (ep_quant_scale_type(a.quant) == EP_TYPE_FP32)
-            ((uint32_t *)a.scales)[i] = scale.stored;
-        else
-            ((uint8_t *)a.scales)[i] = (uint8_t)scale.stored;
+        EpQuantScale scale = ep_quant_scale(a.format, amax);
+        ep_store_scale(a.format, a.scales, i, scale);
     }
 }
 

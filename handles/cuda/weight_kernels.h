@@ -7,6 +7,7 @@
 #include "handles/cuda/relay_tables.h"
 #include "handles/shards.h"
 #include "runtime/cuda/device.h"
+#include "runtime/quant.h"
 
 /** The blocks of a launch that memory bounds. With `shared` bytes of shared memory, more than half
  * of a multiprocessor's, each has one of its own; 0: they share them. */
@@ -46,7 +47,7 @@ typedef struct EpSumArgs {
 
 /** Find the amax of each block of the whole in what all shards have found, and its scale. */
 typedef struct EpMergeArgs {
-    EpQuant quant;
+    EpQuantFormat format;
     EpShards shards;
     int64_t block[3], blocks[3], touched[3];
     const uint32_t *found;

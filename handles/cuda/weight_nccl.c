@@ -3,8 +3,7 @@
 
 #include <string.h>
 
-#include "bootstrap/cuda/setup.h"
-#include "bootstrap/cuda/watch.h"
+#include "bootstrap/network/cuda/network.h"
 #include "runtime/cuda/digest.h"
 
 static EpStatus check_comm(const EpWeightWork *w) {

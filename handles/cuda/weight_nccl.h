@@ -11,11 +11,12 @@
  *     ...     NCCL and kernels move the bytes
  *     end     a kernel tells this rank's watcher that the operation has ended
  *
- * NCCL has no deadline. The group's watcher (bootstrap/cuda/watch.h) knows by these kernels that an
- * operation is under way, also in replayed graphs, and ends it if a rank fails, ends or stays away.
+ * NCCL has no deadline. The group's watcher (bootstrap/network/cuda/network.h) knows by these
+ * kernels that an operation is under way, also in replayed graphs, and ends it if a rank fails,
+ * ends or stays away.
  */
 
-#include "bootstrap/cuda/mark.h"
+#include "bootstrap/network/cuda/mark.h"
 #include "runtime/cuda/cuda.h"
 #include "runtime/cuda/order.h"
 #include "runtime/op.h"

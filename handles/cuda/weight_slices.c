@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-#include "bootstrap/cuda/setup.h"
+#include "bootstrap/network/cuda/network.h"
 #include "handles/cuda/quantise.h"
 #include "runtime/layout.h"
 

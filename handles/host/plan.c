@@ -10,7 +10,7 @@
 /* A row with one slot has one entry. In other layouts each entry has a slot of its own. The plan
  * has no entries past the capacity. */
 int64_t ep_plan_max_entries(const EpPlanShape *s) {
-    int64_t entries = ep_plan_max_rows(s) * (ep_layout_has_rows(s->layout) ? 1 : s->max_top_k);
+    int64_t entries = ep_plan_max_rows(s) * (s->has_rows ? 1 : s->max_top_k);
     return s->capacity ? ep_min(entries, s->capacity) : entries;
 }
 
@@ -18,7 +18,7 @@ int64_t ep_plan_map(const EpPlanShape *s, void *memory, EpPlan *plan) {
     EpArena arena = {(uintptr_t)memory, 0, LINE};
     int64_t ranks = s->num_ranks, local = s->num_local, tokens = s->max_tokens, k = s->max_top_k;
     int64_t rows = ep_plan_max_rows(s), entries = ep_plan_max_entries(s);
-    int has_rows = ep_layout_has_rows(s->layout);
+    int has_rows = s->has_rows;
     plan->header = ep_arena_array(&arena, 1, sizeof(EpPlanHeader));
     plan->expert_counts = ep_arena_array(&arena, local, sizeof(int32_t));
     plan->expert_padded = ep_arena_array(&arena, local, sizeof(int32_t));
@@ -64,48 +64,42 @@ static void number_slots(const EpPlanShape *s, EpPlan *plan, int32_t expert, int
 
 static void lay_slabs(const EpPlanShape *s, EpPlan *plan) {
     EpPlanHeader *header = plan->header;
-    int batched = s->layout == EP_LAYOUT_BATCHED;
     int64_t start = 0;
     for (int32_t e = 0; e < s->num_local; e++) {
         int32_t count = count_entries(s, plan, e), rows = ep_slab_rows(s, count);
         EpSlab slab = ep_slab(s, e, start, count);
-        number_slots(s, plan, e, batched ? slab.offset : start);
+        number_slots(s, plan, e, ep_block_begin(s, e, start));
         plan->expert_counts[e] = (int32_t)slab.kept;
         plan->expert_offsets[e] = (int32_t)slab.offset;
         plan->expert_padded[e] = (int32_t)slab.padded;
         header->dropped_slots += count - slab.kept;
-        header->needed_rows = ep_max(header->needed_rows, batched ? rows : start + rows);
+        header->needed_rows = ep_max(header->needed_rows, s->is_fixed ? rows : start + rows);
         start += rows;
     }
-    header->recv_rows =
-        batched ? s->num_local * s->rows_per_expert : ep_min(start, ep_slot_limit(s, 0));
+    header->recv_rows = ep_recv_rows(s, start);
     plan->expert_offsets[s->num_local] = (int32_t)header->recv_rows;
 }
 
-static void lay_flat(const EpPlanShape *s, EpPlan *plan) {
+/* Lay the blocks of sources. One of fixed size has room for all tokens, so nothing is lost there.
+ */
+static void lay_sources(const EpPlanShape *s, EpPlan *plan) {
     EpPlanHeader *header = plan->header;
-    header->needed_rows = plan->recv_begin[s->num_ranks];
-    header->recv_rows = ep_min(header->needed_rows, ep_slot_limit(s, 0));
-    header->dropped_slots = header->needed_rows - header->recv_rows;
-}
-
-/* Each source has room for all its tokens, so nothing is lost. */
-static void lay_rank_major(const EpPlanShape *s, EpPlan *plan) {
-    EpPlanHeader *header = plan->header;
-    header->recv_rows = s->capacity;
+    int32_t most = 0, all = plan->recv_begin[s->num_ranks];
     for (int32_t r = 0; r < s->num_ranks; r++)
-        header->needed_rows =
-            ep_max(header->needed_rows, plan->recv_begin[r + 1] - plan->recv_begin[r]);
+        most = (int32_t)ep_max(most, plan->recv_begin[r + 1] - plan->recv_begin[r]);
+    header->needed_rows = s->is_fixed ? most : all;
+    header->recv_rows = ep_recv_rows(s, all);
+    header->dropped_slots = ep_max(0, all - header->recv_rows);
 }
 
 void ep_plan_lay_slabs(const EpPlanShape *s, EpPlan *plan) {
     plan->header->dropped_slots = plan->header->needed_rows = 0;
-    if (!ep_layout_has_rows(s->layout)) {
+    if (!s->has_rows) {
         lay_slabs(s, plan);
         return;
     }
     memset(plan->expert_counts, 0, (size_t)s->num_local * sizeof(int32_t));
-    s->layout == EP_LAYOUT_FLAT ? lay_flat(s, plan) : lay_rank_major(s, plan);
+    lay_sources(s, plan);
 }
 
 /* ---- life ---------------------------------------------------------------------------------- */
@@ -177,7 +171,7 @@ static int is_header_sound(const EpPlanShape *s, const EpPlanHeader *h, int64_t 
 /* Returns whether the slabs, with their padding, are within the receive rows. */
 static int are_slabs_sound(const EpPlanShape *s, const EpPlan *plan) {
     int sound = 1;
-    for (int32_t e = 0; e < s->num_local && !ep_layout_has_rows(s->layout); e++)
+    for (int32_t e = 0; e < s->num_local && !s->has_rows; e++)
         sound &= is_within(plan->expert_offsets[e], 0, plan->header->recv_rows) &&
                  is_within(plan->expert_counts[e], 0, plan->expert_padded[e]) &&
                  is_within(plan->expert_padded[e], 0,
@@ -189,7 +183,7 @@ static int are_slabs_sound(const EpPlanShape *s, const EpPlan *plan) {
 
 static int are_entries_sound(const EpPlanShape *s, const EpPlan *plan) {
     int64_t entries = ep_plan_max_entries(s), rows = plan->recv_begin[s->num_ranks];
-    int has_rows = ep_layout_has_rows(s->layout), sound = 1;
+    int has_rows = s->has_rows, sound = 1;
     for (int64_t row = 0; row < rows && sound; row++) {
         int64_t first = plan->row_entry[row], count = plan->row_entries[row];
         sound =

@@ -154,7 +154,7 @@ static void number_rows(Prepare *p) {
     const EpPlanShape *shape = p->shape;
     EpPlan *plan = &p->plan;
     int64_t entries = 0, local = shape->num_local;
-    int has_rows = ep_layout_has_rows(shape->layout);
+    int has_rows = shape->has_rows;
     for (int32_t r = 0; r < shape->num_ranks; r++) {
         plan->next_row[r] = plan->recv_begin[r];
         if (has_rows) entries = ep_min(plan->recv_begin[r], plan->header->recv_rows);
@@ -198,14 +198,13 @@ static void fill_slots(Prepare *p, int32_t source, const int32_t *experts) {
     }
 }
 
-/* Add the one entry of a row that has one slot. A flat row's slot is the row itself. */
+/* Add the one entry of a row that has one slot. */
 static void fill_row(Prepare *p, int32_t source, int32_t row, const int32_t *experts) {
     EpPlan *plan = &p->plan;
     int64_t k = p->routing->top_k;
-    int32_t slot = row;
+    int32_t begin = plan->recv_begin[source];
     if (row >= plan->header->recv_rows) return;
-    if (p->shape->layout == EP_LAYOUT_RANK_MAJOR)
-        slot = source * p->shape->max_tokens + row - plan->recv_begin[source];
+    int32_t slot = (int32_t)ep_block_begin(p->shape, source, begin) + row - begin;
     int32_t entry = plan->next_entry[source]++;
     plan->entry_slot[entry] = slot;
     memcpy(plan->entry_experts + entry * k, experts, (size_t)k * sizeof(int32_t));
@@ -221,7 +220,7 @@ static void read_routes(Prepare *p, int32_t source, const int32_t *words) {
         int32_t row = plan->next_row[source]++;
         plan->row_token[row] = route[0];
         plan->row_entry[row] = plan->next_entry[source];
-        if (ep_layout_has_rows(p->shape->layout))
+        if (p->shape->has_rows)
             fill_row(p, source, row, route + 1);
         else
             fill_slots(p, source, route + 1);
@@ -233,13 +232,10 @@ static void read_routes(Prepare *p, int32_t source, const int32_t *words) {
 
 static EpRoundHeader expected_header(const Prepare *p) {
     const EpPlanShape *s = p->shape;
-    EpRoundHeader expected = {
+    return (EpRoundHeader){
         .handle = p->handle->id,
-        .fact = {p->routing->top_k, s->alignment, s->layout, s->capacity, s->quant},
+        .fact = {p->routing->top_k, s->alignment, s->layout, ep_agreed_rows(s), s->quant},
         .tokens = (int32_t)p->num_tokens};
-    if (s->layout == EP_LAYOUT_BATCHED) /* here ranks differ in the capacity, which depends on L */
-        expected.fact[3] = s->rows_per_expert;
-    return expected;
 }
 
 /* Wait for all messages of this round. `messages` [R]: their bodies, this rank's own included. */
@@ -345,7 +341,7 @@ static int64_t count_row_entries(const Prepare *p, int32_t expert, int32_t sourc
 
 static void publish_source_counts(const Prepare *p, const EpTensor *t) {
     int32_t ranks = p->shape->num_ranks;
-    int has_rows = ep_layout_has_rows(p->shape->layout);
+    int has_rows = p->shape->has_rows;
     for (int32_t e = 0; t && e < p->shape->num_local; e++)
         for (int32_t r = 0; r < ranks; r++)
             store_integer(t, (int64_t)e * ranks + r,
@@ -356,7 +352,7 @@ static void publish_source_counts(const Prepare *p, const EpTensor *t) {
 static int64_t count_source_rows(const Prepare *p, int32_t source) {
     const EpPlan *plan = &p->plan;
     int64_t kept = plan->header->recv_rows, rows = 0;
-    if (ep_layout_has_rows(p->shape->layout))
+    if (p->shape->has_rows)
         return ep_min(kept, plan->recv_begin[source + 1]) - ep_min(kept, plan->recv_begin[source]);
     for (int32_t e = 0; e < p->shape->num_local; e++)
         rows += count_slots(p, e, source);
@@ -392,8 +388,7 @@ static void record_overflow(Prepare *p) {
     EpFinding finding = EP_FINDING_INIT;
     finding.status = EP_ERR_OVERFLOW;
     finding.rank = p->group->rank;
-    finding.expected =
-        shape->layout == EP_LAYOUT_BATCHED ? shape->rows_per_expert : shape->capacity;
+    finding.expected = ep_agreed_rows(shape);
     finding.seen = p->plan.header->needed_rows;
     finding.count = p->plan.header->dropped_slots;
     strcpy(finding.phase, "prepare");
@@ -403,7 +398,7 @@ static void record_overflow(Prepare *p) {
 
 static void complete_plan(Prepare *p) {
     EpPlanHeader *header = p->plan.header;
-    if (ep_layout_has_rows(p->shape->layout)) describe_row_experts(p);
+    if (p->shape->has_rows) describe_row_experts(p);
     header->num_tokens = p->num_tokens;
     header->num_rows = p->routing->num_rows;
     header->exact_rows = p->routing->num_tokens == NULL;

@@ -24,13 +24,14 @@ static void quantise_block(const EpRowsQuant *q, int64_t slab, int64_t i, int64_
                           .columns = ep_min(q->block[2], end[2] - column),
                           .row_step = transposed ? 1 : q->size[2],
                           .step = transposed ? q->size[1] : 1,
-                          .out = q->out + slab * each + row * q->size[2] + column,
-                          .out_step = q->size[2]};
+                          .out = q->out +
+                                 ep_quant_bytes(q->format, slab * each + row * q->size[2] + column),
+                          .out_step = ep_quant_bytes(q->format, q->size[2])};
     int64_t at = slab * each + row * block.row_step + column * block.step;
     block.from = (const char *)q->rows + at * (int64_t)ep_type_bytes(q->type);
-    EpQuantScale scale = ep_quant_scale(q->form.quant, ep_block_amax(&block));
-    ep_block_convert(&block, scale.inverse);
-    ep_store_scale(q->form.quant, q->scales,
+    EpQuantScale scale = ep_quant_scale(q->format, ep_block_amax(&block));
+    ep_block_convert(q->format, &block, scale.inverse);
+    ep_store_scale(q->format, q->scales,
                    slab * q->scale_step[0] + i * q->scale_step[1] + j * q->scale_step[2],
                    scale.stored);
 }

@@ -146,7 +146,7 @@ EpStatus ep_host_gather_shards(const EpWeightGather *call, const EpShards *shard
 
 EpStatus ep_host_weight_gather(const EpWeightGather *call) {
     const EpWeightView *view = call->view;
-    if (view->form.quant != EP_QUANT_NONE) return ep_host_gather_quantised(call);
+    if (view->format.bits) return ep_host_gather_quantised(call);
     Gather g = {.shards = &view->shards,
                 .unit = (int64_t)ep_type_bytes(view->sizes.type),
                 .shard = call->shard,

@@ -49,8 +49,9 @@ static EpQuantBlock own_part(const Quantiser *q, const int64_t block[3]) {
         .columns = end[2] - begin[2],
         .row_step = q->step[1],
         .step = q->step[2],
-        .out = (uint8_t *)q->call->out + (begin[0] * rows + begin[1]) * columns + begin[2],
-        .out_step = columns};
+        .out = (uint8_t *)q->call->out +
+               ep_quant_bytes(q->view->format, (begin[0] * rows + begin[1]) * columns + begin[2]),
+        .out_step = ep_quant_bytes(q->view->format, columns)};
 }
 
 static int is_empty(const EpQuantBlock *b) {
@@ -62,7 +63,7 @@ static int64_t block_number(const Quantiser *q, const int64_t block[3]) {
 }
 
 static void store_scale(const Quantiser *q, const int64_t block[3], uint32_t stored) {
-    ep_store_scale(q->view->form.quant, q->call->scales, block_number(q, block), stored);
+    ep_store_scale(q->view->format, q->call->scales, block_number(q, block), stored);
 }
 
 /* ---- blocks of a shard --------------------------------------------------------------------- */
@@ -89,9 +90,9 @@ static void quantise_whole_block(Quantiser *q, const int64_t block[3], uint32_t 
     EpQuantBlock part = own_part(q, block);
     (void)found;
     if (is_empty(&part)) return;
-    EpQuantScale scale = ep_quant_scale(q->view->form.quant, ep_block_amax(&part));
+    EpQuantScale scale = ep_quant_scale(q->view->format, ep_block_amax(&part));
     store_scale(q, block, scale.stored);
-    ep_block_convert(&part, scale.inverse);
+    ep_block_convert(q->view->format, &part, scale.inverse);
 }
 
 static EpStatus gather_scales(const Quantiser *q) {
@@ -118,15 +119,15 @@ static void convert_block(Quantiser *q, const int64_t block[3], uint32_t *found)
     EpQuantBlock part = own_part(q, block);
     (void)found;
     if (is_empty(&part)) return;
-    EpQuantScale scale = ep_quant_scale(q->view->form.quant, q->amaxes[block_number(q, block)]);
-    ep_block_convert(&part, scale.inverse);
+    EpQuantScale scale = ep_quant_scale(q->view->format, q->amaxes[block_number(q, block)]);
+    ep_block_convert(q->view->format, &part, scale.inverse);
 }
 
 static void store_all_scales(const Quantiser *q) {
     for (int64_t i = 0; i < q->blocks[0] * q->blocks[1] * q->blocks[2]; i++) {
         int64_t block[3] = {i / q->blocks[2] / q->blocks[1], i / q->blocks[2] % q->blocks[1],
                             i % q->blocks[2]};
-        store_scale(q, block, ep_quant_scale(q->view->form.quant, q->amaxes[i]).stored);
+        store_scale(q, block, ep_quant_scale(q->view->format, q->amaxes[i]).stored);
     }
 }
 
@@ -176,9 +177,9 @@ EpStatus ep_host_gather_quantised(const EpWeightGather *call) {
         EP_TRY(agree_on_amaxes(&q));
         store_all_scales(&q);
         visit_blocks(&q, q.shard, convert_block);
-        return ep_host_gather_shards(call, q.shards, 1, call->out);
+        return ep_host_gather_shards(call, &q.view->codes, 1, call->out);
     }
     visit_blocks(&q, q.shard, quantise_whole_block);
     EP_TRY(gather_scales(&q));
-    return ep_host_gather_shards(call, q.shards, 1, call->out);
+    return ep_host_gather_shards(call, &q.view->codes, 1, call->out);
 }

@@ -3,8 +3,10 @@
 #include "combine/cuda/backend.h"
 
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/cuda/nccl_bootstrap.h"
 #include "bootstrap/cuda/setup.h"
-#include "bootstrap/cuda/watch.h"
+#include "bootstrap/memory/cuda/cuda_memory.h"
+#include "bootstrap/network/cuda/network.h"
 #include "combine/cuda/gather.h"
 #include "combine/cuda/latency_gather.h"
 #include "dispatch/cuda/backend.h"

@@ -63,7 +63,7 @@ typedef struct EpCuda {
     char *workspace;             /**< of quantising dispatches in throughput mode: a
                                       step's scales. They follow each other */
     struct EpCudaOwn *spare;     /**< plans whose handles are gone: handles/cuda/plan.c */
-    struct EpCudaWatch *watch;   /**< NULL on one node; see bootstrap/cuda/watch.h */
+    struct EpCudaWatch *watch;   /**< NULL on one node; see bootstrap/network/cuda/network.h */
     struct EpCudaRelay *relay;   /**< NULL on one node; see handles/cuda/relay.h */
     struct EpCudaSlices *slices; /**< NULL: none; see handles/cuda/weight_slices.h */
     struct EpCudaLatency *latency;       /**< NULL: none; see handles/cuda/latency.c */

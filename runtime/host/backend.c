@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "bootstrap/host/setup.h"
+#include "bootstrap/memory/host/host_memory.h"
 #include "combine/host/gather.h"
 #include "dispatch/host/scatter.h"
 #include "handles/host/plan.h"

@@ -12,9 +12,10 @@ static inline float load(EpType type, const void *from, int64_t at) {
 }
 
 /* Convert a block's elements to floats, which is exact. */
-static void load_block(EpType type, const void *row, int64_t first, int64_t count, float *x) {
+static inline void load_block(EpType type, const void *row, int64_t first, int64_t step,
+                              int64_t count, float *x) {
     for (int64_t i = 0; i < count; i++)
-        x[i] = load(type, row, first + i);
+        x[i] = load(type, row, first + i * step);
 }
 
 static uint32_t find_amax(const float *x, int64_t count) {
@@ -26,22 +27,29 @@ static uint32_t find_amax(const float *x, int64_t count) {
     return amax;
 }
 
-void ep_quantise(EpQuant quant, EpType type, const void *row, int64_t n, uint8_t *out,
+/* Store the codes of `count` numbers. E4M3 is the only code. */
+static void encode(EpQuantFormat format, const float *x, int64_t count, float inverse,
+                   uint8_t *out) {
+    (void)format;
+    for (int64_t i = 0; i < count; i++)
+        out[i] = ep_e4m3_from_float(x[i] * inverse);
+}
+
+void ep_quantise(EpQuantFormat format, EpType type, const void *row, int64_t n, uint8_t *out,
                  void *scales) {
-    int64_t block = ep_quant_block(quant);
+    int64_t block = format.block;
     float x[MOST_BLOCK];
     for (int64_t first = 0, b = 0; first < n; first += block, b++) {
         int64_t count = n - first < block ? n - first : block;
-        load_block(type, row, first, count, x);
-        EpQuantScale scale = ep_quant_scale(quant, find_amax(x, count));
-        for (int64_t i = 0; i < count; i++)
-            out[first + i] = ep_e4m3_from_float(x[i] * scale.inverse);
-        ep_store_scale(quant, scales, b, scale.stored);
+        load_block(type, row, first, 1, count, x);
+        EpQuantScale scale = ep_quant_scale(format, find_amax(x, count));
+        encode(format, x, count, scale.inverse, out + ep_quant_bytes(format, first));
+        ep_store_scale(format, scales, b, scale.stored);
     }
 }
 
-void ep_store_scale(EpQuant quant, void *scales, int64_t at, uint32_t stored) {
-    if (ep_quant_scale_type(quant) == EP_TYPE_FP32)
+void ep_store_scale(EpQuantFormat format, void *scales, int64_t at, uint32_t stored) {
+    if (ep_quant_scale_type(format) == EP_TYPE_FP32)
         ((uint32_t *)scales)[at] = stored;
     else
         ((uint8_t *)scales)[at] = (uint8_t)stored;
@@ -58,10 +66,10 @@ uint32_t ep_block_amax(const EpQuantBlock *b) {
     return amax;
 }
 
-void ep_block_convert(const EpQuantBlock *b, float inverse) {
-    for (int64_t i = 0; i < b->rows; i++)
-        for (int64_t j = 0; j < b->columns; j++) {
-            float x = load(b->type, b->from, i * b->row_step + j * b->step);
-            b->out[i * b->out_step + j] = ep_e4m3_from_float(x * inverse);
-        }
+void ep_block_convert(EpQuantFormat format, const EpQuantBlock *b, float inverse) {
+    float x[MOST_BLOCK];
+    for (int64_t i = 0; i < b->rows; i++) {
+        load_block(b->type, b->from, i * b->row_step, b->step, b->columns, x);
+        encode(format, x, b->columns, inverse, b->out + i * b->out_step);
+    }
 }

@@ -12,7 +12,7 @@
 #include "runtime/dtype.h"
 #include "runtime/quant.h"
 
-#define TILE 128 /* a block of EP_QUANT_FP8, too */
+#define TILE 128 /* a block of EP_SUM_QUANT, too */
 #define CHAINS 64
 #define DOT_PART 4096 /* elements, so that a chain adds up 64: errors grow with that number */
 
@@ -42,7 +42,7 @@ static inline EpQuantScale find_scale(const float *x, int n) {
         uint32_t magnitude = ep_quant_magnitude(x[i]);
         amax = magnitude > amax ? magnitude : amax;
     }
-    return ep_quant_scale(EP_QUANT_FP8, amax);
+    return ep_quant_scale(ep_quant_format(EP_SUM_QUANT), amax);
 }
 
 /* Quantise the tile at element `at` of a row. */

@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "ep/ep.h"
+#include "runtime/quant.h"
 
 /**
  * One term of a sum. Terms come in runs; a run is summed on its own from +0 and then added to the
@@ -29,8 +30,7 @@ typedef struct EpTerm {
     const void *row;
     float weight;
     EpRun run;
-    const float *scales; /**< NULL, or the row is e4m3 with a scale for each block of EP_QUANT_FP8,
-                              and the weight is 1 */
+    const float *scales; /**< NULL, or the row is quantised as EP_SUM_QUANT, and the weight is 1 */
 } EpTerm;
 
 typedef struct EpRowMath {
@@ -38,7 +38,7 @@ typedef struct EpRowMath {
     /** out[i] = round(sum over runs of (fmaf chain over the run's terms)), where some runs are
      *  rounded too; zeros if count is 0. */
     void (*sum)(EpType type, void *out, int64_t n, const EpTerm *terms, int count);
-    /** The same sum, quantised as EP_QUANT_FP8 in place of rounded. Terms are of `type`. */
+    /** The same sum, quantised as EP_SUM_QUANT in place of rounded. Terms are of `type`. */
     void (*sum_quantised)(EpType type, uint8_t *out, float *scales, int64_t n, const EpTerm *terms,
                           int count);
     /** The same with weights of 1, no run rounded, rounded to the type `out_type`: BF16, FP16 or
@@ -61,24 +61,24 @@ void ep_row_copy(void *out, const void *row, size_t bytes, int stream);
 void ep_row_zero(void *out, size_t bytes, int stream);
 void ep_stream_fence(void);
 
-/** Quantise a row of `n` elements of BF16, FP16 or FP32 (runtime/quant.h) into n bytes of e4m3 and
- *  ep_quant_scales(quant, n) scales. */
-void ep_quantise(EpQuant quant, EpType type, const void *row, int64_t n, uint8_t *out,
+/** Quantise a row of `n` elements of BF16, FP16 or FP32 into ep_quant_bytes(format, n) bytes of
+ *  codes and ep_quant_scales(format, n) scales. */
+void ep_quantise(EpQuantFormat format, EpType type, const void *row, int64_t n, uint8_t *out,
                  void *scales);
 
-/** Elements that share a scale: element (i, j) is from[i * row_step + j * step], and its byte goes
- * to out[i * out_step + j]. */
+/** Elements that share a scale: element (i, j) is from[i * row_step + j * step], and row i of their
+ *  codes begins at out[i * out_step]. */
 typedef struct EpQuantBlock {
     EpType type; /**< BF16, FP16 or FP32 */
     const void *from;
     int64_t rows, columns, row_step, step;
     uint8_t *out;
-    int64_t out_step;
+    int64_t out_step; /**< bytes */
 } EpQuantBlock;
 
 /** Returns the bits of the block's amax, at least EP_QUANT_LEAST_BITS. */
 uint32_t ep_block_amax(const EpQuantBlock *block);
-void ep_block_convert(const EpQuantBlock *block, float inverse);
-void ep_store_scale(EpQuant quant, void *scales, int64_t at, uint32_t stored);
+void ep_block_convert(EpQuantFormat format, const EpQuantBlock *block, float inverse);
+void ep_store_scale(EpQuantFormat format, void *scales, int64_t at, uint32_t stored);
 
 #endif

@@ -12,7 +12,7 @@
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
 
-/* What ranks gather in bootstrap/host/posix_memory.c, recognised here by its size. */
+/* What ranks gather in bootstrap/memory/host/posix_memory.c, recognised here by its size. */
 typedef struct Offer {
     uint64_t name, proof;
 } Offer;

@@ -9,7 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "bootstrap/sockets.h"
+#include "bootstrap/network/sockets.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
 #include "tests/harness/ranked.h"

@@ -23,6 +23,10 @@ static void divide_nodes(Case *c) {
         c->nodes[r] = (char)('0' + r * (nodes < c->ranks ? nodes : c->ranks) / c->ranks);
 }
 
+static int quantises(const Case *c) {
+    return quant_form(c->quant)->bits != 0;
+}
+
 Case case_complete(Case c) {
     if (!c.ranks) c.ranks = 1;
     if (!c.timeout) c.timeout = 60;
@@ -41,22 +45,21 @@ Case case_complete(Case c) {
     if (!c.rows_per_expert) c.rows_per_expert = round_up(most, c.alignment);
     if (!c.padding) c.padding = EP_PADDING_ZERO;
     if (!c.sum_quant) c.sum_quant = EP_QUANT_NONE;
-    if (c.sum_quant != EP_QUANT_NONE) c.hidden = (int)round_up(c.hidden, 16);
+    if (quant_form(c.sum_quant)->bits) c.hidden = (int)round_up(c.hidden, 16);
     if (!c.quant) c.quant = EP_QUANT_NONE;
     if (!c.scale_order) c.scale_order = EP_SCALES_BY_ROW;
-    if (c.quant != EP_QUANT_NONE) {
-        c.hidden = (int)round_up(c.hidden, 16), c.scale_bytes = 0;
+    if (quantises(&c)) {
+        c.hidden = (int)round_up(c.hidden, 16 * 8 / quant_form(c.quant)->bits), c.scale_bytes = 0;
         if (c.row_type > EP_TYPE_FP32) c.row_type = EP_TYPE_BF16;
     }
-    int rank_major = c.layout == EP_LAYOUT_RANK_MAJOR;
-    if (!c.mode) c.mode = rank_major ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
-    if (c.mode != EP_MODE_LATENCY || c.layout == EP_LAYOUT_FLAT || rank_major)
-        c.weights_at_combine = 0;
+    const CaseLayout *layout = case_layout(&c);
+    if (!c.mode) c.mode = layout->latency_only ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
+    if (c.mode != EP_MODE_LATENCY || layout->has_rows) c.weights_at_combine = 0;
     if (c.weights_at_combine) c.weighted = 0;
-    if (c.zero_tail == EP_TAIL_IDS && !case_has_rows(&c)) c.zero_tail = EP_TAIL_KEEP;
+    if (c.zero_tail == EP_TAIL_IDS && !layout->has_rows) c.zero_tail = EP_TAIL_KEEP;
     int64_t tokens = (int64_t)c.ranks * c.max_tokens, slots = tokens * c.top_k;
-    if (c.mode == EP_MODE_LATENCY && !c.capacity && !rank_major)
-        c.capacity = c.layout == EP_LAYOUT_FLAT ? tokens : slots + c.experts * c.alignment;
+    if (c.mode == EP_MODE_LATENCY && !c.capacity && layout->blocks != BLOCKS_OF_TOKENS)
+        c.capacity = layout->has_rows ? tokens : slots + c.experts * c.alignment;
     return c;
 }
 
@@ -153,19 +156,25 @@ size_t case_row_bytes(const Case *c) {
 }
 
 int case_has_rows(const Case *c) {
-    return c->layout == EP_LAYOUT_FLAT || c->layout == EP_LAYOUT_RANK_MAJOR;
+    return case_layout(c)->has_rows;
 }
 
-static int quantises(const Case *c) {
-    return c->quant > EP_QUANT_NONE;
+int64_t case_block_rows(const Case *c) {
+    CaseBlocks blocks = case_layout(c)->blocks;
+    if (blocks == BLOCKS_PACKED) return 0;
+    return blocks == BLOCKS_OF_ROWS ? c->rows_per_expert : c->max_tokens;
 }
 
 EpType case_recv_type(const Case *c) {
-    return quantises(c) ? EP_TYPE_FP8_E4M3 : c->row_type;
+    return quantises(c) ? quant_form(c->quant)->type : c->row_type;
+}
+
+int case_recv_width(const Case *c) {
+    return quantises(c) ? quant_bytes(c->quant, c->hidden) : c->hidden;
 }
 
 EpType case_scale_type(const Case *c) {
-    return quant_scale_bytes(c->quant) == 4 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
+    return quant_form(c->quant)->scale_type;
 }
 
 int case_scales(const Case *c) {
@@ -173,7 +182,7 @@ int case_scales(const Case *c) {
 }
 
 size_t case_recv_bytes(const Case *c) {
-    return (size_t)c->hidden * type_bytes(case_recv_type(c));
+    return (size_t)case_recv_width(c) * type_bytes(case_recv_type(c));
 }
 
 size_t case_recv_scale_bytes(const Case *c) {
@@ -193,7 +202,7 @@ EpGroupConfig case_group_config(const Case *c) {
     config.max_row_bytes = (int64_t)(row > sum ? row : sum);
     config.max_scale_bytes = c->scale_bytes;
     config.alignment = c->alignment;
-    config.max_recv_rows = c->layout == EP_LAYOUT_BATCHED ? 0 : c->capacity;
+    config.max_recv_rows = case_layout(c)->blocks == BLOCKS_OF_ROWS ? 0 : c->capacity;
     config.overflow = c->overflow;
     config.backend = TEST_BACKEND;
     config.timeout_seconds = c->timeout;
@@ -205,7 +214,7 @@ EpGroupConfig case_group_config(const Case *c) {
 EpHandleConfig case_handle_config(const Case *c) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.layout = c->layout;
-    if (c->layout == EP_LAYOUT_BATCHED)
+    if (case_layout(c)->blocks == BLOCKS_OF_ROWS)
         config.rows_per_expert = c->rows_per_expert;
     else
         config.max_recv_rows = c->capacity;
@@ -219,6 +228,6 @@ EpHandleConfig case_handle_config(const Case *c) {
     config.scale_order = c->scale_order;
     if (c->num_sms) config.num_sms = c->num_sms;
     if (c->global_ids && case_has_rows(c)) config.expert_ids = EP_IDS_GLOBAL;
-    if (c->all_weights && c->layout == EP_LAYOUT_RANK_MAJOR) config.row_weights = EP_WEIGHTS_ALL;
+    if (c->all_weights && case_layout(c)->takes_all) config.row_weights = EP_WEIGHTS_ALL;
     return config;
 }

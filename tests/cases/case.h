@@ -86,16 +86,38 @@ const char *case_describe(const Case *c);
 /** Returns the lowest rank on the node of a rank. */
 int case_node(const Case *c, int rank);
 
-/** Returns whether a row has one slot for all its entries: FLAT and RANK_MAJOR. */
+/** How receive tensors are divided into blocks. */
+typedef enum CaseBlocks {
+    BLOCKS_PACKED,   /**< not at all */
+    BLOCKS_OF_ROWS,  /**< of rows_per_expert */
+    BLOCKS_OF_TOKENS /**< of max_tokens */
+} CaseBlocks;
+
+struct World;
+
+/** What tests know of a layout: one line each in tests/oracle/world.c. */
+typedef struct CaseLayout {
+    void (*plan)(struct World *world, int rank); /**< finds the slots of a rank */
+    int has_rows;     /**< a row has one slot for all its entries, in a block of its source */
+    int latency_only; /**< it does not exist in throughput mode */
+    int takes_all;    /**< EP_WEIGHTS_ALL is possible */
+    CaseBlocks blocks;
+} CaseLayout;
+
+const CaseLayout *case_layout(const Case *c);
 int case_has_rows(const Case *c);
+
+/** Returns the rows of a block, or 0 where tensors have none. */
+int64_t case_block_rows(const Case *c);
 
 /** Return the configuration of the group and of the handle of a complete case. */
 EpGroupConfig case_group_config(const Case *c);
 EpHandleConfig case_handle_config(const Case *c);
 
-/** What dispatch delivers: the type of rows, and the type and number of scales of a row (0: no
- * scales). */
+/** What dispatch delivers: the type and the elements of rows, and the type and number of scales of
+ * a row (0: no scales). */
 EpType case_recv_type(const Case *c);
+int case_recv_width(const Case *c);
 EpType case_scale_type(const Case *c);
 int case_scales(const Case *c);
 

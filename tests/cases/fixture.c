@@ -281,7 +281,7 @@ static void check_in_mode(const char *group, Case c, EpMode mode) {
 
 void fixture_check_refusals(const char *group, const char *changes) {
     Case c = changed_case(changes);
-    if (c.mode != EP_MODE_LATENCY && c.layout != EP_LAYOUT_RANK_MAJOR)
+    if (c.mode != EP_MODE_LATENCY && !case_layout(&c)->latency_only)
         check_in_mode(group, c, EP_MODE_THROUGHPUT);
     if (TESTS_HAVE_LATENCY) check_in_mode(group, c, EP_MODE_LATENCY);
 }

@@ -25,16 +25,14 @@ EpTensor step_scales(const Step *step) {
 EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns) {
     const RankWorld *me = step_mine(step);
     const Case *c = &step->world->c;
-    if (c->layout == EP_LAYOUT_BATCHED)
-        return ep_tensor_3d(data, type, me->num_experts, c->rows_per_expert, columns);
-    if (c->layout == EP_LAYOUT_RANK_MAJOR)
-        return ep_tensor_3d(data, type, c->ranks, c->max_tokens, columns);
+    int64_t block = case_block_rows(c), blocks = case_has_rows(c) ? c->ranks : me->num_experts;
+    if (block) return ep_tensor_3d(data, type, blocks, block, columns);
     return ep_tensor_2d(data, type, me->buffer_rows, columns);
 }
 
 EpTensor step_recv_tokens(const Step *step, const void *data) {
     const Case *c = &step->world->c;
-    return step_rows(step, data, case_recv_type(c), c->hidden);
+    return step_rows(step, data, case_recv_type(c), case_recv_width(c));
 }
 
 EpTensor step_recv_scales(const Step *step, const void *data) {
@@ -118,7 +116,7 @@ static void check_routing_finding(const Step *step, const EpFinding *found) {
 static void check_overflow_finding(const Step *step, const EpFinding *found) {
     const Case *c = &step->world->c;
     const RankWorld *me = step_mine(step);
-    int64_t capacity = c->layout == EP_LAYOUT_BATCHED ? c->rows_per_expert : c->capacity;
+    int64_t capacity = case_block_rows(c) ? case_block_rows(c) : c->capacity;
     CHECK(me->dropped > 0 && c->overflow == EP_OVERFLOW_ERROR, "unasked: %s", ep_last_error());
     CHECK(found->rank == step->rank, "rank %d", (int)found->rank);
     CHECK(found->expected == capacity, "%lld instead of %lld", (long long)found->expected,

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/cuda/setup.h"
+#include "bootstrap/memory/cuda/cuda_memory.h"
 #include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
 #include "tests/harness/ranked.h"

@@ -138,7 +138,7 @@ SoloTest(handles_partition, packed_in_whole_groups) {
         EpGatherArgs a = {.group = group,
                           .top_k = 8,
                           .t.type = EP_TYPE_BF16,
-                          .t.quant = EP_QUANT_FP8,
+                          .t.format = ep_quant_format(EP_QUANT_FP8),
                           .t.row_bytes = 2 * elements};
         check_note("%lld elements, %d ranks, %d blocks", (long long)elements, group.size,
                    group.blocks);
@@ -158,7 +158,7 @@ SoloTest(handles_partition, packed_without_room) {
     EpGatherArgs a = {.group = {.size = 4, .blocks = H200_BLOCKS},
                       .top_k = 32,
                       .t.type = EP_TYPE_FP32,
-                      .t.quant = EP_QUANT_FP8,
+                      .t.format = ep_quant_format(EP_QUANT_FP8),
                       .t.row_bytes = 16384};
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.max_row_bytes = 16384, config.max_top_k = 32;
@@ -206,7 +206,7 @@ static EpGatherArgs divided_gather(int32_t ranks, int32_t blocks, int32_t top_k,
     EpGatherArgs a = {.group = {.size = ranks, .blocks = blocks},
                       .top_k = top_k,
                       .t = {.type = EP_TYPE_BF16, .row_bytes = row_bytes}};
-    if (packs) a.t.quant = EP_QUANT_FP8;
+    if (packs) a.t.format = ep_quant_format(EP_QUANT_FP8);
     CHECK(ep_partition_gather(&a, H200_SHARED_BYTES), "refused");
     return a;
 }
@@ -320,7 +320,7 @@ SoloTest(handles_partition, blocks_that_pack) {
 /* Quantised rows need as many sending blocks as large rows do. */
 SoloTest(handles_partition, senders_of_quantised_rows) {
     EpScatterArgs s = {.group = {.size = 4, .blocks = H200_BLOCKS}, .top_k = 8, .zero_copy = 1};
-    s.t.row_bytes = 7168, s.t.source_row_bytes = 14336, s.t.quant = EP_QUANT_FP8;
+    s.t.row_bytes = 7168, s.t.source_row_bytes = 14336, s.t.format = ep_quant_format(EP_QUANT_FP8);
     CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 512), "refused");
     CHECK(s.receivers == 104, "%d", s.receivers);
 }

@@ -83,7 +83,7 @@ static int64_t least(int64_t a, int64_t b) {
 static void expect(const Expected *x) {
     const Shape *s = x->s;
     int t = x->form->transposed;
-    int64_t width = x->form->quant == EP_QUANT_MXFP8 ? 32 : 128;
+    int64_t width = quant_form(x->form->quant)->block;
     int64_t height = x->form->blocks == EP_BLOCKS_TILES ? width : 1;
     int64_t high = t ? s->columns : s->rows, wide = t ? s->rows : s->columns;
     int64_t down = (high + height - 1) / height, across = (wide + width - 1) / width;
@@ -113,7 +113,7 @@ static void fill_rows(const Shape *s, uint64_t seed, void *rows) {
 
 static void check_form(EpGroup *group, const Shape *s, const EpRowsForm *form, EpType count_type) {
     int64_t elements = s->slabs * s->rows * s->columns;
-    int64_t width = form->quant == EP_QUANT_MXFP8 ? 32 : 128;
+    int64_t width = quant_form(form->quant)->block;
     int64_t height = form->blocks == EP_BLOCKS_TILES ? width : 1;
     int64_t high = form->transposed ? s->columns : s->rows;
     int64_t wide = form->transposed ? s->rows : s->columns;
@@ -134,7 +134,7 @@ static void check_form(EpGroup *group, const Shape *s, const EpRowsForm *form, E
     expect(&(Expected){s, form, rows, (uint8_t *)expected_out, (uint8_t *)expected_scales});
     EpTensor in = tensor_of(rows, s->type, s->three, s->slabs, s->rows, s->columns);
     EpTensor result = tensor_of(out, EP_TYPE_FP8_E4M3, s->three, s->slabs, high, wide);
-    EpType scale_type = quant_scale_bytes(form->quant) == 4 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
+    EpType scale_type = quant_form(form->quant)->scale_type;
     EpTensor scaled = tensor_of(scales, scale_type, s->three, s->slabs, by_column ? across : down,
                                 by_column ? down : across);
     EpTensor num_rows = ep_tensor_1d(counts, count_type, s->slabs);

@@ -26,8 +26,7 @@ static void expect_flat_entry(const World *world, int rank, int64_t row, int k, 
     if (what->kind != ROW_FILLED) return;
     const RankWorld *from = &world->rank[what->source];
     int64_t entry = (int64_t)what->token * world->c.top_k + k;
-    if (world->c.all_weights && world->c.layout == EP_LAYOUT_RANK_MAJOR)
-        *weight = from->weight[entry];
+    if (world->c.all_weights && case_layout(&world->c)->takes_all) *weight = from->weight[entry];
     if (!world_live(world, what->source, what->token, k)) return;
     if (world_owner(&world->c, from->index[entry]) != rank) return;
     *weight = from->weight[entry];
@@ -61,9 +60,7 @@ static void expect_row(Image *image, int64_t row, size_t bytes, const Row *what,
 static int64_t scale_cell(const Case *c, int64_t buffer_rows, int64_t row, int64_t i) {
     int64_t scales = case_scales(c);
     if (c->scale_order == EP_SCALES_BY_ROW) return row * scales + i;
-    int64_t block = buffer_rows;
-    if (c->layout == EP_LAYOUT_BATCHED) block = c->rows_per_expert;
-    if (c->layout == EP_LAYOUT_RANK_MAJOR) block = c->max_tokens;
+    int64_t block = case_block_rows(c) ? case_block_rows(c) : buffer_rows;
     return row / block * scales * block + i * block + row % block;
 }
 
@@ -142,8 +139,9 @@ typedef struct Sum {
 
 /* Replace a sum by what arrives of it on another rank. */
 static void travel(const Case *c, float *row) {
-    if (c->sum_quant == EP_QUANT_FP8) quant_travel(row, c->hidden);
-    for (int h = 0; c->sum_quant != EP_QUANT_FP8 && h < c->hidden; h++)
+    int quantises = quant_form(c->sum_quant)->bits;
+    if (quantises) quant_travel(row, c->hidden);
+    for (int h = 0; !quantises && h < c->hidden; h++)
         row[h] = number_round(c->sum_type, row[h]);
 }
 

@@ -155,7 +155,7 @@ static void make_sent(const Case *c, RankWorld *me) {
     for (int t = 0; t < me->rows; t++) {
         const uint8_t *token = me->token + (size_t)t * bytes;
         uint8_t *sent = me->sent + (size_t)t * row, *scales = me->sent_scale + (size_t)t * scale;
-        if (c->quant > EP_QUANT_NONE) {
+        if (quant_form(c->quant)->bits) {
             quant_row(c->quant, c->row_type, token, c->hidden, sent, scales);
         } else {
             memcpy(sent, token, row);
@@ -175,7 +175,7 @@ void inputs_make_tokens(World *world, int rank) {
     me->token = new_array(me->rows, case_row_bytes(c));
     me->scale = new_array(me->rows, (size_t)c->scale_bytes);
     fill_random(me->token, (size_t)me->rows * case_row_bytes(c), &random);
-    if (c->quant > EP_QUANT_NONE) make_numbers(c, me, &random);
+    if (quant_form(c->quant)->bits) make_numbers(c, me, &random);
     fill_random(me->scale, (size_t)me->rows * (size_t)c->scale_bytes, &random);
 
     make_sent(c, me);

@@ -6,19 +6,40 @@
 
 #include "tests/oracle/number.h"
 
-static int block_of(EpQuant quant) {
-    return quant == EP_QUANT_MXFP8 ? 32 : 128;
+#define E4M3 EP_TYPE_FP8_E4M3
+
+static const QuantForm forms[] = {
+    [EP_QUANT_NONE] = {EP_TYPE_UINT8, EP_TYPE_UINT8, 0, 1, 0, 0, NULL},
+    [EP_QUANT_FP8] = {E4M3, EP_TYPE_FP32, 8, 128, 448, 0, quant_encode},
+    [EP_QUANT_FP8_UE8M0] = {E4M3, EP_TYPE_UINT8, 8, 128, 448, 1, quant_encode},
+    [EP_QUANT_MXFP8] = {E4M3, EP_TYPE_UINT8, 8, 32, 448, 1, quant_encode},
+    [EP_QUANT_FP8_POW2] = {E4M3, EP_TYPE_FP32, 8, 128, 448, 1, quant_encode},
+};
+
+const QuantForm *quant_form(EpQuant quant) {
+    return &forms[quant ? quant : EP_QUANT_NONE];
 }
 
 int quant_scales(EpQuant quant, int elements) {
     int blocks = 0;
-    while (blocks * block_of(quant) < elements)
+    while (blocks * quant_form(quant)->block < elements)
         blocks++;
     return blocks;
 }
 
+int quant_bytes(EpQuant quant, int elements) {
+    return elements * quant_form(quant)->bits / 8;
+}
+
 int quant_scale_bytes(EpQuant quant) {
-    return quant == EP_QUANT_FP8 || quant == EP_QUANT_FP8_POW2 ? 4 : 1;
+    return quant_form(quant)->scale_type == EP_TYPE_FP32 ? 4 : 1;
+}
+
+/* Store code i of a row: lower ones in the lower bits of a byte. */
+static void put_code(uint8_t *row, int i, int bits, uint8_t code) {
+    int shift = i * bits % 8;
+    uint8_t *byte = row + i * bits / 8;
+    *byte = (uint8_t)(shift ? *byte | code << shift : code);
 }
 
 double quant_decode(uint8_t code) {
@@ -55,34 +76,36 @@ static int least_power(float scale) {
 }
 
 void quant_block(EpQuant quant, const float *x, int n, uint8_t *out, uint8_t *scale) {
+    const QuantForm *form = quant_form(quant);
     double amax = ldexp(1, -100);
     for (int i = 0; i < n; i++)
         if (isfinite(x[i]) && fabs((double)x[i]) > amax) amax = fabs((double)x[i]);
-    float quotient = divide(amax, 448), inverse = divide(448, amax);
-    if (quant == EP_QUANT_FP8) {
+    float quotient = divide(amax, form->largest), inverse = divide(form->largest, amax);
+    if (!form->is_power) {
         memcpy(scale, &quotient, 4);
     } else {
         int power = least_power(quotient);
         float power_of_two = (float)ldexp(1, power);
-        if (quant == EP_QUANT_FP8_POW2)
+        if (form->scale_type == EP_TYPE_FP32)
             memcpy(scale, &power_of_two, 4);
         else
             *scale = (uint8_t)(power + 127);
         inverse = (float)ldexp(1, -power);
     }
     for (int i = 0; i < n; i++)
-        out[i] = quant_encode((float)((double)x[i] * (double)inverse));
+        put_code(out, i, form->bits, form->encode((float)((double)x[i] * (double)inverse)));
 }
 
 void quant_row(EpQuant quant, EpType type, const void *row, int elements, uint8_t *out,
                uint8_t *scales) {
-    int block = block_of(quant);
+    int block = quant_form(quant)->block;
     float x[128];
     for (int b = 0; b < quant_scales(quant, elements); b++) {
         int first = b * block, n = elements - first < block ? elements - first : block;
         for (int i = 0; i < n; i++)
             x[i] = number_get(row, type, first + i);
-        quant_block(quant, x, n, out + first, scales + b * quant_scale_bytes(quant));
+        quant_block(quant, x, n, out + quant_bytes(quant, first),
+                    scales + b * quant_scale_bytes(quant));
     }
 }
 

@@ -10,8 +10,22 @@
 
 #include "ep/ep.h"
 
-/** Number of scales of a row, and bytes of one scale. */
+/** How numbers are quantised: one line each in quant.c. */
+typedef struct QuantForm {
+    EpType type; /**< of a tensor of codes, one byte each */
+    EpType scale_type;
+    int bits;       /**< of a code; 0: nothing is quantised */
+    int block;      /**< elements that share a scale */
+    double largest; /**< that a code stands for */
+    int is_power;   /**< scales are rounded up to powers of two */
+    uint8_t (*encode)(double value);
+} QuantForm;
+
+const QuantForm *quant_form(EpQuant quant);
+
+/** Number of scales of a row, bytes of its codes, and bytes of one scale. */
 int quant_scales(EpQuant quant, int elements);
+int quant_bytes(EpQuant quant, int elements);
 int quant_scale_bytes(EpQuant quant);
 
 /** Quantise a row of BF16, FP16 or FP32. */

@@ -108,8 +108,8 @@ static int64_t element_at(const ShardedBox *box, int transposed, int64_t x, int6
 void sharded_quantise(const Sharded *s, const ShardedBox *box, const EpWeightForm *form,
                       uint8_t *out, uint8_t *scales, int64_t blocks[SHARDED_DIMS]) {
     enum { MOST = 128 * 128 };
-    int t = form->transposed, width = form->quant == EP_QUANT_MXFP8 ? 32 : 128;
-    int height = form->blocks == EP_BLOCKS_TILES ? 128 : 1;
+    int t = form->transposed, width = quant_form(form->quant)->block;
+    int height = form->blocks == EP_BLOCKS_TILES ? width : 1;
     int64_t rows = box->size[t ? 2 : 1], columns = box->size[t ? 1 : 2];
     float *x = malloc(MOST * sizeof(*x));
     uint8_t codes[MOST];

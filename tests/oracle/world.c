@@ -186,11 +186,15 @@ static void plan_rank_major(World *world, int rank) {
     order_entries(me);
 }
 
-static void plan_rank(World *world, int rank) {
-    if (world->c.layout == EP_LAYOUT_EXPERT_MAJOR) plan_expert_major(world, rank);
-    if (world->c.layout == EP_LAYOUT_BATCHED) plan_batched(world, rank);
-    if (world->c.layout == EP_LAYOUT_FLAT) plan_flat(world, rank);
-    if (world->c.layout == EP_LAYOUT_RANK_MAJOR) plan_rank_major(world, rank);
+static const CaseLayout layouts[] = {
+    [EP_LAYOUT_EXPERT_MAJOR] = {plan_expert_major, .blocks = BLOCKS_PACKED},
+    [EP_LAYOUT_FLAT] = {plan_flat, .has_rows = 1, .blocks = BLOCKS_PACKED},
+    [EP_LAYOUT_BATCHED] = {plan_batched, .blocks = BLOCKS_OF_ROWS},
+    [EP_LAYOUT_RANK_MAJOR] = {plan_rank_major, 1, 1, 1, BLOCKS_OF_TOKENS},
+};
+
+const CaseLayout *case_layout(const Case *c) {
+    return &layouts[c->layout];
 }
 
 static void count_sources(const World *world, RankWorld *me) {
@@ -202,8 +206,8 @@ static void count_sources(const World *world, RankWorld *me) {
 /* Returns an upper bound of the rows of any plan. */
 static int64_t most_rows(const World *world, const RankWorld *me) {
     const Case *c = &world->c;
-    if (c->layout == EP_LAYOUT_BATCHED) return me->num_experts * c->rows_per_expert;
-    if (c->layout == EP_LAYOUT_RANK_MAJOR) return (int64_t)c->ranks * c->max_tokens;
+    if (case_block_rows(c))
+        return (case_has_rows(c) ? c->ranks : me->num_experts) * case_block_rows(c);
     int64_t entries = 0;
     for (int r = 0; r < c->ranks; r++)
         entries += (int64_t)world->rank[r].rows * c->top_k;
@@ -212,7 +216,7 @@ static int64_t most_rows(const World *world, const RankWorld *me) {
 
 static int64_t buffer_rows(const World *world, const RankWorld *me) {
     const Case *c = &world->c;
-    if (c->layout == EP_LAYOUT_BATCHED || c->layout == EP_LAYOUT_RANK_MAJOR) return me->recv_rows;
+    if (case_block_rows(c)) return me->recv_rows;
     return (c->capacity ? c->capacity : me->recv_rows) + c->spare_rows;
 }
 
@@ -242,7 +246,7 @@ World *world_new(const Case *c) {
     for (int r = 0; r < world->c.ranks; r++)
         plan_allocate(world, r);
     for (int r = 0; r < world->c.ranks; r++)
-        plan_rank(world, r);
+        case_layout(&world->c)->plan(world, r);
     for (int r = 0; r < world->c.ranks; r++) {
         world->rank[r].buffer_rows = buffer_rows(world, &world->rank[r]);
         count_sources(world, &world->rank[r]);

@@ -76,7 +76,7 @@ static void check_row(EpQuant quant, EpType type, const void *row, int n) {
     _Alignas(4) uint8_t scales[64], expected_scales[64];
     memset(scales, 0xee, sizeof(scales));
     memset(expected_scales, 0xee, sizeof(expected_scales));
-    ep_quantise(quant, type, row, n, got, scales);
+    ep_quantise(ep_quant_format(quant), type, row, n, got, scales);
     quant_row(quant, type, row, n, expected, expected_scales);
     CHECK(memcmp(got, expected, (size_t)n) == 0, "quant %d, type %d, %d elements", (int)quant,
           (int)type, n);
@@ -106,7 +106,7 @@ static void check_first(EpQuant quant, float first, float second, double scale, 
     float row[16] = {first, second};
     uint8_t out[16];
     _Alignas(4) uint8_t stored[4];
-    ep_quantise(quant, EP_TYPE_FP32, row, 16, out, stored);
+    ep_quantise(ep_quant_format(quant), EP_TYPE_FP32, row, 16, out, stored);
     float fp32;
     memcpy(&fp32, stored, 4);
     double got = quant_scale_bytes(quant) == 4 ? (double)fp32 : ldexp(1, stored[0] - 127);

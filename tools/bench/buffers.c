@@ -4,6 +4,7 @@
 
 #include "tools/bench/case.h"
 #include "tools/common/data.h"
+#include "tools/common/layout.h"
 #include "tools/common/util.h"
 
 /* ---- the table ----------------------------------------------------------------------------- */
@@ -95,14 +96,14 @@ void buffers_poison(Case *c, PhaseId phase) {
 
 /* ---- descriptors --------------------------------------------------------------------------- */
 
-/* One value (column) or a row of `width` values per slot; batched and rank-major tensors have a
- * dimension more. */
+/* One value (column) or a row of `width` values per slot; blocks of fixed size have a dimension of
+ * their own. */
 static EpTensor slot_tensor(const Case *c, void *data, EpType type, int64_t width, bool column) {
     int64_t rows = c->slots.num_rows;
-    int64_t slabs = c->slots.num_local, slab = c->slots.rows_per_expert;
-    if (c->slots.layout == EP_LAYOUT_RANK_MAJOR)
-        slabs = c->routing.num_ranks, slab = c->slots.rows_per_source;
-    else if (c->slots.layout != EP_LAYOUT_BATCHED)
+    const Layout *layout = tool_layout(c->slots.layout);
+    int64_t slab = c->slots.block_rows;
+    int64_t slabs = layout->has_rows ? c->routing.num_ranks : c->slots.num_local;
+    if (!layout->is_fixed)
         return column ? ep_tensor_1d(data, type, rows) : ep_tensor_2d(data, type, rows, width);
     return column ? ep_tensor_2d(data, type, slabs, slab)
                   : ep_tensor_3d(data, type, slabs, slab, width);
@@ -126,7 +127,8 @@ static void describe_slots(Case *c, const Buffers *b) {
     t->slots_in = slot_tensor(c, b->slots_in, (EpType)o->type, o->hidden, false);
     t->slots_out = slot_tensor(c, b->slots_out, (EpType)o->type, o->hidden, false);
     int64_t scales = (int64_t)(c->recv_scale_bytes / ep_type_bytes(c->recv_scale_type));
-    t->recv_tokens = slot_tensor(c, b->slots_out, c->recv_type, o->hidden, false);
+    int64_t recv_width = (int64_t)(c->recv_bytes / ep_type_bytes(c->recv_type));
+    t->recv_tokens = slot_tensor(c, b->slots_out, c->recv_type, recv_width, false);
     t->recv_scales = slot_tensor(c, b->recv_scales, c->recv_scale_type, scales, false);
     t->recv_weights = slot_tensor(c, b->recv_weights, EP_TYPE_FP32, o->top_k, column);
     t->slot_grads_in = slot_tensor(c, b->slot_grads_in, EP_TYPE_FP32, o->top_k, column);

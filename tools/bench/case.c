@@ -5,6 +5,7 @@
 
 #include "tools/bench/device.h"
 #include "tools/common/data.h"
+#include "tools/common/layout.h"
 #include "tools/common/util.h"
 
 /* ---- identities ---------------------------------------------------------------------------- */
@@ -98,9 +99,7 @@ static bool choose_capacity(Case *c) {
     int64_t cuda = memory.backend == EP_BACKEND_CUDA;
     if (!world_min(c->world, &cuda, 1)) return false;
     bool needs_static = cuda || c->options->mode != EP_MODE_THROUGHPUT;
-    EpLayout layout = c->slots.layout;
-    bool fixed = layout == EP_LAYOUT_BATCHED || layout == EP_LAYOUT_RANK_MAJOR;
-    bool open = !c->capacity && !fixed;
+    bool open = !c->capacity && !tool_layout(c->slots.layout)->is_fixed;
     return !needs_static || !open || reserve_rows(c);
 }
 
@@ -130,7 +129,7 @@ EpHandleConfig case_handle_config(const Case *c) {
     config.quant = c->quant;
     config.sum_quant = (EpQuant)c->options->sum_quant;
     config.padding = (EpPadding)c->options->padding;
-    if (config.layout == EP_LAYOUT_BATCHED) config.rows_per_expert = c->slots.rows_per_expert;
+    if (tool_layout(config.layout)->is_sized) config.rows_per_expert = c->slots.block_rows;
     return config;
 }
 
@@ -153,11 +152,14 @@ static void describe_received(Case *c) {
     c->recv_scale_bytes = (size_t)o->scale_bytes;
     c->quant = (EpQuant)o->quant;
     c->sum_bytes = c->row_bytes;
-    if (o->sum_quant != EP_QUANT_NONE)
-        c->sum_bytes = (size_t)(o->hidden + quant_scales(EP_QUANT_FP8, o->hidden) * 4);
-    if (c->quant == EP_QUANT_NONE) return;
-    c->recv_type = EP_TYPE_FP8_E4M3, c->recv_bytes = (size_t)o->hidden;
-    c->recv_scale_type = quant_scale_type(c->quant);
+    EpQuant sum_quant = (EpQuant)o->sum_quant;
+    const QuantFormat *format = quant_format(c->quant);
+    if (quant_format(sum_quant)->bits)
+        c->sum_bytes =
+            (size_t)(quant_bytes(sum_quant, o->hidden) + quant_scales(sum_quant, o->hidden) * 4);
+    if (!format->bits) return;
+    c->recv_type = format->type, c->recv_bytes = (size_t)quant_bytes(c->quant, o->hidden);
+    c->recv_scale_type = format->scale_type;
     c->recv_scale_bytes =
         (size_t)quant_scales(c->quant, o->hidden) * ep_type_bytes(c->recv_scale_type);
 }

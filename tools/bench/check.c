@@ -142,8 +142,8 @@ static bool sum_on_rank(Check *check, int64_t token, int owner, bool weighted) {
 static void round_sum(Check *check, float *sum) {
     const Options *o = check->c->options;
     EpType type = (EpType)o->type;
-    if (o->sum_quant != EP_QUANT_NONE) {
-        quant_row(EP_QUANT_FP8, sum, o->hidden, check->row, check->scales);
+    if (quant_format(o->sum_quant)->bits) {
+        quant_row((EpQuant)o->sum_quant, sum, o->hidden, check->row, check->scales);
         quant_to_float(check->row, check->scales, o->hidden, sum);
         return;
     }

@@ -47,14 +47,14 @@ static void expect_token(Check *check, const Row *what, int64_t row) {
 static void expect_delivered(Check *check, const Row *what, int64_t row) {
     const Case *c = check->c;
     expect_token(check, what, row);
-    if (c->quant == EP_QUANT_NONE) return;
+    if (!quant_format(c->quant)->bits) return;
     data_to_float((EpType)c->options->type, check->row, check->term, c->options->hidden);
     quant_row(c->quant, check->term, c->options->hidden, check->row, check->scales);
 }
 
 static void expect_scales(Check *check, const Row *r, int64_t row) {
     const Case *c = check->c;
-    if (c->quant == EP_QUANT_NONE) {
+    if (!quant_format(c->quant)->bits) {
         data_row(EP_TYPE_UINT8, case_scale_id(c, r->rank, r->token), check->row,
                  c->recv_scale_bytes);
         return;

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "tools/bench/device.h"
+#include "tools/common/data.h"
 #include "tools/common/util.h"
 
 /* ---- bytes --------------------------------------------------------------------------------- */
@@ -264,7 +265,7 @@ static bool time_floor(Case *c, SizeResult *out) {
     if (signals && !floor_measure_signals(c, &out->empty_node_us, &out->flag_us)) return false;
     for (int p = 0; p < NUM_PHASES; p++) {
         /* memcpy copies unquantised rows, so it is no floor for a dispatch that quantises. */
-        bool valid = c->device || p != PHASE_DISPATCH || c->quant == EP_QUANT_NONE;
+        bool valid = c->device || p != PHASE_DISPATCH || !quant_format(c->quant)->bits;
         if (out->phases[p].useful_bytes == 0 || !valid) continue;
         out->phases[p].wire_us = floor.wire_us[p];
         out->phases[p].mem_us = floor.mem_us[p];

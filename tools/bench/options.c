@@ -5,6 +5,8 @@
 #include <string.h>
 
 #include "tools/bench/models.h"
+#include "tools/common/data.h"
+#include "tools/common/layout.h"
 #include "tools/common/util.h"
 
 /* ---- parsers ------------------------------------------------------------------------------- */
@@ -89,12 +91,6 @@ static bool parse_routing(const Option *spec, const char *text, void *values) {
 /* ---- the table ----------------------------------------------------------------------------- */
 
 static const Choice index_types[] = {{"int32", EP_TYPE_INT32}, {"int64", EP_TYPE_INT64}, {NULL, 0}};
-static const Choice layouts[] = {{"expert", EP_LAYOUT_EXPERT_MAJOR},
-                                 {"expert-major", EP_LAYOUT_EXPERT_MAJOR},
-                                 {"flat", EP_LAYOUT_FLAT},
-                                 {"batched", EP_LAYOUT_BATCHED},
-                                 {"rank-major", EP_LAYOUT_RANK_MAJOR},
-                                 {NULL, 0}};
 static const Choice paddings[] = {{"zero", EP_PADDING_ZERO}, {"keep", EP_PADDING_KEEP}, {NULL, 0}};
 static const Choice sum_quants[] = {{"none", EP_QUANT_NONE}, {"fp8", EP_QUANT_FP8}, {NULL, 0}};
 static const Choice overflows[] = {
@@ -169,8 +165,7 @@ static const Option specs[] = {
      "static receive capacity (default 0: exact sizing; on GPUs what the routing needs)"},
     {0, "overflow", "error|drop", OPTION_CHOICE(overflow, overflows), "overflow", EP_OVERFLOW_ERROR,
      "what happens to rows past the capacity (default error)"},
-    {0, "layout", "expert[-major]|flat|batched|rank-major", OPTION_CHOICE(layout, layouts),
-     "layout", 0,
+    {0, "layout", OPTION_LAYOUTS, OPTION_CHOICE(layout, option_layouts), "layout", 0,
      "order of the slots in the receive buffer (default expert; with --mode latency batched)"},
     {0, "rows-per-expert", "N", OPTION_INT(rows_per_expert, 1, INT32_MAX), NULL, 0,
      "slab size of --layout batched (default: the largest slab of this routing)"},
@@ -212,7 +207,7 @@ const OptionTable options_table = {
     specs, sizeof(specs) / sizeof(specs[0])};
 
 const char *options_sums_name(const Options *options) {
-    return options_name(options, options->sum_quant == EP_QUANT_NONE ? "dtype" : "sum-quant");
+    return options_name(options, quant_format(options->sum_quant)->bits ? "sum-quant" : "dtype");
 }
 
 void options_routing_name(const Options *options, char *out, size_t bytes) {
@@ -283,31 +278,31 @@ static bool validate_case(const Options *o) {
                             "--routing file and no --baseline, got one of them");
     if (o->kind == CASE_SUMS &&
         (o->type != EP_TYPE_BF16 || !o->weighted || o->mode != EP_MODE_THROUGHPUT ||
-         o->layout != EP_LAYOUT_EXPERT_MAJOR || o->quant != EP_QUANT_NONE || o->capacity))
+         o->layout != EP_LAYOUT_EXPERT_MAJOR || quant_format(o->quant)->bits || o->capacity))
         return bench_refuse("--case sums: expected weighted rows of bf16, --mode throughput, "
                             "--layout expert and no --quant or --capacity, got another");
     return true;
 }
 
 static bool validate_together(const Options *o) {
-    bool batched = o->layout == EP_LAYOUT_BATCHED;
-    if (o->rows_per_expert && !batched)
+    const Layout *layout = tool_layout((EpLayout)o->layout);
+    if (o->rows_per_expert && !layout->is_sized)
         return bench_refuse("--rows-per-expert: expected --layout batched, got --layout %s",
                             options_name(o, "layout"));
-    if (o->capacity && batched)
+    if (o->capacity && layout->is_sized)
         return bench_refuse("--capacity: expected --layout expert or flat, got --layout batched "
                             "(use --rows-per-expert)");
-    bool rank_major = o->layout == EP_LAYOUT_RANK_MAJOR;
-    if (o->capacity && rank_major)
-        return bench_refuse("--capacity: expected --layout expert or flat, got --layout "
-                            "rank-major, whose size is fixed");
-    if (rank_major && o->mode == EP_MODE_THROUGHPUT)
-        return bench_refuse("--layout rank-major: expected --mode latency or auto, got --mode "
-                            "throughput");
+    if (o->capacity && layout->is_fixed)
+        return bench_refuse("--capacity: expected --layout expert or flat, got --layout %s, whose "
+                            "size is fixed",
+                            layout->name);
+    if (!layout->has_throughput && o->mode == EP_MODE_THROUGHPUT)
+        return bench_refuse("--layout %s: expected --mode latency or auto, got --mode throughput",
+                            layout->name);
     if (o->baseline && o->run.threads)
         return bench_refuse("--baseline: expected MPI ranks (mpirun), got --threads %lld",
                             (long long)o->run.threads);
-    if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || o->quant != EP_QUANT_NONE))
+    if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || quant_format(o->quant)->bits))
         return bench_refuse("--baseline: expected --mode throughput and --quant none, got %s and "
                             "%s",
                             options_name(o, "mode"), options_name(o, "quant"));
@@ -325,13 +320,13 @@ static bool validate_together(const Options *o) {
     if (o->split && o->mode != EP_MODE_LATENCY)
         return bench_refuse("--split: expected --mode latency, got --mode %s",
                             options_name(o, "mode"));
-    if (o->quant != EP_QUANT_NONE && o->scale_bytes)
+    if (quant_format(o->quant)->bits && o->scale_bytes)
         return bench_refuse("--scales: expected 0 with --quant %s, which makes its own, got %lld",
                             options_name(o, "quant"), (long long)o->scale_bytes);
-    if (o->quant != EP_QUANT_NONE && o->hidden % 16)
+    if (quant_format(o->quant)->bits && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --quant %s, got %lld",
                             options_name(o, "quant"), (long long)o->hidden);
-    if (o->sum_quant != EP_QUANT_NONE && o->hidden % 16)
+    if (quant_format(o->sum_quant)->bits && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --sum-quant %s, got %lld",
                             options_name(o, "sum-quant"), (long long)o->hidden);
     return option_check_threads(&o->run);

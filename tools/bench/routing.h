@@ -104,17 +104,16 @@ typedef struct Slots {
     EpLayout layout;
     int rank, num_local; /**< this rank and its number of experts */
     int first_expert;
-    int32_t *row_of;  /**< per entry of the routing: its row on the rank that owns its expert, or
-                           -1 */
-    int64_t num_rows; /**< rows of this rank's receive buffer, the tail included */
-    Row *rows;        /**< [num_rows] */
-    int64_t rows_per_expert; /**< batched */
-    int64_t rows_per_source; /**< rank-major */
-    int64_t recv_rows;       /**< end of the last slab within the capacity */
-    int64_t needed_rows;     /**< end of the last slab without a capacity */
-    int64_t num_slots;       /**< rows of state ROW_SLOT */
-    int64_t dropped;         /**< entries (flat: rows) lost to the capacity on this rank */
-    int64_t all_dropped;     /**< on all ranks */
+    int32_t *row_of;     /**< per entry of the routing: its row on the rank that owns its expert, or
+                              -1 */
+    int64_t num_rows;    /**< rows of this rank's receive buffer, the tail included */
+    Row *rows;           /**< [num_rows] */
+    int64_t block_rows;  /**< of a slab or block of fixed size, else 0 */
+    int64_t recv_rows;   /**< end of the last slab within the capacity */
+    int64_t needed_rows; /**< end of the last slab without a capacity */
+    int64_t num_slots;   /**< rows of state ROW_SLOT */
+    int64_t dropped;     /**< entries (flat: rows) lost to the capacity on this rank */
+    int64_t all_dropped; /**< on all ranks */
     Pool pool;
     int32_t *counts, *padded, *offsets; /**< [num_local], [num_local], [num_local + 1] */
 } Slots;
@@ -125,7 +124,7 @@ void slots_free(Slots *slots);
 /** Extend the rows to `capacity`, at least what is needed, without moving a slot. */
 bool slots_reserve(Slots *slots, int64_t capacity);
 
-/** Whether one row holds all entries of a (token, rank): flat and rank-major. */
+/** Whether one row holds all entries of a (token, rank). */
 bool slots_has_rows(EpLayout layout);
 
 /** Tag of a slot's contents, known to the rank that makes them and to the token's rank. */

@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "tools/common/layout.h"
 #include "tools/common/util.h"
 
 /* State of the walk over all entries: per expert and per rank. */
@@ -12,8 +13,8 @@ typedef struct Walk {
     int64_t *count;    /* [E] entries that name the expert, on all ranks */
     int64_t *start;    /* [E] first row of its slab if the capacity is unlimited */
     int64_t *next;     /* [E] row of its next slot */
-    int64_t *flat;     /* [R] flat, rank-major: next free row of the rank */
-    int64_t *last_row; /* [R] flat, rank-major: row of the current token, -1: none yet */
+    int64_t *flat;     /* [R] where rows have one slot: next free row of the rank */
+    int64_t *last_row; /* [R] and the row of the current token, -1: none yet */
     Pool pool;
 } Walk;
 
@@ -26,7 +27,11 @@ static int64_t round_up(int64_t rows, int64_t alignment) {
 }
 
 bool slots_has_rows(EpLayout layout) {
-    return layout == EP_LAYOUT_FLAT || layout == EP_LAYOUT_RANK_MAJOR;
+    return tool_layout(layout)->has_rows;
+}
+
+static bool has_fixed_blocks(const Slots *slots) {
+    return tool_layout(slots->layout)->is_fixed;
 }
 
 int64_t slots_tag(EpLayout layout, int owner, int expert, int k) {
@@ -43,12 +48,17 @@ static void count_entries(Walk *walk) {
     }
 }
 
+/* Returns the rows of a slab with `count` entries, padding included. */
+static int64_t slab_rows(const Walk *walk, int64_t count) {
+    return round_up(count, walk->options->alignment);
+}
+
 static int64_t largest_slab(const Walk *walk) {
     int64_t largest = 1;
     for (int e = 0; e < walk->routing->num_experts; e++) {
         if (walk->count[e] > largest) largest = walk->count[e];
     }
-    return round_up(largest, walk->options->alignment);
+    return slab_rows(walk, largest);
 }
 
 static void place_slabs(Walk *walk, const Slots *slots) {
@@ -57,21 +67,22 @@ static void place_slabs(Walk *walk, const Slots *slots) {
         int first = routing_first_expert(walk->routing, r);
         int end = routing_first_expert(walk->routing, r + 1);
         for (int e = first; e < end; e++) {
-            if (slots->layout == EP_LAYOUT_BATCHED) row = (e - first) * slots->rows_per_expert;
+            if (has_fixed_blocks(slots)) row = (e - first) * slots->block_rows;
             walk->start[e] = walk->next[e] = row;
-            row += round_up(walk->count[e], walk->options->alignment);
+            row += slab_rows(walk, walk->count[e]);
         }
     }
 }
 
 /* End of the rows that the expert's slots may take. */
 static int64_t limit_of(const Walk *walk, const Slots *slots, int expert) {
-    if (slots->layout == EP_LAYOUT_BATCHED) return walk->start[expert] + slots->rows_per_expert;
+    if (has_fixed_blocks(slots) && !slots_has_rows(slots->layout))
+        return walk->start[expert] + slots->block_rows;
     return walk->options->capacity ? walk->options->capacity : INT64_MAX;
 }
 
-/* Flat, rank-major: the first entry that names the rank takes a row; the token's other entries
- * share it. */
+/* Where rows have one slot: the first entry that names the rank takes a row; the token's other
+ * entries share it. */
 static int64_t next_row(Walk *walk, const Slots *slots, int expert, int owner, bool *fresh) {
     *fresh = !slots_has_rows(slots->layout) || walk->last_row[owner] < 0;
     if (!slots_has_rows(slots->layout)) return walk->next[expert]++;
@@ -107,8 +118,8 @@ static void place_entry(Walk *walk, Slots *slots, int source, int64_t token, int
 static void place_entries(Walk *walk, Slots *slots) {
     const Routing *routing = walk->routing;
     for (int source = 0; source < routing->num_ranks; source++) {
-        for (int r = 0; slots->layout == EP_LAYOUT_RANK_MAJOR && r < routing->num_ranks; r++)
-            walk->flat[r] = source * slots->rows_per_source;
+        for (int r = 0; has_fixed_blocks(slots) && r < routing->num_ranks; r++)
+            walk->flat[r] = source * slots->block_rows;
         for (int64_t t = 0; t < routing->tokens[source]; t++) {
             for (int r = 0; r < routing->num_ranks; r++)
                 walk->last_row[r] = -1;
@@ -134,29 +145,28 @@ static int64_t count_source_rows(const Routing *routing, int rank, int source) {
     return rows;
 }
 
+static int num_blocks(const Walk *walk, const Slots *slots) {
+    return slots_has_rows(slots->layout) ? walk->routing->num_ranks : slots->num_local;
+}
+
+/* Rows that a block needs. */
+static int64_t needed_of(const Walk *walk, const Slots *slots, int block) {
+    if (slots_has_rows(slots->layout)) return count_source_rows(walk->routing, slots->rank, block);
+    return slab_rows(walk, walk->count[slots->first_expert + block]);
+}
+
 static void size_rows(const Walk *walk, Slots *slots) {
-    int64_t capacity = walk->options->capacity;
-    for (int e = slots->first_expert; e < slots->first_expert + slots->num_local; e++) {
-        int64_t slab = round_up(walk->count[e], walk->options->alignment);
-        if (slots->layout == EP_LAYOUT_EXPERT_MAJOR)
-            slots->needed_rows += slab;
-        else if (slots->layout == EP_LAYOUT_BATCHED && slab > slots->needed_rows)
-            slots->needed_rows = slab;
+    int64_t capacity = walk->options->capacity, most = 0, all = 0;
+    for (int i = 0; i < num_blocks(walk, slots); i++) {
+        int64_t rows = needed_of(walk, slots, i);
+        most = rows > most ? rows : most;
+        all += rows;
     }
-    for (int s = 0; slots_has_rows(slots->layout) && s < walk->routing->num_ranks; s++) {
-        int64_t rows = count_source_rows(walk->routing, slots->rank, s);
-        if (slots->layout == EP_LAYOUT_FLAT)
-            slots->needed_rows += rows;
-        else if (rows > slots->needed_rows)
-            slots->needed_rows = rows;
-    }
-    slots->recv_rows = capacity ? least(slots->needed_rows, capacity) : slots->needed_rows;
-    if (slots->layout == EP_LAYOUT_BATCHED)
-        slots->recv_rows = slots->num_rows = slots->num_local * slots->rows_per_expert;
-    else if (slots->layout == EP_LAYOUT_RANK_MAJOR)
-        slots->recv_rows = slots->num_rows = walk->routing->num_ranks * slots->rows_per_source;
-    else
-        slots->num_rows = (capacity ? capacity : slots->recv_rows) + SLOTS_TAIL;
+    slots->needed_rows = has_fixed_blocks(slots) ? most : all;
+    slots->recv_rows = capacity ? least(all, capacity) : all;
+    slots->num_rows = (capacity ? capacity : slots->recv_rows) + SLOTS_TAIL;
+    if (has_fixed_blocks(slots))
+        slots->recv_rows = slots->num_rows = num_blocks(walk, slots) * slots->block_rows;
 }
 
 static void mark_rows(Slots *slots, int64_t from, int64_t to, RowState state) {
@@ -166,10 +176,10 @@ static void mark_rows(Slots *slots, int64_t from, int64_t to, RowState state) {
 }
 
 /* Clamp the ends of the slabs to the capacity; mark padding and tail rows. */
-static void finish_expert_major(const Walk *walk, Slots *slots) {
+static void finish_slabs(const Walk *walk, Slots *slots) {
     for (int l = 0; l < slots->num_local; l++) {
         int e = slots->first_expert + l;
-        int64_t end = walk->start[e] + round_up(walk->count[e], walk->options->alignment);
+        int64_t end = walk->start[e] + slab_rows(walk, walk->count[e]);
         slots->offsets[l] = (int32_t)least(walk->start[e], slots->recv_rows);
         slots->padded[l] = (int32_t)(least(end, slots->recv_rows) - slots->offsets[l]);
         mark_rows(slots, slots->offsets[l], slots->offsets[l] + slots->padded[l], ROW_PADDING);
@@ -178,12 +188,11 @@ static void finish_expert_major(const Walk *walk, Slots *slots) {
     mark_rows(slots, slots->recv_rows, slots->recv_rows + SLOTS_TAIL, ROW_TAIL);
 }
 
-static void finish_batched(const Walk *walk, Slots *slots) {
+static void finish_fixed_slabs(const Walk *walk, Slots *slots) {
     for (int l = 0; l < slots->num_local; l++) {
-        int64_t start = l * slots->rows_per_expert;
-        int64_t padded =
-            least(round_up(slots->counts[l], walk->options->alignment), slots->rows_per_expert);
-        int64_t end = start + slots->rows_per_expert;
+        int64_t start = l * slots->block_rows;
+        int64_t padded = least(slab_rows(walk, slots->counts[l]), slots->block_rows);
+        int64_t end = start + slots->block_rows;
         slots->offsets[l] = (int32_t)start;
         slots->padded[l] = (int32_t)padded;
         mark_rows(slots, start, start + padded, ROW_PADDING);
@@ -200,15 +209,15 @@ static void order_entries(Slots *slots) {
     }
 }
 
-static void finish_flat(Slots *slots) {
+static void finish_rows(Slots *slots) {
     order_entries(slots);
     mark_rows(slots, slots->recv_rows, slots->recv_rows + SLOTS_TAIL, ROW_TAIL);
 }
 
-static void finish_rank_major(Slots *slots) {
+static void finish_fixed_rows(Slots *slots) {
     order_entries(slots);
-    for (int64_t begin = 0; begin < slots->num_rows; begin += slots->rows_per_source) {
-        int64_t row = begin, end = begin + slots->rows_per_source;
+    for (int64_t begin = 0; begin < slots->num_rows; begin += slots->block_rows) {
+        int64_t row = begin, end = begin + slots->block_rows;
         while (row < end && slots->rows[row].state == ROW_SLOT)
             row++;
         mark_rows(slots, row, least(row + SLOTS_TAIL, end), ROW_TAIL);
@@ -216,14 +225,10 @@ static void finish_rank_major(Slots *slots) {
 }
 
 static void finish(const Walk *walk, Slots *slots) {
-    if (slots->layout == EP_LAYOUT_EXPERT_MAJOR)
-        finish_expert_major(walk, slots);
-    else if (slots->layout == EP_LAYOUT_BATCHED)
-        finish_batched(walk, slots);
-    else if (slots->layout == EP_LAYOUT_RANK_MAJOR)
-        finish_rank_major(slots);
+    if (slots_has_rows(slots->layout))
+        has_fixed_blocks(slots) ? finish_fixed_rows(slots) : finish_rows(slots);
     else
-        finish_flat(slots);
+        has_fixed_blocks(slots) ? finish_fixed_slabs(walk, slots) : finish_slabs(walk, slots);
     mark_rows(slots, 0, slots->num_rows, ROW_UNUSED);
 }
 
@@ -263,10 +268,12 @@ bool slots_make(const Options *options, const Routing *routing, int rank, Slots 
     bool ok = walk_alloc(&walk);
     if (ok) {
         count_entries(&walk);
-        out->rows_per_expert = options->rows_per_expert;
-        out->rows_per_source = routing->max_tokens > 0 ? routing->max_tokens : 1;
-        if (out->layout == EP_LAYOUT_BATCHED && !out->rows_per_expert)
-            out->rows_per_expert = largest_slab(&walk);
+        const Layout *layout = tool_layout(out->layout);
+        if (layout->is_sized)
+            out->block_rows =
+                options->rows_per_expert ? options->rows_per_expert : largest_slab(&walk);
+        else if (layout->is_fixed)
+            out->block_rows = routing->max_tokens > 0 ? routing->max_tokens : 1;
         place_slabs(&walk, out);
         size_rows(&walk, out);
         ok = out->num_rows < INT32_MAX ? alloc_rows(routing, out)

@@ -4,6 +4,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "tools/common/option.h"
+
 uint64_t data_id(int64_t seed, DataKind kind, int rank, int64_t token, int64_t tag) {
     uint64_t hash = hash_add((uint64_t)seed, (int64_t)kind);
     return hash_add(hash_add(hash, ((int64_t)rank << 32) ^ token), tag);
@@ -159,16 +161,32 @@ BENCH_WIDE void data_scale(float *x, float w, int64_t count) {
 
 #define LARGEST 448.0
 
-static int64_t block_of(EpQuant quant) {
-    return quant == EP_QUANT_MXFP8 ? 32 : 128;
+static const QuantFormat formats[] = {
+    {EP_QUANT_FP8, 8, EP_TYPE_FP8_E4M3, EP_TYPE_FP32, 128, false, true},
+    {EP_QUANT_FP8_UE8M0, 8, EP_TYPE_FP8_E4M3, EP_TYPE_UINT8, 128, true, true},
+    {EP_QUANT_MXFP8, 8, EP_TYPE_FP8_E4M3, EP_TYPE_UINT8, 32, true, false},
+    {EP_QUANT_FP8_POW2, 8, EP_TYPE_FP8_E4M3, EP_TYPE_FP32, 128, true, true},
+    {EP_QUANT_NONE, 0, EP_TYPE_UINT8, EP_TYPE_UINT8, 1, false, false},
+};
+
+const Choice option_quants[] = {{"none", EP_QUANT_NONE},           {"fp8", EP_QUANT_FP8},
+                                {"fp8-ue8m0", EP_QUANT_FP8_UE8M0}, {"mxfp8", EP_QUANT_MXFP8},
+                                {"fp8-pow2", EP_QUANT_FP8_POW2},   {NULL, 0}};
+
+const QuantFormat *quant_format(int64_t quant) {
+    const QuantFormat *f = formats;
+    while (f->bits && f->quant != (EpQuant)quant)
+        f++;
+    return f;
 }
 
 int64_t quant_scales(EpQuant quant, int64_t elements) {
-    return (elements + block_of(quant) - 1) / block_of(quant);
+    int64_t block = quant_format(quant)->block;
+    return (elements + block - 1) / block;
 }
 
-EpType quant_scale_type(EpQuant quant) {
-    return quant == EP_QUANT_FP8 || quant == EP_QUANT_FP8_POW2 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
+int64_t quant_bytes(EpQuant quant, int64_t elements) {
+    return elements * quant_format(quant)->bits / 8;
 }
 
 /* 2^e as a double. <math.h> functions here and in exponent_of would take most of the run time. */
@@ -200,15 +218,15 @@ static uint8_t e4m3(float value) {
 
 /* Store the scale, return its inverse. Quotients and products of floats are computed in double,
  * whose precision suffices for rounding once. */
-static float scale_block(EpQuant quant, double amax, void *scale) {
+static float scale_block(const QuantFormat *format, double amax, void *scale) {
     float stored = (float)(amax / LARGEST);
-    if (quant == EP_QUANT_FP8) {
+    if (!format->is_power) {
         memcpy(scale, &stored, sizeof(stored));
         return (float)(LARGEST / amax);
     }
     int exponent;
     if (frexp((double)stored, &exponent) == 0.5) exponent--;
-    if (quant == EP_QUANT_FP8_POW2) {
+    if (format->scale_type == EP_TYPE_FP32) {
         stored = (float)ldexp(1, exponent);
         memcpy(scale, &stored, sizeof(stored));
     } else {
@@ -218,15 +236,16 @@ static float scale_block(EpQuant quant, double amax, void *scale) {
 }
 
 void quant_row(EpQuant quant, const float *row, int64_t count, void *out, void *scales) {
-    size_t unit = ep_type_bytes(quant_scale_type(quant));
-    for (int64_t begin = 0, b = 0; begin < count; begin += block_of(quant), b++) {
-        int64_t end = begin + block_of(quant) < count ? begin + block_of(quant) : count;
+    const QuantFormat *format = quant_format(quant);
+    size_t unit = ep_type_bytes(format->scale_type);
+    for (int64_t begin = 0, b = 0; begin < count; begin += format->block, b++) {
+        int64_t end = begin + format->block < count ? begin + format->block : count;
         double amax = 0x1p-100;
         for (int64_t i = begin; i < end; i++) {
             double magnitude = fabs((double)row[i]);
             amax = magnitude > amax ? magnitude : amax;
         }
-        float inverse = scale_block(quant, amax, (char *)scales + (size_t)b * unit);
+        float inverse = scale_block(format, amax, (char *)scales + (size_t)b * unit);
         for (int64_t i = begin; i < end; i++)
             ((uint8_t *)out)[i] = e4m3((float)((double)row[i] * (double)inverse));
     }
@@ -242,7 +261,7 @@ float e4m3_value(uint8_t code) {
 
 void quant_to_float(const void *row, const void *scales, int64_t count, float *out) {
     for (int64_t i = 0; i < count; i++) {
-        float scale = ((const float *)scales)[i / block_of(EP_QUANT_FP8)];
+        float scale = ((const float *)scales)[i / quant_format(EP_QUANT_FP8)->block];
         out[i] = (float)((double)scale * (double)e4m3_value(((const uint8_t *)row)[i]));
     }
 }

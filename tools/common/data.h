@@ -8,6 +8,7 @@
  * conversions and quantisation, so that an error in the library's shows.
  */
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -80,11 +81,25 @@ void data_scale(float *x, float w, int64_t count);
 
 /* ---- quantisation, as the contract defines it ---------------------------------------------- */
 
-/** Number of scales of a row, and their type. */
-int64_t quant_scales(EpQuant quant, int64_t elements);
-EpType quant_scale_type(EpQuant quant);
+/** A way to quantise: one line each in data.c. The choices of --quant are option_quants. */
+typedef struct QuantFormat {
+    EpQuant quant;
+    int bits; /**< of a code; 0: nothing is quantised */
+    EpType type, scale_type;
+    int block;     /**< elements that share a scale */
+    bool is_power; /**< the scale is a power of two */
+    bool has_tiles;
+} QuantFormat;
 
-/** Quantise `count` finite numbers: one byte of e4m3 for each, and the scales. */
+#define OPTION_QUANTS "none|fp8|fp8-ue8m0|mxfp8|fp8-pow2"
+
+const QuantFormat *quant_format(int64_t quant);
+
+/** Number of scales of a row, and bytes of its codes. */
+int64_t quant_scales(EpQuant quant, int64_t elements);
+int64_t quant_bytes(EpQuant quant, int64_t elements);
+
+/** Quantise `count` finite numbers into codes and scales. */
 void quant_row(EpQuant quant, const float *row, int64_t count, void *out, void *scales);
 /** The number of a code: 4 bits of exponent with bias 7, 3 of mantissa, no infinities. */
 float e4m3_value(uint8_t code);

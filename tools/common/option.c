@@ -18,10 +18,6 @@ const Choice option_types[] = {
 const Choice option_backends[] = {
     {"auto", EP_BACKEND_AUTO}, {"host", EP_BACKEND_HOST}, {"cuda", EP_BACKEND_CUDA}, {NULL, 0}};
 
-const Choice option_quants[] = {{"none", EP_QUANT_NONE},           {"fp8", EP_QUANT_FP8},
-                                {"fp8-ue8m0", EP_QUANT_FP8_UE8M0}, {"mxfp8", EP_QUANT_MXFP8},
-                                {"fp8-pow2", EP_QUANT_FP8_POW2},   {NULL, 0}};
-
 const char *option_choice_name(const Choice *choices, int64_t value) {
     for (; choices->name; choices++) {
         if (choices->value == value) return choices->name;

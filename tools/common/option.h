@@ -75,7 +75,6 @@ bool option_read_real(const char *text, double low, double high, double *value);
 
 /** Choices that tools share, and the name of a value. */
 extern const Choice option_types[], option_backends[], option_quants[];
-#define OPTION_QUANTS "none|fp8|fp8-ue8m0|mxfp8|fp8-pow2"
 const char *option_choice_name(const Choice *choices, int64_t value);
 
 /* ---- what all tools have ------------------------------------------------------------------- */

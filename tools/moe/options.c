@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tools/moe/options.h"
 
+#include "tools/common/data.h"
 #include "tools/common/util.h"
 
 static const Choice weights_at[] = {{"early", WEIGHTS_EARLY}, {"late", WEIGHTS_LATE}, {NULL, 0}};
@@ -73,10 +74,11 @@ const OptionTable moe_options_table = {
     specs, sizeof(specs) / sizeof(specs[0])};
 
 static bool validate(const MoeOptions *o) {
-    if (o->blocks && o->quant == EP_QUANT_NONE)
+    if (o->blocks && !quant_format(o->quant)->bits)
         return bench_refuse("--blocks: expected --quant with it, got none");
-    if (o->blocks == EP_BLOCKS_TILES && o->quant == EP_QUANT_MXFP8)
-        return bench_refuse("--blocks: expected rows with --quant mxfp8, got tiles");
+    if (o->blocks == EP_BLOCKS_TILES && !quant_format(o->quant)->has_tiles)
+        return bench_refuse("--blocks: expected rows with --quant %s, got tiles",
+                            option_choice_name(option_quants, o->quant));
     if (o->overlap == 1 && o->backend != EP_BACKEND_CUDA)
         return bench_refuse(
             "--overlap: expected 0 on the host, whose calls have finished when they "
@@ -89,7 +91,9 @@ bool moe_options_check(void *options) {
     MoeOptions *o = options;
     if (!validate(o)) return false;
     if (o->overlap == NOT_GIVEN) o->overlap = o->backend == EP_BACKEND_CUDA;
-    if (!o->blocks) o->blocks = o->quant == EP_QUANT_MXFP8 ? EP_BLOCKS_ROWS : EP_BLOCKS_TILES;
+    const QuantFormat *format = quant_format(o->quant);
+    bool rows = format->bits && !format->has_tiles;
+    if (!o->blocks) o->blocks = rows ? EP_BLOCKS_ROWS : EP_BLOCKS_TILES;
     return true;
 }
 

@@ -4,6 +4,7 @@
 
 #include "tools/moe/phases.h"
 
+#include "tools/common/data.h"
 #include "tools/common/util.h"
 
 #define TENSOR(id) (&layer->tensors[T_##id])
@@ -37,7 +38,7 @@ static bool is_early(const Layer *layer) {
 }
 
 static bool is_quantised(const Layer *layer) {
-    return layer->options->quant != EP_QUANT_NONE;
+    return quant_format(layer->options->quant)->bits;
 }
 
 static const EpTensor *early_weights(const Layer *layer) {
@@ -237,7 +238,7 @@ bool moe_phase_queue(Layer *layer, MoePhase phase) {
 /* The rank's own output is written, and as much is read. */
 static int64_t gather_bytes(const Gathered *g) {
     return 2 * (tensor_bytes(&g->full) +
-                (g->form.quant == EP_QUANT_NONE ? 0 : tensor_bytes(&g->scales)));
+                (quant_format(g->form.quant)->bits ? tensor_bytes(&g->scales) : 0));
 }
 
 static int64_t dequantise_bytes(const Layer *layer, bool backward) {

@@ -52,7 +52,7 @@ static bool make_weight(Reference *r, const MoeMesh *mesh, WeightId id) {
     r->grads[id] = doubles(r, count);
     if (r->pool.failed) return false;
     moe_input(o, id, 0, count, plain);
-    if (id == WEIGHT_ROUTER || o->quant == EP_QUANT_NONE) return true;
+    if (id == WEIGHT_ROUTER || !quant_format(o->quant)->bits) return true;
     const int64_t *shape = mesh->weights[id].shape;
     float *forward = numbers(r, count, sizeof(float));
     if (!forward) return false;

@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "tools/common/data.h"
 #include "tools/moe/reference.h"
 
 #define LARGEST 448.0
@@ -20,7 +21,7 @@ static double round_e4m3(double x) {
 /* The scale of a block, and the number by which it multiplies before it rounds. */
 static float scale_of(EpQuant quant, double amax, float *inverse) {
     const float scale = (float)(amax / LARGEST);
-    if (quant == EP_QUANT_FP8) {
+    if (!quant_format(quant)->is_power) {
         *inverse = (float)(LARGEST / amax);
         return scale;
     }
@@ -53,7 +54,7 @@ static int64_t at_most(int64_t count, int64_t limit) {
 void reference_quantise(const MoeOptions *options, bool forward, const int64_t shape[3],
                         const float *in, float *out) {
     const EpQuant quant = (EpQuant)options->quant;
-    const int64_t length = quant == EP_QUANT_MXFP8 ? 32 : 128;
+    const int64_t length = quant_format(quant)->block;
     const bool tiles = options->blocks == EP_BLOCKS_TILES;
     const int64_t height = tiles || forward ? length : 1, width = tiles || !forward ? length : 1;
     for (int64_t e = 0; e < shape[0]; e++) {

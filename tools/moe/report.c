@@ -2,6 +2,7 @@
 #include <math.h>
 #include <stdio.h>
 
+#include "tools/common/data.h"
 #include "tools/common/util.h"
 #include "tools/moe/measure.h"
 
@@ -20,7 +21,7 @@ static void report_config(const MoeOptions *o) {
            moe_options_name(o, "dtype"), o->uneven ? "uneven" : "even", (long long)o->run.seed);
     printf("#          weights %s, alignment %lld", moe_options_name(o, "weights"),
            (long long)o->alignment);
-    if (o->quant == EP_QUANT_NONE)
+    if (!quant_format(o->quant)->bits)
         printf(", gathered as they are");
     else
         printf(", gathered as %s in %s, dequantised before the GEMMs", moe_options_name(o, "quant"),
@@ -143,7 +144,7 @@ static void put_config(Json *j, const MoeReport *report) {
     json_put_text(j, "backend", report->layer->device.name);
     json_put_text(j, "gemm", report->layer->device.gemm);
     option_put(&moe_options_table, o, j);
-    if (o->quant != EP_QUANT_NONE) json_put_text(j, "blocks", moe_options_name(o, "blocks"));
+    if (quant_format(o->quant)->bits) json_put_text(j, "blocks", moe_options_name(o, "blocks"));
     json_put_bool(j, "overlap", report->layer->overlaps);
     if (report->layer->overlaps) json_put_int(j, "num_sms", report->layer->handle_config.num_sms);
     json_end(j, '}');

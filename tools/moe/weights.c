@@ -55,8 +55,8 @@ static EpTensor workspace_of(int64_t bytes) {
 /* Elements that share a scale, in the form's own orientation. */
 static void describe_blocks(Gathered *g) {
     const bool tiles = g->form.blocks == EP_BLOCKS_TILES;
-    g->block_columns = g->form.quant == EP_QUANT_MXFP8 ? 32 : 128;
-    g->block_rows = tiles ? 128 : 1;
+    const int block = quant_format(g->form.quant)->block;
+    g->block_columns = block, g->block_rows = tiles ? block : 1;
 }
 
 static bool create_gathered(Layer *layer, WeightId id, Gathered *g) {
@@ -72,7 +72,7 @@ static bool create_gathered(Layer *layer, WeightId id, Gathered *g) {
         !tensor_alloc(layer, &g->workspace, "a workspace"))
         return false;
     g->values = g->full;
-    if (g->form.quant == EP_QUANT_NONE) return true;
+    if (!quant_format(g->form.quant)->bits) return true;
     describe_blocks(g);
     g->values.type = EP_TYPE_FP32;
     return tensor_alloc(layer, &g->scales, "scales") &&
@@ -82,7 +82,7 @@ static bool create_gathered(Layer *layer, WeightId id, Gathered *g) {
 /* Blocks of a row lie along the dimension that the product sums over: [E, out, in] forward. Tiles
  * have the same bytes in both orientations, so one gather serves both. */
 static void choose_forms(const MoeOptions *o, WeightId id, Weight *w) {
-    const bool quantised = o->quant != EP_QUANT_NONE;
+    const bool quantised = quant_format(o->quant)->bits;
     w->forward.form = (EpWeightForm)EP_WEIGHT_FORM_INIT;
     if (id == WEIGHT_ROUTER) return;
     w->two_forms = quantised && o->blocks == EP_BLOCKS_ROWS;
@@ -111,7 +111,7 @@ static bool create_weight(Layer *layer, WeightId id) {
         !bench_ok(ep_weight_sharding(w->weight, s), "ep_weight_sharding"))
         return false;
     choose_forms(layer->options, id, w);
-    w->whole = s->scattered.num == 0 && w->forward.form.quant == EP_QUANT_NONE;
+    w->whole = s->scattered.num == 0 && !quant_format(w->forward.form.quant)->bits;
     w->twice = w->twice && !w->whole;
     w->shard = tensor_of(config->type, s->ndim, s->stored);
     w->grad = tensor_of(config->grad_type, s->ndim, s->used);

@@ -150,6 +150,8 @@ class Handle(CoreHandle):
             self._own_lead = (group.num_local_experts, fields.get("rows_per_expert", 0))
         elif self.layout == Layout.RANK_MAJOR:
             self._own_lead = (group.size, group.fields["max_tokens"])
+        self.has_blocks = self._own_lead is not None
+        """Whether blocks of receive rows have a fixed size."""
         self.max_row_bytes = group.fields["max_row_bytes"]
         """Most bytes of a row of tokens."""
         self.num_numbers = 3 * group.num_local_experts + 4 + group.size

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._abi import MAX_DIMS, Layout, Status
+from .._abi import MAX_DIMS, Status
 from .._library import EpError
 from . import _checks
 from ._calls import (
@@ -162,7 +162,7 @@ def _require_recv_tokens(handle: Handle, tokens: Tensor, recv: Tensor) -> None:
     if recv.shape[-1] != tokens.shape[-1]:
         expected = f"H = {tokens.shape[-1]} in the last dimension"
         _refuse(Status.SHAPE, "recv_tokens", expected, recv.shape[-1])
-    if handle.layout in (Layout.BATCHED, Layout.RANK_MAJOR):
+    if handle.has_blocks:
         if tuple(recv.shape[:-1]) != lead:
             _refuse(Status.SHAPE, "recv_tokens", f"{lead} rows", tuple(recv.shape[:-1]))
     elif recv.shape[0] < handle.capacity:  # 0 with exact sizing

@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/network/cuda/mark.cuh"
+
+/* By one thread. */
+__global__ void mark_begin(const __grid_constant__ EpMarkArgs a) {
+    ep_mark_begin(a);
+}
+
+/* By one thread. */
+__global__ void mark_move(const __grid_constant__ EpMarkArgs a) {
+    ep_mark(a.marks, !a.marks.last);
+}
+
+/* By one warp. */
+__global__ void compare_stamps(const __grid_constant__ EpMarkArgs a) {
+    const EpStamp own = *a.marks.own;
+    if (threadIdx.x == 0) *ep_own_operation() = EpOwnOperation{own.digest, own.generation};
+    int alive = ep_failed(a.group) == 0;
+    if (!__all_sync(~0u, alive)) return; /* the stamps may not have come */
+    int agree = ep_stamps_agree(a.marks);
+    if (threadIdx.x == 0) ep_mark(a.marks, !a.marks.last);
+    if (!agree) ep_report_stamps(a.group, a.marks);
+}
+
+/* By one thread. The epoch is that of the next operation. */
+__global__ void depart(const __grid_constant__ EpCudaGroup g) {
+    ep_give_up(g, ep_member(g, g.rank));
+}
+
+extern "C" int ep_cuda_open_mark(void) {
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, mark_begin);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, mark_move);
+    return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, compare_stamps);
+}
+
+extern "C" int ep_cuda_launch_begin(const EpMarkArgs *args, void *stream) {
+    return ep_launch(mark_begin, 1, 1, 0, stream, *args);
+}
+
+extern "C" int ep_cuda_launch_compare(const EpMarkArgs *args, void *stream) {
+    return ep_launch(compare_stamps, 1, 32, 0, stream, *args);
+}
+
+extern "C" int ep_cuda_launch_move(const EpMarkArgs *args, void *stream) {
+    return ep_launch(mark_move, 1, 1, 0, stream, *args);
+}
+
+extern "C" int ep_cuda_launch_depart(const EpCudaGroup *group, void *stream) {
+    return ep_launch(depart, 1, 1, 0, stream, *group);
+}
