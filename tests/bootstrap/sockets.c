@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 #include "bootstrap/network/sockets.h"
-#include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
 #include "tests/harness/ranked.h"
