@@ -80,6 +80,7 @@ static const Malformed malformed[] = {
     {"LIBEP_STAGE_BYTES", "99999999999999G"},
     {"LIBEP_BACKEND", "gpu"},
     {"LIBEP_BACKEND", "HOST"},
+    {"LIBEP_BACKEND", "hos"},
     {"LIBEP_LOG", "loud"},
     {"LIBEP_BIND", "cpu"},
     {"LIBEP_BIND", "GPU"},
