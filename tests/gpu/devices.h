@@ -24,7 +24,6 @@ void gpu_take(int rank);
 
 /** Whether the CUDA backend has latency mode, and whether it quantises: as on_gpu.h says. */
 int gpu_has_latency(void);
-int gpu_has_quant(void);
 
 /** Whether calls copy tensors that GPUs cannot reach, as on_gpu.h says. They do, until a test says
  * otherwise. */

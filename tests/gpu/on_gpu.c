@@ -28,10 +28,6 @@ int gpu_has_latency(void) {
     return !getenv("LIBEP_TEST_NODES");
 }
 
-int gpu_has_quant(void) {
-    return TESTS_HAVE_QUANT;
-}
-
 /* ---- the tensors of one call --------------------------------------------------------------- */
 
 /* Those that GPUs cannot reach have copies in the pinned buffer. */

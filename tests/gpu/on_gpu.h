@@ -64,8 +64,6 @@ __typeof__(ep_group_destroy) gpu_group_destroy;
 #define TESTS_ON_GPU 1
 #define TEST_BACKEND EP_BACKEND_CUDA
 #define TESTS_HAVE_LATENCY gpu_has_latency()
-#define TESTS_HAVE_QUANT 1
-#define TESTS_HAVE_SOURCE_COUNTS 1
 #define GPU_SKIP_UNLESS(enough, ranks)                                                    \
     do {                                                                                  \
         if (!(enough)) cr_skip_test("needs %d GPUs, there are %d", (ranks), gpu_count()); \

@@ -45,14 +45,14 @@ typedef struct Run {
 } Run;
 
 /* Open `count` steps of so many handles. */
-static void run_open(Run *run, const EpBootstrap *bootstrap, Case (*case_of)(int ranks, int handle),
+static void run_open(Run *run, const EpBootstrap *bootstrap, Case (*choose)(int ranks, int handle),
                      int handles, int count) {
     EpHandle *handle[BOTH_HANDLES];
     memset(run, 0, sizeof(*run));
     run->seed = environment_number("LIBEP_TEST_SEED", 1), run->count = count;
     run->random = random_stream(run->seed, 7, 7);
     run->own = random_stream(run->seed, 2, (uint64_t)bootstrap->rank);
-    Case widest = case_of(bootstrap->size, 1);
+    Case widest = choose(bootstrap->size, 1);
     run->group = open_group(bootstrap, &widest);
     run->to = gpu_allocate(128, DELAY_BYTES);
     REQUIRE(run->group && run->to, "no group, or no memory");
@@ -60,7 +60,7 @@ static void run_open(Run *run, const EpBootstrap *bootstrap, Case (*case_of)(int
     for (int i = 0; i < 2; i++)
         run->stream[i] = new_stream();
     for (int i = 0; i < count; i++) {
-        Case c = case_of(bootstrap->size, i % handles);
+        Case c = choose(bootstrap->size, i % handles);
         if (i < handles) handle[i] = device_step_handle(run->group, &c);
         device_step_open(&run->gpu[i], run->group, handle[i % handles], &c, bootstrap->rank,
                          run->stream[i % 2], NULL);
@@ -175,8 +175,8 @@ static Case either_case(int ranks, int handle) {
     c.rows_per_expert = 24, c.overflow = EP_OVERFLOW_DROP;
     c.layout = handle == 8 ? EP_LAYOUT_RANK_MAJOR : (EpLayout)(1 + handle % 3);
     c.mode = throughput ? EP_MODE_THROUGHPUT : EP_MODE_LATENCY;
-    if (handle % 4 == 1 && gpu_has_quant()) c.sum_quant = EP_QUANT_FP8;
-    if (quantised && gpu_has_quant()) c.quant = handle == 3 ? EP_QUANT_FP8 : EP_QUANT_MXFP8;
+    if (handle % 4 == 1) c.sum_quant = EP_QUANT_FP8;
+    if (quantised) c.quant = handle == 3 ? EP_QUANT_FP8 : EP_QUANT_MXFP8;
     return case_complete(c);
 }
 
