@@ -12,14 +12,18 @@ from torch.compiler import is_compiling
 
 from .._abi import Status
 from .._library import EpError
-from . import _calls, _checks, _inputs, _ops
+from . import _calls, _checks, _fast, _inputs, _ops
 from ._handle import Handle, Plan
 from ._quant import row_scales
 
 if TYPE_CHECKING:
-    from typing import Any, Optional, Union
+    from typing import Any, Callable, Optional, Union
 
     from torch import Tensor
+
+    Shape = tuple[int, ...]
+    _Shapes = tuple[Shape, Optional[Shape], Optional[Shape]]
+    _Outputs = tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]
 
 
 class Received(NamedTuple):
@@ -41,16 +45,13 @@ class Received(NamedTuple):
     """FLAT and RANK_MAJOR: [rows, K], local experts or -1. Else None."""
 
 
-class _Shapes(NamedTuple):
-    rows: int
-    tokens: tuple[int, ...]
-    weights: Optional[tuple[int, ...]]
-    idx: Optional[tuple[int, ...]]
-
-
 # Eager calls go straight to the core, with the handle. Compiled and traced ones go through ops,
 # with its key. Either is passed as `which`.
 _EAGER = (torch.Tensor, torch.nn.Parameter)
+
+_PREPARE, _DISPATCH = _fast.FORMS["prepare"], _fast.FORMS["dispatch"]
+_DISPATCH_BACKWARD = _fast.FORMS["dispatch_backward"]
+_COMBINE, _COMBINE_BACKWARD = _fast.FORMS["combine"], _fast.FORMS["combine_backward"]
 
 _count_modes = torch._C._len_torch_dispatch_stack
 
@@ -115,6 +116,12 @@ def needs_grad(*tensors: Optional[Tensor]) -> bool:
     return False
 
 
+def _find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The function's apply() for eager calls, without what that does for torch.func."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    return apply
+
+
 def _refuse_second_derivative(name: str) -> None:
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         raise EpError(
@@ -141,9 +148,13 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
             Status.UNSUPPORTED,
             "prepare: expected a handle in throughput mode: in latency mode dispatch prepares",
         )
-    if not isinstance(which, int) and _is_watched():
-        block, numbers = _ops.prepare_new(handle.key, topk_idx, num_tokens)
-        return Plan(block, numbers, topk_idx.shape[0], handle.group.num_local_experts)
+    if type(which) is Handle:
+        if _is_watched():
+            made = _ops.prepare_new(handle.key, topk_idx, num_tokens)
+        else:
+            made = handle.make_fast(_PREPARE, topk_idx, num_tokens, 0, 0)
+        if made is not None:
+            return Plan(*made, topk_idx.shape[0], handle.group.num_local_experts)
     plan = make_plan(handle, topk_idx)
     _through(which).prepare(which, topk_idx, num_tokens, plan.bytes, plan.numbers)
     return plan
@@ -191,54 +202,98 @@ class _Dispatch(torch.autograd.Function):
         plan: Tensor,
         tokens: Tensor,
         topk_weights: Optional[Tensor],
-        shapes: _Shapes,
+        size: Union[int, _Shapes],
         given: Optional[Tensor],
     ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-        if given is None and not isinstance(which, int) and _is_watched():
-            made = _ops.dispatch_new(which.key, plan, tokens, topk_weights, shapes.rows)
-            outputs = _ops.split_received(made, topk_weights is not None)
-        else:
-            outputs = _make_outputs(tokens, shapes, given)
+        """size: the rows of the outputs, or their shapes where `which` is a key."""
+        outputs = None
+        if type(which) is Handle:
+            if given is None:
+                outputs = _dispatch_new(which, plan, tokens, topk_weights, None, size)
+            size = _find_shapes(which, size, tokens, topk_weights) if outputs is None else size
+        if outputs is None:
+            outputs = recv, weights, _, idx = _make_outputs(tokens, size, given)
             _through(which).dispatch(
-                which, plan, tokens, topk_weights, None, outputs[0], outputs[1], None, outputs[2]
+                which, plan, tokens, topk_weights, None, recv, weights, None, idx
             )
+        recv, weights, _, idx = outputs
         ctx.save_for_backward(plan)
-        ctx.which = which
-        ctx.tokens_shape = tokens.shape
-        ctx.weights_shape = None if topk_weights is None else topk_weights.shape
-        if outputs[2] is not None:
-            ctx.mark_non_differentiable(outputs[2])
-        return outputs
+        ctx.facts = which, tokens.shape, None if topk_weights is None else topk_weights.shape
+        if idx is not None:
+            ctx.mark_non_differentiable(idx)
+        return recv, weights, idx
 
     @staticmethod
     def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor], _: Any) -> Any:
         _refuse_second_derivative("dispatch")
         (plan,) = ctx.saved_tensors
-        out = grad_tokens.new_empty(ctx.tokens_shape)
-        out_weights = None
-        if ctx.weights_shape is not None and ctx.needs_input_grad[3]:
-            assert grad_weights is not None
-            grad_weights = grad_weights.contiguous()
-            out_weights = grad_weights.new_empty(ctx.weights_shape)
-        else:
+        which, shape, weights_shape = ctx.facts
+        if weights_shape is None or not ctx.needs_input_grad[3]:
             grad_weights = None
-        _through(ctx.which).dispatch_backward(
-            ctx.which, plan, grad_tokens.contiguous(), grad_weights, out, out_weights
+        if type(which) is Handle and not _is_watched():
+            made = which.make_fast(
+                _DISPATCH_BACKWARD, plan, grad_tokens, grad_weights, shape[0], 0
+            )
+            if made is not None:
+                return None, None, *made, None, None
+        out = grad_tokens.new_empty(shape)
+        out_weights = None
+        if grad_weights is not None:
+            grad_weights = grad_weights.contiguous()
+            out_weights = grad_weights.new_empty(weights_shape)
+        _through(which).dispatch_backward(
+            which, plan, grad_tokens.contiguous(), grad_weights, out, out_weights
         )
         return None, None, out, out_weights, None, None
 
 
-def _make_outputs(
-    tokens: Tensor, shapes: _Shapes, given: Optional[Tensor]
-) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+_apply_dispatch = _find_apply(_Dispatch)
+
+
+def _find_shapes(
+    handle: Handle, rows: int, tokens: Tensor, topk_weights: Optional[Tensor]
+) -> _Shapes:
+    """The shapes of what a dispatch delivers: rows, weights, expert ids."""
+    lead = handle.lead(rows)
+    return (
+        (*lead, tokens.shape[-1]),
+        None if topk_weights is None else handle.weights_shape(rows),
+        (*lead, handle.top_k) if handle.is_per_token else None,
+    )
+
+
+def _make_outputs(tokens: Tensor, shapes: _Shapes, given: Optional[Tensor]) -> _Outputs:
+    rows, weights_shape, idx_shape = shapes
     # detach: the tensor that is returned gets a history, the caller's keeps none
-    recv = tokens.new_empty(shapes.tokens) if given is None else given.detach()
+    recv = tokens.new_empty(rows) if given is None else given.detach()
     weights = idx = None
-    if shapes.weights is not None:
-        weights = tokens.new_empty(shapes.weights, dtype=torch.float32)
-    if shapes.idx is not None:
-        idx = tokens.new_empty(shapes.idx, dtype=torch.int64)
-    return recv, weights, idx
+    if weights_shape is not None:
+        weights = tokens.new_empty(weights_shape, dtype=torch.float32)
+    if idx_shape is not None:
+        idx = tokens.new_empty(idx_shape, dtype=torch.int64)
+    return recv, weights, None, idx
+
+
+def _dispatch_new(
+    handle: Handle,
+    plan: Tensor,
+    tokens: Tensor,
+    topk_weights: Optional[Tensor],
+    scales: Optional[Tensor],
+    rows: int,
+) -> Optional[_Outputs]:
+    """Dispatch eagerly into new outputs. None: it must go the slower way."""
+    if not _is_watched():
+        made: Optional[_Outputs] = handle.make_fast(
+            _DISPATCH, plan, tokens, topk_weights, scales, rows, 0
+        )
+        return made
+    if scales is not None:
+        return None
+    # An op that returns its outputs, which a dispatch mode can keep.
+    given = _ops.dispatch_new(handle.key, plan, tokens, topk_weights, rows)
+    recv, weights, idx = _ops.split_received(given, topk_weights is not None)
+    return recv, weights, None, idx
 
 
 def make_received(
@@ -327,9 +382,12 @@ def dispatch(
         plan = prepare(handle, routing, num_tokens)
     if has_gradient:
         return _dispatch_followed(handle, which, plan, tokens, topk_weights, recv_tokens)
-    is_bare = scales is None and recv_tokens is None and not handle.quantises
-    if is_bare and not isinstance(which, int) and _is_watched():
-        return _dispatch_new(handle, plan, tokens, topk_weights)
+    if type(which) is Handle and recv_tokens is None and not handle.quantises:
+        made = _dispatch_new(
+            handle, plan.bytes, tokens, topk_weights, scales, count_rows(handle, plan)
+        )
+        if made is not None:
+            return Received(made[0], made[1], plan, made[2], made[3])
     received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
     _through(which).dispatch(
         which,
@@ -356,27 +414,16 @@ def _dispatch_followed(
 ) -> Received:
     """With a gradient."""
     rows = _rows(handle, plan, recv_tokens)
-    lead = handle.lead(rows)
-    shapes = _Shapes(
-        rows,
-        (*lead, tokens.shape[-1]),
-        None if topk_weights is None else handle.weights_shape(rows),
-        (*lead, handle.top_k) if handle.is_per_token else None,
-    )
-    recv, weights, idx = _Dispatch.apply(  # type: ignore[no-untyped-call]
-        which, plan.bytes, tokens, topk_weights, shapes, recv_tokens
-    )
+    if type(which) is Handle:
+        recv, weights, idx = _apply_dispatch(
+            which, plan.bytes, tokens, topk_weights, rows, recv_tokens
+        )
+    else:
+        shapes = _find_shapes(handle, rows, tokens, topk_weights)
+        recv, weights, idx = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            which, plan.bytes, tokens, topk_weights, shapes, recv_tokens
+        )
     mark_written(which, recv_tokens)
-    return Received(recv, weights, plan, None, idx)
-
-
-def _dispatch_new(
-    handle: Handle, plan: Plan, tokens: Tensor, topk_weights: Optional[Tensor]
-) -> Received:
-    """As an op that returns its outputs, which a dispatch mode can keep."""
-    rows = count_rows(handle, plan)
-    made = _ops.dispatch_new(handle.key, plan.bytes, tokens, topk_weights, rows)
-    recv, weights, idx = _ops.split_received(made, topk_weights is not None)
     return Received(recv, weights, plan, None, idx)
 
 
@@ -455,13 +502,13 @@ class _Combine(torch.autograd.Function):
         weights: Optional[Tensor],
         num_tokens: int,
     ) -> Tensor:
-        if not isinstance(which, int) and _is_watched():
-            out: Tensor = _ops.combine_new(which.key, plan, expert_out, weights, num_tokens)
-        else:
+        out = None
+        if type(which) is Handle:
+            out = _combine_new(which, plan, expert_out, weights, num_tokens)
+        if out is None:
             out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
             _through(which).combine(which, plan, expert_out, weights, None, out)
-        ctx.which = which
-        ctx.rows_shape = expert_out.shape
+        ctx.facts = which, expert_out.shape
         is_kept = weights is not None and ctx.needs_input_grad[3]
         ctx.save_for_backward(plan, weights, expert_out if is_kept else None)
         return out
@@ -470,14 +517,35 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         _refuse_second_derivative("combine")
         plan, weights, expert_out = ctx.saved_tensors
-        out = grad_out.new_empty(ctx.rows_shape)
+        which, shape = ctx.facts
+        if type(which) is Handle and not _is_watched():
+            made = which.make_fast(
+                _COMBINE_BACKWARD, plan, grad_out, weights, expert_out, shape[0], 0
+            )
+            if made is not None:
+                return None, None, *made, None
+        out = grad_out.new_empty(shape)
         out_weights = None
         if expert_out is not None:
             out_weights = weights.new_empty(weights.shape, dtype=torch.float32)
-        _through(ctx.which).combine_backward(
-            ctx.which, plan, grad_out.contiguous(), weights, expert_out, out, out_weights
+        _through(which).combine_backward(
+            which, plan, grad_out.contiguous(), weights, expert_out, out, out_weights
         )
         return None, None, out, out_weights, None
+
+
+_apply_combine = _find_apply(_Combine)
+
+
+def _combine_new(
+    handle: Handle, plan: Tensor, expert_out: Tensor, weights: Optional[Tensor], num_tokens: int
+) -> Optional[Tensor]:
+    """Combine eagerly into a new tensor. None: it must go the slower way."""
+    if _is_watched():
+        watched: Tensor = _ops.combine_new(handle.key, plan, expert_out, weights, num_tokens)
+        return watched
+    made = handle.make_fast(_COMBINE, plan, expert_out, weights, None, num_tokens, 0)
+    return None if made is None else made[0]
 
 
 def combine(
@@ -506,9 +574,10 @@ def combine(
     except AttributeError:
         _checks.refuse_plan(plan)
     if not needs_grad(expert_out, weights, topk_weights):
-        if not isinstance(which, int) and _is_watched() and topk_weights is None:
-            made: Tensor = _ops.combine_new(which.key, block, expert_out, weights, num_tokens)
-            return made
+        if type(which) is Handle and topk_weights is None:
+            made = _combine_new(which, block, expert_out, weights, num_tokens)
+            if made is not None:
+                return made
         out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
         _through(which).combine(which, block, expert_out, weights, topk_weights, out)
         return out
@@ -518,7 +587,6 @@ def combine(
             "combine: expected tensors without gradient in latency mode: call it under "
             "torch.no_grad(), or detach them",
         )
-    combined: Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
-        which, block, expert_out, weights, num_tokens
-    )
+    apply = _apply_combine if type(which) is Handle else _Combine.apply
+    combined: Tensor = apply(which, block, expert_out, weights, num_tokens)
     return combined

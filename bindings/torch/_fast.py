@@ -16,7 +16,7 @@ from .._library import FOLDER
 from .._operations import OPERATIONS
 
 if TYPE_CHECKING:
-    from typing import Callable, Optional
+    from typing import Any, Callable, Optional
 
     from .._operations import Operation
 
@@ -30,11 +30,30 @@ class HandleFacts(ctypes.Structure):
     """EpTorchHandle of call.c."""
 
     _fields_ = [
-        ("exchange", ctypes.c_void_p),
+        ("torch", ctypes.c_void_p),
         ("handle", ctypes.c_void_p),
+        ("plan_bytes", ctypes.c_int64),
+        ("blocks", ctypes.c_int64),
+        ("rows_per_block", ctypes.c_int64),
         ("device", ctypes.c_int32),
         ("num_local_experts", ctypes.c_int32),
         ("num_ranks", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("has_blocks", ctypes.c_int32),
+        ("is_per_token", ctypes.c_int32),
+        ("by_column", ctypes.c_int32),
+    ]
+
+
+class _Functions(ctypes.Structure):
+    """EpTorchFunctions of call.c."""
+
+    _fields_ = [
+        ("exchange", ctypes.c_void_p),
+        ("empty", ctypes.c_void_p),
+        ("data_of", ctypes.c_void_p),
+        ("drop", ctypes.c_void_p),
+        ("wrap", ctypes.c_void_p),
     ]
 
 
@@ -44,6 +63,7 @@ class _Form(ctypes.Structure):
     _fields_ = [
         ("number", ctypes.c_int32),
         ("count", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
         ("numbers", ctypes.c_int32),
         ("gradients", ctypes.c_uint32),
         ("weights", ctypes.c_uint32),
@@ -56,7 +76,8 @@ def _make_form(number: int, operation: Operation) -> _Form:
 
     count = len(operation.inputs + operation.outputs)
     numbers = (*operation.of_kind("numbers"), -1)[0]
-    return _Form(number, count, numbers, mask("gradient"), mask("weights"))
+    inputs = len(operation.inputs)
+    return _Form(number, count, inputs, numbers, mask("gradient"), mask("weights"))
 
 
 _at_once = [operation for operation in OPERATIONS.values() if not operation.is_phase]
@@ -75,18 +96,41 @@ def _find_exchange() -> Optional[int]:
     return address if ctypes.c_uint32.from_address(address).value == _MAJOR else None
 
 
-def _load() -> Optional[Callable[[int, int, tuple[object, ...]], int]]:
+def _find_functions() -> tuple[_Functions, bool]:
+    """What call.c uses of PyTorch, and whether it can allocate."""
+    names = (
+        "aoti_torch_empty_strided",
+        "aoti_torch_get_data_ptr",
+        "aoti_torch_delete_tensor_object",
+        "_Z16THPVariable_WrapRKN2at10TensorBaseE",
+    )
+    library = ctypes.CDLL(torch._C.__file__)
+    found = [ctypes.cast(getattr(library, name, None), ctypes.c_void_p).value for name in names]
+    return _Functions(_find_exchange(), *found), all(found)
+
+
+def _load() -> tuple[Optional[Callable[..., int]], Optional[Callable[..., Any]]]:
     path = os.path.join(FOLDER, "lib", "libep_torch.so")
-    if exchange is None or not os.path.exists(path):
-        return None
-    function = ctypes.PyDLL(path).ep_torch_call
+    if not _functions.exchange or not os.path.exists(path):
+        return None, None
+    library = ctypes.PyDLL(path)
+    function = library.ep_torch_call
     function.__name__ = "call of libep.torch"  # in sentences
     function.restype = ctypes.c_int32
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.py_object]
-    return function
+    library.ep_torch_function.restype = ctypes.py_object
+    return function, library.ep_torch_function() if _can_allocate else None
 
 
-exchange = _find_exchange()
-call = _load()
-"""Takes the address of a HandleFacts, one of FORMS, and a tuple of tensors and None. Returns a
-Status, or LEFT. None where PyTorch is older."""
+_functions, _can_allocate = _find_functions()
+functions = ctypes.addressof(_functions)
+"""The address of what call.c uses of PyTorch."""
+
+call, make = _load()
+"""Both run an operation, on the address of a HandleFacts, and one of FORMS. None where PyTorch is
+older.
+
+call  takes a tuple of its arguments, and returns a Status or LEFT
+make  takes its inputs, rows or tokens of the outputs, and whether expert ids are int32. Returns a
+      tuple of new outputs, or a Status that is an error, or None where `call` returns LEFT.
+"""

@@ -21,7 +21,7 @@ from . import _fast
 from ._group import Group, current_stream
 
 if TYPE_CHECKING:
-    from typing import NoReturn, Optional
+    from typing import Any, NoReturn, Optional
 
     from torch import Tensor
     from typing_extensions import Unpack
@@ -157,9 +157,7 @@ class Handle(CoreHandle):
         self.num_numbers = 3 * group.num_local_experts + 4 + group.size
         """Elements of Plan.numbers."""
         self._outputs = threading.local()
-        self._facts = _fast.HandleFacts(
-            _fast.exchange, self._pointer, self.ordinal, group.num_local_experts, group.size
-        )
+        self._facts = self._make_facts()
         self._facts_at = ctypes.addressof(self._facts)
         _handles[self.key] = self
 
@@ -171,6 +169,23 @@ class Handle(CoreHandle):
         raise TypeError(
             "a libep.torch.Handle belongs to its process: save the state_dict of a layer, and make "
             "handles anew"
+        )
+
+    def _make_facts(self) -> _fast.HandleFacts:
+        blocks, rows_per_block = self._own_lead or (0, 0)
+        return _fast.HandleFacts(
+            torch=_fast.functions,
+            handle=self._pointer,
+            plan_bytes=self.plan_bytes,
+            blocks=blocks,
+            rows_per_block=rows_per_block,
+            device=self.ordinal,
+            num_local_experts=self.group.num_local_experts,
+            num_ranks=self.group.size,
+            top_k=self.top_k,
+            has_blocks=self.has_blocks,
+            is_per_token=self.is_per_token,
+            by_column=self._by_column,
         )
 
     def _count_most_rows(self, fields: HandleFields) -> int:
@@ -196,6 +211,18 @@ class Handle(CoreHandle):
         if status > 0:
             raise last_error(status)
         return status != _fast.LEFT
+
+    def make_fast(self, form: int, *arguments: object) -> Any:
+        """Run one of _fast.FORMS on the current stream, by _fast.make, which takes the arguments.
+
+        Returns the new outputs. None: it must go the slower way.
+        """
+        if _fast.make is None or self._pointer is None or self.group.pointer is None:
+            return None
+        made = self.group.run(_fast.make, self._facts_at, form, *arguments)
+        if type(made) is int:
+            raise last_error(made)
+        return made
 
     def read_sources(self, plan: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Which token each of `rows` receive rows is of. Waits for the current stream. Local.

@@ -17,33 +17,53 @@ from libep.torch import _fast
 needs_fast = pytest.mark.skipif(_fast.call is None, reason="this PyTorch has no exchange interface")
 
 
-def count_calls(monkeypatch):
-    """Have _fast.call note its operations and what it returns."""
-    seen, call = [], _fast.call
+def count_calls(monkeypatch, function):
+    """Have _fast.call or _fast.make note its operations and what it returns."""
+    seen, run = [], getattr(_fast, function)
 
-    def noted(facts, operation, tensors):
-        seen.append((operation, call(facts, operation, tensors)))
+    def noted(facts, operation, *arguments):
+        seen.append((operation, run(facts, operation, *arguments)))
         return seen[-1][1]
 
-    monkeypatch.setattr(_fast, "call", noted)
+    noted.__name__ = function
+    monkeypatch.setattr(_fast, function, noted)
     return seen
+
+
+def leave_all(monkeypatch):
+    """Have all calls go tensor by tensor."""
+    monkeypatch.setattr(_fast, "call", None)
+    monkeypatch.setattr(_fast, "make", None)
 
 
 def test_pytorch_has_the_interface():
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     assert (_fast.call is not None) == ((major, minor) >= (2, 10))
+    assert (_fast.make is None) == (_fast.call is None)
+
+
+WANTED = sorted(2 * [form for name, form in _fast.FORMS.items() if name != "dispatch_routed"])
 
 
 @needs_fast
-def test_step_at_once(monkeypatch):
-    seen = count_calls(monkeypatch)
+def test_step_with_new_outputs(monkeypatch):
+    seen = count_calls(monkeypatch, "make")
+    monkeypatch.setattr(_fast, "call", None)
     check(World(size=2, seed=7), Case(capacity=0))
-    wanted = [form for name, form in _fast.FORMS.items() if name != "dispatch_routed"]
-    assert sorted(seen) == sorted((operation, 0) for operation in wanted for _ in range(2))
+    assert sorted(operation for operation, _ in seen) == WANTED
+    assert all(type(made) is tuple for _, made in seen)
+
+
+@needs_fast
+def test_step_with_given_outputs(monkeypatch):
+    seen = count_calls(monkeypatch, "call")
+    monkeypatch.setattr(_fast, "make", None)
+    check(World(size=2, seed=7), Case(capacity=0))
+    assert sorted(seen) == [(operation, 0) for operation in WANTED]
 
 
 def test_step_tensor_by_tensor(monkeypatch):
-    monkeypatch.setattr(_fast, "call", None)
+    leave_all(monkeypatch)
     check(World(size=2, seed=7), Case(capacity=0))
     for dtype in ("float16", "bfloat16"):
         check(World(size=2, seed=7), Case(weights="none", dtype=dtype))
@@ -62,10 +82,11 @@ def test_latency_mode(alone, monkeypatch):
     x = on_device(torch.randn(5, 16).numpy())
     idx = torch.randint(-1, 6, (5, 2), device=group.device)
     weights = torch.rand(5, 2, device=group.device)
-    seen = count_calls(monkeypatch)
+    seen = count_calls(monkeypatch, "call"), count_calls(monkeypatch, "make")
     at_once = latency_step(handle, x, idx, weights)
-    assert seen == [(_fast.FORMS["dispatch_routed"], 0), (_fast.FORMS["combine"], 0)]
-    monkeypatch.setattr(_fast, "call", None)
+    assert seen[0] == [(_fast.FORMS["dispatch_routed"], 0)]
+    assert [operation for operation, _ in seen[1]] == [_fast.FORMS["combine"]]
+    leave_all(monkeypatch)
     for one, other in zip(at_once, latency_step(handle, x, idx, weights)):
         assert_equal(one, other)
 
@@ -92,6 +113,42 @@ def test_left_to_python(alone):
     for wrong in (plan.numbers[:-1], plan.numbers.long()):
         assert not handle.call_fast(_fast.FORMS["prepare"], (idx, None, plan.bytes, wrong))
     assert torch.all(out == 5)
+    dispatch = _fast.FORMS["dispatch"]
+    for arguments in [
+        (plan.bytes, rows, None, None, 4, 0),  # not contiguous
+        (plan.bytes, x.double(), None, None, 4, 0),
+        (plan.bytes, x.to("meta"), None, None, 4, 0),
+        (plan.bytes, x[0], None, None, 4, 0),  # one dimension
+        (plan.bytes, None, None, None, 4, 0),
+        (plan.bytes, x, x.bfloat16(), None, 4, 0),  # weights that Python converts
+        (plan.bytes, x, None, None, -1, 0),
+        (plan.bytes, x, None, None, "rows", 0),
+        (plan.bytes, x, None, None, 4),  # too few
+        (),
+    ]:
+        assert handle.make_fast(dispatch, *arguments) is None
+
+
+TYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "uint8", "int32", "int64"]
+
+
+@needs_fast
+@pytest.mark.parametrize("name", TYPES)
+def test_new_outputs_are_tensors_of_pytorch(alone, monkeypatch, name):
+    """They have the inputs' types, and memory of PyTorch's allocator: record_stream() works."""
+    group = alone(hidden=64)
+    handle = ep.Handle(group, layout=libep.Layout.FLAT)
+    idx = torch.tensor([[0, 1], [5, -1]], device=group.device)
+    x = torch.arange(64, device=group.device).view(2, 32).to(getattr(torch, name))
+    seen = count_calls(monkeypatch, "make")
+    received = ep.dispatch(handle, x, idx)
+    assert len(seen) == 2 and type(received.tokens) is torch.Tensor
+    assert received.tokens.dtype == x.dtype and received.topk_idx.dtype == torch.int64
+    assert torch.equal(received.tokens[:2].view(torch.uint8), x.view(torch.uint8))
+    for _, made in seen:
+        for tensor in made:
+            assert tensor is None or tensor.untyped_storage().resizable()
+            assert tensor is None or (tensor.is_contiguous() and not tensor.requires_grad)
 
 
 @needs_fast
@@ -127,3 +184,5 @@ def test_refusal_has_the_sentence(alone):
     plan = ep.prepare(handle, torch.zeros(4, 2, dtype=torch.int64, device=group.device))
     with refused("BUFFER_SIZE expert_out"):
         handle.call_fast(_fast.FORMS["combine"], (plan.bytes, x[:2], None, None, x))
+    with refused("BUFFER_SIZE expert_out"):
+        handle.make_fast(_fast.FORMS["combine"], plan.bytes, x[:2], None, None, 4, 0)
