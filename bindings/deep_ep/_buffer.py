@@ -234,9 +234,15 @@ class Buffer:
         """
         ignore("dispatch", unknown)
         used = None if handle is None else _require_handle("dispatch", handle)
-        tokens, scales = _checks.tokens(
-            "dispatch", x, "tokens" if used is None else used.num_tokens
+        is_plain = used is None and _checks.is_plain_dispatch(
+            x, topk_idx, topk_weights, num_tokens_per_expert
         )
+        if is_plain:
+            tokens, scales = x, None
+        else:
+            tokens, scales = _checks.tokens(
+                "dispatch", x, "tokens" if used is None else used.num_tokens
+            )
         if used is None:
             _checks.dispatch_numbers(expert_alignment, num_worst_tokens)
         inputs = (tokens, scales, topk_idx, topk_weights)
@@ -255,6 +261,7 @@ class Buffer:
                     expert_alignment,
                     num_worst_tokens,
                     config,
+                    is_plain,
                 )
             return sent, (*inputs, *sent[:4])
 
@@ -286,6 +293,7 @@ class Buffer:
         expert_alignment: int,
         num_worst_tokens: int,
         config: Optional[Config],
+        is_checked: bool,
     ) -> _normal.Sent:
         if num_tokens_per_expert is None:
             refuse(
@@ -298,14 +306,15 @@ class Buffer:
                 "dispatch: expected topk_idx, or is_token_in_rank without topk_weights and "
                 "num_worst_tokens, got no topk_idx"
             )
-        _checks.dispatch(
-            tokens,
-            topk_idx,
-            topk_weights,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            self.group_size,
-        )
+        if not is_checked:
+            _checks.dispatch(
+                tokens,
+                topk_idx,
+                topk_weights,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                self.group_size,
+            )
         if not num_worst_tokens and tokens.is_cuda and torch.cuda.is_current_stream_capturing():
             refuse(
                 "dispatch: expected num_worst_tokens while a CUDA graph is captured, got none: the "
@@ -360,10 +369,13 @@ class Buffer:
         None; the event.
         """
         ignore("combine", unknown)
-        given = bias if isinstance(bias, (tuple, list)) else (bias,)
-        biases = tuple(term for term in given if term is not None)
+        biases: tuple[Tensor, ...] = ()
+        if bias is not None:
+            given = bias if isinstance(bias, (tuple, list)) else (bias,)
+            biases = tuple(term for term in given if term is not None)
         used = _require_handle("combine", handle)
-        _checks.combine(used, x, topk_weights, biases)
+        if biases or not _checks.is_plain_combine(used, x, topk_weights):
+            _checks.combine(used, x, topk_weights, biases)
 
         def body() -> tuple[tuple[Tensor, Optional[Tensor]], tuple[Optional[Tensor], ...]]:
             made = _normal.combine(used, x, topk_weights, biases)
@@ -496,7 +508,9 @@ class Buffer:
                 receive()
                 return
             self._lane.run_on(stream, receive)
-            torch.cuda.current_stream(device).wait_stream(stream)
+            current = torch.cuda.current_stream(device)
+            if current != stream:
+                current.wait_stream(stream)
 
         return hook
 

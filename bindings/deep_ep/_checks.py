@@ -110,6 +110,68 @@ def tokens(call: str, x: Any, num_tokens: Union[int, str] = "tokens") -> tuple[T
     return rows, scales
 
 
+def is_plain_dispatch(
+    rows: Any, topk_idx: Any, topk_weights: Any, num_tokens_per_expert: Any
+) -> bool:
+    """A quick test that `tokens` and `dispatch` refuse nothing. Arguments may be anything."""
+    try:
+        num_tokens, hidden = rows.shape
+        shape, kind, device = topk_idx.shape, rows.dtype, rows.device
+        count, top_k = shape
+        size = hidden * kind.itemsize
+        return (
+            kind in TYPES
+            and 0 < size <= _MOST_ROW_BYTES
+            and size % ROW_UNIT == 0
+            and rows.data_ptr() % ROW_UNIT == 0
+            and (rows.is_cuda or rows.is_cpu)
+            and count == num_tokens
+            and 0 < top_k <= _MOST_TOP_K
+            and _is_vector(num_tokens_per_expert, device)
+            and _is_alike(topk_idx, shape, _INDICES, device)
+            and (topk_weights is None or _is_alike(topk_weights, shape, WEIGHTS, device))
+        )
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return False  # other types or dimensions, or no memory
+
+
+def is_plain_combine(handle: NormalHandle, x: Any, topk_weights: Any) -> bool:
+    """A quick test that `combine` refuses nothing where there is no bias."""
+    try:
+        rows, hidden = x.shape
+        kind, device = x.dtype, x.device
+        size = hidden * kind.itemsize
+        return (
+            kind in _SUMMABLE
+            and rows == handle.num_recv_tokens
+            and 0 < size <= handle.layer.max_row_bytes
+            and size % ROW_UNIT == 0
+            and x.data_ptr() % ROW_UNIT == 0
+            and device == handle.layer.device
+            and (
+                topk_weights is None
+                or _is_alike(topk_weights, (rows, handle.layer.top_k), WEIGHTS, device)
+            )
+        )
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _is_vector(tensor: Tensor, device: torch.device) -> bool:
+    return len(tensor.shape) == 1 and tensor.dtype in _INDICES and tensor.device == device
+
+
+def _is_alike(
+    tensor: Tensor, shape: tuple[int, ...], dtypes: Container[torch.dtype], device: torch.device
+) -> bool:
+    return (
+        tensor.shape == shape
+        and tensor.dtype in dtypes
+        and tensor.device == device
+        and tensor.layout is torch.strided
+    )
+
+
 def dispatch(
     rows: Tensor,
     topk_idx: Any,
@@ -132,6 +194,9 @@ def dispatch(
 
 def dispatch_numbers(expert_alignment: Any, num_worst_tokens: Any) -> None:
     """Check the numbers of a dispatch."""
+    if type(expert_alignment) is type(num_worst_tokens) is int:
+        if expert_alignment >= 1 and num_worst_tokens >= 0:
+            return
     _number("dispatch", "expert_alignment", expert_alignment, 1)
     _number("dispatch", "num_worst_tokens", num_worst_tokens, 0)
 

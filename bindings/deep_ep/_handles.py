@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..torch._group import current_stream
+
 if TYPE_CHECKING:
     from typing import Callable, Iterator, Optional
 
@@ -67,6 +69,8 @@ class NormalHandle(_Fields):
         self.num_recv_tokens = num_recv_tokens
         self.is_token_in_rank = is_token_in_rank
         self.num_tokens = num_tokens
+        self.stream = layer.stream()
+        """On which the plan was made."""
 
     @functools.cached_property
     def rank_prefix_matrix(self) -> Tensor:
@@ -103,6 +107,8 @@ class LatencyHandle(_Fields):
         self.plan = plan
         self.group = group
         self.num_tokens = num_tokens
+        self.stream = current_stream(group.group.ordinal)
+        """On which the plan was made."""
 
     @functools.cached_property
     def _sources(self) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,7 @@ def combine(
     written = out
 
     def send() -> None:
-        keep(handle.plan)
+        keep(handle.plan, handle.stream)
         _calls.combine_send(layer, handle.plan, x, None, topk_weights)
 
     def receive() -> None:
@@ -132,7 +132,7 @@ def combine(
         group.give_back(layer)
 
     def whole() -> None:
-        keep(handle.plan)
+        keep(handle.plan, handle.stream)
         _calls.combine(layer, handle.plan, x, None, topk_weights, written)
         group.give_back(layer)
 

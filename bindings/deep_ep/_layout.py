@@ -44,13 +44,10 @@ def count(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     topk_idx  [T, K] int64 or int32: the expert of each entry; negative: none
     """
     each = experts_per_rank("get_dispatch_layout", num_experts, num_ranks)
-    idx = topk_idx.long()
-    is_live = idx >= 0
-    # Entries without an expert count for one more expert and rank, which are then left out.
-    expert = torch.where(is_live, idx, num_experts)
-    rank = torch.where(is_live, idx.div(each, rounding_mode="floor"), num_ranks)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=idx.device)
-    counts.scatter_add_(0, expert.flatten(), torch.ones_like(expert.flatten(), dtype=torch.int32))
-    is_in = torch.zeros((idx.shape[0], num_ranks + 1), dtype=torch.bool, device=idx.device)
-    is_in = is_in.scatter_(1, rank, True)[:, :num_ranks].contiguous()
-    return Layout(is_in.sum(0, dtype=torch.int32), counts[:num_experts].contiguous(), is_in)
+    # How often each token names each expert. Column 0 is for entries without one.
+    columns = (topk_idx.long() + 1).clamp_(min=0)
+    named = columns.new_zeros((columns.shape[0], num_experts + 1), dtype=torch.uint8)
+    named.scatter_(1, columns, 1, reduce="add")
+    named = named[:, 1:]
+    is_in = named.unflatten(1, (num_ranks, each)).amax(2).clamp_(max=1).view(torch.bool)
+    return Layout(is_in.sum(0, dtype=torch.int32), named.sum(0, dtype=torch.int32), is_in)

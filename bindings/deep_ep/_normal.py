@@ -14,6 +14,7 @@ from .._abi import Status
 from .._library import EpError, last_error, library
 from ..torch import Plan, _calls
 from ..torch._autograd import make_plan
+from ..torch._fast import FORMS
 from ._groups import WORDS, NormalKey
 from ._handles import NormalHandle
 from ._streams import keep
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ._groups import Groups, NormalGroup
 
     Tokens = Union[Tensor, tuple[Tensor, Tensor]]
+    Received = tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]
 
 
 class Sent(NamedTuple):
@@ -69,8 +71,7 @@ def route(
         if not is_fitting and num_worst_tokens:
             _give_up(group, num_tokens)
         routing = group.spread(topk_idx) if is_fitting else group.ask_for_more(topk_idx)
-        plan = make_plan(layer, routing)
-        _calls.prepare(layer, routing, None, plan.bytes, plan.numbers)
+        plan = _prepare(layer, routing)
         if num_worst_tokens:
             group.plans.add(plan.bytes)
             return Routed(group, layer, plan, num_worst_tokens, [])
@@ -82,6 +83,15 @@ def route(
                 group, layer, plan, numbers[3 * plan.num_local_experts + 1], numbers[:local]
             )
         group = groups.grow(key, num_tokens)
+
+
+def _prepare(layer: Handle, routing: Tensor) -> Plan:
+    made = layer.make_fast(FORMS["prepare"], routing, None, 0, 0)
+    if made is not None:
+        return Plan(*made, routing.shape[0], layer.group.num_local_experts)
+    plan = make_plan(layer, routing)
+    _calls.prepare(layer, routing, None, plan.bytes, plan.numbers)
+    return plan
 
 
 def _give_up(group: NormalGroup, num_tokens: int) -> None:
@@ -117,12 +127,8 @@ def dispatch(
     key = _key(experts_per_rank, topk_idx.shape[1], tokens)
     routed = route(groups, key, topk_idx, num_worst_tokens, num_sms)
     rows, layer = routed.num_recv_tokens, routed.layer
-    recv_weights = None
-    if topk_weights is not None:
-        recv_weights = topk_weights.new_empty((rows, key.top_k), dtype=torch.float32)
-    recv_idx = topk_idx.new_empty((rows, key.top_k))
-    recv, recv_scales = _send(
-        layer, routed.plan.bytes, tokens, scales, rows, topk_weights, recv_weights, recv_idx
+    recv, recv_weights, recv_scales, recv_idx = _send(
+        layer, routed.plan.bytes, tokens, topk_weights, scales, rows, topk_idx.dtype
     )
     if not num_worst_tokens:
         _report(routed.group)  # the host has waited for the plan already
@@ -147,7 +153,7 @@ def _report(group: NormalGroup) -> None:
 
 
 def _align(counts: list[int], alignment: int) -> list[int]:
-    return [-(-count // alignment) * alignment for count in counts]
+    return counts if alignment == 1 else [-(-count // alignment) * alignment for count in counts]
 
 
 def dispatch_to_ranks(
@@ -174,15 +180,17 @@ def dispatch_to_ranks(
     to_each = torch.where(torch.eye(size, dtype=torch.bool, device=firsts.device), firsts, -1)
     key = _key(each, size, tokens)
     routed = route(groups, key, to_each, 0, num_sms)
-    received, _ = _send(routed.layer, routed.plan.bytes, padded, None, size)
-    totals = received.sum(0)[:each].tolist()
+    received = _send(routed.layer, routed.plan.bytes, padded, None, None, size)
+    totals = received[0].sum(0)[:each].tolist()
     return sent._replace(topk_idx=None, num_recv_tokens_per_expert=_align(totals, expert_alignment))
 
 
 def dispatch_again(handle: NormalHandle, tokens: Tensor, scales: Optional[Tensor]) -> Sent:
     """Send rows by the routing of a dispatch before."""
-    keep(handle.plan)
-    recv, recv_scales = _send(handle.layer, handle.plan, tokens, scales, handle.num_recv_tokens)
+    keep(handle.plan, handle.stream)
+    recv, _, recv_scales, _ = _send(
+        handle.layer, handle.plan, tokens, None, scales, handle.num_recv_tokens
+    )
     return Sent(recv, recv_scales, None, None, None, None)
 
 
@@ -190,23 +198,33 @@ def _send(
     layer: Handle,
     plan: Tensor,
     tokens: Tensor,
+    weights: Optional[Tensor],
     scales: Optional[Tensor],
     rows: int,
-    weights: Optional[Tensor] = None,
-    recv_weights: Optional[Tensor] = None,
-    recv_idx: Optional[Tensor] = None,
-) -> tuple[Tensor, Optional[Tensor]]:
+    id_type: torch.dtype = torch.int64,
+) -> Received:
+    """Dispatch. Returns rows, weights, scales and expert ids."""
+    is_small = id_type is torch.int32
+    made: Optional[Received] = layer.make_fast(
+        FORMS["dispatch"], plan, tokens, weights, scales, rows, is_small
+    )
+    if made is not None:
+        return made
     recv = tokens.new_empty((rows, tokens.shape[1]))
+    recv_weights = None
+    if weights is not None:
+        recv_weights = weights.new_empty((rows, layer.top_k), dtype=torch.float32)
     recv_scales = None if scales is None else scales.new_empty((rows, scales.shape[1]))
+    recv_idx = tokens.new_empty((rows, layer.top_k), dtype=id_type)
     _calls.dispatch(layer, plan, tokens, weights, scales, recv, recv_weights, recv_scales, recv_idx)
-    return recv, recv_scales
+    return recv, recv_weights, recv_scales, recv_idx
 
 
 def combine(
     handle: NormalHandle, x: Tensor, topk_weights: Optional[Tensor], bias: tuple[Tensor, ...]
 ) -> tuple[Tensor, Optional[Tensor]]:
     """Return rows to their tokens, and sum them. Arguments as of Buffer.combine."""
-    keep(handle.plan)
+    keep(handle.plan, handle.stream)
     out = _sum(handle, x)
     out_weights = None if topk_weights is None else _sum_weights(handle, topk_weights)
     if bias:
@@ -218,6 +236,12 @@ def combine(
 
 
 def _sum(handle: NormalHandle, rows: Tensor) -> Tensor:
+    made = handle.layer.make_fast(
+        FORMS["combine"], handle.plan, rows, None, None, handle.num_tokens, 0
+    )
+    if made is not None:
+        summed: Tensor = made[0]
+        return summed
     out = rows.new_empty((handle.num_tokens, rows.shape[1]))
     _calls.combine(handle.layer, handle.plan, rows, None, None, out)
     return out

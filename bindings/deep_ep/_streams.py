@@ -9,6 +9,7 @@ import torch
 
 from .._abi import Status
 from .._library import EpError
+from ..torch._group import current_stream
 
 if TYPE_CHECKING:
     from typing import Any, Callable, Optional
@@ -68,7 +69,8 @@ class _End(NamedTuple):
     """Where an operation ended."""
 
     stream: torch.cuda.Stream
-    event: torch.cuda.Event
+    event: Optional[torch.cuda.Event]
+    """None while all operations have run on one stream."""
 
 
 class Lane:
@@ -77,16 +79,21 @@ class Lane:
     Operations with async_finish run on a stream of the Lane, all others on the current stream. Each
     begins after the one before, wherever that ran, since libep's operations have an order. While a
     CUDA graph is captured all of them run on the current stream.
+
+    Events cost more than all else of a call. So there are none until operations have run on two
+    streams: until then their order is that of the stream.
     """
 
     def __init__(self) -> None:
         self._stream: Optional[torch.cuda.Stream] = None
         self._end: Optional[_End] = None
+        self._only: Optional[int] = None  # the stream of all operations, while there is one alone
 
     def stream(self, device: Optional[torch.device] = None) -> torch.cuda.Stream:
         """The stream of operations with async_finish."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device, priority=-1)
+            self._only = None
         return self._stream
 
     def run(
@@ -103,6 +110,10 @@ class Lane:
         if device.type == "cpu":
             result, _ = body()
             return result, EventOverlap(EventHandle() if async_finish else None)
+        if not async_finish and (previous_event is None or previous_event.event is None):
+            if self._only is not None and self._only == current_stream(device.index):
+                result, _ = body()
+                return result, EventOverlap()
         current = torch.cuda.current_stream(device)
         is_beside = async_finish and not torch.cuda.is_current_stream_capturing()
         stream = self.stream(device) if is_beside else current
@@ -126,12 +137,13 @@ class Lane:
         with torch.cuda.stream(stream):
             if torch.cuda.is_current_stream_capturing():
                 return body()
+            is_only = self._stream is None and (self._end is None or self._only is not None)
             if self._end is not None and self._end.stream != stream:
-                stream.wait_event(self._end.event)
+                stream.wait_event(self._end.event or self._end.stream.record_event())
+                is_only = False
             result = body()
-            event = torch.cuda.Event()
-            event.record(stream)
-            self._end = _End(stream, event)
+            self._only = stream.cuda_stream if is_only else None
+            self._end = _End(stream, None if is_only else stream.record_event())
         return result
 
 
@@ -141,10 +153,12 @@ def _record(tensors: tuple[Optional[Tensor], ...], stream: torch.cuda.Stream) ->
             tensor.record_stream(stream)
 
 
-def keep(tensor: Tensor) -> None:
+def keep(tensor: Tensor, made_on: Optional[int] = None) -> None:
     """Keep a tensor's memory until the current stream has used it.
 
     For tensors within handles, which a caller may drop as soon as a call on any stream returns.
+
+    made_on  the stream whose order the memory's reuse follows; None: not known
     """
-    if tensor.is_cuda:
+    if tensor.is_cuda and current_stream(tensor.get_device()) != made_on:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -14,6 +14,7 @@ from test_deep_ep_normal import send
 
 import libep
 from libep.deep_ep import Buffer, EventHandle, EventOverlap
+from libep.deep_ep import _streams
 from libep.deep_ep._streams import Lane
 
 # ---- order, on any machine ----------------------------------------------------------------------
@@ -33,8 +34,22 @@ class Stream:
     def wait_event(self, event):
         self.before |= event.before
 
+    def record_event(self):
+        event = Event()
+        event.record(self)
+        return event
+
+    @property
+    def cuda_stream(self):
+        return id(self)
+
 
 class Event:
+    made = 0
+
+    def __init__(self):
+        Event.made += 1
+
     def record(self, stream=None):
         self.before = set((stream or Stream.current).before)
 
@@ -68,6 +83,7 @@ def streams(monkeypatch):
     )
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(_streams, "current_stream", lambda ordinal: id(Stream.current))
     return use
 
 
@@ -106,6 +122,39 @@ def test_order(seed, streams):
             with streams(Stream()):
                 event.current_stream_wait()
                 assert operation in Stream.current.before
+
+
+def test_one_stream_needs_no_events(streams):
+    """Until another stream is used, which waits for what came before."""
+    device, lane, first = torch.device("cuda", 0), Lane(), Stream.current
+    Event.made = 0
+
+    def run(operation):
+        body = lambda: (Stream.current.before.add(operation), ())  # noqa: E731
+        return lane.run(device, None, False, body)
+
+    for operation in range(3):
+        _, event = run(operation)
+        assert event.event is None
+    assert Event.made == 0 and first.before == {0, 1, 2}
+    with streams(Stream()):
+        run(3)
+        assert Stream.current.before == {0, 1, 2, 3}
+    run(4)
+    assert first.before == {0, 1, 2, 3, 4} and Event.made > 0
+
+
+def test_streams_that_a_capture_uses_do_not_count(streams, monkeypatch):
+    """The next operation comes after the last one that was not captured."""
+    device, lane = torch.device("cuda", 0), Lane()
+    lane.run(device, None, False, lambda: (Stream.current.before.add("first"), ()))
+    with streams(Stream()):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            lane.run(device, None, False, lambda: (None, ()))
+    with streams(Stream()):
+        lane.run(device, None, False, lambda: (None, ()))
+        assert "first" in Stream.current.before
 
 
 def test_capture_uses_one_stream(streams, monkeypatch):
