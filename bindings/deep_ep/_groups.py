@@ -58,20 +58,26 @@ class LatencyKey(NamedTuple):
 class NormalGroup:
     """A group for dispatch and combine, with room for `capacity` tokens of each rank.
 
-    Every rank owns one expert more than the caller has there, its last. A rank that has more tokens
-    than the capacity routes to these, and to nothing else. All ranks see that in their plans, and
-    make a larger group together. So the capacity costs nothing as long as it is enough.
+    A rank that has more tokens than the capacity asks for more room, by a routing that no rank has
+    otherwise. All ranks see that in their plans, and make a larger group together. So the capacity
+    costs nothing as long as it is enough.
+
+    The routing sends one row more than the capacity to every rank, for which the group has room.
+    That takes as many entries of a token as there are ranks. With fewer entries every rank owns one
+    expert more than the caller has there, its last, and the routing goes to these.
     """
 
     def __init__(self, bootstrap: Bootstrap, key: NormalKey, capacity: int) -> None:
         self.key = key
         self.capacity = capacity
+        self.has_spare = key.top_k < bootstrap.size
+        """Whether every rank owns one expert more than the caller has there."""
         # Rows of weights, and of the counts of ranks' experts, travel as well.
         words = -(-max(key.top_k, key.experts_per_rank) // WORDS) * WORDS
         self.group = create_group(
             bootstrap,
-            num_experts=(key.experts_per_rank + 1) * bootstrap.size,
-            max_tokens=capacity,
+            num_experts=(key.experts_per_rank + self.has_spare) * bootstrap.size,
+            max_tokens=capacity + (not self.has_spare),
             hidden=max(key.hidden * key.element_bytes, 4 * words),
             dtype=torch.uint8,
             top_k=key.top_k,
@@ -101,16 +107,29 @@ class NormalGroup:
 
     def spread(self, topk_idx: Tensor) -> Tensor:
         """The caller's experts as experts of the group. Negative ones stay negative."""
+        if not self.has_spare:
+            return topk_idx
         ranks = topk_idx.div(self.key.experts_per_rank, rounding_mode="floor")
         return (topk_idx + ranks).contiguous()
 
     def ask_for_more(self, topk_idx: Tensor) -> Tensor:
-        """A routing that tells all ranks to grow: one entry for the last expert of each rank."""
+        """A routing that tells all ranks to grow."""
         size = self.group.size
-        routing = topk_idx.new_full((size, self.key.top_k), -1)
-        each = self.key.experts_per_rank + 1
-        routing[:, 0] = torch.arange(1, size + 1, device=routing.device) * each - 1
+        each = self.key.experts_per_rank + self.has_spare
+        lasts = torch.arange(1, size + 1, device=topk_idx.device) * each - 1
+        rows = size if self.has_spare else self.capacity + 1
+        routing = topk_idx.new_full((rows, self.key.top_k), -1)
+        if self.has_spare:
+            routing[:, 0] = lasts
+        else:
+            routing[:, :size] = lasts
         return routing
+
+    def is_asked_for_more(self, numbers: list[int]) -> bool:
+        """Whether a rank asks for more. By Plan.numbers; the same on all ranks."""
+        if self.has_spare:
+            return numbers[self.key.experts_per_rank] != 0
+        return max(numbers[-self.group.size :]) > self.capacity
 
 
 class LatencyGroup:

@@ -77,7 +77,7 @@ def route(
             return Routed(group, layer, plan, num_worst_tokens, [])
         numbers = plan.numbers.tolist()
         local = key.experts_per_rank
-        if numbers[local] == 0:
+        if not group.is_asked_for_more(numbers):
             group.plans.add(plan.bytes)
             return Routed(
                 group, layer, plan, numbers[3 * plan.num_local_experts + 1], numbers[:local]
@@ -145,6 +145,8 @@ def _report(group: NormalGroup) -> None:
     status = core.run(library.ep_group_status, core.require(), None)
     if status:
         error = last_error(status)
+        if not group.has_spare:
+            raise error
         raise EpError(
             status,
             f"{error} (libep counts {group.key.experts_per_rank + 1} experts on each rank here, one "

@@ -228,12 +228,13 @@ def test_bias(buffer, rank, world, dtype):
     assert_equal(two, (plain.float() + 3 * x.float()).to(dtype))
 
 
-def test_one_rank_needs_more(seed):
+@pytest.mark.parametrize("top_k", [2, 3])  # fewer than ranks, or as many
+def test_one_rank_needs_more(seed, top_k):
     """A rank with more tokens than the group has room for: all ranks make a larger one."""
-    small = make_world(seed)
-    large = make_world(seed + 1, tokens=[2, 1100, 0], max_tokens=1100)
-    larger = make_world(seed + 2, tokens=[2100, 300, 2049], max_tokens=2100)
-    largest = make_world(seed + 3, tokens=[0, 5, 4200], max_tokens=4200)
+    small = make_world(seed, top_k=top_k)
+    large = make_world(seed + 1, tokens=[2, 1100, 0], max_tokens=1100, top_k=top_k)
+    larger = make_world(seed + 2, tokens=[2100, 300, 2049], max_tokens=2100, top_k=top_k)
+    largest = make_world(seed + 3, tokens=[0, 5, 4200], max_tokens=4200, top_k=top_k)
 
     def body(buffer, rank):
         def step(world):
@@ -253,6 +254,19 @@ def test_one_rank_needs_more(seed):
         assert_equal(buffer.combine(rows, handle)[0], last.forward(rank))
 
     play(small, body)
+
+
+@pytest.mark.parametrize("top_k", [2, 3])
+@on_ranks(tokens=[1024] * SIZE, max_tokens=1024)
+def test_full_room_is_enough(buffer, rank, world, top_k):
+    """As many tokens as there is room for, all of them to one rank: no rank asks for more."""
+    x, idx, weights = inputs(world, rank)
+    idx = torch.arange(top_k, device=idx.device).expand(1024, top_k) % 2
+    for _ in range(2):
+        rx, *_, handle, _ = send(buffer, x, idx, weights, world.experts)
+        assert len(rx) == (SIZE * 1024 if rank == 0 else 0)
+        assert_equal(buffer.combine(rx, handle)[0], x)
+    assert len(buffer._groups._all) == 1
 
 
 @on_ranks()
@@ -462,9 +476,11 @@ def test_worst_tokens_do_not_grow(seed):
     run_threads(world.size, run)
 
 
+@pytest.mark.parametrize("top_k", [2, 3])
 @on_ranks(tokens=[2, 2, 2])
-def test_routing_and_lost_rows(buffer, rank, world):
+def test_routing_and_lost_rows(buffer, rank, world, top_k):
     """An expert that does not exist, and rows that did not fit, are errors of their rank."""
+    note = ".*one more" if top_k < SIZE else "((?!one more).)*$"
     x, idx, weights = inputs(world, rank)
     wrong = idx.clone()
     if rank == 1:
@@ -473,15 +489,15 @@ def test_routing_and_lost_rows(buffer, rank, world):
         topk_idx=wrong, topk_weights=weights, num_tokens_per_expert=idx.new_zeros(world.experts)
     )
     if rank == 1:
-        with refused("ROUTING rank 1.*token 1.*one more"):
+        with refused(f"ROUTING rank 1.*token 1{note}"):
             buffer.dispatch(x, **options)
     else:
         buffer.dispatch(x, **options)
     everywhere = torch.zeros_like(idx)
-    everywhere[:, 1] = -1
+    everywhere[:, 1:] = -1
     send(buffer, x, everywhere, weights, world.experts, num_worst_tokens=5)
     if rank == 0:
-        with refused("OVERFLOW rank 0.*one more"):
+        with refused(f"OVERFLOW rank 0{note}"):
             send(buffer, x, idx, weights, world.experts)
     else:
         send(buffer, x, idx, weights, world.experts)
