@@ -49,5 +49,5 @@ def count(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     named = columns.new_zeros((columns.shape[0], num_experts + 1), dtype=torch.uint8)
     named.scatter_(1, columns, 1, reduce="add")
     named = named[:, 1:]
-    is_in = named.unflatten(1, (num_ranks, each)).amax(2).clamp_(max=1).view(torch.bool)
+    is_in = named.unflatten(1, (num_ranks, each)).any(2).view(torch.bool)
     return Layout(is_in.sum(0, dtype=torch.int32), named.sum(0, dtype=torch.int32), is_in)

@@ -20,16 +20,22 @@ if TYPE_CHECKING:
 class EventHandle:
     """A point in the work of the current CUDA stream. On CPUs, where calls have finished: nothing."""
 
-    def __init__(self) -> None:
-        self._event: Optional[torch.cuda.Event] = None
-        if torch.cuda.is_initialized():
+    def __init__(self, event: Optional[torch.cuda.Event] = None) -> None:
+        """event: one that is recorded already, in place of a point of the current stream."""
+        self._event = event
+        if event is None and torch.cuda.is_initialized():
             self._event = torch.cuda.Event()
             self._event.record()
 
     def current_stream_wait(self) -> None:
         """Let the current stream wait for the point."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            self.let_wait(torch.cuda.current_stream())
+
+    def let_wait(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait for the point."""
+        if self._event is not None:
+            stream.wait_event(self._event)
 
 
 class EventOverlap:
@@ -118,32 +124,42 @@ class Lane:
         is_beside = async_finish and not torch.cuda.is_current_stream_capturing()
         stream = self.stream(device) if is_beside else current
         if previous_event is not None and previous_event.event is not None:
-            with torch.cuda.stream(stream):
-                previous_event.event.current_stream_wait()
+            previous_event.event.let_wait(stream)
         elif is_beside:
             stream.wait_stream(current)
-        result, tensors = self.run_on(stream, body)
+        if not is_beside:
+            result, tensors = self._run_here(stream, body)
+        else:
+            with torch.cuda.stream(stream):
+                result, tensors = self._run_here(stream, body)
         if self._stream is not None:
             # The allocator would reuse memory in the order of the stream that it came from.
             _record(tensors, current)
-            _record(tensors, self._stream)
+            if is_beside:
+                _record(tensors, stream)
         if not async_finish:
             return result, EventOverlap()
-        with torch.cuda.stream(stream):
-            return result, EventOverlap(EventHandle())
+        end = self._end.event if is_beside and self._end is not None else None
+        return result, EventOverlap(EventHandle(end))
 
     def run_on(self, stream: torch.cuda.Stream, body: Callable[[], Any]) -> Any:
         """Run body() on a stream, after the operation before."""
+        if stream == torch.cuda.current_stream(stream.device):
+            return self._run_here(stream, body)
         with torch.cuda.stream(stream):
-            if torch.cuda.is_current_stream_capturing():
-                return body()
-            is_only = self._stream is None and (self._end is None or self._only is not None)
-            if self._end is not None and self._end.stream != stream:
-                stream.wait_event(self._end.event or self._end.stream.record_event())
-                is_only = False
-            result = body()
-            self._only = stream.cuda_stream if is_only else None
-            self._end = _End(stream, None if is_only else stream.record_event())
+            return self._run_here(stream, body)
+
+    def _run_here(self, stream: torch.cuda.Stream, body: Callable[[], Any]) -> Any:
+        """run_on of the current stream."""
+        if torch.cuda.is_current_stream_capturing():
+            return body()
+        is_only = self._stream is None and (self._end is None or self._only is not None)
+        if self._end is not None and self._end.stream != stream:
+            stream.wait_event(self._end.event or self._end.stream.record_event())
+            is_only = False
+        result = body()
+        self._only = stream.cuda_stream if is_only else None
+        self._end = _End(stream, None if is_only else stream.record_event())
         return result
 
 

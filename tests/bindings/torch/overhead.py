@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print what a call of libep.torch costs, and on GPUs what a layer takes beside plain PyTorch.
+"""Print what a call of libep.torch or libep.deep_ep costs, and on GPUs what a layer takes beside
+plain PyTorch.
 
     python overhead.py [cpu|cuda]              the host's time of a call; one rank
-    torchrun --nproc-per-node N overhead.py cuda      and a layer of N ranks
+    torchrun --nproc-per-node N overhead.py cuda      and of N ranks, and a layer of N ranks
 
 Times are microseconds, the fastest of several runs. On GPUs the host's time of a call is that of
 enqueueing it. The layer is 8,192 tokens of 7168 bfloat16 a rank, top-8 of 32 experts a rank, inner
@@ -25,6 +26,8 @@ import torch.nn.functional as F
 import libep
 import libep.torch as ep
 from libep._library import library
+from libep.deep_ep import Buffer
+from libep.torch import _fast
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 BACKEND = libep.Backend.CUDA if DEVICE == "cuda" else libep.Backend.HOST
@@ -164,6 +167,92 @@ def graph_time(layer, x, idx, w):
     return gpu_time(capture(step).replay)
 
 
+def parts_of(call, count=200, runs=40):
+    """Microseconds of the host per call: all, in C, in the wait for counts, and the rest. Of the run
+    with the least rest. All ranks call it alike."""
+    spent = {}
+
+    def timed(name, function):
+        def run(*given):
+            begin = time.perf_counter()
+            try:
+                return function(*given)
+            finally:
+                spent[name] += time.perf_counter() - begin
+
+        run.__name__ = name
+        return run
+
+    make, tolist = _fast.make, torch.Tensor.tolist
+    if make is not None:
+        _fast.make = timed("C", make)
+    torch.Tensor.tolist = timed("wait", tolist)
+    found = []
+    for _ in range(runs):
+        synchronize()
+        spent.update(C=0.0, wait=0.0)
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        whole = time.perf_counter() - begin
+        parts = whole, spent["C"], spent["wait"], whole - spent["C"] - spent["wait"]
+        found.append([part / count * 1e6 for part in parts])
+    _fast.make, torch.Tensor.tolist = make, tolist
+    synchronize()
+    return min(found, key=lambda parts: parts[-1])
+
+
+def call_times(meeting, rank, ranks):
+    """Calls of few tokens on several ranks. `meeting`: a process group or a Bootstrap."""
+    tokens, hidden, top_k, experts = 64, 1024, 8, 8 * ranks
+    sizes = dict(num_experts=experts, max_tokens=tokens, hidden=hidden, top_k=top_k)
+    group = ep.create_group(meeting, **sizes, max_recv_rows=None, backend=BACKEND)
+    layer, buffer = ep.Handle(group), Buffer(meeting)
+    x = torch.randn(tokens, hidden, device=group.device, dtype=torch.bfloat16)
+    idx = torch.rand(tokens, experts, device=group.device).topk(top_k)[1]
+    w = torch.rand(tokens, top_k, device=group.device)
+    plan = ep.prepare(layer, idx)
+    received = ep.dispatch(layer, x, plan, w)
+    recv, recv_w = received.tokens, received.topk_weights
+    grad = [t.clone().requires_grad_() for t in (x, w, recv, recv_w)]
+    per_rank, _, per_expert, is_in, _ = buffer.get_dispatch_layout(idx, experts)
+
+    def dispatch(**options):
+        return buffer.dispatch(
+            x,
+            topk_idx=idx,
+            topk_weights=w,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_in,
+            num_tokens_per_expert=per_expert,
+            **options,
+        )
+
+    rows, _, row_w, _, handle, _ = dispatch()
+    calls = {
+        "libep.torch prepare": lambda: ep.prepare(layer, idx),
+        "libep.torch dispatch": lambda: ep.dispatch(layer, x, plan, w),
+        "libep.torch combine": lambda: ep.combine(layer, plan, recv, recv_w),
+        "with gradient: dispatch": lambda: ep.dispatch(layer, grad[0], plan, grad[1]),
+        "with gradient: combine": lambda: ep.combine(layer, plan, grad[2], grad[3]),
+        "deep_ep get_dispatch_layout": lambda: buffer.get_dispatch_layout(idx, experts),
+        "deep_ep dispatch": dispatch,
+        "deep_ep dispatch, handle": lambda: buffer.dispatch(x, handle=handle),
+        "deep_ep combine": lambda: buffer.combine(rows, handle),
+        "deep_ep combine, weights": lambda: buffer.combine(rows, handle, topk_weights=row_w),
+        "deep_ep dispatch, async_finish": lambda: dispatch(async_finish=True),
+        "deep_ep combine, async_finish": lambda: buffer.combine(rows, handle, async_finish=True),
+    }
+    if rank == 0:
+        print_row(f"# host us per call, ranks: {ranks}", "all", "in C", "wait", "rest")
+    for name, call in calls.items():
+        parts = parts_of(call)
+        if rank == 0:
+            print_row(name, *(f"{part:.1f}" for part in parts))
+    buffer.destroy()
+    group.close()
+
+
 # ---- a layer -----------------------------------------------------------------------------------
 
 
@@ -289,8 +378,12 @@ if __name__ == "__main__":
         dist.init_process_group("nccl")
         if dist.get_rank() == 0:
             host_times()
+        call_times(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
         layer_times()
         dist.destroy_process_group()
     else:
         torch.set_num_threads(1)
         host_times()
+        (alone,) = libep.Bootstrap.local(1)
+        call_times(alone, 0, 1)
+        alone.close()
