@@ -53,6 +53,8 @@ _PREPARE, _DISPATCH = _fast.FORMS["prepare"], _fast.FORMS["dispatch"]
 _DISPATCH_BACKWARD = _fast.FORMS["dispatch_backward"]
 _COMBINE, _COMBINE_BACKWARD = _fast.FORMS["combine"], _fast.FORMS["combine_backward"]
 
+# Dispatch modes that watch eager calls, such as that of a selective checkpoint.
+_is_grad_enabled = torch.is_grad_enabled
 _count_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -81,11 +83,6 @@ def _is_latency(handle: Handle) -> bool:
         raise
 
 
-def _is_watched() -> bool:
-    """Whether a dispatch mode, such as that of a selective checkpoint, watches eager calls."""
-    return _count_modes() > 0
-
-
 def _through(which: Union[Handle, int]) -> Any:
     if type(which) is Handle:
         return _calls
@@ -101,7 +98,7 @@ def needs_grad(*tensors: Optional[Tensor]) -> bool:
         for given in tensors:
             if given is not None:
                 _checks.refuse_derivatives("weights", given)
-    if not torch.is_grad_enabled():
+    if not _is_grad_enabled():
         return False
     tensor = None
     try:
@@ -149,7 +146,7 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
             "prepare: expected a handle in throughput mode: in latency mode dispatch prepares",
         )
     if type(which) is Handle:
-        if _is_watched():
+        if _count_modes():
             made = _ops.prepare_new(handle.key, topk_idx, num_tokens)
         else:
             made = handle.make_fast(_PREPARE, topk_idx, num_tokens, 0, 0)
@@ -230,7 +227,7 @@ class _Dispatch(torch.autograd.Function):
         which, shape, weights_shape = ctx.facts
         if weights_shape is None or not ctx.needs_input_grad[3]:
             grad_weights = None
-        if type(which) is Handle and not _is_watched():
+        if type(which) is Handle and not _count_modes():
             made = which.make_fast(
                 _DISPATCH_BACKWARD, plan, grad_tokens, grad_weights, shape[0], 0
             )
@@ -283,7 +280,7 @@ def _dispatch_new(
     rows: int,
 ) -> Optional[_Outputs]:
     """Dispatch eagerly into new outputs. None: it must go the slower way."""
-    if not _is_watched():
+    if not _count_modes():
         made: Optional[_Outputs] = handle.make_fast(
             _DISPATCH, plan, tokens, topk_weights, scales, rows, 0
         )
@@ -383,9 +380,8 @@ def dispatch(
     if has_gradient:
         return _dispatch_followed(handle, which, plan, tokens, topk_weights, recv_tokens)
     if type(which) is Handle and recv_tokens is None and not handle.quantises:
-        made = _dispatch_new(
-            handle, plan.bytes, tokens, topk_weights, scales, count_rows(handle, plan)
-        )
+        rows = count_rows(handle, plan) if handle.is_exact else handle.capacity
+        made = _dispatch_new(handle, plan.bytes, tokens, topk_weights, scales, rows)
         if made is not None:
             return Received(made[0], made[1], plan, made[2], made[3])
     received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
@@ -518,7 +514,7 @@ class _Combine(torch.autograd.Function):
         _refuse_second_derivative("combine")
         plan, weights, expert_out = ctx.saved_tensors
         which, shape = ctx.facts
-        if type(which) is Handle and not _is_watched():
+        if type(which) is Handle and not _count_modes():
             made = which.make_fast(
                 _COMBINE_BACKWARD, plan, grad_out, weights, expert_out, shape[0], 0
             )
@@ -541,7 +537,7 @@ def _combine_new(
     handle: Handle, plan: Tensor, expert_out: Tensor, weights: Optional[Tensor], num_tokens: int
 ) -> Optional[Tensor]:
     """Combine eagerly into a new tensor. None: it must go the slower way."""
-    if _is_watched():
+    if _count_modes():
         watched: Tensor = _ops.combine_new(handle.key, plan, expert_out, weights, num_tokens)
         return watched
     made = handle.make_fast(_COMBINE, plan, expert_out, weights, None, num_tokens, 0)

@@ -211,14 +211,22 @@ typedef struct Made {
 
 static int32_t torch_type(EpType type) {
     switch (type) {
-    case EP_TYPE_BF16: return 15;
-    case EP_TYPE_FP16: return 5;
-    case EP_TYPE_FP32: return 6;
-    case EP_TYPE_INT32: return 3;
-    case EP_TYPE_INT64: return 4;
-    case EP_TYPE_FP8_E4M3: return 24;
-    case EP_TYPE_FP8_E5M2: return 23;
-    default: return 0; /* uint8 */
+    case EP_TYPE_BF16:
+        return 15;
+    case EP_TYPE_FP16:
+        return 5;
+    case EP_TYPE_FP32:
+        return 6;
+    case EP_TYPE_INT32:
+        return 3;
+    case EP_TYPE_INT64:
+        return 4;
+    case EP_TYPE_FP8_E4M3:
+        return 24;
+    case EP_TYPE_FP8_E5M2:
+        return 23;
+    default:
+        return 0; /* uint8 */
     }
 }
 

@@ -36,9 +36,9 @@ typedef struct EpTorchForm {
 } EpTorchForm;
 
 /**
- * What is used of PyTorch. All but `exchange` allocate outputs: they are functions of the C interface
- * that its ahead-of-time compiler calls, and THPVariable_Wrap. Tensors that come through DLPack do
- * not serve as outputs, since record_stream() has no effect on them.
+ * What is used of PyTorch. All but `exchange` allocate outputs: they are functions of the C
+ * interface that its ahead-of-time compiler calls, and THPVariable_Wrap. Tensors that come through
+ * DLPack do not serve as outputs, since record_stream() has no effect on them.
  */
 typedef struct EpTorchFunctions {
     const DlExchange *exchange;

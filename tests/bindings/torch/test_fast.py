@@ -129,7 +129,7 @@ def test_left_to_python(alone):
         assert handle.make_fast(dispatch, *arguments) is None
 
 
-TYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "uint8", "int32", "int64"]
+TYPES = "bfloat16 float16 float32 float8_e4m3fn float8_e5m2 uint8 int32 int64".split()
 
 
 @needs_fast
