@@ -34,14 +34,14 @@ static void put_entries(const EpCudaPlan *plan, int32_t top_k, const Row *row,
                         const EpSources *out) {
     if (plan->sizes.form != EP_ROUTES_CHAINED) {
         for (int32_t k = 0; k < top_k; k++)
-            ep_sources_put(out, plan->routes[row->route * top_k + k], row->rank, row->token);
+            ep_sources_put(out, plan->routes[row->route * top_k + k], row->rank, row->token, k);
         return;
     }
     EpChain chain = plan->chains[row->route];
     int32_t slot = chain.slot;
-    for (int left = __builtin_popcount(chain.mask); left > 0; left--) {
+    for (uint32_t left = chain.mask; left; left &= left - 1) {
         if (slot < 0 || slot >= plan->sizes.slots) return;
-        ep_sources_put(out, slot, row->rank, row->token);
+        ep_sources_put(out, slot, row->rank, row->token, __builtin_ctz(left));
         slot = plan->next[slot];
     }
 }
@@ -58,7 +58,7 @@ static void put_rows(const EpHandle *handle, const EpCudaPlan *plan, int32_t top
             if (!s->has_rows)
                 put_entries(plan, top_k, &row, out);
             else if (row.slot < plan->header->recv_rows)
-                ep_sources_put(out, row.slot, rank, token);
+                ep_sources_put(out, row.slot, rank, token, -1);
         }
     }
 }

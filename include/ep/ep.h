@@ -932,6 +932,15 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
 EpStatus ep_plan_sources(EpHandle *handle, const EpTensor *plan, EpStream stream, int64_t rows,
                          int32_t *ranks, int32_t *tokens);
 
+/**
+ * As ep_plan_sources, and also which entry of its token each row is of.
+ *
+ * entries  host memory, [rows]: the k of topk_idx[token, k]; -1 for rows that have no token, and in
+ *          the flat and rank-major layouts, where a row stands for all its token's entries here
+ */
+EpStatus ep_plan_entries(EpHandle *handle, const EpTensor *plan, EpStream stream, int64_t rows,
+                         int32_t *ranks, int32_t *tokens, int32_t *entries);
+
 /* ---- 7. The five operations ---------------------------------------------------------------- */
 
 /**

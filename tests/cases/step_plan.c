@@ -107,21 +107,35 @@ static int tells_sources(const Step *step) {
     return info.backend == EP_BACKEND_HOST || info.num_nodes == 1;
 }
 
-void step_check_sources(const Step *step) {
-    const RankWorld *me = step_mine(step);
-    int64_t rows = me->buffer_rows + 3; /* more than the buffer has */
-    int32_t *ranks = malloc((size_t)(2 * rows) * sizeof(*ranks)), *tokens = ranks + rows;
-    EpStatus expected = tells_sources(step) ? EP_OK : EP_ERR_UNSUPPORTED;
-    EpStatus status = ep_plan_sources(step->handle, step->plan, NULL, rows, ranks, tokens);
-    CHECK(status == expected, "%s", ep_last_error());
-    for (int64_t i = 0; i < rows && status == EP_OK; i++) {
+/* Compare what the library tells of the first rows. entries: NULL if it does not tell them. */
+static void check_sources(const RankWorld *me, int64_t rows, const int32_t *ranks,
+                          const int32_t *tokens, const int32_t *entries) {
+    for (int64_t i = 0; i < rows; i++) {
         const Row *row = i < me->buffer_rows ? &me->row[i] : NULL;
         int filled = row && row->kind == ROW_FILLED;
         int rank = filled ? row->source : -1, token = filled ? row->token : -1;
+        int k = filled ? row->k : -1;
         REQUIRE(ranks[i] == rank && tokens[i] == token,
                 "row %lld: expected rank %d, token %d, got %d, %d", (long long)i, rank, token,
                 ranks[i], tokens[i]);
+        if (!entries) continue;
+        REQUIRE(entries[i] == k, "row %lld: expected entry %d, got %d", (long long)i, k,
+                entries[i]);
     }
+}
+
+void step_check_sources(const Step *step) {
+    const RankWorld *me = step_mine(step);
+    int64_t rows = me->buffer_rows + 3; /* more than the buffer has */
+    int32_t *ranks = malloc((size_t)(3 * rows) * sizeof(*ranks)), *tokens = ranks + rows;
+    int32_t *entries = tokens + rows;
+    EpStatus expected = tells_sources(step) ? EP_OK : EP_ERR_UNSUPPORTED;
+    EpStatus status = ep_plan_sources(step->handle, step->plan, NULL, rows, ranks, tokens);
+    CHECK(status == expected, "%s", ep_last_error());
+    check_sources(me, status == EP_OK ? rows : 0, ranks, tokens, NULL);
+    status = ep_plan_entries(step->handle, step->plan, NULL, rows, ranks, tokens, entries);
+    CHECK(status == expected, "%s", ep_last_error());
+    check_sources(me, status == EP_OK ? rows : 0, ranks, tokens, entries);
     free(ranks);
 }
 

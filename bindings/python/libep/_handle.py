@@ -219,6 +219,7 @@ class Handle:
         *,
         ranks: TensorLike,
         tokens: TensorLike,
+        entries: Optional[TensorLike] = None,
         plan: Optional[TensorLike] = None,
         stream: int = 0,
     ) -> None:
@@ -226,11 +227,15 @@ class Handle:
 
         ranks, tokens  outputs on the host, [rows] INT32: the source rank and the token's number
                        there; -1 for rows that have no token
+        entries        the same: which entry of its token the row is of; -1 in layouts with a row
+                       for several entries. None: not asked for.
         """
         to = [_host_row(ranks, "ranks"), _host_row(tokens, "tokens")]
+        if entries is not None:
+            to.append(_host_row(entries, "entries"))
         rows = min(made.shape[0] for made in to)
         self._call(
-            library.ep_plan_sources,
+            library.ep_plan_sources if entries is None else library.ep_plan_entries,
             read(plan, "plan"),
             stream,
             rows,
