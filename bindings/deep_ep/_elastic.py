@@ -109,7 +109,7 @@ class ElasticBuffer:
         """
         self._groups.close()
 
-    # ---- sizes ------------------------------------------------------------------------------------
+    # ---- sizes -----------------------------------------------------------------------------------
 
     @staticmethod
     def get_buffer_size_hint(
@@ -151,7 +151,7 @@ class ElasticBuffer:
         """1, and the number of ranks."""
         return 1, self.num_ranks
 
-    # ---- streams ----------------------------------------------------------------------------------
+    # ---- streams ---------------------------------------------------------------------------------
 
     @staticmethod
     def capture() -> EventHandle:
@@ -178,7 +178,7 @@ class ElasticBuffer:
             torch.cuda.synchronize()
         self._groups.bootstrap.allgather(b"barrier")
 
-    # ---- dispatch and combine ---------------------------------------------------------------------
+    # ---- dispatch and combine --------------------------------------------------------------------
 
     def dispatch(
         self,
@@ -314,7 +314,7 @@ class ElasticBuffer:
         else:
             _checks.rows_of(handle, tokens, scales)
         assert topk_idx is not None
-        _checks.weights(topk_weights, *topk_idx.shape, tokens.device)
+        _checks.weights(topk_weights, topk_idx, tokens.device)
         return _steps.Given(tokens, scales, topk_weights)
 
     def _choose(
@@ -444,7 +444,7 @@ def _refuse_capture(tokens: Tensor) -> None:
         )
 
 
-# ---- what libep cannot do -------------------------------------------------------------------------
+# ---- what libep cannot do ------------------------------------------------------------------------
 
 _MISSING = {
     "engram_write": "no storage that other ranks fetch entries from",
@@ -467,7 +467,7 @@ _MISSING = {
 
 def _make_missing(name: str, why: str) -> Any:
     def missing(*_: Any, **__: Any) -> NoReturn:
-        refuse(f"{name}: expected dispatch or combine, got a call of something else: libep has {why}")
+        refuse(f"{name}: expected a call of dispatch or combine, got another one: libep has {why}")
 
     missing.__name__ = name
     missing.__doc__ = f"EpError UNSUPPORTED: libep has {why}."

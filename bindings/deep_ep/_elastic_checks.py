@@ -38,10 +38,10 @@ def tokens(x: Any, num_tokens: Union[int, str]) -> tuple[Tensor, Optional[Tensor
     return sent, scales
 
 
-def weights(topk_weights: Any, num_tokens: int, top_k: int, device: torch.device) -> None:
+def weights(topk_weights: Any, topk_idx: Tensor, device: torch.device) -> None:
     """Check the weights that dispatch sends, if there are any."""
     if topk_weights is not None:
-        shape: Shape = num_tokens, top_k
+        shape: Shape = tuple(topk_idx.shape)
         _tensor("dispatch", "topk_weights", topk_weights, shape, WEIGHTS, device)
 
 

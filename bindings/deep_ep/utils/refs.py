@@ -58,9 +58,7 @@ def dispatch(
     def receive(tensor: Tensor) -> Tensor:
         return torch.cat([rows[at] for rows, at in zip(_gather(tensor, most), kept)])
 
-    idx = torch.cat(
-        [torch.where(m, i - first, -1)[at] for m, i, at in zip(is_mine, all_idx, kept)]
-    )
+    idx = torch.cat([torch.where(m, i - first, -1)[at] for m, i, at in zip(is_mine, all_idx, kept)])
     received = tuple(receive(part) for part in x) if isinstance(x, tuple) else receive(x)
     weights = None if topk_weights is None else receive(topk_weights)
     numbers = torch.cat([rank * most + at for rank, at in enumerate(kept)]).int()

@@ -136,9 +136,7 @@ def test_step(seed, do_expand, do_cpu_sync, alignment, is_async):
         )
         assert none is None and event.event is None
         assert_equal(out, world.forward(rank))
-        *again, same, event = buffer.dispatch(
-            x, topk_weights=weights, handle=handle, **options
-        )
+        *again, same, event = buffer.dispatch(x, topk_weights=weights, handle=handle, **options)
         with event(release_handle=True):
             pass
         assert same is handle and event.event is None
@@ -201,7 +199,8 @@ def test_gradients(seed, do_expand, do_cpu_sync):
         factors = torch.where(padded > 0, received[2] * padded.to(x.device), 0)
         if not do_expand:
             factors = factors.sum(1)
-        rows = torch.where(padded.to(x.device).view(len(padded), -1).any(1)[:, None], received[0], 0)
+        is_row = padded.to(x.device).view(len(padded), -1).any(1)[:, None]
+        rows = torch.where(is_row, received[0], 0)
         out = Combine.apply(buffer, rows * factors[:, None], handle)
         assert_equal(out, world.forward(rank))
         out.backward(on_device(world.grad_out[rank]))
@@ -227,7 +226,8 @@ def test_sums_of_combine_with_weights(seed, do_expand, do_cpu_sync):
         assert none is None and torch.equal(plain, out) and back.dtype == torch.float32
         assert_equal(back, np.where(world.idx[rank] >= 0, world.weights[rank], 0))
         one, two = (torch.randn(out.shape, device=DEVICE).bfloat16() for _ in range(2))
-        for bias, total in ((one, one.float()), ((one, two), one.float() + two), ((None, one), one)):
+        sums = (one, one), ((one, two), one.float() + two), ((None, one), one)
+        for bias, total in sums:
             got = buffer.combine(rows, handle, bias=bias)[0]
             assert got.dtype == torch.bfloat16
             assert torch.allclose(got.float(), out.float() + total, rtol=2**-7, atol=2**-7)
@@ -264,7 +264,8 @@ def test_quantised_rows(seed, do_expand, do_cpu_sync, packed):
             assert rx.dtype == torch.float8_e4m3fn and rscales.dtype == scales.dtype
             assert_equal(rx[:rows].float(), expected.to(torch.float8_e4m3fn).float())
             assert rscales.shape == (count, 2)
-            assert rscales.stride() == ((1, -(-count // 4) * 4) if by_column else (2, 1)) or not count
+            strides = (1, -(-count // 4) * 4) if by_column else (2, 1)
+            assert rscales.stride() == strides or not count
             assert_equal(rscales[:rows].contiguous().view(torch.float32), expected[:, :2])
             out, _, _ = buffer.combine(rx.bfloat16(), handle)
             assert out.shape == x.shape and out.dtype == torch.bfloat16
@@ -414,8 +415,8 @@ def test_refused_arguments(seed):
         bad += [dict(topk_idx=given) for given in some]
         some = [weights.double(), weights[1:], weights[:, 1:], weights.to(far), [1.0]]
         bad += [dict(topk_weights=given) for given in some]
-        some = [idx[0], torch.zeros(2, device=DEVICE), torch.zeros(3, dtype=torch.int32)]
-        bad += [dict(cumulative_local_expert_recv_stats=given) for given in some[1:]]
+        some = [torch.zeros(2, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE)]
+        bad += [dict(cumulative_local_expert_recv_stats=given) for given in some]
         some = dict(num_max_tokens_per_rank=[0, -1, "all"], expert_alignment=[0, 3, 1.5])
         bad += [{name: given} for name, values in some.items() for given in values]
         bad += [dict(num_experts=None)]
