@@ -14,12 +14,17 @@ static EpStatus check_outputs(const EpCall *call, const EpSources *s) {
     return EP_OK;
 }
 
+static EpStatus find_plan(EpCall *call, const EpHandle *handle, const EpTensor *plan,
+                          EpPlanRef *ref) {
+    EP_TRY(ep_handle_enter(call, handle));
+    return ep_handle_find_plan(call, handle, plan, ref);
+}
+
 static EpStatus read_sources(EpCall *call, EpHandle *handle, const EpTensor *plan, EpStream stream,
                              const EpSources *sources) {
     EpPlanRef ref;
     EpStep step;
-    EP_TRY(ep_handle_enter(call, handle));
-    EP_TRY(ep_handle_find_plan(call, handle, plan, &ref));
+    EP_TRY(find_plan(call, handle, plan, &ref));
     EP_TRY(check_outputs(call, sources));
     EP_TRY(ep_handle_read(call, handle, ref, &step));
     EpGroup *group = handle->group;
@@ -43,6 +48,24 @@ EpStatus ep_plan_entries(EpHandle *handle, const EpTensor *plan, EpStream stream
     if (!entries && ranks && tokens)
         return ep_refuse(&call, EP_ERR_NULL, "entries", "expected a pointer, got NULL");
     return read_sources(&call, handle, plan, stream, &sources);
+}
+
+EpStatus ep_plan_source_tokens(EpHandle *handle, const EpTensor *plan, EpStream stream,
+                               int32_t *counts) {
+    EpCall call = {"ep_plan_source_tokens", -1};
+    EpPlanRef ref;
+    EpStep step;
+    EP_TRY(find_plan(&call, handle, plan, &ref));
+    if (!counts) return ep_refuse(&call, EP_ERR_NULL, "counts", "expected a pointer, got NULL");
+    if (ep_handle_is_latency(handle))
+        return ep_refuse(&call, EP_ERR_UNSUPPORTED, "handle",
+                         "expected a handle in throughput mode, got one in latency mode");
+    EP_TRY(ep_handle_read(&call, handle, ref, &step));
+    EpGroup *group = handle->group;
+    int before = ep_group_enter(group, call.name);
+    EpStatus status = group->backend->read_source_tokens(handle, &call, ref, stream, counts);
+    ep_group_leave(group, before);
+    return status;
 }
 
 EpStatus ep_sources_begin(const EpSources *s, int64_t recv_rows) {

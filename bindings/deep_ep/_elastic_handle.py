@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..torch import Plan
+    from ..torch import Handle, Plan
     from ._elastic_groups import ElasticGroup, Form
 
 
@@ -115,19 +115,13 @@ class EPHandle:
     @functools.cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         """[R] int32: running sum of the tokens that each rank has sent here, each counted once."""
-        counts = self.plan.source_rows
-        if self.do_expand:
-            tokens, _ = self._tokens
-            ranks = tokens // self.num_max_tokens_per_rank
-            counts = torch.bincount(ranks, minlength=self.group.group.size)
-        sums = counts.cumsum(0, dtype=torch.int32)
-        return sums.to(self.plan.numbers.device)
+        counts = self._source_tokens if self.do_expand else self.plan.source_rows
+        return counts.cumsum(0, dtype=torch.int32).to(self.plan.numbers.device)
 
     @functools.cached_property
     def num_recv_tokens(self) -> int:
         """The tokens that have an expert here; without do_cpu_sync the most of them."""
-        tokens, _ = self._tokens
-        return len(tokens)
+        return int(self._source_tokens.sum())
 
     @functools.cached_property
     def recv_src_metadata(self) -> Tensor:
@@ -156,15 +150,27 @@ class EPHandle:
         numbers = group.rank * self.num_max_tokens_per_rank + places
         return torch.where(is_live, numbers, -1).int()
 
-    @functools.cached_property
-    def _tokens(self) -> tuple[Tensor, Tensor]:
-        """On the host: the numbers of the tokens that have come, ascending, and [.., K] slots."""
+    def _layer(self) -> Handle:
+        """The libep handle, for what the host reads."""
         if self.plan.numbers.is_cuda and torch.cuda.is_current_stream_capturing():
             refuse(
                 "EPHandle: expected recv_src_metadata, and with do_expand the counts of tokens, to "
                 "be read outside of a captured graph, got a read inside: the host waits for them"
             )
-        layer = self.group.layer(self.form)
+        return self.group.layer(self.form)
+
+    @functools.cached_property
+    def _source_tokens(self) -> Tensor:
+        """On the host: [R] the tokens of each rank that have come."""
+        layer = self._layer()
+        counts = torch.empty(self.group.group.size, dtype=torch.int32, device="cpu")
+        layer.plan_source_tokens(counts=counts, plan=self.plan.bytes, stream=layer.stream())
+        return counts
+
+    @functools.cached_property
+    def _tokens(self) -> tuple[Tensor, Tensor]:
+        """On the host: the numbers of the tokens that have come, ascending, and [.., K] slots."""
+        layer = self._layer()
         ranks, tokens, entries = torch.empty((3, self.num_rows), dtype=torch.int32, device="cpu")
         layer.plan_sources(
             ranks=ranks,

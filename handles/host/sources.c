@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The sources of rows, from a plan of the host backend. */
-#include "handles/host/plan.h"
 #include "handles/sources.h"
+#include "handles/host/plan.h"
 
 EpStatus ep_host_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream stream,
                               const EpSources *out) {
@@ -15,5 +15,14 @@ EpStatus ep_host_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream st
                 int32_t k = handle->shape.has_rows ? -1 : plan.entry_k[entry];
                 ep_sources_put(out, plan.entry_slot[entry], rank, plan.row_token[row], k);
             }
+    return EP_OK;
+}
+
+EpStatus ep_host_read_source_tokens(const EpHandle *handle, const EpCall *call, EpPlanRef ref,
+                                    EpStream stream, int32_t *counts) {
+    const EpPlan plan = ep_host_plan(handle, ref);
+    (void)stream, (void)call;
+    for (int32_t rank = 0; rank < handle->shape.num_ranks; rank++)
+        counts[rank] = plan.recv_begin[rank + 1] - plan.recv_begin[rank];
     return EP_OK;
 }

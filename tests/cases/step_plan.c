@@ -124,6 +124,32 @@ static void check_sources(const RankWorld *me, int64_t rows, const int32_t *rank
     }
 }
 
+/* Whether a token of `rank` names an expert of this step's rank. */
+static int travels(const Step *step, int rank, int token) {
+    const Case *c = &step->world->c;
+    const int64_t *experts = step->world->rank[rank].index + (int64_t)token * c->top_k;
+    for (int k = 0; k < c->top_k; k++)
+        if (world_live(step->world, rank, token, k) && world_owner(c, experts[k]) == step->rank)
+            return 1;
+    return 0;
+}
+
+/* Each token that has travelled here counts once, whether or not it has a slot. */
+static void check_source_tokens(const Step *step) {
+    int32_t *counts = calloc((size_t)step->world->c.ranks, sizeof(*counts));
+    int is_told = tells_sources(step) && !step_is_latency(step);
+    EpStatus status = ep_plan_source_tokens(step->handle, step->plan, NULL, counts);
+    CHECK(status == (is_told ? EP_OK : EP_ERR_UNSUPPORTED), "%s", ep_last_error());
+    for (int rank = 0; rank < step->world->c.ranks && status == EP_OK; rank++) {
+        int expected = 0;
+        for (int token = 0; token < step->world->rank[rank].tokens; token++)
+            expected += travels(step, rank, token);
+        CHECK(counts[rank] == expected, "rank %d: %d tokens instead of %d", rank, counts[rank],
+              expected);
+    }
+    free(counts);
+}
+
 void step_check_sources(const Step *step) {
     const RankWorld *me = step_mine(step);
     int64_t rows = me->buffer_rows + 3; /* more than the buffer has */
@@ -137,6 +163,7 @@ void step_check_sources(const Step *step) {
     CHECK(status == expected, "%s", ep_last_error());
     check_sources(me, status == EP_OK ? rows : 0, ranks, tokens, entries);
     free(ranks);
+    check_source_tokens(step);
 }
 
 void step_routed_new(const Step *step, StepRouted *r) {

@@ -242,6 +242,27 @@ class Handle:
             *(cast(made.data, POINTER(c_int32)) for made in to),
         )
 
+    def plan_source_tokens(
+        self, *, counts: TensorLike, plan: Optional[TensorLike] = None, stream: int = 0
+    ) -> None:
+        """Read how many tokens of each rank have come, each counted once. Local.
+
+        counts  an output on the host, [R] INT32
+        """
+        to = _host_row(counts, "counts")
+        if to.shape[0] < self._group.size:
+            raise EpError(
+                Status.BUFFER_SIZE,
+                f"plan_source_tokens: counts: expected at least {self._group.size} elements, got "
+                f"{to.shape[0]}",
+            )
+        self._call(
+            library.ep_plan_source_tokens,
+            read(plan, "plan"),
+            stream,
+            cast(to.data, POINTER(c_int32)),
+        )
+
     # ---- the five operations: calls_library makes their bodies ---------------------------------
 
     def prepare(

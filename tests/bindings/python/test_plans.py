@@ -94,6 +94,12 @@ def check_sources(world, rank, handle):
     if offsets[-1]:
         with refused(f"EpError rows: expected at least {offsets[-1]}, got 0"):
             handle.plan_sources(ranks=ranks[:0], tokens=tokens)
+    counts = np.empty(world.size, np.int32)
+    handle.plan_source_tokens(counts=counts)
+    rows = flat(world, rank)
+    assert counts.tolist() == [sum(s == source for s, _ in rows) for source in range(world.size)]
+    with refused(f"EpError counts: expected at least {world.size} elements, got 1"):
+        handle.plan_source_tokens(counts=counts[:1])
     for wrong in (ranks.astype(np.int64), ranks[None], None):
         with refused("TypeError ranks: expected an INT32 tensor of 1 dimension, got"):
             handle.plan_sources(ranks=wrong, tokens=tokens)
