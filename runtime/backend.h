@@ -124,6 +124,9 @@ typedef struct EpBackendOps {
     /** Fill the outputs of ep_plan_sources from a plan, after the work on `stream`. */
     EpStatus (*read_sources)(const EpHandle *handle, EpPlanRef plan, EpStream stream,
                              const struct EpSources *out);
+    /** Fill the output of ep_plan_source_tokens likewise. Throughput mode alone. */
+    EpStatus (*read_source_tokens)(const EpHandle *handle, const struct EpCall *call,
+                                   EpPlanRef plan, EpStream stream, int32_t *counts);
     /** Optional (NULL: no limit of its own): refuse shapes that this rank cannot serve. */
     EpStatus (*check_shape)(const EpGroup *group, const struct EpCall *call,
                             const struct EpPlanShape *shape);

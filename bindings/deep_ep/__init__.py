@@ -12,8 +12,10 @@ import torch
 from .._version import __version__ as _libep_version
 from ._buffer import Buffer
 from ._config import Config
+from ._elastic import ElasticBuffer, EPHandle
 from ._install import folder, install
 from ._streams import EventHandle, EventOverlap
+from .utils.envs import get_logical_domain_size, get_physical_domain_size
 
 __version__ = f"1.2.1+libep.{_libep_version}"
 """The version of DeepEP whose interface this is, and that of libep."""
@@ -24,9 +26,13 @@ topk_idx_t = torch.int64
 __all__ = [
     "Buffer",
     "Config",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "folder",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
     "install",
     "topk_idx_t",
 ]

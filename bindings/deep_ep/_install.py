@@ -14,9 +14,16 @@ if TYPE_CHECKING:
 _MODULES = {  # as DeepEP calls them
     "deep_ep": "libep.deep_ep",
     "deep_ep.buffer": "libep.deep_ep._buffer",
+    "deep_ep.buffers": "libep.deep_ep.buffers",
+    "deep_ep.buffers.elastic": "libep.deep_ep._elastic",
+    "deep_ep.buffers.legacy": "libep.deep_ep._buffer",
     "deep_ep.utils": "libep.deep_ep.utils",
     "deep_ep.utils.envs": "libep.deep_ep.utils.envs",
+    "deep_ep.utils.event": "libep.deep_ep._streams",
+    "deep_ep.utils.gate": "libep.deep_ep.utils.gate",
     "deep_ep.utils.math": "libep.deep_ep.utils.math",
+    "deep_ep.utils.refs": "libep.deep_ep.utils.refs",
+    "deep_ep.utils.semantic": "libep.deep_ep.utils.semantic",
     "deep_ep.utils.testing": "libep.deep_ep.utils.testing",
     "deep_ep_cpp": "libep.deep_ep.utils",
 }

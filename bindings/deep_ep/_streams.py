@@ -52,9 +52,14 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self.hook_after_wait: Optional[Callable[[], object]] = None
+        self._releases = False
 
-    def current_stream_wait(self) -> None:
-        """Let the current stream wait for the operation. EpError without an event."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Let the current stream wait for the operation. EpError without an event.
+
+        release_handle  drop the event then
+        """
         if self.event is None:
             raise EpError(
                 Status.ORDER,
@@ -62,13 +67,33 @@ class EventOverlap:
                 "async_finish, and the current stream waits already",
             )
         self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
+        """Call a function once, after the next wait. EpError if one is registered already."""
+        if self.hook_after_wait is not None:
+            raise EpError(
+                Status.ORDER,
+                "register_hook_after_wait: expected one hook until the next wait, got a second one",
+            )
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """For `with event(release_handle=True):`, which drops the event at the block's end."""
+        self._releases = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
 
     def __exit__(self, *_: object) -> None:
+        releases, self._releases = self._releases, False
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(releases)
 
 
 class _End(NamedTuple):

@@ -83,6 +83,8 @@ EpStatus ep_cuda_check_shape(const EpGroup *group, const EpCall *call, const EpP
 void ep_cuda_poll(EpGroup *group);
 EpStatus ep_cuda_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream stream,
                               const struct EpSources *out);
+EpStatus ep_cuda_read_source_tokens(const EpHandle *handle, const EpCall *call, EpPlanRef ref,
+                                    EpStream stream, int32_t *counts);
 
 /** ep_prepare on several nodes: handles/nodes/cuda/route.c. */
 EpStatus ep_cuda_route_nodes(EpHandle *handle, const EpRouting *routing);

@@ -34,14 +34,14 @@ static void put_entries(const EpCudaPlan *plan, int32_t top_k, const Row *row,
                         const EpSources *out) {
     if (plan->sizes.form != EP_ROUTES_CHAINED) {
         for (int32_t k = 0; k < top_k; k++)
-            ep_sources_put(out, plan->routes[row->route * top_k + k], row->rank, row->token);
+            ep_sources_put(out, plan->routes[row->route * top_k + k], row->rank, row->token, k);
         return;
     }
     EpChain chain = plan->chains[row->route];
     int32_t slot = chain.slot;
-    for (int left = __builtin_popcount(chain.mask); left > 0; left--) {
+    for (uint32_t left = chain.mask; left; left &= left - 1) {
         if (slot < 0 || slot >= plan->sizes.slots) return;
-        ep_sources_put(out, slot, row->rank, row->token);
+        ep_sources_put(out, slot, row->rank, row->token, __builtin_ctz(left));
         slot = plan->next[slot];
     }
 }
@@ -58,7 +58,7 @@ static void put_rows(const EpHandle *handle, const EpCudaPlan *plan, int32_t top
             if (!s->has_rows)
                 put_entries(plan, top_k, &row, out);
             else if (row.slot < plan->header->recv_rows)
-                ep_sources_put(out, row.slot, rank, token);
+                ep_sources_put(out, row.slot, rank, token, -1);
         }
     }
 }
@@ -76,14 +76,18 @@ static EpStatus read_copy(const EpHandle *handle, int is_named, void *copy, cons
     return EP_OK;
 }
 
+static EpStatus refuse_nodes(const EpHandle *handle, const EpCall *call) {
+    if (handle->shape.nodes.nodes == 1) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "handle",
+                     "expected a group on one node, got one on %d nodes of GPUs",
+                     handle->shape.nodes.nodes);
+}
+
 EpStatus ep_cuda_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream stream,
                               const EpSources *out) {
     const EpGroup *group = handle->group;
     size_t bytes = (size_t)handle->bytes;
-    if (handle->shape.nodes.nodes > 1)
-        return ep_refuse(out->call, EP_ERR_UNSUPPORTED, "handle",
-                         "expected a group on one node, got one on %d nodes of GPUs",
-                         handle->shape.nodes.nodes);
+    EP_TRY(refuse_nodes(handle, out->call));
     void *copy = aligned_alloc(128, (bytes + 127) / 128 * 128);
     if (!copy) return ep_refuse(out->call, EP_ERR_NO_MEMORY, "plan", "out of memory");
     EpStatus status =
@@ -94,4 +98,35 @@ EpStatus ep_cuda_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream st
     if (status == EP_OK) status = read_copy(handle, ref.is_named, copy, out);
     free(copy);
     return status;
+}
+
+/* Copy `count` words to the host, after the work on the stream. */
+static EpStatus read_words(const EpGroup *group, EpStream stream, const int32_t *from,
+                           int32_t count, int32_t *to) {
+    return ep_cuda_check(
+        group, "cudaMemcpyAsync",
+        cudaMemcpyAsync(to, from, (size_t)count * sizeof(*to), cudaMemcpyDeviceToHost, stream));
+}
+
+EpStatus ep_cuda_read_source_tokens(const EpHandle *handle, const EpCall *call, EpPlanRef ref,
+                                    EpStream stream, int32_t *counts) {
+    const EpGroup *group = handle->group;
+    const EpPlanShape *s = &handle->shape;
+    int32_t tokens[EP_CUDA_MAX_RANKS];
+    EpCudaPlan plan;
+    EP_TRY(refuse_nodes(handle, call));
+    ep_cuda_plan_map(s, ref.memory, &plan);
+    EP_TRY(read_words(group, stream, plan.tokens, s->num_ranks, tokens));
+    EP_TRY(ep_cuda_check(group, "cudaStreamSynchronize", cudaStreamSynchronize(stream)));
+    /* A rank's rows are numbered by token; the number behind its last token is that of its rows. */
+    for (int32_t rank = 0; rank < s->num_ranks; rank++) {
+        int64_t last = ep_max(0, ep_min(tokens[rank], s->max_tokens));
+        const int32_t *begins = plan.begins + rank * ((int64_t)s->max_tokens + 1);
+        counts[rank] = 0;
+        if (last > 0) EP_TRY(read_words(group, stream, begins + last, 1, counts + rank));
+    }
+    EP_TRY(ep_cuda_check(group, "cudaStreamSynchronize", cudaStreamSynchronize(stream)));
+    for (int32_t rank = 0; rank < s->num_ranks; rank++)
+        counts[rank] = (int32_t)ep_max(0, ep_min(counts[rank], s->max_tokens));
+    return EP_OK;
 }

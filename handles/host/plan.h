@@ -68,6 +68,8 @@ void ep_host_close_plan(EpHandle *handle);
 EpStatus ep_host_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref, EpStep *out);
 EpStatus ep_host_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream stream,
                               const struct EpSources *out);
+EpStatus ep_host_read_source_tokens(const EpHandle *handle, const EpCall *call, EpPlanRef ref,
+                                    EpStream stream, int32_t *counts);
 
 /** Check that a plan is of the handle, with this K, and that its numbers lead nowhere outside of
  *  what belongs to it: EP_ERR_NOT_PREPARED, EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY. */

@@ -932,6 +932,25 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
 EpStatus ep_plan_sources(EpHandle *handle, const EpTensor *plan, EpStream stream, int64_t rows,
                          int32_t *ranks, int32_t *tokens);
 
+/**
+ * As ep_plan_sources, and also which entry of its token each row is of.
+ *
+ * entries  host memory, [rows]: the k of topk_idx[token, k]; -1 for rows that have no token, and in
+ *          the flat and rank-major layouts, where a row stands for all its token's entries here
+ */
+EpStatus ep_plan_entries(EpHandle *handle, const EpTensor *plan, EpStream stream, int64_t rows,
+                         int32_t *ranks, int32_t *tokens, int32_t *entries);
+
+/**
+ * Read on the host how many tokens of each rank have travelled here, each counted once, whether or
+ * not the capacity has left them slots. Waits for the work on `stream`. Local. Throughput mode
+ * alone, and not on several nodes of GPUs: EP_ERR_UNSUPPORTED.
+ *
+ * counts  host memory, [R]
+ */
+EpStatus ep_plan_source_tokens(EpHandle *handle, const EpTensor *plan, EpStream stream,
+                               int32_t *counts);
+
 /* ---- 7. The five operations ---------------------------------------------------------------- */
 
 /**

@@ -107,22 +107,63 @@ static int tells_sources(const Step *step) {
     return info.backend == EP_BACKEND_HOST || info.num_nodes == 1;
 }
 
-void step_check_sources(const Step *step) {
-    const RankWorld *me = step_mine(step);
-    int64_t rows = me->buffer_rows + 3; /* more than the buffer has */
-    int32_t *ranks = malloc((size_t)(2 * rows) * sizeof(*ranks)), *tokens = ranks + rows;
-    EpStatus expected = tells_sources(step) ? EP_OK : EP_ERR_UNSUPPORTED;
-    EpStatus status = ep_plan_sources(step->handle, step->plan, NULL, rows, ranks, tokens);
-    CHECK(status == expected, "%s", ep_last_error());
-    for (int64_t i = 0; i < rows && status == EP_OK; i++) {
+/* Compare what the library tells of the first rows. entries: NULL if it does not tell them. */
+static void check_sources(const RankWorld *me, int64_t rows, const int32_t *ranks,
+                          const int32_t *tokens, const int32_t *entries) {
+    for (int64_t i = 0; i < rows; i++) {
         const Row *row = i < me->buffer_rows ? &me->row[i] : NULL;
         int filled = row && row->kind == ROW_FILLED;
         int rank = filled ? row->source : -1, token = filled ? row->token : -1;
+        int k = filled ? row->k : -1;
         REQUIRE(ranks[i] == rank && tokens[i] == token,
                 "row %lld: expected rank %d, token %d, got %d, %d", (long long)i, rank, token,
                 ranks[i], tokens[i]);
+        if (!entries) continue;
+        REQUIRE(entries[i] == k, "row %lld: expected entry %d, got %d", (long long)i, k,
+                entries[i]);
     }
+}
+
+/* Whether a token of `rank` names an expert of this step's rank. */
+static int travels(const Step *step, int rank, int token) {
+    const Case *c = &step->world->c;
+    const int64_t *experts = step->world->rank[rank].index + (int64_t)token * c->top_k;
+    for (int k = 0; k < c->top_k; k++)
+        if (world_live(step->world, rank, token, k) && world_owner(c, experts[k]) == step->rank)
+            return 1;
+    return 0;
+}
+
+/* Each token that has travelled here counts once, whether or not it has a slot. */
+static void check_source_tokens(const Step *step) {
+    int32_t *counts = calloc((size_t)step->world->c.ranks, sizeof(*counts));
+    int is_told = tells_sources(step) && !step_is_latency(step);
+    EpStatus status = ep_plan_source_tokens(step->handle, step->plan, NULL, counts);
+    CHECK(status == (is_told ? EP_OK : EP_ERR_UNSUPPORTED), "%s", ep_last_error());
+    for (int rank = 0; rank < step->world->c.ranks && status == EP_OK; rank++) {
+        int expected = 0;
+        for (int token = 0; token < step->world->rank[rank].tokens; token++)
+            expected += travels(step, rank, token);
+        CHECK(counts[rank] == expected, "rank %d: %d tokens instead of %d", rank, counts[rank],
+              expected);
+    }
+    free(counts);
+}
+
+void step_check_sources(const Step *step) {
+    const RankWorld *me = step_mine(step);
+    int64_t rows = me->buffer_rows + 3; /* more than the buffer has */
+    int32_t *ranks = malloc((size_t)(3 * rows) * sizeof(*ranks)), *tokens = ranks + rows;
+    int32_t *entries = tokens + rows;
+    EpStatus expected = tells_sources(step) ? EP_OK : EP_ERR_UNSUPPORTED;
+    EpStatus status = ep_plan_sources(step->handle, step->plan, NULL, rows, ranks, tokens);
+    CHECK(status == expected, "%s", ep_last_error());
+    check_sources(me, status == EP_OK ? rows : 0, ranks, tokens, NULL);
+    status = ep_plan_entries(step->handle, step->plan, NULL, rows, ranks, tokens, entries);
+    CHECK(status == expected, "%s", ep_last_error());
+    check_sources(me, status == EP_OK ? rows : 0, ranks, tokens, entries);
     free(ranks);
+    check_source_tokens(step);
 }
 
 void step_routed_new(const Step *step, StepRouted *r) {

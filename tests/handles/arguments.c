@@ -130,6 +130,8 @@ SoloTest(handles_arguments, missing_objects) {
     CHECK_REFUSED(ep_combine_wait(NULL, NULL, &t), null, "handle");
     CHECK_REFUSED(ep_handle_info(NULL, &info), null, "handle");
     CHECK_REFUSED(ep_plan_sources(NULL, NULL, NULL, 0, NULL, NULL), null, "handle");
+    CHECK_REFUSED(ep_plan_source_tokens(NULL, NULL, NULL, NULL), null, "handle");
+    CHECK_REFUSED(ep_plan_entries(NULL, NULL, NULL, 0, NULL, NULL, NULL), null, "handle");
     CHECK_REFUSED(ep_handle_create(NULL, NULL, &handle), null, "group");
     CHECK_REFUSED(ep_handle_memory(NULL, NULL, &bytes), null, "group");
     CHECK_REFUSED(ep_handle_cost(NULL, NULL, &cost), null, "group");
@@ -222,6 +224,8 @@ SoloTest(handles_arguments, sources_that_are_refused) {
     memset(ranks, 0x77, sizeof(ranks)), memset(tokens, 0x77, sizeof(tokens));
     CHECK_REFUSED(ep_plan_sources(h, NULL, NULL, ROWS, ranks, tokens), EP_ERR_NOT_PREPARED,
                   "ep_plan_sources: handle");
+    CHECK_REFUSED(ep_plan_source_tokens(h, NULL, NULL, ranks), EP_ERR_NOT_PREPARED,
+                  "ep_plan_source_tokens: handle");
     step_prepare(&f->step);
     CHECK_REFUSED(ep_plan_sources(h, NULL, NULL, ROWS, NULL, tokens), EP_ERR_NULL,
                   "ep_plan_sources: ranks");
@@ -231,6 +235,12 @@ SoloTest(handles_arguments, sources_that_are_refused) {
                   "ep_plan_sources: rows: expected at least 0, got -1");
     CHECK_REFUSED(ep_plan_sources(h, NULL, NULL, 2, ranks, tokens), EP_ERR_BUFFER_SIZE,
                   "ep_plan_sources: rows", "got 2");
+    CHECK_REFUSED(ep_plan_source_tokens(h, NULL, NULL, NULL), EP_ERR_NULL,
+                  "ep_plan_source_tokens: counts");
+    CHECK_REFUSED(ep_plan_entries(h, NULL, NULL, ROWS, ranks, tokens, NULL), EP_ERR_NULL,
+                  "ep_plan_entries: entries");
+    CHECK_REFUSED(ep_plan_entries(h, NULL, NULL, 2, ranks, tokens, ranks), EP_ERR_BUFFER_SIZE,
+                  "ep_plan_entries: rows", "got 2");
     for (int i = 0; i < ROWS; i++)
         CHECK(ranks[i] == 0x77777777 && tokens[i] == 0x77777777, "row %d was written", i);
     step_move(&f->step);

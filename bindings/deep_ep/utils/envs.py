@@ -15,14 +15,53 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-__all__ = ["init_dist", "init_seed"]
+__all__ = [
+    "dist_print",
+    "get_global_seed",
+    "get_local_seed",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "init_dist",
+    "init_seed",
+]
+
+_seeds = {"global": 0, "local": 0}
+_place = {"local_rank": 0}
 
 
 def init_seed(global_seed: int) -> None:
     """Seed PyTorch and Python with a number that differs between ranks."""
     seed = global_seed + dist.get_rank()
+    _seeds.update({"global": global_seed, "local": seed})
     torch.manual_seed(seed)
     random.seed(seed)
+
+
+def get_global_seed() -> int:
+    """The number that init_seed was given; 0 before."""
+    return _seeds["global"]
+
+
+def get_local_seed() -> int:
+    """The seed of this rank; 0 before init_seed."""
+    return _seeds["local"]
+
+
+def dist_print(s: str = "", once_in_node: bool = False) -> None:
+    """Print a line, and wait for all ranks. once_in_node: on the first rank of a machine alone."""
+    if not once_in_node or _place["local_rank"] == 0:
+        print(s, flush=True)
+    dist.barrier()
+
+
+def get_physical_domain_size(group: ProcessGroup) -> tuple[int, int]:
+    """1, and the number of ranks: libep refuses several nodes when it makes a group."""
+    return 1, group.size()
+
+
+def get_logical_domain_size(group: ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """1, and the number of ranks."""
+    return 1, group.size()
 
 
 def init_dist(
@@ -38,6 +77,7 @@ def init_dist(
     address, port = os.getenv("MASTER_ADDR", "127.0.0.1"), os.getenv("MASTER_PORT", "8361")
     machines, machine = int(os.getenv("WORLD_SIZE", "1")), int(os.getenv("RANK", "0"))
     size = machines * num_local_ranks
+    _place["local_rank"] = local_rank
     has_gpu = torch.cuda.is_available()
     device: dict[str, Any] = {}
     if has_gpu:

@@ -3,17 +3,28 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 __all__ = [
     "align",
     "calc_diff",
     "ceil_div",
+    "count_bytes",
+    "create_grouped_scores",
     "hash_tensor",
+    "hash_tensors",
     "inplace_unique",
     "per_token_cast_back",
     "per_token_cast_to_fp8",
+    "safe_div",
 ]
 
 _BLOCK = 128  # elements that have one scale
@@ -25,6 +36,11 @@ _MANTISSA_BITS = 23  # of float32
 def ceil_div(x: int, y: int) -> int:
     """x / y, rounded up."""
     return -(-x // y)
+
+
+def safe_div(a: float, b: float) -> float:
+    """a / b, and 0 / 0 = 0."""
+    return 0 if a == b == 0 else a / b
 
 
 def align(x: int, y: int) -> int:
@@ -85,3 +101,29 @@ def inplace_unique(x: Tensor, num_slots: int) -> None:
 def hash_tensor(t: Tensor) -> int:
     """The sum of a tensor's words of 32 bits."""
     return int(t.reshape(-1).view(torch.int32).sum())
+
+
+def _leaves(values: Iterable[object]) -> Iterator[Tensor]:
+    """The tensors in nested tuples and lists."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _leaves(value)
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def hash_tensors(*tensors: object) -> int:
+    """The hashes of tensors, also of those in tuples and lists, as one number."""
+    return functools.reduce(operator.xor, map(hash_tensor, _leaves(tensors)), 0)
+
+
+def count_bytes(*tensors: object) -> int:
+    """The bytes of tensors, also of those in tuples and lists."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _leaves(tensors))
+
+
+def create_grouped_scores(scores: Tensor, group_idx: Tensor, num_groups: int) -> Tensor:
+    """The scores [T, E], 0 for experts outside of the token's groups [T, chosen]."""
+    chosen = torch.zeros((len(scores), num_groups), dtype=scores.dtype, device=scores.device)
+    chosen.scatter_(1, group_idx, 1)
+    return scores * chosen.repeat_interleave(scores.shape[1] // num_groups, 1)

@@ -219,6 +219,7 @@ class Handle:
         *,
         ranks: TensorLike,
         tokens: TensorLike,
+        entries: Optional[TensorLike] = None,
         plan: Optional[TensorLike] = None,
         stream: int = 0,
     ) -> None:
@@ -226,15 +227,40 @@ class Handle:
 
         ranks, tokens  outputs on the host, [rows] INT32: the source rank and the token's number
                        there; -1 for rows that have no token
+        entries        the same: which entry of its token the row is of; -1 in layouts with a row
+                       for several entries. None: not asked for.
         """
         to = [_host_row(ranks, "ranks"), _host_row(tokens, "tokens")]
+        if entries is not None:
+            to.append(_host_row(entries, "entries"))
         rows = min(made.shape[0] for made in to)
         self._call(
-            library.ep_plan_sources,
+            library.ep_plan_sources if entries is None else library.ep_plan_entries,
             read(plan, "plan"),
             stream,
             rows,
             *(cast(made.data, POINTER(c_int32)) for made in to),
+        )
+
+    def plan_source_tokens(
+        self, *, counts: TensorLike, plan: Optional[TensorLike] = None, stream: int = 0
+    ) -> None:
+        """Read how many tokens of each rank have come, each counted once. Local.
+
+        counts  an output on the host, [R] INT32
+        """
+        to = _host_row(counts, "counts")
+        if to.shape[0] < self._group.size:
+            raise EpError(
+                Status.BUFFER_SIZE,
+                f"plan_source_tokens: counts: expected at least {self._group.size} elements, got "
+                f"{to.shape[0]}",
+            )
+        self._call(
+            library.ep_plan_source_tokens,
+            read(plan, "plan"),
+            stream,
+            cast(to.data, POINTER(c_int32)),
         )
 
     # ---- the five operations: calls_library makes their bodies ---------------------------------

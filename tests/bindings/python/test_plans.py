@@ -82,16 +82,24 @@ def shared_plan_rank(bootstrap, world):
 def check_sources(world, rank, handle):
     """Which token each receive row is of; rows behind the last one are of none."""
     slabs, offsets = expert_major(world, rank, ALIGNMENT)
-    expected = np.full((2, offsets[-1] + 1), -1, np.int32)
+    expected = np.full((3, offsets[-1] + 1), -1, np.int32)
     for slab, begin in zip(slabs, offsets):
-        for at, (source, token, _) in enumerate(slab):
-            expected[:, begin + at] = source, token
-    ranks, tokens = np.empty(expected.shape, np.int32)
-    handle.plan_sources(ranks=ranks, tokens=tokens)
-    assert [ranks.tolist(), tokens.tolist()] == expected.tolist()
+        for at, entry in enumerate(slab):
+            expected[:, begin + at] = entry
+    ranks, tokens, entries = np.empty(expected.shape, np.int32)
+    handle.plan_sources(ranks=ranks, tokens=tokens, entries=entries)
+    assert [ranks.tolist(), tokens.tolist(), entries.tolist()] == expected.tolist()
+    handle.plan_sources(ranks=tokens, tokens=ranks)
+    assert [tokens.tolist(), ranks.tolist()] == expected[:2].tolist()
     if offsets[-1]:
         with refused(f"EpError rows: expected at least {offsets[-1]}, got 0"):
             handle.plan_sources(ranks=ranks[:0], tokens=tokens)
+    counts = np.empty(world.size, np.int32)
+    handle.plan_source_tokens(counts=counts)
+    rows = flat(world, rank)
+    assert counts.tolist() == [sum(s == source for s, _ in rows) for source in range(world.size)]
+    with refused(f"EpError counts: expected at least {world.size} elements, got 1"):
+        handle.plan_source_tokens(counts=counts[:1])
     for wrong in (ranks.astype(np.int64), ranks[None], None):
         with refused("TypeError ranks: expected an INT32 tensor of 1 dimension, got"):
             handle.plan_sources(ranks=wrong, tokens=tokens)

@@ -3,22 +3,30 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
+import weakref
 
 import pytest
 import torch
 from conftest import DEVICE, assert_equal
 
+from libep.deep_ep.utils.gate import get_unbalanced_scores
 from libep.deep_ep.utils.math import (
     align,
     calc_diff,
+    count_bytes,
+    create_grouped_scores,
     hash_tensor,
+    hash_tensors,
     inplace_unique,
     per_token_cast_back,
     per_token_cast_to_fp8,
+    safe_div,
 )
+from libep.deep_ep.utils.semantic import value_or, weak_lru
 from libep.deep_ep.utils.testing import bench, bench_kineto, suppress_stdout_stderr
 
 
@@ -56,6 +64,56 @@ def test_differences_and_hashes():
     assert calc_diff(x, x) == 0
     assert calc_diff(x, -x) == pytest.approx(1 + 20 / 36)
     assert hash_tensor(torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)) == 3
+
+
+def test_counts_of_nested_tensors():
+    one, two = (torch.ones(count, dtype=torch.int32, device=DEVICE) for count in (1, 2))
+    assert count_bytes(one, (two, None), [(two,)]) == 20 and count_bytes() == 0
+    assert hash_tensors(one, (two, None)) == 1 ^ 2
+    assert (safe_div(3, 2), safe_div(0, 0)) == (1.5, 0)
+    with pytest.raises(ZeroDivisionError):
+        safe_div(1, 0)
+
+
+def test_grouped_scores():
+    scores = torch.arange(1.0, 7, device=DEVICE)[None]
+    chosen = torch.tensor([[2, 0]], device=DEVICE)
+    assert create_grouped_scores(scores, chosen, 3).tolist() == [[1, 2, 0, 0, 5, 6]]
+
+
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("ratio", [1.0, 1.5, 3.0])
+def test_unbalanced_scores(precise, ratio):
+    """The first rank gets so many times as many tokens as the others on average."""
+    torch.manual_seed(0)
+    scores = get_unbalanced_scores(4000, 16, 4, 3, ratio, precise)
+    assert scores.shape == (4000, 16) and scores.dtype == torch.float32
+    ranks = scores.topk(3, 1).indices // 4
+    counts = torch.stack([(ranks == rank).any(1).sum() for rank in range(4)]).float()
+    assert (counts[0] / counts[1:].mean()).item() == pytest.approx(ratio, rel=0.1)
+    with pytest.raises(ValueError, match="ratio: expected at least 1, got 0.5"):
+        get_unbalanced_scores(4, 4, 2, 1, 0.5, precise)
+
+
+def test_cached_methods():
+    """Results are cached for each object while it lives."""
+
+    class Counter:
+        calls = 0
+
+        @weak_lru(maxsize=None)
+        def add(self, a, b=0):
+            self.calls += 1
+            return a + b
+
+    one, two = Counter(), Counter()
+    assert [one.add(1), one.add(1), one.add(1, b=2), two.add(1)] == [1, 1, 3, 1]
+    assert (one.calls, two.calls) == (2, 1)
+    gone = weakref.ref(one)
+    del one
+    gc.collect()
+    assert gone() is None
+    assert (value_or(None, 3), value_or(0, 3)) == (3, 0)
 
 
 def test_bench():

@@ -25,3 +25,4 @@ class _OnCpus(TorchFunctionMode):
 
 if not torch.cuda.is_available():
     _OnCpus().__enter__()
+    torch.cuda.synchronize = lambda *_: None

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What dispatch and combine of an ElasticBuffer do, once their arguments are checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._library import EpError
+from ..torch import _calls
+from ..torch._autograd import make_plan
+from ._elastic_handle import EPHandle, Sizes
+from ._normal import _align
+from ._streams import keep
+from .utils.math import align
+
+if TYPE_CHECKING:
+    from typing import Optional
+
+    from torch import Tensor
+
+    from ..torch import Handle, Plan
+    from ._elastic_groups import ElasticGroup, Form
+
+_SCALE_ROWS = 4  # on whose multiples columns of scales start: 16 bytes, as TMA needs
+
+
+class Given(NamedTuple):
+    """The tensors that a dispatch sends."""
+
+    tokens: Tensor
+    scales: Optional[Tensor]
+    topk_weights: Optional[Tensor]
+
+
+class Received(NamedTuple):
+    """The tensors that a dispatch delivers."""
+
+    tokens: Tensor
+    scales: Optional[Tensor]
+    topk_idx: Optional[Tensor]
+    topk_weights: Optional[Tensor]
+
+
+def most_slots(num_tokens: int, top_k: int, num_local_experts: int, alignment: int) -> int:
+    """The most slots of a rank that receives from so many tokens, padding included."""
+    most = num_tokens * min(top_k, num_local_experts)
+    return align(most + (alignment - 1) * num_local_experts, alignment)
+
+
+def route(
+    group: ElasticGroup, form: Form, topk_idx: Tensor, most: Sizes, alignment: int
+) -> tuple[Plan, Sizes]:
+    """Make a plan. Collective.
+
+    most  the sizes of the worst case, which a form with max_recv_rows has
+
+    Where the form has none, the host reads the sizes.
+    """
+    layer = group.layer(form)
+    plan = make_plan(layer, topk_idx)
+    _calls.prepare(layer, topk_idx, None, plan.bytes, plan.numbers)
+    return plan, most if form.max_recv_rows else _read(layer, plan, form.do_expand, alignment)
+
+
+def _read(layer: Handle, plan: Plan, do_expand: bool, alignment: int) -> Sizes:
+    local = plan.num_local_experts
+    numbers = plan.numbers.tolist()
+    rows = numbers[3 * local + 1]
+    if not 0 <= rows <= layer.most_rows:
+        rows = _calls.count_rows(layer, plan.numbers)  # which says why
+    counts = _align(numbers[:local], alignment)
+    if do_expand:
+        return Sizes(rows, None, rows, counts)
+    return Sizes(rows, rows, sum(counts), counts)
+
+
+def send(handle: EPHandle, form: Form, given: Given) -> Received:
+    """Send rows by the handle's plan. Collective."""
+    layer, plan, rows = handle.group.layer(form), handle.plan, handle.num_rows
+    tokens, scales, weights = given
+    keep(plan.bytes)
+    recv = tokens.new_empty((rows, tokens.shape[1]))
+    recv_idx = recv_weights = recv_scales = None
+    if not form.do_expand:
+        recv_idx = handle.topk_idx.new_empty((rows, layer.top_k))
+    if weights is not None:
+        recv_weights = weights.new_empty(layer.weights_shape(rows), dtype=torch.float32)
+    if scales is not None:
+        lead = align(rows, _SCALE_ROWS) if form.is_by_column else rows
+        recv_scales = scales.new_empty(layer.scales_shape(lead, scales.shape[1]))
+    _calls.dispatch(
+        layer, plan.bytes, tokens, weights, scales, recv, recv_weights, recv_scales, recv_idx
+    )
+    if form.is_by_column and recv_scales is not None:
+        recv_scales = recv_scales.t()[:rows]
+    return Received(recv, recv_scales, recv_idx, recv_weights)
+
+
+def report(group: ElasticGroup) -> None:
+    """Raise EpError for an expert that does not exist. The host has waited for the plan."""
+    finding = group.group.status()
+    if finding.status:
+        raise EpError(finding.status, finding.sentence)
+
+
+def combine(
+    handle: EPHandle,
+    form: Form,
+    x: Tensor,
+    topk_weights: Optional[Tensor],
+    biases: tuple[Tensor, ...],
+) -> tuple[Tensor, Optional[Tensor]]:
+    """Return rows to their tokens and sum them, unweighted. Weights go back to their entries."""
+    keep(handle.plan.bytes)
+    layer, plan = handle.group.layer(form), handle.plan
+    out, out_weights = x.new_empty((plan.num_tokens, x.shape[1])), None
+    if topk_weights is None:
+        _calls.combine(layer, plan.bytes, x, None, None, out)
+    else:
+        # One operation, whose sums are those of an unweighted combine.
+        out_weights = topk_weights.new_empty(handle.topk_idx.shape, dtype=torch.float32)
+        _calls.dispatch_backward(layer, plan.bytes, x, topk_weights, out, out_weights)
+    return _add(out, biases), out_weights
+
+
+def _add(out: Tensor, biases: tuple[Tensor, ...]) -> Tensor:
+    """The sum and its biases, in float32, rounded again."""
+    if not biases:
+        return out
+    total = out.float()
+    for bias in biases:
+        total += bias
+    return total.to(out.dtype)
