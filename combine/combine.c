@@ -3,7 +3,7 @@
  * ep_combine, whole and in two phases, and ep_combine_backward: check the arguments, describe the
  * movement, hand it to the backend.
  */
-#include "handles/operation.h"
+#include "handles/extras.h"
 
 /* ---- forward ------------------------------------------------------------------------------- */
 
@@ -51,18 +51,37 @@ static EpStatus check_weights(EpOperation *o, const EpTensor *slot_weights,
     return topk_weights ? check_topk_weights(o, slot_weights, topk_weights) : EP_OK;
 }
 
-EpStatus ep_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
-                    const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
-                    const EpTensor *out) {
+/* Combine, under the name of the public call. */
+static EpStatus combine(const char *name, EpHandle *handle, const EpTensor *plan,
+                        const EpTensor *expert_out, const EpTensor *slot_weights,
+                        const EpTensor *topk_weights, EpStream stream, const EpTensor *out,
+                        const EpExtras *given) {
     EpOperation o;
-    EP_TRY(ep_operation_begin(&o, "ep_combine", handle, plan));
+    EpExtras extras;
+    EP_TRY(ep_operation_begin(&o, name, handle, plan));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS, &extras));
     EP_TRY(ep_arg_summed_rows(&o, "expert_out", expert_out, "out", out));
     EP_TRY(ep_arg_sum_elements(&o, "expert_out", expert_out));
     EP_TRY(check_weights(&o, slot_weights, topk_weights));
     EpGather gather = {.op = &ep_op_combine, .stream = stream};
     gather.t = describe_inputs(handle, expert_out, slot_weights, topk_weights);
     gather.t.out_rows = out->data, gather.t.out_num_rows = out->shape[0];
+    EP_TRY(ep_extras_bias(&o, &extras, out, &gather.t));
     return ep_run_gather(&o, &gather);
+}
+
+EpStatus ep_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                    const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
+                    const EpTensor *out) {
+    return combine("ep_combine", handle, plan, expert_out, slot_weights, topk_weights, stream, out,
+                   NULL);
+}
+
+EpStatus ep_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                         const EpTensor *slot_weights, const EpTensor *topk_weights,
+                         EpStream stream, const EpTensor *out, const EpExtras *extras) {
+    return combine("ep_combine_with", handle, plan, expert_out, slot_weights, topk_weights, stream,
+                   out, extras);
 }
 
 /* A named plan does not say to the host how many rows `out` will have: the kernel finds it. */
@@ -84,18 +103,31 @@ EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor 
     return ep_run_gather(&o, &gather);
 }
 
-EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {
+static EpStatus combine_wait(const char *name, EpHandle *handle, EpStream stream,
+                             const EpTensor *out, const EpExtras *given) {
     EpOperation o;
-    EP_TRY(ep_operation_begin_receive(&o, "ep_combine_wait", handle, EP_PENDING_COMBINE));
+    EpExtras extras;
+    EP_TRY(ep_operation_begin_receive(&o, name, handle, EP_PENDING_COMBINE));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS, &extras));
     EpGather gather = handle->pending.gather;
     EP_TRY(ep_arg_token_rows(&o, "out", out, gather.t.row_elements, "H"));
     EP_TRY(ep_arg_type(&o.call, "out", out, gather.t.type));
     EP_TRY(ep_arg_token_bytes(&o, "out", out));
+    EP_TRY(ep_extras_bias(&o, &extras, out, &gather.t));
     gather.phase = EP_PHASE_RECEIVE;
     gather.t.out_rows = out->data, gather.t.out_num_rows = out->shape[0];
     gather.num_rows = out->shape[0];
     gather.stream = stream;
     return ep_run_gather(&o, &gather);
+}
+
+EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {
+    return combine_wait("ep_combine_wait", handle, stream, out, NULL);
+}
+
+EpStatus ep_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
+                              const EpExtras *extras) {
+    return combine_wait("ep_combine_wait_with", handle, stream, out, extras);
 }
 
 /* ---- backward ------------------------------------------------------------------------------ */

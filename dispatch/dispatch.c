@@ -3,7 +3,7 @@
  * ep_dispatch, whole and in two phases, and ep_dispatch_backward: check the arguments, describe the
  * movement, hand it to the backend.
  */
-#include "handles/operation.h"
+#include "handles/extras.h"
 #include "runtime/quant.h"
 
 typedef struct Inputs {
@@ -274,12 +274,15 @@ static EpStatus check_weights(EpOperation *o, const EpTensor *grad_slot_weights,
     return ep_arg_float(&o->call, "grad_topk_weights", grad_topk_weights);
 }
 
-EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
-                              const EpTensor *grad_recv_tokens, const EpTensor *grad_slot_weights,
-                              EpStream stream, const EpTensor *grad_tokens,
-                              const EpTensor *grad_topk_weights) {
+static EpStatus dispatch_backward(const char *name, EpHandle *handle, const EpTensor *plan,
+                                  const EpTensor *grad_recv_tokens,
+                                  const EpTensor *grad_slot_weights, EpStream stream,
+                                  const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
+                                  const EpExtras *given) {
     EpOperation o;
-    EP_TRY(ep_operation_begin_backward(&o, "ep_dispatch_backward", handle, plan));
+    EpExtras extras;
+    EP_TRY(ep_operation_begin_backward(&o, name, handle, plan));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS, &extras));
     EP_TRY(
         ep_arg_summed_rows(&o, "grad_recv_tokens", grad_recv_tokens, "grad_tokens", grad_tokens));
     EP_TRY(ep_arg_sum_elements(&o, "grad_recv_tokens", grad_recv_tokens));
@@ -298,5 +301,23 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
                                .out_num_rows = grad_tokens->shape[0],
                                .out_values = grad_topk_weights ? grad_topk_weights->data : NULL};
     EpGather gather = {.op = &ep_op_dispatch_backward, .t = tensors, .stream = stream};
+    EP_TRY(ep_extras_bias(&o, &extras, grad_tokens, &gather.t));
     return ep_run_gather(&o, &gather);
+}
+
+EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
+                              const EpTensor *grad_recv_tokens, const EpTensor *grad_slot_weights,
+                              EpStream stream, const EpTensor *grad_tokens,
+                              const EpTensor *grad_topk_weights) {
+    return dispatch_backward("ep_dispatch_backward", handle, plan, grad_recv_tokens,
+                             grad_slot_weights, stream, grad_tokens, grad_topk_weights, NULL);
+}
+
+EpStatus ep_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
+                                   const EpTensor *grad_recv_tokens,
+                                   const EpTensor *grad_slot_weights, EpStream stream,
+                                   const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
+                                   const EpExtras *extras) {
+    return dispatch_backward("ep_dispatch_backward_with", handle, plan, grad_recv_tokens,
+                             grad_slot_weights, stream, grad_tokens, grad_topk_weights, extras);
 }

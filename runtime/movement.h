@@ -130,6 +130,8 @@ typedef struct EpScatter {
 
 /* ---- gather -------------------------------------------------------------------------------- */
 
+#define EP_MAX_BIASES 2
+
 /** The tensors of a gather. */
 typedef struct EpGatherTensors {
     const char *rows;  /**< [rows, row_bytes] */
@@ -148,7 +150,10 @@ typedef struct EpGatherTensors {
     const float *slot_values;  /**< [rows] ([rows, K] if flat): carried back to [T, K] */
     char *out_rows;            /**< [out_num_rows, row_bytes]; zero past the step's tokens */
     int64_t out_num_rows;
-    float *out_values; /**< [T, K] */
+    float *out_values;               /**< [T, K] */
+    const char *bias[EP_MAX_BIASES]; /**< [num_biases]: rows like out_rows, added to the sums last
+                                          and in this order */
+    int32_t num_biases;
 } EpGatherTensors;
 
 typedef struct EpGather {

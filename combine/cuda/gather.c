@@ -31,7 +31,7 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
     EpSpread s = ep_spread(&args->group, args->top_k);
     double sum = (double)travelling_bytes(&args->t) / (double)args->t.row_bytes;
     EpTraffic traffic = {.sent = s.other + sum * s.ranks,
-                         .received = s.own + sum * s.ranks + 1,
+                         .received = s.own + sum * s.ranks + args->t.num_biases + 1,
                          .least_send = LEAST_SENDING,
                          .most_send = MOST_SENDING,
                          .ranks = s.ranks,
@@ -42,7 +42,8 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
                  &traffic);
     EpDivision division = ep_divide(blocks, args->top_k, args->t.row_bytes,
                                     (int32_t)ep_max(LEAST_CHUNK, granularity.chunk), traffic);
-    EpWorkNeeds needs = {args->top_k, args->top_k, 1, granularity.active};
+    int32_t loads = args->top_k + args->t.num_biases;
+    EpWorkNeeds needs = {loads, loads, 1, granularity.active};
     args->chunk = division.claim;
     args->receivers = division.receivers, args->schedulers = division.schedulers;
     int64_t unit = is_quantised(&args->t) ? EP_PACKED_ELEMENTS * element_bytes(&args->t) : 16;

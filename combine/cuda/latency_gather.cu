@@ -559,6 +559,13 @@ typedef struct TokenWords {
     int owner, slot;
 } TokenWords;
 
+/* Returns a source's number of tokens. A damaged plan must not lead past this rank's weights. */
+__device__ __forceinline__ int count_source_tokens(const EpLatencyGatherArgs &a, int source) {
+    int count = a.plan.use.is_read ? ep_check_count(a.group, __ldg(a.plan.tokens + source)) : 0;
+    if (awaits_weights(a) && source == a.group.rank) count = min(count, (int)a.plan.use.num_rows);
+    return max(0, count);
+}
+
 /* Load the plan's words for a token; a row past this step's tokens has none. By a warp. */
 __device__ __forceinline__ TokenWords load_token(const EpLatencyGatherArgs &a, int tokens,
                                                  int token) {
@@ -739,6 +746,20 @@ __device__ __forceinline__ void add_incoming(const Incoming<STEPS> &c, int rank,
     }
 }
 
+/* Add the biases of a token; a row past this step's tokens has none. */
+template <typename T, int UNITS>
+__device__ __forceinline__ void add_biases(const EpLatencyGatherArgs &a, int token,
+                                           const int unit[UNITS], EpVector<T> sum[UNITS]) {
+    if (token >= count_source_tokens(a, a.group.rank)) return;
+#pragma unroll 1
+    for (int b = 0; b < a.t.num_biases; b++) {
+        const uint4 *row = (const uint4 *)a.t.bias[b] + (int64_t)token * a.row_units;
+#pragma unroll
+        for (int u = 0; u < UNITS; u++)
+            if (unit[u] >= 0) ep_add(&sum[u], ep_unpack<T>(__ldg(row + unit[u])));
+    }
+}
+
 /* Sum up and write some steps of a token, or return those that have not arrived in time. This
  * rank's own sum is computed while other ranks' sums are loaded. Ranks beyond the first few have a
  * loop of their own, so that no total takes registers meanwhile. */
@@ -771,6 +792,7 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
         last = c.rank[AWAITED_AT_ONCE - 1];
     }
     if (has_own) add_own<T, UNITS>(own, sum);
+    if (a.t.num_biases) add_biases<T, UNITS>(a, s.token, unit, sum);
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
         if (unit[u] >= 0)
@@ -847,13 +869,6 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
 }
 
 /* ==== kernel ================================================================================ */
-
-/* Returns a source's number of tokens. A damaged plan must not lead past this rank's weights. */
-__device__ __forceinline__ int count_source_tokens(const EpLatencyGatherArgs &a, int source) {
-    int count = a.plan.use.is_read ? ep_check_count(a.group, __ldg(a.plan.tokens + source)) : 0;
-    if (awaits_weights(a) && source == a.group.rank) count = min(count, (int)a.plan.use.num_rows);
-    return max(0, count);
-}
 
 template <typename T, int PACKED>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)

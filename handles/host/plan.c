@@ -287,5 +287,6 @@ int64_t ep_host_set_bytes(const EpGroupConfig *config, int32_t num_ranks) {
     int64_t record =
         ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes;
     int64_t rows = (int64_t)num_ranks * config->max_tokens;
-    return ep_round_up(ep_max(rows * record, config->max_tokens * config->max_row_bytes), LINE);
+    int64_t sums = 2 * config->max_row_bytes * config->max_tokens; /* FP32, of rows of 16 bits */
+    return ep_round_up(ep_max(rows * record, sums), LINE);
 }

@@ -1125,6 +1125,40 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
                              const EpTensor *grad_slot_weights);
 
 /**
+ * Tensors that a call takes besides its own: for the functions whose names end in _with, which do
+ * what the function without that ending does. A member that is NULL asks for nothing, and all of
+ * them belong to this rank alone: ranks need not give the same ones. A member that a call does not
+ * take is refused with EP_ERR_UNSUPPORTED; the list below names the calls that do.
+ *
+ * bias0, bias1  [T, H] of the rows' type, like the output that they are added to. Each token's sum
+ *               is out = round(sum + bias0 + bias1): added in FP32 in this order, and rounded once.
+ *               Nothing of them travels. With num_tokens, rows past it are zero and their biases
+ *               are not read. The gradient of a bias is the gradient of the output. Taken by
+ *               ep_combine_with, ep_combine_wait_with and ep_dispatch_backward_with.
+ */
+typedef struct EpExtras {
+    size_t struct_size;
+    const EpTensor *bias0;
+    const EpTensor *bias1;
+} EpExtras;
+
+#define EP_EXTRAS_INIT \
+    { sizeof(EpExtras), NULL, NULL }
+
+/** As ep_combine. extras: may be NULL. */
+EpStatus ep_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                         const EpTensor *slot_weights, const EpTensor *topk_weights,
+                         EpStream stream, const EpTensor *out, const EpExtras *extras);
+
+/** As ep_dispatch_backward. extras: may be NULL. With a bias it is a combine that also returns
+ *  values, one for each entry. */
+EpStatus ep_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
+                                   const EpTensor *grad_recv_tokens,
+                                   const EpTensor *grad_slot_weights, EpStream stream,
+                                   const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
+                                   const EpExtras *extras);
+
+/**
  * The send and receive phases of ep_dispatch and ep_combine, in latency mode only (otherwise
  * EP_ERR_UNSUPPORTED). When the send phase has run, in the stream's order, its inputs may be
  * overwritten. The receive phase (..._wait) completes the outputs, those of ep_prepare included.
@@ -1165,6 +1199,11 @@ EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor 
                          const EpTensor *slot_weights, const EpTensor *topk_weights,
                          EpStream stream);
 EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out);
+
+/** As ep_combine_wait. extras: may be NULL. A bias is read by this phase, so it may be computed
+ *  between the two. */
+EpStatus ep_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
+                              const EpExtras *extras);
 
 /* ---- 8. Status of a group, settings -------------------------------------------------------- */
 

@@ -72,14 +72,15 @@ const char *case_describe(const Case *c) {
         "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d padding=%d sum_quant=%d quant=%d "
         "scale_order=%d "
         "mode=%d "
-        "num_sms=%d phases=%d global_ids=%d all_weights=%d seed=%llu",
+        "num_sms=%d phases=%d global_ids=%d all_weights=%d biases=%d seed=%llu",
         c->ranks, c->nodes, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread,
         (int)c->routing, c->target, c->masked_percent, c->invalid_percent, c->duplicates, c->merged,
         (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
         (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
         c->weights_at_combine, c->scale_bytes, c->counted, c->spare_rows, c->zero_tail,
         (int)c->padding, (int)c->sum_quant, (int)c->quant, (int)c->scale_order, (int)c->mode,
-        c->num_sms, c->phases, c->global_ids, c->all_weights, (unsigned long long)c->seed);
+        c->num_sms, c->phases, c->global_ids, c->all_weights, c->biases,
+        (unsigned long long)c->seed);
     return text;
 }
 

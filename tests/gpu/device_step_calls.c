@@ -85,13 +85,30 @@ static EpStatus issue_dispatch_wait(const DeviceStep *gpu) {
                             p.indexed ? &p.recv_index : NULL);
 }
 
+/* The extras of a call that sums, and space for what they refer to. */
+typedef struct Biases {
+    EpTensor tensor[2];
+    EpExtras extras;
+} Biases;
+
+static const EpExtras *biases_of(const DeviceStep *gpu, Biases *b) {
+    b->extras = (EpExtras)EP_EXTRAS_INIT;
+    for (int i = 0; i < 2; i++)
+        b->tensor[i] = device_step_from(gpu, step_bias(&gpu->step, i), (StepInput)(IN_BIAS0 + i));
+    if (gpu->c.biases > 0) b->extras.bias0 = &b->tensor[0];
+    if (gpu->c.biases > 1) b->extras.bias1 = &b->tensor[1];
+    return &b->extras;
+}
+
 static EpStatus issue_combine(const DeviceStep *gpu) {
     EpTensor rows = device_step_from(gpu, step_expert_out(&gpu->step), IN_EXPERT_OUT);
     EpTensor slots = device_step_from(gpu, step_slot_weights(&gpu->step), IN_SLOT_WEIGHTS);
     EpTensor weights = device_step_from(gpu, step_weights(&gpu->step), IN_COMBINE_WEIGHTS);
     EpTensor out = device_step_into(gpu, step_grad_out(&gpu->step), OUT_SUMS);
-    return ep_combine(gpu->step.handle, gpu->step.plan, &rows, gpu->c.weighted ? &slots : NULL,
-                      gpu->c.weights_at_combine ? &weights : NULL, gpu->stream, &out);
+    Biases b;
+    return ep_combine_with(gpu->step.handle, gpu->step.plan, &rows, gpu->c.weighted ? &slots : NULL,
+                           gpu->c.weights_at_combine ? &weights : NULL, gpu->stream, &out,
+                           biases_of(gpu, &b));
 }
 
 static EpStatus issue_combine_send(const DeviceStep *gpu) {
@@ -104,7 +121,8 @@ static EpStatus issue_combine_send(const DeviceStep *gpu) {
 
 static EpStatus issue_combine_wait(const DeviceStep *gpu) {
     EpTensor out = device_step_into(gpu, step_grad_out(&gpu->step), OUT_SUMS);
-    return ep_combine_wait(gpu->step.handle, gpu->stream, &out);
+    Biases b;
+    return ep_combine_wait_with(gpu->step.handle, gpu->stream, &out, biases_of(gpu, &b));
 }
 
 static EpStatus issue_combine_backward(const DeviceStep *gpu) {
@@ -125,8 +143,10 @@ static EpStatus issue_dispatch_backward(const DeviceStep *gpu) {
     EpTensor slots = device_step_from(gpu, device_step_weights(gpu), IN_GRAD_SLOT_WEIGHTS);
     EpTensor tokens = device_step_into(gpu, step_grad_out(&gpu->step), OUT_GRAD_TOKENS);
     EpTensor weights = device_step_into(gpu, step_weights(&gpu->step), OUT_GRAD_WEIGHTS);
-    return ep_dispatch_backward(gpu->step.handle, gpu->step.plan, &rows, weighted ? &slots : NULL,
-                                gpu->stream, &tokens, weighted ? &weights : NULL);
+    Biases b;
+    return ep_dispatch_backward_with(gpu->step.handle, gpu->step.plan, &rows,
+                                     weighted ? &slots : NULL, gpu->stream, &tokens,
+                                     weighted ? &weights : NULL, biases_of(gpu, &b));
 }
 
 EpStatus device_step_try(const DeviceStep *gpu, StepOp op) {

@@ -46,6 +46,9 @@ static size_t input_bytes(const Case *c, StepInput input, Extents n) {
         return c->weights_at_combine ? n.tokens * k * 4 : 0;
     case IN_GRAD_SLOT_WEIGHTS:
         return n.slots * (size_t)world_row_weights(c) * 4;
+    case IN_BIAS0:
+    case IN_BIAS1:
+        return c->biases > (int)(input - IN_BIAS0) ? n.tokens * case_sum_bytes(c) : 0;
     default:
         return n.tokens * case_sum_bytes(c);
     }

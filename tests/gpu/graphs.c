@@ -22,6 +22,7 @@ static Case graph_case(int ranks, EpLayout layout) {
                                 .hidden = 136,
                                 .max_tokens = 299,
                                 .counted = 1,
+                                .biases = 2,
                                 .weighted = 1,
                                 .scale_bytes = 12,
                                 .masked_percent = 10,

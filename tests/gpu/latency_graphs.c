@@ -23,6 +23,7 @@ static Case replay_case(int ranks, EpLayout layout, int phases) {
                                 .hidden = 40,
                                 .max_tokens = 9,
                                 .counted = 1,
+                                .biases = 2,
                                 .weighted = 1,
                                 .weights_at_combine = phases,
                                 .scale_bytes = 12,

@@ -17,6 +17,9 @@
 #undef ep_combine_wait
 #undef ep_dispatch_backward
 #undef ep_combine_backward
+#undef ep_combine_with
+#undef ep_combine_wait_with
+#undef ep_dispatch_backward_with
 #undef ep_quantise_rows
 #undef ep_weight_gather
 #undef ep_weight_reduce
@@ -195,6 +198,55 @@ EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out
     Moved m = {.count = 0};
     out = moved_output(&m, out);
     return settle(&m, ep_combine_wait(handle, stream, out));
+}
+
+/* ---- with extras --------------------------------------------------------------------------- */
+
+/* Returns `extras`, or `moved` with copies of its tensors. */
+static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *moved) {
+    if (!extras || extras->struct_size != sizeof(*extras)) return extras;
+    *moved = *extras;
+    moved->bias0 = moved_input(m, extras->bias0);
+    moved->bias1 = moved_input(m, extras->bias1);
+    return moved;
+}
+
+EpStatus gpu_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                          const EpTensor *slot_weights, const EpTensor *topk_weights,
+                          EpStream stream, const EpTensor *out, const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpExtras moved;
+    plan = moved_output(&m, plan);
+    expert_out = moved_input(&m, expert_out), slot_weights = moved_input(&m, slot_weights);
+    topk_weights = moved_input(&m, topk_weights), out = moved_output(&m, out);
+    extras = move_extras(&m, extras, &moved);
+    return settle(&m, ep_combine_with(handle, plan, expert_out, slot_weights, topk_weights, stream,
+                                      out, extras));
+}
+
+EpStatus gpu_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
+                               const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpExtras moved;
+    out = moved_output(&m, out), extras = move_extras(&m, extras, &moved);
+    return settle(&m, ep_combine_wait_with(handle, stream, out, extras));
+}
+
+EpStatus gpu_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
+                                    const EpTensor *grad_recv_tokens,
+                                    const EpTensor *grad_slot_weights, EpStream stream,
+                                    const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
+                                    const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpExtras moved;
+    plan = moved_output(&m, plan);
+    grad_recv_tokens = moved_input(&m, grad_recv_tokens);
+    grad_slot_weights = moved_input(&m, grad_slot_weights);
+    grad_tokens = moved_output(&m, grad_tokens),
+    grad_topk_weights = moved_output(&m, grad_topk_weights);
+    extras = move_extras(&m, extras, &moved);
+    return settle(&m, ep_dispatch_backward_with(handle, plan, grad_recv_tokens, grad_slot_weights,
+                                                stream, grad_tokens, grad_topk_weights, extras));
 }
 
 /* ---- sharded weights ----------------------------------------------------------------------- */

@@ -61,6 +61,16 @@ EpStatus gpu_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
 EpStatus gpu_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor *rows,
                            const EpTensor *num_rows, EpStream stream, const EpTensor *out,
                            const EpTensor *scales);
+EpStatus gpu_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                          const EpTensor *slot_weights, const EpTensor *topk_weights,
+                          EpStream stream, const EpTensor *out, const EpExtras *extras);
+EpStatus gpu_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
+                               const EpExtras *extras);
+EpStatus gpu_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
+                                    const EpTensor *grad_recv_tokens,
+                                    const EpTensor *grad_slot_weights, EpStream stream,
+                                    const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
+                                    const EpExtras *extras);
 void gpu_handle_destroy(EpHandle *handle);
 void gpu_group_destroy(EpGroup *group);
 
@@ -78,6 +88,9 @@ void gpu_group_destroy(EpGroup *group);
 #define ep_dispatch_wait gpu_dispatch_wait
 #define ep_combine_send gpu_combine_send
 #define ep_combine_wait gpu_combine_wait
+#define ep_combine_with gpu_combine_with
+#define ep_combine_wait_with gpu_combine_wait_with
+#define ep_dispatch_backward_with gpu_dispatch_backward_with
 #define ep_weight_gather gpu_weight_gather
 #define ep_weight_reduce gpu_weight_reduce
 #define ep_weight_amax gpu_weight_amax
