@@ -90,8 +90,10 @@ static EpStatus describe_inputs(EpOperation *o, const Inputs *in, EpScatter *sca
 
 /* ---- outputs ------------------------------------------------------------------------------- */
 
-static EpStatus describe_recv_tokens(const EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
+static EpStatus describe_recv_tokens(EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
     int64_t width = s->row_bytes / (int64_t)ep_type_bytes(s->type);
+    EP_TRY(ep_arg_blocks(o, "recv_tokens", t));
+    s->block_rows = o->block_rows;
     EP_TRY(ep_arg_slot_rows(o, "recv_tokens", t, width, "H"));
     EP_TRY(ep_arg_type(&o->call, "recv_tokens", t, s->type));
     EP_TRY(ep_arg_token_bytes(o, "recv_tokens", t));
@@ -142,7 +144,7 @@ static EpStatus describe_recv_idx(const EpOperation *o, const EpTensor *t, EpSca
 }
 
 /* Check and describe the outputs. The shortest one limits zero_tail (out_capacity). */
-static EpStatus describe_outputs(const EpOperation *o, const Outputs *out, EpScatterTensors *s) {
+static EpStatus describe_outputs(EpOperation *o, const Outputs *out, EpScatterTensors *s) {
     EP_TRY(describe_recv_tokens(o, out->tokens, s));
     EP_TRY(describe_recv_weights(o, out->topk_weights, s));
     EP_TRY(describe_recv_scales(o, out->scales, s));
@@ -210,6 +212,7 @@ static EpStatus begin_dispatch(EpOperation *o, const char *name, EpHandle *handl
 /* Give the movement its stream and, in latency mode, its routing. */
 static void set_routing(const EpOperation *o, Route *route, EpStream stream, EpScatter *scatter) {
     scatter->stream = route->routing.stream = stream;
+    route->routing.block_rows = scatter->t.block_rows;
     scatter->routing = ep_handle_is_latency(o->handle) ? &route->routing : NULL;
 }
 
@@ -291,6 +294,7 @@ static EpStatus dispatch_backward(const char *name, EpHandle *handle, const EpTe
     if (grad_slot_weights) slots = ep_min(slots, ep_slot_capacity(handle, grad_slot_weights));
     EpGatherTensors tensors = {.rows = grad_recv_tokens->data,
                                .num_slots = slots,
+                               .block_rows = o.block_rows,
                                .type = grad_recv_tokens->type,
                                .row_bytes = ep_tensor_row_bytes(grad_recv_tokens),
                                .row_elements = ep_tensor_row_elements(grad_recv_tokens),

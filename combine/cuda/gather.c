@@ -60,17 +60,18 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
     const EpGroup *group = handle->group;
     const EpCuda *cuda = ep_cuda(group);
     const EpGatherTensors *t = &g->t;
-    EpGatherArgs args = {.group = ep_cuda_launch_group(handle),
-                         .plan = ep_cuda_plan(handle, g->plan, g->top_k, g->num_rows, t->num_slots),
-                         .shape = handle->shape,
-                         .t = *t,
-                         .record =
-                             ep_record(travelling_bytes(t), t->carries_values ? g->top_k : 0, 0),
-                         .owners = group->nodes.sizes.ranks,
-                         .target = {t->row_bytes, g->top_k * (int64_t)sizeof(float)},
-                         .top_k = (int32_t)g->top_k};
-    const int64_t agreed[] = {g->top_k, t->row_bytes, t->type, t->carries_values, t->format.quant};
-    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 5);
+    EpGatherArgs args = {
+        .group = ep_cuda_launch_group(handle),
+        .plan = ep_cuda_plan(handle, g->plan, g->top_k, g->num_rows, t->num_slots, t->block_rows),
+        .shape = handle->shape,
+        .t = *t,
+        .record = ep_record(travelling_bytes(t), t->carries_values ? g->top_k : 0, 0),
+        .owners = group->nodes.sizes.ranks,
+        .target = {t->row_bytes, g->top_k * (int64_t)sizeof(float)},
+        .top_k = (int32_t)g->top_k};
+    const int64_t agreed[] = {g->top_k,          t->row_bytes,    t->type,
+                              t->carries_values, t->format.quant, t->block_rows};
+    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 6);
     if (handle->shape.nodes.nodes > 1) return ep_cuda_gather_nodes(handle, g, &args);
     if (!ep_partition_gather(&args, cuda->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);

@@ -277,9 +277,12 @@ typedef struct Terms {
     unsigned slot_lanes; /* lanes that have a slot */
 } Terms;
 
-/* Find the terms of a row. `own_token`: the token, if it is one of this rank's, else -1: then
- * weights that were given at its rank are still to come. */
-__device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int slot, int own_token) {
+/* Find the terms of a source's row. `own_token`: the token, if it is one of this rank's, else -1:
+ * then weights that were given at its rank are still to come. */
+__device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int source, int slot,
+                                            int own_token) {
+    int rows = a.plan.use.block_rows;
+    if (rows) slot -= source * (a.plan.use.plan_block_rows - rows);
     slot = ep_check_slot(a.plan, slot);
     int has_weight = a.t.weighs && slot >= 0, lane = threadIdx.x % 32;
     const float *weight = (const float *)a.plan.begins;
@@ -351,7 +354,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
     const EpLatency &l = a.latency;
     FetchedWeights f;
     if (awaits_weights(a)) f = fetch_weights(a, s.source, s.token, flag);
-    Terms t = find_terms(a, s.slot, -1);
+    Terms t = find_terms(a, s.source, s.slot, -1);
     if (s.row == EP_ROW_NONE) return 1;
     if (awaits_weights(a)) {
         AwaitedWeights w = await_weights(a, s.source, s.token, flag, f);
@@ -401,7 +404,7 @@ template <typename T, int PACKED>
 __device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
                               uint64_t flag) {
     constexpr int PARTS = StepParts<T, PACKED>::COUNT;
-    Terms t = find_terms(a, s.slot, s.token);
+    Terms t = find_terms(a, a.group.rank, s.slot, s.token);
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
         EpVector<T> sum[PARTS] = {};
@@ -768,7 +771,7 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
                                                  int slot, uint64_t flag) {
     constexpr int STEPS = ReducedShape<T, PACKED>::STEPS, UNITS = ReducedShape<T, PACKED>::UNITS;
     EpVector<T> own[UNITS] = {};
-    Terms t = find_terms(a, slot, s.token);
+    Terms t = find_terms(a, a.group.rank, slot, s.token);
     Incoming<STEPS> c;
     int unit[UNITS], last = -1, has_own = s.has_own;
     find_units<T, PACKED, UNITS>(a, s.step, 1, 0, unit);

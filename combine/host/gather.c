@@ -52,10 +52,15 @@ typedef struct Gather {
 /* Partial sums of other ranks and this rank's own slots, at most K of each, and the biases. */
 #define MAX_TERMS (2 * EP_MAX_TOP_K + EP_MAX_BIASES)
 
+/* Returns the position of an entry's slot in the tensors. */
+static int64_t position(const Gather *x, int64_t entry) {
+    return ep_slot_position(&x->handle->shape, x->g->block_rows, x->plan.entry_slot[entry]);
+}
+
 /* Returns the weight of an entry. `weights` [K]: topk_weights of its token; NULL if not given. */
 static float entry_weight(const Gather *x, int32_t entry, const float *weights) {
     if (weights) return weights[x->plan.entry_k[entry]];
-    return x->g->weighs ? x->g->slot_weights[x->plan.entry_slot[entry]] : 1;
+    return x->g->weighs ? x->g->slot_weights[position(x, entry)] : 1;
 }
 
 /* Store the slots of a row as terms of a sum. Returns their number. */
@@ -63,7 +68,7 @@ static int list_slots(const Gather *x, int32_t row, const float *weights, EpTerm
     int count = x->plan.row_entries[row];
     for (int i = 0; i < count; i++) {
         int32_t entry = x->plan.row_entry[row] + i;
-        terms[i] = (EpTerm){x->g->rows + x->plan.entry_slot[entry] * x->g->row_bytes,
+        terms[i] = (EpTerm){x->g->rows + position(x, entry) * x->g->row_bytes,
                             entry_weight(x, entry, weights),
                             i == 0 ? EP_RUN_BEGINS : EP_RUN_GOES_ON, NULL};
     }
@@ -76,7 +81,7 @@ static void collect_values(const Gather *x, int32_t row, float *values) {
     const EpPlan *plan = &x->plan;
     memset(values, 0, (size_t)x->top_k * sizeof(float));
     for (int32_t i = plan->row_entry[row]; i < plan->row_entry[row] + plan->row_entries[row]; i++) {
-        int64_t slot = plan->entry_slot[i];
+        int64_t slot = position(x, i);
         if (!x->has_rows) {
             values[plan->entry_k[i]] = g->slot_values[slot];
             continue;
@@ -325,6 +330,8 @@ static EpRecord sum_record(const EpGatherTensors *g, int64_t top_k) {
 
 EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
     if (gather->phase == EP_PHASE_RECEIVE) return finish_sums(handle, gather);
+    const EpCall call = {gather->op->name, handle->group->rank, handle->group};
+    EP_TRY(ep_host_check_blocks(handle, &call, gather->plan, gather->t.block_rows));
     EpGatherTensors g = gather->t;
     int sends = gather->phase == EP_PHASE_SEND;
     if (sends) g.out_rows = ep_host_set(handle->group, gather->place.slot);

@@ -50,7 +50,7 @@ Case case_complete(Case c) {
         if (c.row_type > EP_TYPE_FP32) c.row_type = EP_TYPE_BF16;
     }
     const CaseLayout *layout = case_layout(&c);
-    if (!c.mode) c.mode = layout->latency_only ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
+    if (!c.mode) c.mode = EP_MODE_THROUGHPUT;
     if (c.mode != EP_MODE_LATENCY || layout->has_rows) c.weights_at_combine = 0;
     if (c.weights_at_combine) c.weighted = 0;
     if (c.zero_tail == EP_TAIL_IDS && !layout->has_rows) c.zero_tail = EP_TAIL_KEEP;
@@ -72,14 +72,14 @@ const char *case_describe(const Case *c) {
         "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d padding=%d sum_quant=%d quant=%d "
         "scale_order=%d "
         "mode=%d "
-        "num_sms=%d phases=%d global_ids=%d all_weights=%d biases=%d seed=%llu",
+        "num_sms=%d phases=%d global_ids=%d all_weights=%d biases=%d spare_tokens=%d seed=%llu",
         c->ranks, c->nodes, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread,
         (int)c->routing, c->target, c->masked_percent, c->invalid_percent, c->duplicates, c->merged,
         (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
         (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
         c->weights_at_combine, c->scale_bytes, c->counted, c->spare_rows, c->zero_tail,
         (int)c->padding, (int)c->sum_quant, (int)c->quant, (int)c->scale_order, (int)c->mode,
-        c->num_sms, c->phases, c->global_ids, c->all_weights, c->biases,
+        c->num_sms, c->phases, c->global_ids, c->all_weights, c->biases, c->spare_tokens,
         (unsigned long long)c->seed);
     return text;
 }
@@ -152,7 +152,7 @@ EpGroupConfig case_group_config(const Case *c) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     size_t row = case_row_bytes(c), sum = case_sum_bytes(c);
     config.num_experts = c->experts;
-    config.max_tokens = c->max_tokens;
+    config.max_tokens = c->max_tokens + c->spare_tokens;
     config.max_top_k = c->top_k;
     config.max_row_bytes = (int64_t)(row > sum ? row : sum);
     config.max_scale_bytes = c->scale_bytes;

@@ -254,7 +254,6 @@ void fixture_check_table(Case c, const Wrong *table, int n) {
     for (EpMode mode = EP_MODE_THROUGHPUT; mode <= EP_MODE_LATENCY; mode++) {
         Fixture fixture;
         if (mode == EP_MODE_LATENCY && !TESTS_HAVE_LATENCY) return;
-        if (mode == EP_MODE_THROUGHPUT && case_layout(&c)->latency_only) continue;
         c.mode = mode;
         fixture_open(&fixture, &c);
         fixture_check_wrong(&fixture, table, n);

@@ -110,8 +110,7 @@ static int has_latency(const Case *given) {
 }
 
 void run_case_on_threads(const Case *c) {
-    int has_throughput = !case_layout(c)->latency_only;
-    if (c->mode != EP_MODE_LATENCY && has_throughput) run_in_mode(*c, EP_MODE_THROUGHPUT, 0);
+    if (c->mode != EP_MODE_LATENCY) run_in_mode(*c, EP_MODE_THROUGHPUT, 0);
     if (c->mode == EP_MODE_THROUGHPUT || !has_latency(c)) return;
     if (TESTS_ON_GPU) {
         /* GPU time is scarce: run whole calls and separate phases alternately. */

@@ -216,7 +216,7 @@ SoloTest(dispatch_quant, wrong_tensors_of_batched_by_column) {
 static const Wrong wrong_rank_major[] = {
     {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE0, 3, EP_ERR_SHAPE, {"ranks = 1", "got 3"}},
     {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE1, 9, EP_ERR_SHAPE, {"S = 2", "got 9"}},
-    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE2, 2, EP_ERR_SHAPE, {"max_tokens = 9", "got 2"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE2, 2, EP_ERR_SHAPE, {"rows of a source = 9", "got 2"}},
     {OP_DISPATCH, RECV_SCALES, SPOIL_NDIM, 2, EP_ERR_NDIM, {"3", "got 2"}},
 };
 

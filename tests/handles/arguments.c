@@ -221,11 +221,6 @@ static const WrongConfig wrong_configs[] = {
     {CONFIG(.struct_size = 9999), EP_ERR_STRUCT_SIZE, "config", "9999"},
     {CONFIG(.layout = 0), EP_ERR_RANGE, "layout", "0"},
     {CONFIG(.layout = 5), EP_ERR_RANGE, "layout", "5"},
-    {CONFIG(.layout = EP_LAYOUT_RANK_MAJOR), EP_ERR_UNSUPPORTED, "config.mode",
-     "rank-major layout (EP_MODE_AUTO selects it for max_tokens up to 256 on one node, in a group "
-     "with buffers for it), got throughput mode"},
-    {CONFIG(.layout = EP_LAYOUT_RANK_MAJOR, .mode = EP_MODE_THROUGHPUT), EP_ERR_UNSUPPORTED,
-     "config.mode", "got throughput mode"},
     {CONFIG(.layout = EP_LAYOUT_RANK_MAJOR, .mode = EP_MODE_LATENCY, .rows_per_expert = 8),
      EP_ERR_RANGE, "rows_per_expert", "8"},
     {CONFIG(.row_weights = 2), EP_ERR_RANGE, "config.row_weights", "got 2"},

@@ -44,6 +44,8 @@ static const Choice choices[] = {
     {EP_MODE_AUTO, EP_DEFAULT, EP_LATENCY_TOKENS, 0, EP_LAYOUT_RANK_MAJOR, EP_MODE_LATENCY},
     {EP_MODE_THROUGHPUT, EP_MODE_AUTO, 1, 100, EP_LAYOUT_RANK_MAJOR, EP_MODE_LATENCY},
     {EP_MODE_LATENCY, EP_DEFAULT, 600, 0, EP_LAYOUT_RANK_MAJOR, EP_MODE_LATENCY},
+    {EP_MODE_AUTO, EP_DEFAULT, EP_LATENCY_TOKENS + 1, 0, EP_LAYOUT_RANK_MAJOR, EP_MODE_THROUGHPUT},
+    {EP_MODE_THROUGHPUT, EP_DEFAULT, 1, 0, EP_LAYOUT_RANK_MAJOR, EP_MODE_THROUGHPUT},
 };
 
 static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int available) {
@@ -101,9 +103,7 @@ static void check_modes_on_nodes(EpGroup *group) {
           info.num_nodes, (int)info.mode);
     check_mode(group, EP_LAYOUT_FLAT, EP_DEFAULT, EP_MODE_THROUGHPUT);
     check_mode(group, EP_LAYOUT_FLAT, EP_MODE_AUTO, EP_MODE_THROUGHPUT);
-    config.layout = EP_LAYOUT_RANK_MAJOR;
-    CHECK_REFUSED(ep_handle_create(group, &config, &handle), EP_ERR_UNSUPPORTED, "config.mode",
-                  "rank-major", "on one node", "got throughput");
+    check_mode(group, EP_LAYOUT_RANK_MAJOR, EP_MODE_AUTO, EP_MODE_THROUGHPUT);
     config.layout = EP_LAYOUT_FLAT, config.mode = EP_MODE_LATENCY;
     if (TEST_BACKEND == EP_BACKEND_HOST)
         check_mode(group, EP_LAYOUT_FLAT, EP_MODE_LATENCY, EP_MODE_LATENCY);
@@ -122,27 +122,6 @@ ThreadTest(handles_latency, auto_on_two_nodes, 2) {
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
     check_modes_on_nodes(group);
     ep_group_destroy(group);
-}
-
-/* The rank-major layout is refused where AUTO means throughput mode, and needs no capacity. */
-SoloTest(handles_latency, rank_major_needs_latency_mode) {
-    NEEDS_LATENCY();
-    Fixture fixture;
-    Case c = case_complete((Case){.max_tokens = EP_LATENCY_TOKENS + 1, .sets = 1});
-    fixture_open(&fixture, &c);
-    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
-    EpHandleCost cost = EP_HANDLE_COST_INIT;
-    EpHandle *handle = NULL;
-    config.layout = EP_LAYOUT_RANK_MAJOR, config.mode = EP_MODE_AUTO;
-    CHECK_REFUSED(ep_handle_create(fixture.group, &config, &handle), EP_ERR_UNSUPPORTED,
-                  "ep_handle_create", "config.mode", "rank-major", "up to 256", "got throughput");
-    CHECK_REFUSED(ep_handle_cost(fixture.group, &config, &cost), EP_ERR_UNSUPPORTED,
-                  "ep_handle_cost", "config.mode", "rank-major");
-    CHECK(!handle && cost.mode == EP_MODE_AUTO, "outputs were written");
-    config.mode = EP_MODE_LATENCY;
-    CHECK_OK(ep_handle_cost(fixture.group, &config, &cost));
-    CHECK(cost.mode == EP_MODE_LATENCY, "mode %d", (int)cost.mode);
-    fixture_close(&fixture);
 }
 
 /* A program compiled before `expert_ids` was added gets local ones. */

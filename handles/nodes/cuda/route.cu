@@ -475,6 +475,15 @@ __device__ __forceinline__ void store_entry(const EpRouteArgs &a, const Tile &p,
     if (e.leader && p.number == a.t.rank) h.plan.own_token[e.row] = h.at;
 }
 
+/* Returns the slot of a row with one slot: `before` rows before it, of all sources, have theirs on
+ * the rank of this column. Where each source has a block, the slot tells the source. */
+__device__ __forceinline__ int flat_slot(const EpRouteArgs &a, const Tile &p, int column,
+                                         int before) {
+    if (!ep_has_source_blocks(&a.p.shape)) return before;
+    int begin = before_of(a, tile_number(a, p.source, 0, 0))[column];
+    return (int)ep_block_begin(&a.p.shape, p.source, 0) + before - begin;
+}
+
 /* Store what this rank, as a receiver, must know of a token's row: the slots of its entries. `row`,
  * `flat`: of the row, in all lanes of the token. */
 __device__ __forceinline__ void store_route(const EpRouteArgs &a, const Tile &p, const Home &h,
@@ -499,7 +508,7 @@ __device__ __forceinline__ void assign_entry(const EpRouteArgs &a, const Tile &p
     if (p.number >= 0) {
         expert = p.expert - ep_owner_first(&a.p.owners, p.owner);
         row = before[row_column(a, p.number)] + n.row;
-        flat = before[flat_column(a, p.number)] + n.row;
+        flat = flat_slot(a, p, flat_column(a, p.number), before[flat_column(a, p.number)] + n.row);
         int column = expert_column(a, p);
         if (!has_rows) slot = t.start[column] + before[column] + n.entry;
         if (slot >= ep_slot_limit(&a.p.shape, expert)) slot = -1;
