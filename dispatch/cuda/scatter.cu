@@ -637,15 +637,13 @@ __device__ void zero_slabs(const EpScatterArgs &a, const Role &role, ZeroThreads
 /* Zero a receiving block's part of the rows behind those of each source. The plan knows where each
  * source's rows would begin if they followed one another. */
 __device__ void zero_source_tails(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
-    int sources = a.shape.num_ranks, parts = max(1, 2 * role.count / sources);
-    int64_t all = a.plan.use.block_rows;
-    for (int i = role.index; i < sources * parts; i += role.count) {
-        int r = i / parts, last = r + 1 == sources;
-        int end = last ? a.plan.header->rows_received + a.plan.header->rows_kept
-                       : a.plan.flat_begin[r + 1];
-        int64_t first = min((int64_t)max(end - a.plan.flat_begin[r], 0), all);
-        int64_t rows = (all - first + parts - 1) / parts, begin = first + i % parts * rows;
-        zero_slots(a, r * all + begin, r * all + min(begin + rows, all), z);
+    int end = a.plan.header->rows_received + a.plan.header->rows_kept, all = a.plan.use.block_rows;
+#pragma unroll 1
+    for (int r = a.shape.num_ranks - 1; r >= 0; r--) {
+        int begin = a.plan.flat_begin[r], rows = min(max(end - begin, 0), all);
+        int part = (all - rows + role.count - 1) / role.count, first = rows + role.index * part;
+        zero_slots(a, (int64_t)r * all + first, (int64_t)r * all + min(first + part, all), z);
+        end = begin;
     }
 }
 
