@@ -5,7 +5,7 @@
 /**
  * libep_jax.so: libep's operations as custom calls of XLA programs (XLA FFI handlers).
  *
- *     ranks.c      the ranks of this process: libep/jax.py adds them, calls find them
+ *     ranks.c      the ranks of this process: _ranks.py adds them, calls find them
  *     call.c       one call: attributes, buffers as tensors, errors
  *     handlers.c   the five operations
  *
@@ -14,8 +14,7 @@
  *
  * Order. XLA runs independent calls of a program in any order, which may differ between devices. So
  * the first operand of each call, and its first result, is an order: a byte that nobody reads,
- * which puts a call after the one that returned it. libep/_jax_calls.py passes it from call to
- * call.
+ * which puts a call after the one that returned it. _calls.py passes it from call to call.
  */
 
 #include <pthread.h>

@@ -16,23 +16,6 @@ void PyEval_RestoreThread(void *state);
 #define MOST_TENSORS 11
 #define ROW_UNIT 16 /* rows start on multiples of this many bytes */
 
-/* The arguments of an operation. Masks have a bit for each argument. */
-typedef struct Form {
-    ptrdiff_t count;
-    int numbers;        /* which one is Plan.numbers; -1: none */
-    uint32_t gradients; /* rows that Python copies to a multiple of ROW_UNIT */
-    uint32_t weights;   /* inputs that Python converts to float32 */
-} Form;
-
-static const Form forms[] = {
-    [TORCH_PREPARE] = {4, 3, 0, 0},
-    [TORCH_DISPATCH] = {8, -1, 0, 1 << 2},
-    [TORCH_DISPATCH_ROUTED] = {11, 6, 0, 1 << 3},
-    [TORCH_COMBINE] = {5, -1, 0, 1 << 2 | 1 << 3},
-    [TORCH_COMBINE_BACKWARD] = {6, -1, 1 << 1, 1 << 2},
-    [TORCH_DISPATCH_BACKWARD] = {5, -1, 1 << 1, 1 << 2},
-};
-
 /* A call's tensors, in the order of the operation's arguments; NULL where there is none. */
 typedef struct Arguments {
     const EpTensor *at[MOST_TENSORS];
@@ -95,12 +78,13 @@ static int convert(const EpTorchHandle *h, void *object, EpTensor *out) {
 }
 
 /* Returns whether an input needs no copy. */
-static int is_ready(const Form *form, ptrdiff_t argument, const EpTensor *t) {
+static int is_ready(const EpTorchForm *form, ptrdiff_t argument, const EpTensor *t) {
     if (form->gradients >> argument & 1) return (uintptr_t)t->data % ROW_UNIT == 0;
     return !(form->weights >> argument & 1) || t->type == EP_TYPE_FP32;
 }
 
-static int convert_all(const EpTorchHandle *h, const Form *form, void *objects, Arguments *a) {
+static int convert_all(const EpTorchHandle *h, const EpTorchForm *form, void *objects,
+                       Arguments *a) {
     for (ptrdiff_t i = 0; i < form->count; i++) {
         void *object = PyTuple_GetItem(objects, i);
         a->at[i] = NULL;
@@ -151,10 +135,10 @@ static int divide(const EpTorchHandle *h, const EpTensor *numbers, Numbers *out)
 
 /* ---- operations ---------------------------------------------------------------------------- */
 
-static EpStatus run(const EpTorchHandle *h, int32_t op, const Arguments *a, const Numbers *n) {
+static EpStatus run(const EpTorchHandle *h, int32_t number, const Arguments *a, const Numbers *n) {
     const EpTensor *const *t = a->at;
     EpPrepare routing = EP_PREPARE_INIT;
-    switch (op) {
+    switch (number) {
     case TORCH_PREPARE:
         return ep_prepare(h->handle, t[2], t[0], t[1], a->stream, t[3] ? &n->outputs : NULL);
     case TORCH_DISPATCH:
@@ -174,15 +158,14 @@ static EpStatus run(const EpTorchHandle *h, int32_t op, const Arguments *a, cons
     }
 }
 
-int32_t ep_torch_call(const EpTorchHandle *h, int32_t op, void *objects) {
-    const Form *form = &forms[op];
+int32_t ep_torch_call(const EpTorchHandle *h, const EpTorchForm *form, void *objects) {
     Arguments a;
     Numbers n;
     if (PyTuple_Size(objects) != form->count || !convert_all(h, form, objects, &a))
         return EP_TORCH_LEFT;
     if (form->numbers >= 0 && !divide(h, a.at[form->numbers], &n)) return EP_TORCH_LEFT;
     void *others = PyEval_SaveThread();
-    EpStatus status = run(h, op, &a, &n);
+    EpStatus status = run(h, form->number, &a, &n);
     PyEval_RestoreThread(others);
     return status;
 }

@@ -8,14 +8,14 @@
  * tensor takes about a microsecond, and a call has five to eleven.
  *
  * Whatever is out of the ordinary is left to Python, which says what is wrong with it.
- * libep/torch/_fast.py is the other side.
+ * _fast.py is the other side.
  */
 
 #include <ep/ep.h>
 
 #include "bindings/torch/dlpack.h"
 
-/** The operations. */
+/** The numbers of operations, in the order of Python's table of them. */
 enum {
     TORCH_PREPARE,
     TORCH_DISPATCH,
@@ -24,6 +24,15 @@ enum {
     TORCH_COMBINE_BACKWARD,
     TORCH_DISPATCH_BACKWARD
 };
+
+/** The arguments of an operation. Masks have a bit for each argument. */
+typedef struct EpTorchForm {
+    int32_t number;     /**< of the operation */
+    int32_t count;      /**< of its arguments */
+    int32_t numbers;    /**< which one is Plan.numbers; -1: none */
+    uint32_t gradients; /**< rows that Python copies to a multiple of 16 bytes */
+    uint32_t weights;   /**< inputs that Python converts to float32 */
+} EpTorchForm;
 
 /** What a libep.torch.Handle knows of itself. */
 typedef struct EpTorchHandle {
@@ -37,10 +46,10 @@ typedef struct EpTorchHandle {
 #define EP_TORCH_LEFT (-1)
 
 /**
- * Call operation `op` with a tuple of tensors and None, in the order of the arguments in
- * libep/torch/_calls.py, on the current stream. Called with the interpreter's lock, which others
- * may have while the operation runs. Returns an EpStatus, or EP_TORCH_LEFT.
+ * Call an operation on the current stream. `objects` is a tuple of its arguments in order, tensors
+ * and None. Called with the interpreter's lock, which others may have while the operation runs.
+ * Returns an EpStatus, or EP_TORCH_LEFT.
  */
-int32_t ep_torch_call(const EpTorchHandle *handle, int32_t op, void *objects);
+int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void *objects);
 
 #endif

@@ -114,6 +114,7 @@ int ep_version(void);
     X(EP_ERR_SYSTEM, 27, "a call to the operating system failed")                               \
     X(EP_ERR_ABORTED, 28, "the group was aborted")
 
+/** What a call returned. */
 typedef enum EpStatus {
 #define EP_STATUS_ENUM(name, number, text) name = number,
     EP_STATUS_MAP(EP_STATUS_ENUM)

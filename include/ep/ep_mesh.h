@@ -162,6 +162,7 @@ EpStatus ep_spec_shard(const EpMesh *mesh, const EpSpec *spec, const char *tenso
 
 /* ---- What happens to a tensor in a step ---------------------------------------------------- */
 
+/** What a tensor is in a model. */
 typedef enum EpTensorKind {
     EP_TENSOR_WEIGHT = 1,        /**< outside the experts */
     EP_TENSOR_EXPERT_WEIGHT = 2, /**< [E, ...]: the experts are the first dimension */

@@ -17,23 +17,20 @@ static EpGroup *open_plain(const EpBootstrap *bootstrap) {
 
 /* Each rank adopts on its own, in its own order; then a whole step. */
 ThreadTest(bootstrap_adopt, local_at_any_time, RANKS) {
-    Case c = {.ranks = RANKS, .weighted = 1, .seed = 7};
-    World *world = world_new(&c);
-    EpGroup *group = open_group(bootstrap, &world->c);
-    REQUIRE(group, "no group");
+    Case c = case_of("ranks=%d weighted=1 seed=7", RANKS);
+    Step step = open_step(bootstrap, &c);
+    EpGroup *group = step.group;
+    REQUIRE(step.handle, "no group");
     static _Alignas(16) char memory[RANKS][4 * PAGE];
     char *mine = memory[bootstrap->rank];
     for (int32_t i = 0; i < 4; i++) {
         int32_t id = bootstrap->rank ? 3 - i : i;
         CHECK_OK(ep_window_adopt(group, NULL, id, mine + id * PAGE, PAGE));
-        Step step = {group, open_handle(group, &world->c), world, bootstrap->rank, NULL};
         step_all(&step);
-        ep_handle_destroy(step.handle);
     }
     if (bootstrap->rank == 0) CHECK_OK(ep_window_release(group, mine + PAGE));
     if (bootstrap->rank == 0) CHECK_OK(ep_window_adopt(group, NULL, 63, mine + PAGE, 1));
-    ep_group_destroy(group);
-    world_free(world);
+    close_step(&step);
 }
 
 ThreadTest(bootstrap_adopt, wrong_arguments, 1) {

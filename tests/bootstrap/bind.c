@@ -91,8 +91,7 @@ SoloTest(bootstrap_bind, list_of_a_gpu) {
 /* On the host backend there is no GPU: the group logs a warning and works. */
 ThreadTest(bootstrap_bind, asked_for_without_a_gpu, 1) {
     static char text[4096];
-    char path[] = "/tmp/ep_tests_log_XXXXXX";
-    close(mkstemp(path));
+    const char *path = temporary_file();
     setenv("LIBEP_BIND", "gpu", 1);
     setenv("LIBEP_LOG_FILE", path, 1);
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
@@ -104,9 +103,7 @@ ThreadTest(bootstrap_bind, asked_for_without_a_gpu, 1) {
     CHECK_OK(ep_group_query(group, &info));
     CHECK(info.bound == 0, "bound");
     ep_group_destroy(group);
-    FILE *file = fopen(path, "r");
-    text[fread(text, 1, sizeof(text) - 1, file)] = 0;
-    fclose(file);
+    read_file(path, text, sizeof(text));
     unlink(path);
     CHECK(strstr(text, "LIBEP_BIND=gpu") && strstr(text, "got none"), "'%s'", text);
 }

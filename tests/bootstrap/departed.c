@@ -1,33 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A rank departs, or stops, while a group is created, after each collective call in turn: the other
  * ranks get an error soon. */
-#include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "ep/ep_weight.h"
 #include "tests/cases/run.h"
+#include "tests/harness/bootstraps.h"
 
 enum { RANKS = 3, DEPARTING = 1 };
 #define DEADLINE 0.4
 #define NOT_SOON 20.0 /* a few timeouts and NCCL's, on a busy machine */
 
-/* A bootstrap whose rank departs after some collective calls, or stops until the others have given
- * up. */
-typedef struct DepartingRank {
-    EpBootstrap whole;
+/* A rank that departs after some collective calls, or stops until the others have given up. */
+typedef struct Departing {
     int collectives; /* that it still takes part in */
     int gone, stops;
-} DepartingRank;
+} Departing;
 
 static _Atomic int others_left; /* of all rounds: other ranks whose ep_group_create has returned */
-
-static double seconds_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
 
 /* Not for ever: they must not wait for this rank. */
 static void stop(int round) {
@@ -36,7 +27,10 @@ static void stop(int round) {
         usleep(1000);
 }
 
-static EpStatus depart(DepartingRank *d, EpStatus status) {
+static EpStatus gather_or_depart(void *test, const Wrapped *wrapped, const void *in, void *out,
+                                 size_t bytes, double timeout) {
+    Departing *d = test;
+    EpStatus status = d->gone ? EP_OK : forward_gather(wrapped, in, out, bytes, timeout);
     if (status != EP_OK || --d->collectives > 0) return status;
     if (d->stops) {
         if (d->collectives == 0) stop(d->stops - 1);
@@ -44,32 +38,6 @@ static EpStatus depart(DepartingRank *d, EpStatus status) {
     }
     d->gone = 1;
     return ep_set_last_error(EP_ERR_BOOTSTRAP, "the store at 10.0.0.7 is gone");
-}
-
-static EpStatus departing_allgather(void *context, const void *in, void *out, size_t bytes,
-                                    double timeout) {
-    DepartingRank *d = context;
-    if (d->gone) return depart(d, EP_OK);
-    return depart(d, d->whole.allgather(d->whole.context, in, out, bytes, timeout));
-}
-
-static EpStatus departing_barrier(void *context, double timeout) {
-    DepartingRank *d = context;
-    if (d->gone) return depart(d, EP_OK);
-    return depart(d, d->whole.barrier(d->whole.context, timeout));
-}
-
-/* The bootstraps of one round. Each round has new ones: ranks of the last round may be out of
- * step. */
-static EpBootstrap all[RANKS];
-
-static EpBootstrap next_bootstrap(const EpBootstrap *bootstrap) {
-    if (bootstrap->rank == 0) {
-        all[0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
-        CHECK_OK(ep_bootstrap_local(RANKS, all));
-    }
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-    return all[bootstrap->rank];
 }
 
 /** A group, or the communicators of a mesh: one of them is made. */
@@ -118,27 +86,30 @@ static int end_round(const EpBootstrap *bootstrap, Made made) {
     CHECK_OK(bootstrap->allgather(bootstrap->context, &has, each, sizeof(has), 60));
     for (int r = 0; r < RANKS; r++)
         count += each[r];
-    if (bootstrap->rank == 0)
-        for (int r = 0; r < RANKS; r++)
-            ep_bootstrap_destroy(&all[r]);
+    end_bootstraps(bootstrap);
     return count;
 }
 
-/* Make it while one rank departs. Returns how many ranks have it. */
-static int create(const EpBootstrap *bootstrap, int comm, int collectives) {
-    EpBootstrap own = next_bootstrap(bootstrap);
-    DepartingRank departing = {own, collectives, collectives == 0, 0};
+/* Make it while one rank departs, or stops: then that rank gets the call's result, whatever it is,
+ * once it goes on. Returns how many ranks have it. */
+static int create(const EpBootstrap *bootstrap, int comm, int collectives, int stops) {
+    EpBootstrap next = next_bootstrap(bootstrap), own = next;
+    Departing departing = {collectives, collectives == 0, stops};
+    Wrapped wrapped = {.gather = gather_or_depart, .test = &departing};
+    int is_odd = bootstrap->rank == DEPARTING;
     own.share = NULL, own.share_free = NULL;
-    if (comm) own.isend = NULL, own.irecv = NULL, own.test = NULL, own.cancel = NULL;
-    if (bootstrap->rank == DEPARTING)
-        own.context = &departing, own.allgather = departing_allgather,
-        own.barrier = departing_barrier;
+    if (comm) own = without_messages(&own);
+    if (is_odd) wrap_bootstrap(&own, &wrapped);
     Made made = {.group = NULL};
     double start = seconds_now();
     EpStatus status = make(&own, comm, &made);
     check_note("the last of %d collectives", collectives);
-    check_create_result(status, has_made(&made), bootstrap->rank == DEPARTING && departing.gone,
-                        seconds_now() - start);
+    if (stops && is_odd)
+        CHECK((status == EP_OK) == has_made(&made), "status %d", status);
+    else
+        check_create_result(status, has_made(&made), is_odd && departing.gone,
+                            seconds_now() - start);
+    if (stops && !is_odd) others_left++;
     departing.collectives = 1 << 20; /* keep it until the group is destroyed */
     return end_round(bootstrap, made);
 }
@@ -147,7 +118,7 @@ static void depart_after_each(const EpBootstrap *bootstrap, int comm) {
     int made = 0, collectives = 0;
     while (made < RANKS && collectives < 60) {
         CHECK(made == 0 || made == RANKS - 1, "%d ranks of %d have made it", made, RANKS);
-        made = create(bootstrap, comm, collectives++);
+        made = create(bootstrap, comm, collectives++, 0);
     }
     CHECK(made == RANKS && collectives > 3, "%d ranks have made it after %d collectives", made,
           collectives);
@@ -166,33 +137,13 @@ ThreadTest(bootstrap_departed, after_each_collective_of_a_mesh, RANKS) {
     depart_after_each(bootstrap, 1);
 }
 
-/* As above, but the rank stops. It gets the call's result, whatever that is, once it goes on. */
-static int create_stopped(const EpBootstrap *bootstrap, int collectives) {
-    EpBootstrap own = next_bootstrap(bootstrap);
-    DepartingRank stopping = {.whole = own, .collectives = collectives, .stops = collectives};
-    own.share = NULL, own.share_free = NULL;
-    if (bootstrap->rank == DEPARTING)
-        own.context = &stopping, own.allgather = departing_allgather,
-        own.barrier = departing_barrier;
-    Made made = {.group = NULL};
-    double start = seconds_now();
-    EpStatus status = make(&own, 0, &made);
-    check_note("the last of %d collectives", collectives);
-    CHECK((status == EP_OK) == has_made(&made), "status %d", status);
-    if (bootstrap->rank != DEPARTING) {
-        CHECK(seconds_now() - start < NOT_SOON, "it took %.1f s", seconds_now() - start);
-        others_left++;
-    }
-    return end_round(bootstrap, made);
-}
-
 ThreadTest(bootstrap_departed, stopped_after_each_collective, RANKS) {
 #if TESTS_ON_GPU && !defined(TESTS_EMULATED)
     HOST_ONLY("NCCL is given a minute to set up, each time");
 #endif
     int made = 0, collectives = 1;
     while (made < RANKS && collectives < 60)
-        made = create_stopped(bootstrap, collectives++);
+        made = create(bootstrap, 0, collectives, collectives), collectives++;
     CHECK(made == RANKS && collectives > 3, "%d ranks have a group after %d collectives", made,
           collectives);
 }

@@ -3,7 +3,6 @@
  * of ep_group_create and ep_group_destroy, and at random moments in each phase of a group's life,
  * on one node and on several. The others leave no name in /dev/shm, and name the rank that is lost,
  * within the deadline. LIBEP_TEST_SEED=N draws other moments; LIBEP_TEST_CASES=M loses M ranks. */
-#include <dirent.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -16,6 +15,7 @@
 
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
+#include "tests/harness/names.h"
 #include "tests/harness/random.h"
 
 enum { RANKS = 3, KILLED = 1, ROOM = 4096, MOST_COLLECTIVES = 40 };
@@ -53,12 +53,6 @@ typedef struct Rank {
     double delay;      /* seconds after the phase's begin */
     const char *nodes; /* LIBEP_TOPOLOGY */
 } Rank;
-
-static double seconds_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
 
 static EpStatus board_gather(void *context, const void *in, void *out, size_t bytes,
                              double timeout) {
@@ -135,37 +129,25 @@ static int run_processes(int kill_before, int kill_after) {
     return killed;
 }
 
-/* Returns the number of names of libep in the system's shared memory. */
-static int names_left(void) {
-    DIR *folder = opendir("/dev/shm");
-    int count = 0;
-    for (struct dirent *entry; folder && (entry = readdir(folder));)
-        count += strncmp(entry->d_name, "libep-", 6) == 0;
-    if (folder) closedir(folder);
-    return count;
-}
-
-/* Other programs of the machine have names for moments. */
-static void check_no_names(int before, const char *when, int collective) {
-    for (int i = 0; i < 200 && names_left() > before; i++)
-        usleep(10000);
-    CHECK(names_left() <= before,
-          "%d names in /dev/shm, %d before rank %d was killed %s collective"
-          " %d",
-          names_left(), before, KILLED, when, collective);
+static void check_no_names(time_t since, const char *when, int collective) {
+    int left = names_that_stay(since);
+    CHECK(left == 0, "%d names in /dev/shm after rank %d was killed %s collective %d", left, KILLED,
+          when, collective);
 }
 
 SoloTest(bootstrap_killed, before_each_collective) {
-    int before = names_left(), n = 1;
+    time_t begin = time(NULL);
+    int n = 1;
     for (; n < MOST_COLLECTIVES && run_processes(n, 0); n++)
-        check_no_names(before, "before", n);
+        check_no_names(begin, "before", n);
     CHECK(n > 5 && n < MOST_COLLECTIVES, "%d collectives", n);
 }
 
 SoloTest(bootstrap_killed, after_each_collective) {
-    int before = names_left(), n = 1;
+    time_t begin = time(NULL);
+    int n = 1;
     for (; n < MOST_COLLECTIVES && run_processes(0, n); n++)
-        check_no_names(before, "after", n);
+        check_no_names(begin, "after", n);
     CHECK(n > 5 && n < MOST_COLLECTIVES, "%d collectives", n);
 }
 
@@ -284,11 +266,6 @@ static void life_end(Life *life) {
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "status %#x", (unsigned)status);
 }
 
-static uint64_t number_from(const char *name, uint64_t standard) {
-    const char *text = getenv(name);
-    return text ? strtoull(text, NULL, 10) : standard;
-}
-
 /* Draw a victim, its nodes and a moment in a phase. Some moments lie in the next one. */
 static Life draw_life(uint64_t seed, uint64_t number, int signal, const Report *usual) {
     Random random = random_stream(seed, number, 0);
@@ -331,17 +308,16 @@ static void lose_in_each_phase(uint64_t seed, uint64_t first, int signal, const 
 }
 
 static void lose_at_random_moments(int signal) {
-    uint64_t seed = number_from("LIBEP_TEST_SEED", 1);
-    uint64_t losses = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED ? 14 : 70);
-    int before = names_left();
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    uint64_t seed = environment_number("LIBEP_TEST_SEED", 1);
+    uint64_t losses = environment_number("LIBEP_TEST_CASES", TESTS_SANITIZED ? 14 : 28);
+    time_t begin = time(NULL);
+    be_quiet();
     setenv("LIBEP_INTERFACE", "lo", 1);
     Report usual = measure_usual_life();
     for (uint64_t first = 0; first < losses && !check_failure()[0]; first += NUM_PHASES) {
         lose_in_each_phase(seed, first, signal, &usual);
-        for (int i = 0; i < 200 && names_left() > before; i++)
-            usleep(10000);
-        CHECK(names_left() <= before, "%d names in /dev/shm, %d before", names_left(), before);
+        int left = names_that_stay(begin);
+        CHECK(left == 0, "%d names in /dev/shm", left);
     }
 }
 

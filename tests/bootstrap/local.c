@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks as threads: the callbacks of ep_bootstrap_local, and groups over them. */
-#include <dirent.h>
 #include <malloc.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "tests/cases/run.h"
+#include "tests/harness/names.h"
+#include "tests/harness/bootstraps.h"
 
 ThreadTest(bootstrap_local, allgather_in_rank_order, 5) {
     const EpBootstrap *b = bootstrap;
@@ -105,22 +105,21 @@ SoloTest(bootstrap_local, sizes_out_of_range) {
 /* ---- many ranks ---- */
 
 typedef struct Crowd {
-    World *world;
-    long seconds; /* of rank 0's step */
+    Case c;
+    double seconds; /* of rank 0's step */
 } Crowd;
 
 static void crowd_body(const EpBootstrap *bootstrap, void *arg) {
     Crowd *crowd = arg;
-    EpGroup *group = open_group(bootstrap, &crowd->world->c);
-    EpHandle *handle = group ? open_handle(group, &crowd->world->c) : NULL;
-    Step step = {group, handle, crowd->world, bootstrap->rank, NULL};
+    Step step = open_step(bootstrap, &crowd->c);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
+    CHECK_OK(ep_group_query(step.group, &info));
     CHECK(info.num_nodes == 2, "%d nodes", info.num_nodes);
-    time_t begin = time(NULL);
-    if (handle) step_all(&step);
-    if (bootstrap->rank == 0) crowd->seconds = (long)(time(NULL) - begin);
-    ep_group_destroy(group);
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    double begin = seconds_now();
+    if (step.handle) step_all(&step);
+    if (bootstrap->rank == 0) crowd->seconds = seconds_now() - begin;
+    close_step(&step);
 }
 
 /* Every rank polls 128 peers of another node. The sums of one entry do not depend on the nodes. */
@@ -131,51 +130,31 @@ SoloTest(bootstrap_local, many_ranks_on_pretended_nodes) {
     for (int r = 0; r < RANKS; r++)
         snprintf(list + strlen(list), 8, "%s%d", r ? "," : "", 100 + r % 2);
     setenv("LIBEP_TOPOLOGY", list, 1);
-    Case c = {.ranks = RANKS, .experts = RANKS, .max_tokens = 2, .top_k = 1, .hidden = 16};
-    Crowd crowd = {.world = world_new(&c)};
+    Crowd crowd = {case_of("ranks=%d experts=%d max_tokens=2 top_k=1 hidden=16", RANKS, RANKS), 0};
     run_on_threads(RANKS, crowd_body, &crowd);
-    CHECK(TESTS_SANITIZED || crowd.seconds < 10, "a step took %ld s", crowd.seconds);
-    world_free(crowd.world);
+    CHECK(TESTS_SANITIZED || crowd.seconds < 10, "a step took %.1f s", crowd.seconds);
     unsetenv("LIBEP_TOPOLOGY");
 }
 
 /* ---- bootstraps of the caller ---- */
 
-/* Returns a bootstrap with rank, size, allgather and barrier only: the library allocates shared
- * memory itself. */
-static EpBootstrap bare(const EpBootstrap *whole) {
-    EpBootstrap b = EP_BOOTSTRAP_INIT;
-    b.rank = whole->rank;
-    b.size = whole->size;
-    b.context = whole->context;
-    b.allgather = whole->allgather;
-    b.barrier = whole->barrier;
-    return b;
-}
-
 ThreadTest(bootstrap_local, callers_bootstrap_over_posix_shared_memory, 4) {
-    EpBootstrap own = bare(bootstrap);
-    run_case(&own, &(Case){.ranks = 4, .experts = 9, .top_k = 3, .weighted = 1, .alignment = 8});
-    run_case(&own, &(Case){.ranks = 4, .layout = EP_LAYOUT_FLAT, .scale_bytes = 8});
-}
-
-/* Returns the number of names of libep in the system's shared memory. */
-static int names_left(void) {
-    DIR *folder = opendir("/dev/shm");
-    int count = 0;
-    for (struct dirent *entry; folder && (entry = readdir(folder));)
-        count += strncmp(entry->d_name, "libep-", 6) == 0;
-    if (folder) closedir(folder);
-    return count;
+    EpBootstrap own = gathers_alone(bootstrap);
+    Case c = case_of("ranks=4 experts=9 top_k=3 weighted=1 alignment=8");
+    Case flat = case_of("ranks=4 layout=flat scale_bytes=8");
+    run_case(&own, &c);
+    run_case(&own, &flat);
 }
 
 /* The shared memory of a live group has no name, so nothing is left when the process dies. */
 ThreadTest(bootstrap_local, posix_shared_memory_leaves_no_names, 3) {
-    EpBootstrap own = bare(bootstrap);
+    EpBootstrap own = gathers_alone(bootstrap);
     Case c = case_complete((Case){.ranks = 3});
+    time_t begin = time(NULL);
     EpGroup *group = open_group(&own, &c);
     bootstrap->barrier(bootstrap->context, 60);
-    CHECK(names_left() == 0, "%d names in /dev/shm", names_left());
+    int left = names_that_stay(begin);
+    CHECK(left == 0, "%d names in /dev/shm", left);
     ep_group_destroy(group);
 }
 
@@ -200,7 +179,7 @@ static const WrongBootstrap wrong_bootstraps[] = {
 ThreadTest(bootstrap_local, wrong_bootstraps, 1) {
     for (size_t i = 0; i < sizeof(wrong_bootstraps) / sizeof(wrong_bootstraps[0]); i++) {
         const WrongBootstrap *wrong = &wrong_bootstraps[i];
-        EpBootstrap own = bare(bootstrap);
+        EpBootstrap own = gathers_alone(bootstrap);
         own.struct_size = wrong->struct_size;
         own.rank = wrong->rank;
         own.size = wrong->size;
@@ -225,7 +204,7 @@ static EpStatus broken_allgather(__attribute__((unused)) void *context,
 }
 
 ThreadTest(bootstrap_local, failure_of_a_callback_reaches_the_caller, 1) {
-    EpBootstrap own = bare(bootstrap);
+    EpBootstrap own = gathers_alone(bootstrap);
     own.allgather = broken_allgather;
     Case c = case_complete((Case){.ranks = 1});
     EpGroupConfig config = case_group_config(&c);

@@ -7,72 +7,52 @@
 #include "bootstrap/bootstrap.h"
 #include "runtime/callback.h"
 #include "tests/cases/run.h"
+#include "tests/harness/bootstraps.h"
 
 enum { RANKS = 2, MOST_COLLECTIVES = 40 };
 #define DEADLINE 0.2
 #define SLOW "ranks that have lost each other wait for NCCL, a minute each time"
 
-/* A bootstrap that lies to its rank, once, about what rank `about` has contributed. */
+/* Lies to its rank, once, about what rank `about` has contributed. */
 typedef struct Liar {
-    EpBootstrap whole;
     int about, byte, countdown; /* it lies when this reaches 0 */
     size_t offset;              /* the bytes before it are true */
     size_t bytes;               /* of the gathers that count; 0: all */
 } Liar;
 
-static EpStatus lying_allgather(void *context, const void *in, void *out, size_t bytes,
-                                double timeout) {
-    Liar *liar = context;
-    EpStatus status = liar->whole.allgather(liar->whole.context, in, out, bytes, timeout);
-    if (liar->bytes && liar->bytes != bytes) return status;
+static EpStatus lying_gather(void *test, const Wrapped *wrapped, const void *in, void *out,
+                             size_t bytes, double timeout) {
+    Liar *liar = test;
+    EpStatus status = forward_gather(wrapped, in, out, bytes, timeout);
+    if (!in || (liar->bytes && liar->bytes != bytes)) return status;
     if (--liar->countdown == 0 && bytes > liar->offset)
         memset((char *)out + (size_t)liar->about * bytes + liar->offset, liar->byte,
                bytes - liar->offset);
     return status;
 }
 
-static EpStatus lying_barrier(void *context, double timeout) {
-    Liar *liar = context;
-    return liar->whole.barrier(liar->whole.context, timeout);
+/* Let rank 0 use a new bootstrap, without `share`, which is wrapped. */
+static EpBootstrap next_wrapped(const EpBootstrap *bootstrap, Wrapped *wrapped) {
+    EpBootstrap next = next_bootstrap(bootstrap), own = gathers_alone(&next);
+    if (own.rank == 0) wrap_bootstrap(&own, wrapped);
+    return own;
 }
 
-/* The bootstraps of one round: ranks of the last round may be out of step. */
-static EpBootstrap all[RANKS];
-
-static EpBootstrap next_bootstrap(const EpBootstrap *bootstrap) {
-    if (bootstrap->rank == 0) {
-        all[0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
-        CHECK_OK(ep_bootstrap_local(RANKS, all));
-    }
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-    return all[bootstrap->rank];
-}
-
-static void end_round(const EpBootstrap *bootstrap) {
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-    for (int r = 0; r < RANKS && bootstrap->rank == 0; r++)
-        ep_bootstrap_destroy(&all[r]);
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-}
-
-/* Let rank 0 use a lying bootstrap without `share`, which lives in *liar. */
-static EpBootstrap lie(EpBootstrap b, Liar *liar) {
-    liar->whole = b;
-    b.share = NULL, b.share_free = NULL;
-    b.isend = NULL, b.irecv = NULL, b.test = NULL, b.cancel = NULL;
-    if (b.rank == 0) b.context = liar, b.allgather = lying_allgather, b.barrier = lying_barrier;
-    return b;
+/* Create a group; returns the status of ep_group_create. */
+static EpStatus create_group(const EpBootstrap *own, EpBackend backend, EpGroup **out) {
+    Case c = case_complete(case_of("ranks=%d", RANKS));
+    EpGroupConfig config = case_group_config(&c);
+    config.timeout_seconds = DEADLINE, config.backend = backend;
+    return ep_group_create(own, &config, out);
 }
 
 /* Create a group. Returns 0 if it took fewer collectives than the lie needs. */
 static int create(const EpBootstrap *bootstrap, Liar liar, int out_is_null) {
-    EpBootstrap own = lie(next_bootstrap(bootstrap), &liar);
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
-    config.timeout_seconds = DEADLINE;
-    config.backend = EP_BACKEND_AUTO; /* reports of GPUs are gathered too */
+    Wrapped wrapped = {.gather = lying_gather, .test = &liar};
+    EpBootstrap own = next_wrapped(bootstrap, &wrapped);
     EpGroup *group = NULL;
-    EpStatus status = ep_group_create(&own, &config, out_is_null ? NULL : &group);
+    /* With AUTO reports of GPUs are gathered, too. */
+    EpStatus status = create_group(&own, EP_BACKEND_AUTO, out_is_null ? NULL : &group);
     int lied = liar.countdown <= 0, as = 0;
     for (const char *at = ep_last_error(); status != EP_OK && *at; at++)
         as += *at == 'A';
@@ -85,7 +65,7 @@ static int create(const EpBootstrap *bootstrap, Liar liar, int out_is_null) {
     ep_group_destroy(group);
     int each[RANKS];
     CHECK_OK(bootstrap->allgather(bootstrap->context, &lied, each, sizeof(lied), 60));
-    end_round(bootstrap);
+    end_bootstraps(bootstrap);
     return each[0];
 }
 
@@ -99,40 +79,31 @@ static void create_with_lies(const EpBootstrap *bootstrap, Liar liar, int out_is
     CHECK(n > (out_is_null ? 1 : 5) && n < MOST_COLLECTIVES, "%d allgathers", n);
 }
 
-ThreadTest(bootstrap_lying, letters_of_a_peer, RANKS) {
-    HOST_ONLY(SLOW);
-    create_with_lies(bootstrap, (Liar){.about = 1, .byte = 'A'}, 0);
-}
-ThreadTest(bootstrap_lying, letters_after_the_status_of_a_peer, RANKS) {
-    HOST_ONLY(SLOW);
-    create_with_lies(bootstrap, (Liar){.about = 1, .byte = 'A', .offset = sizeof(EpStatus)}, 0);
-}
-ThreadTest(bootstrap_lying, minus_ones_of_a_peer, RANKS) {
-    HOST_ONLY(SLOW);
-    create_with_lies(bootstrap, (Liar){.about = 1, .byte = 0xff}, 0);
-}
-ThreadTest(bootstrap_lying, this_rank, RANKS) {
-    HOST_ONLY(SLOW);
-    create_with_lies(bootstrap, (Liar){.about = 0, .byte = 'A'}, 0);
-}
+#define LieTest(name, out_is_null, ...)                                  \
+    ThreadTest(bootstrap_lying, name, RANKS) {                           \
+        HOST_ONLY(SLOW);                                                 \
+        create_with_lies(bootstrap, (Liar){__VA_ARGS__}, (out_is_null)); \
+    }
 
-/* A refused rank stays refused, even if its own status does not come back. */
-ThreadTest(bootstrap_lying, refused_rank, RANKS) {
-    HOST_ONLY(SLOW);
-    create_with_lies(bootstrap, (Liar){.about = 0, .byte = 0}, 1);
-}
+LieTest(letters_of_a_peer, 0, .about = 1, .byte = 'A')
+    LieTest(letters_after_the_status_of_a_peer, 0, .about = 1, .byte = 'A',
+            .offset = sizeof(EpStatus)) LieTest(minus_ones_of_a_peer, 0, .about = 1, .byte = 0xff)
+        LieTest(this_rank, 0, .about = 0, .byte = 'A')
+    /* A refused rank stays refused, even if its own status does not come back. */
+    LieTest(refused_rank, 1, .about = 0, .byte = 0)
 
-/* The CUDA backend looks up each rank's GPU by its bus id. */
-static void lie_about_bus(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
+    /* The CUDA backend looks up each rank's GPU by its bus id. */
+    static void lie_about_bus(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
     Liar liar = {.about = 1, .byte = '1', .countdown = 1};
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
+    Wrapped wrapped = {.gather = lying_gather, .test = &liar};
     EpGroup *group = NULL;
     if (!TESTS_ON_GPU) {
         check_left_out("the host backend has no bus ids");
         return;
     }
-    EpBootstrap own = lie(next_bootstrap(bootstrap), &liar);
+    EpBootstrap own = next_wrapped(bootstrap, &wrapped);
+    Case c = case_complete(case_of("ranks=%d", RANKS));
+    EpGroupConfig config = case_group_config(&c);
     liar.bytes = sizeof(group->choice.bus);
     EpStatus status = ep_group_create(&own, &config, &group);
     if (own.rank == 0)
@@ -141,7 +112,7 @@ static void lie_about_bus(const EpBootstrap *bootstrap, __attribute__((unused)) 
     else
         CHECK(status != EP_OK, "no error");
     CHECK(group == NULL, "an output was written");
-    end_round(bootstrap);
+    end_bootstraps(bootstrap);
 }
 
 Test(bootstrap_lying, bus_id_of_a_peer, .timeout = 120) {
@@ -152,13 +123,11 @@ Test(bootstrap_lying, bus_id_of_a_peer, .timeout = 120) {
 ThreadTest(bootstrap_lying, windows, RANKS) {
     HOST_ONLY(SLOW);
     Liar liar = {.about = 1, .byte = 'A', .offset = sizeof(EpRankStatus)};
-    EpBootstrap own = lie(next_bootstrap(bootstrap), &liar);
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
-    config.timeout_seconds = DEADLINE;
+    Wrapped wrapped = {.gather = lying_gather, .test = &liar};
+    EpBootstrap own = next_wrapped(bootstrap, &wrapped);
     EpGroup *group = NULL;
     void *out = &group;
-    REQUIRE_OK(ep_group_create(&own, &config, &group));
+    REQUIRE_OK(create_group(&own, TEST_BACKEND, &group));
     liar.countdown = 1;
     EpStatus status = ep_mem_alloc(group, 64, &out);
     if (own.rank == 0)
@@ -168,28 +137,22 @@ ThreadTest(bootstrap_lying, windows, RANKS) {
         CHECK(status != EP_OK, "no error"); /* it depends on when rank 0 leaves */
     CHECK(out == &group, "an output was written");
     ep_group_destroy(group);
-    end_round(bootstrap);
+    end_bootstraps(bootstrap);
 }
 
 /* ---- callbacks that fail ------------------------------------------------------------------- */
 
-/* A bootstrap whose allgather fails for its rank, once, without a sentence, in place of gathering.
- * The others then gather too few ranks, or bytes of different calls: whatever has this size. */
+/* An allgather that fails for its rank, once, without a sentence, in place of gathering. The others
+ * then gather too few ranks, or bytes of different calls: whatever has this size. */
 typedef struct Failing {
-    EpBootstrap whole;
     int countdown, code;
 } Failing;
 
-static EpStatus failing_allgather(void *context, const void *in, void *out, size_t bytes,
-                                  double timeout) {
-    Failing *f = context;
-    if (--f->countdown == 0) return (EpStatus)f->code;
-    return f->whole.allgather(f->whole.context, in, out, bytes, timeout);
-}
-
-static EpStatus failing_barrier(void *context, double timeout) {
-    Failing *f = context;
-    return f->whole.barrier(f->whole.context, timeout);
+static EpStatus failing_gather(void *test, const Wrapped *wrapped, const void *in, void *out,
+                               size_t bytes, double timeout) {
+    Failing *f = test;
+    if (in && --f->countdown == 0) return (EpStatus)f->code;
+    return forward_gather(wrapped, in, out, bytes, timeout);
 }
 
 static void check_failed(EpStatus status, int code) {
@@ -206,18 +169,12 @@ static void check_failed(EpStatus status, int code) {
 
 /* Returns 0 if the group takes fewer allgathers. */
 static int create_with_failure(const EpBootstrap *bootstrap, int countdown, int code) {
-    EpBootstrap own = next_bootstrap(bootstrap);
-    Failing failing = {.whole = own, .countdown = countdown, .code = code};
-    own.share = NULL, own.share_free = NULL;
-    own.isend = NULL, own.irecv = NULL, own.test = NULL, own.cancel = NULL;
-    if (own.rank == 0)
-        own.context = &failing, own.allgather = failing_allgather, own.barrier = failing_barrier;
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
-    config.timeout_seconds = DEADLINE;
+    Failing failing = {.countdown = countdown, .code = code};
+    Wrapped wrapped = {.gather = failing_gather, .test = &failing};
+    EpBootstrap own = next_wrapped(bootstrap, &wrapped);
     EpGroup *group = NULL;
     ep_set_last_error(EP_ERR_SYSTEM, "of an earlier call");
-    EpStatus status = ep_group_create(&own, &config, &group);
+    EpStatus status = create_group(&own, TEST_BACKEND, &group);
     int failed = failing.countdown <= 0, each[RANKS];
     check_note("allgather %d returns %d", countdown, code);
     if (own.rank == 0 && failed)
@@ -227,7 +184,7 @@ static int create_with_failure(const EpBootstrap *bootstrap, int countdown, int 
               ep_last_error());
     ep_group_destroy(group);
     CHECK_OK(bootstrap->allgather(bootstrap->context, &failed, each, sizeof(failed), 60));
-    end_round(bootstrap);
+    end_bootstraps(bootstrap);
     return each[0];
 }
 
@@ -242,31 +199,25 @@ ThreadTest(bootstrap_lying, failures_without_a_sentence, RANKS) {
     }
 }
 
-static EpStatus
-silent_share(__attribute__((unused)) void *context, __attribute__((unused)) int32_t node,
-             __attribute__((unused)) size_t bytes, __attribute__((unused)) double timeout,
-             __attribute__((unused)) void **segments, __attribute__((unused)) void **memory) {
+#define UNUSED __attribute__((unused))
+
+static EpStatus silent_share(UNUSED void *context, UNUSED int32_t node, UNUSED size_t bytes,
+                             UNUSED double timeout, UNUSED void **segments, UNUSED void **memory) {
     return (EpStatus)99;
 }
-static EpStatus silent_barrier(__attribute__((unused)) void *context,
-                               __attribute__((unused)) double timeout) {
+static EpStatus silent_barrier(UNUSED void *context, UNUSED double timeout) {
     return (EpStatus)99;
 }
-static EpStatus
-silent_irecv(__attribute__((unused)) void *context, __attribute__((unused)) int32_t peer,
-             __attribute__((unused)) int32_t tag, __attribute__((unused)) void *data,
-             __attribute__((unused)) size_t bytes, __attribute__((unused)) void **request) {
+static EpStatus silent_irecv(UNUSED void *context, UNUSED int32_t peer, UNUSED int32_t tag,
+                             UNUSED void *data, UNUSED size_t bytes, UNUSED void **request) {
     return EP_ERR_SYSTEM;
 }
-static EpStatus
-speaking_isend(__attribute__((unused)) void *context, __attribute__((unused)) int32_t peer,
-               __attribute__((unused)) int32_t tag, __attribute__((unused)) const void *data,
-               __attribute__((unused)) size_t bytes, __attribute__((unused)) void **request) {
+static EpStatus speaking_isend(UNUSED void *context, UNUSED int32_t peer, UNUSED int32_t tag,
+                               UNUSED const void *data, UNUSED size_t bytes,
+                               UNUSED void **request) {
     return ep_set_last_error((EpStatus)1000, "the store is gone");
 }
-static EpStatus silent_test(__attribute__((unused)) void *context,
-                            __attribute__((unused)) void **request,
-                            __attribute__((unused)) int *done) {
+static EpStatus silent_test(UNUSED void *context, UNUSED void **request, UNUSED int *done) {
     return (EpStatus)-1;
 }
 

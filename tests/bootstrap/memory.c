@@ -1,21 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One rank has no memory, at each of its allocations in turn: no rank waits for it. */
 #include <string.h>
-#include <time.h>
 
 #include "ep/ep_weight.h"
 #include "tests/cases/run.h"
+#include "tests/harness/bootstraps.h"
 #include "tests/harness/watch.h"
 
 enum { RANKS = 3, MOST_ALLOCATIONS = 200 };
 #define DEADLINE 20.0
 #define SOON 10.0 /* half the deadline */
-
-static double seconds_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
 
 /* Returns a value of the rank `from`, on all ranks. */
 static int tell(const EpBootstrap *bootstrap, int from, int value) {
@@ -111,12 +105,6 @@ ThreadTest(bootstrap_memory, group_over_posix_shared_memory, RANKS) {
 }
 
 /* Messages of the local bootstrap need memory themselves. So the mesh's groups gather together. */
-static EpBootstrap without_messages(const EpBootstrap *bootstrap) {
-    EpBootstrap own = *bootstrap;
-    own.isend = NULL, own.irecv = NULL, own.test = NULL, own.cancel = NULL;
-    return own;
-}
-
 ThreadTest(bootstrap_memory, communicators_of_a_mesh, RANKS) {
     EpBootstrap own = without_messages(bootstrap);
     create_without_memory(bootstrap, &own, COMM);

@@ -7,6 +7,7 @@
 
 #include "ep/ep_mesh.h"
 #include "tests/cases/run.h"
+#include "tests/harness/bootstraps.h"
 #include "tests/harness/ranked.h"
 
 TestSuite(bootstrap_mesh_groups);
@@ -63,12 +64,6 @@ ThreadTest(bootstrap_mesh_groups, gather, RANKS) {
     check_all(bootstrap);
 }
 
-static EpBootstrap without_messages(const EpBootstrap *world) {
-    EpBootstrap plain = *world;
-    plain.isend = NULL, plain.irecv = NULL, plain.test = NULL, plain.cancel = NULL;
-    return plain;
-}
-
 ThreadTest(bootstrap_mesh_groups, gather_without_messages, RANKS) {
     EpBootstrap plain = without_messages(bootstrap);
     check_all(&plain);
@@ -93,21 +88,16 @@ static void check_steps(const EpBootstrap *world) {
     EpBootstrap expert = open_along(world, "expert"), both = open_along(world, "(fsdp,expert)");
     Case c = {.ranks = expert.size, .weighted = 1, .seed = 5 + (uint64_t)world->rank / 2};
     Case d = {.ranks = both.size, .weighted = 1, .seed = 50 + (uint64_t)world->rank / 4};
-    World *of_c = world_new(&c), *of_d = world_new(&d);
-    EpGroup *group_c = open_group(&expert, &of_c->c), *group_d = open_group(&both, &of_d->c);
-    REQUIRE(group_c && group_d, "no group");
-    Step step_c = {group_c, open_handle(group_c, &of_c->c), of_c, expert.rank, NULL};
-    Step step_d = {group_d, open_handle(group_d, &of_d->c), of_d, both.rank, NULL};
+    Step of_c = open_step(&expert, &c), of_d = open_step(&both, &d);
+    REQUIRE(of_c.handle && of_d.handle, "no group");
     for (int i = 0; i < 3; i++) {
-        step_all(&step_c);
-        step_all(&step_d);
+        step_all(&of_c);
+        step_all(&of_d);
     }
-    ep_group_destroy(group_d);
-    ep_group_destroy(group_c);
+    close_step(&of_d);
+    close_step(&of_c);
     ep_bootstrap_destroy(&expert);
     ep_bootstrap_destroy(&both);
-    world_free(of_c);
-    world_free(of_d);
 }
 
 ThreadTest(bootstrap_mesh_groups, steps, RANKS) {
@@ -125,10 +115,10 @@ RankedTest(mpi_mesh_groups, steps, RANKS, 60) {
 
 /* A line of the log begins with the rank of the mesh, whatever group it is about. */
 ThreadTest(bootstrap_mesh_groups, ranks_in_the_log, RANKS) {
-    static char path[] = "/tmp/ep_tests_log_XXXXXX", text[1 << 16];
+    static char path[32], text[1 << 16];
     char line[64];
     if (bootstrap->rank == 0) {
-        close(mkstemp(path));
+        snprintf(path, sizeof(path), "%s", temporary_file());
         setenv("LIBEP_LOG", "info", 1);
         setenv("LIBEP_LOG_FILE", path, 1);
     }
@@ -139,12 +129,7 @@ ThreadTest(bootstrap_mesh_groups, ranks_in_the_log, RANKS) {
     ep_group_destroy(group);
     ep_bootstrap_destroy(&expert);
     CHECK_OK(bootstrap->barrier(bootstrap->context, DEADLINE));
-    if (bootstrap->rank == 0) {
-        FILE *file = fopen(path, "r");
-        text[fread(text, 1, sizeof(text) - 1, file)] = 0;
-        fclose(file);
-        unlink(path);
-    }
+    if (bootstrap->rank == 0) read_file(path, text, sizeof(text)), unlink(path);
     CHECK_OK(bootstrap->barrier(bootstrap->context, DEADLINE));
     snprintf(line, sizeof(line), "libep: info: rank %d: backend: ", bootstrap->rank);
     CHECK(strstr(text, line), "no '%s' in: %s", line, text);

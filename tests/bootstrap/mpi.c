@@ -11,78 +11,65 @@
 #include "tests/harness/ranked.h"
 
 /* Run each layout with different types and options. */
-static void run_layouts(const EpBootstrap *bootstrap, const char *nodes) {
-    static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
+static void run_each_layout(const EpBootstrap *bootstrap, const char *nodes) {
     for (int i = 0; i < 6; i++) {
-        Case c = {.ranks = bootstrap->size,
-                  .experts = 11,
-                  .top_k = 1 + i,
-                  .layout = (EpLayout)(1 + i % 3),
-                  .alignment = 1 << (2 * i % 8),
-                  .max_tokens = 30,
-                  .row_type = types[i % 3],
-                  .sum_type = types[i / 2],
-                  .index_type = i % 2 ? EP_TYPE_INT64 : EP_TYPE_INT32,
-                  .weighted = i % 2,
-                  .scale_bytes = i * 4,
-                  .masked_percent = 10,
-                  .spread = i == 4 ? SPREAD_HOLE : SPREAD_RANDOM,
-                  .capacity = i == 3 ? 20 : 0,
-                  .overflow = EP_OVERFLOW_DROP,
-                  .seed = (uint64_t)i};
-        snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
+        Case c =
+            case_of("ranks=%d nodes=%s experts=11 top_k=%d layout=%d alignment=%d max_tokens=30 "
+                    "row_type=%d sum_type=%d index_type=%s weighted=%d scale_bytes=%d "
+                    "masked_percent=10 spread=%s capacity=%d overflow=drop seed=%d",
+                    bootstrap->size, nodes, 1 + i, 1 + i % 3, 1 << (2 * i % 8), 1 + i % 3,
+                    1 + i / 2, i % 2 ? "int64" : "int32", i % 2, i * 4, i == 4 ? "hole" : "random",
+                    i == 3 ? 20 : 0, i);
         run_case(bootstrap, &c);
         if (!TESTS_HAVE_LATENCY) continue;
         c.mode = EP_MODE_LATENCY, c.phases = i % 2;
         run_case(bootstrap, &c);
-        if (!TESTS_HAVE_QUANT) continue;
         c.quant = (EpQuant)(2 + i % 3), c.scale_order = (EpScaleOrder)(1 + i / 3);
         run_case(bootstrap, &c);
     }
 }
 
 RankedTest(mpi_layouts, one_rank, 1, 90) {
-    run_layouts(bootstrap, "");
+    run_each_layout(bootstrap, "");
 }
 RankedTest(mpi_layouts, two_ranks, 2, 90) {
-    run_layouts(bootstrap, "");
+    run_each_layout(bootstrap, "");
 }
 RankedTest(mpi_layouts, three_ranks, 3, 90) {
-    run_layouts(bootstrap, "");
+    run_each_layout(bootstrap, "");
 }
 RankedTest(mpi_layouts, four_ranks, 4, 90) {
-    run_layouts(bootstrap, "");
+    run_each_layout(bootstrap, "");
 }
 RankedTest(mpi_layouts, eight_ranks, 8, 60) {
-    run_layouts(bootstrap, "");
+    run_each_layout(bootstrap, "");
 }
 
 HostRankedTest(mpi_layouts, tiny_stage, 3, 60, "no LIBEP_STAGE_BYTES on GPUs") {
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
-    run_layouts(bootstrap, "");
+    run_each_layout(bootstrap, "");
 }
 
 /* Processes on simulated nodes communicate through MPI_Isend and MPI_Irecv. */
 HostRankedTest(mpi_nodes, two_nodes, 4, 60, "GPUs of a group share a node") {
     setenv("LIBEP_TOPOLOGY", "2", 1);
-    run_layouts(bootstrap, "0011");
+    run_each_layout(bootstrap, "0011");
 }
 
 HostRankedTest(mpi_nodes, listed_nodes, 5, 60, "GPUs of a group share a node") {
     setenv("LIBEP_TOPOLOGY", "0,1,1,0,1", 1);
-    run_layouts(bootstrap, "01101");
+    run_each_layout(bootstrap, "01101");
 }
 
 HostRankedTest(mpi_nodes, every_rank_a_node, 3, 60, "GPUs of a group share a node") {
     setenv("LIBEP_TOPOLOGY", "3", 1);
     setenv("LIBEP_STAGE_BYTES", "5000", 1);
-    run_layouts(bootstrap, "012");
+    run_each_layout(bootstrap, "012");
 }
 
 HostRankedTest(mpi_nodes, synthetic_machines, 8, 60, "GPUs of a group share a node") {
     setenv("LIBEP_TOPOLOGY", "2/numa:2 core:4 pu:1", 1);
-    Case c = {
-        .ranks = 8, .nodes = "00001111", .experts = 24, .top_k = 5, .weighted = 1, .alignment = 16};
+    Case c = case_of("ranks=8 nodes=00001111 experts=24 top_k=5 weighted=1 alignment=16");
     run_case(bootstrap, &c);
 }
 
@@ -98,18 +85,12 @@ RankedTest(mpi_communicators, groups_of_split_communicators, 4, 60) {
     CHECK(inner.size == 2 && inner.rank == bootstrap->rank / 2, "%d of %d", inner.rank, inner.size);
     Case small = {.ranks = 2, .experts = 5, .weighted = 1, .seed = (uint64_t)bootstrap->rank % 2};
     Case large = {.ranks = 4, .experts = 10, .top_k = 3, .weighted = 1};
-    World *worlds[] = {world_new(&small), world_new(&large)};
-    EpGroup *groups[] = {open_group(&inner, &worlds[0]->c), open_group(bootstrap, &worlds[1]->c)};
-    REQUIRE(groups[0] && groups[1], "no group");
-    for (int i = 0; i < 2; i++) {
-        int rank = i ? bootstrap->rank : inner.rank;
-        Step step = {groups[i], open_handle(groups[i], &worlds[i]->c), worlds[i], rank, NULL};
-        step_all(&step);
-    }
+    Step steps[] = {open_step(&inner, &small), open_step(bootstrap, &large)};
+    REQUIRE(steps[0].handle && steps[1].handle, "no group");
     for (int i = 0; i < 2; i++)
-        ep_group_destroy(groups[i]);
+        step_all(&steps[i]);
     for (int i = 0; i < 2; i++)
-        world_free(worlds[i]);
+        close_step(&steps[i]);
     ep_bootstrap_destroy(&inner);
 }
 
@@ -156,7 +137,7 @@ RankedTest(mpi_callbacks, posix_shared_memory_between_processes, 3, 60) {
     own.size = bootstrap->size;
     own.allgather = own_allgather;
     own.barrier = own_barrier;
-    run_layouts(&own, "");
+    run_each_layout(&own, "");
 }
 
 /* ---- failures between processes ---- */
@@ -360,12 +341,8 @@ static void over_tcp(const char *test, int ranks, RankedBody body) {
 }
 
 static Case long_messages(int ranks) {
-    return case_complete((Case){.ranks = ranks,
-                                .experts = ranks,
-                                .top_k = 1,
-                                .max_tokens = MANY,
-                                .hidden = 4096,
-                                .spread = SPREAD_FULL});
+    return case_complete(case_of(
+        "ranks=%d experts=%d top_k=1 max_tokens=%d hidden=4096 spread=full", ranks, ranks, MANY));
 }
 
 static _Alignas(64) char tokens[MANY * 8192], rows[2 * MANY * 8192];

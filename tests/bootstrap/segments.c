@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "tests/cases/run.h"
+#include "tests/harness/bootstraps.h"
 
 /* What ranks gather in bootstrap/memory/host/posix_memory.c, recognised here by its size. */
 typedef struct Offer {
@@ -20,17 +21,16 @@ typedef struct Creation {
     int32_t error, pid, fd;
 } Creation;
 
-/* A bootstrap that changes what its rank sees of rank 1. */
+/* Changes what its rank sees of rank 1. */
 typedef struct Tampering {
-    EpBootstrap whole;
     void (*tamper)(const char *name, Creation *creation);
     char name[48]; /* of rank 1's object */
 } Tampering;
 
-static EpStatus tampering_allgather(void *context, const void *in, void *out, size_t bytes,
-                                    double timeout) {
-    Tampering *t = context;
-    EpStatus status = t->whole.allgather(t->whole.context, in, out, bytes, timeout);
+static EpStatus tampering_gather(void *test, const Wrapped *wrapped, const void *in, void *out,
+                                 size_t bytes, double timeout) {
+    Tampering *t = test;
+    EpStatus status = forward_gather(wrapped, in, out, bytes, timeout);
     if (bytes == sizeof(Offer))
         snprintf(t->name, sizeof(t->name), "/libep-%016llx-1",
                  (unsigned long long)((Offer *)out)[1].name);
@@ -38,21 +38,14 @@ static EpStatus tampering_allgather(void *context, const void *in, void *out, si
     return status;
 }
 
-static EpStatus tampering_barrier(void *context, double timeout) {
-    Tampering *t = context;
-    return t->whole.barrier(t->whole.context, timeout);
-}
-
 /* Rank 0 sees another segment of rank 1 than the one that rank 1 has created. */
 static void check_tampered(const EpBootstrap *bootstrap,
                            void (*tamper)(const char *name, Creation *creation),
                            const char *expected, const char *got) {
-    Tampering t = {.whole = *bootstrap, .tamper = tamper};
-    EpBootstrap own = *bootstrap;
-    own.share = NULL, own.share_free = NULL;
-    own.isend = NULL, own.irecv = NULL, own.test = NULL, own.cancel = NULL;
-    if (bootstrap->rank == 0)
-        own.context = &t, own.allgather = tampering_allgather, own.barrier = tampering_barrier;
+    Tampering t = {.tamper = tamper};
+    Wrapped wrapped = {.gather = tampering_gather, .test = &t};
+    EpBootstrap own = gathers_alone(bootstrap);
+    if (bootstrap->rank == 0) wrap_bootstrap(&own, &wrapped);
     Case c = case_complete((Case){.ranks = 2});
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;

@@ -7,55 +7,30 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "bootstrap/network/sockets.h"
-#include "tests/cases/calls.h"
 #include "tests/cases/run.h"
+#include "tests/harness/bootstraps.h"
+#include "tests/harness/ranked.h"
 
 #define SOON 5.0 /* far below the deadlines */
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static void use_loopback(void) {
     setenv("LIBEP_INTERFACE", "lo", 1);
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    be_quiet();
 }
 
 TestSuite(bootstrap_sockets, .init = use_loopback);
 
-static void set(const EpBootstrap *bootstrap, const char *name, const char *value) {
-    bootstrap->barrier(bootstrap->context, 60);
-    if (bootstrap->rank == 0) setenv(name, value, 1);
-    bootstrap->barrier(bootstrap->context, 60);
-}
-
-static EpBootstrap without_messages(const EpBootstrap *whole) {
-    EpBootstrap b = *whole;
-    b.isend = NULL, b.irecv = NULL, b.test = NULL, b.cancel = NULL;
-    b.share = NULL, b.share_free = NULL;
-    return b;
-}
-
 /* Whole cases, whose expected results know the nodes. */
 static void run_cases(const EpBootstrap *bootstrap, const char *topology, const char *nodes) {
-    EpBootstrap own = without_messages(bootstrap);
-    set(bootstrap, "LIBEP_TOPOLOGY", topology);
+    EpBootstrap own = gathers_alone(bootstrap);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", topology);
     for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
-        Case c = {.ranks = bootstrap->size,
-                  .experts = 11,
-                  .top_k = 4,
-                  .layout = (EpLayout)layout,
-                  .weighted = 1,
-                  .scale_bytes = 8,
-                  .max_tokens = 30,
-                  .seed = (uint64_t)layout};
-        snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
+        Case c = case_of("ranks=%d nodes=%s experts=11 top_k=4 layout=%d weighted=1 scale_bytes=8 "
+                         "max_tokens=30 seed=%d",
+                         bootstrap->size, nodes, layout, layout);
         run_case(&own, &c);
     }
 }
@@ -70,41 +45,33 @@ ThreadTest(bootstrap_sockets, uneven_nodes, 5) {
     run_cases(bootstrap, "3,1,3,3,0", "31330");
 }
 ThreadTest(bootstrap_sockets, any_interface, 3) {
-    set(bootstrap, "LIBEP_INTERFACE", "");
+    set_on_ranks(bootstrap, "LIBEP_INTERFACE", "");
     run_cases(bootstrap, "0,1,0", "010");
 }
 
 /* Messages that are far larger than what a connection buffers, in both directions at once. */
 ThreadTest(bootstrap_sockets, large_rounds, 2) {
-    EpBootstrap own = without_messages(bootstrap);
-    set(bootstrap, "LIBEP_TOPOLOGY", "2");
-    run_case(&own, &(Case){.ranks = 2,
-                           .nodes = "01",
-                           .experts = 4,
-                           .top_k = 4,
-                           .hidden = 8192,
-                           .max_tokens = 700,
-                           .spread = SPREAD_FULL,
-                           .weighted = 1});
+    EpBootstrap own = gathers_alone(bootstrap);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    Case c = case_of("ranks=2 nodes=01 experts=4 top_k=4 hidden=8192 max_tokens=%d spread=full "
+                     "weighted=1",
+                     TESTS_SANITIZED ? 100 : 400);
+    run_case(&own, &c);
 }
 
 /* Groups that live at the same time have connections of their own. */
 ThreadTest(bootstrap_sockets, two_groups, 3) {
-    EpBootstrap own = without_messages(bootstrap);
-    set(bootstrap, "LIBEP_TOPOLOGY", "3");
-    Case c = {.ranks = 3, .nodes = "012", .weighted = 1, .seed = 4};
-    World *world = world_new(&c);
-    EpGroup *one = open_group(&own, &world->c), *two = open_group(&own, &world->c);
-    REQUIRE(one && two, "no group");
-    Step first = {one, open_handle(one, &world->c), world, own.rank, NULL};
-    Step second = {two, open_handle(two, &world->c), world, own.rank, NULL};
+    EpBootstrap own = gathers_alone(bootstrap);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "3");
+    Case c = case_of("ranks=3 nodes=012 weighted=1 seed=4");
+    Step first = open_step(&own, &c), second = open_step(&own, &c);
+    REQUIRE(first.handle && second.handle, "no group");
     for (int i = 0; i < 3; i++) {
         step_all(&first);
         step_all(&second);
     }
-    ep_group_destroy(two);
-    ep_group_destroy(one);
-    world_free(world);
+    close_step(&second);
+    close_step(&first);
 }
 
 /* ---- forks ---- */
@@ -120,14 +87,13 @@ static int count_sockets(void) {
 
 /* A child has no connection, and its parent's group goes on. */
 ThreadTest(bootstrap_sockets, children_close_their_copies, 3) {
-    EpBootstrap own = without_messages(bootstrap);
-    set(bootstrap, "LIBEP_TOPOLOGY", "3");
-    Case c = {.ranks = 3, .nodes = "012", .weighted = 1, .seed = 4};
-    World *world = world_new(&c);
+    EpBootstrap own = gathers_alone(bootstrap);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "3");
+    Case c = case_of("ranks=3 nodes=012 weighted=1 seed=4");
     int before = count_sockets(), status = 0;
     bootstrap->barrier(bootstrap->context, 60);
-    EpGroup *group = open_group(&own, &world->c);
-    REQUIRE(group, "no group");
+    Step step = open_step(&own, &c);
+    REQUIRE(step.handle, "no group");
     bootstrap->barrier(bootstrap->context, 60);
     if (bootstrap->rank == 0) {
         int here = count_sockets() - before;
@@ -138,10 +104,8 @@ ThreadTest(bootstrap_sockets, children_close_their_copies, 3) {
         CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child has %d sockets",
               WEXITSTATUS(status));
     }
-    Step step = {group, open_handle(group, &world->c), world, own.rank, NULL};
     step_all(&step);
-    ep_group_destroy(group);
-    world_free(world);
+    close_step(&step);
 }
 
 /* ---- refused ---- */
@@ -151,31 +115,31 @@ static void expect_refusal(const EpBootstrap *own, EpStatus status, const char *
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
     config.timeout_seconds = 40;
-    double begin = now();
+    double begin = seconds_now();
     CHECK_REFUSED(ep_group_create(own, &config, &group), status, sentence);
     CHECK(group == NULL, "a group was made");
-    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    CHECK(seconds_now() - begin < SOON, "it took %.1f s", seconds_now() - begin);
 }
 
 /* Only one rank has no messages: the others do not wait for it. */
 ThreadTest(bootstrap_sockets, only_one_rank_has_no_messages, 4) {
-    set(bootstrap, "LIBEP_TOPOLOGY", "2");
-    EpBootstrap own = bootstrap->rank == 3 ? without_messages(bootstrap) : *bootstrap;
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    EpBootstrap own = bootstrap->rank == 3 ? gathers_alone(bootstrap) : *bootstrap;
     own.share = bootstrap->share, own.share_free = bootstrap->share_free;
     expect_refusal(&own, EP_ERR_MISMATCH, "bootstrap.isend being given");
 }
 
 ThreadTest(bootstrap_sockets, no_such_interface, 2) {
-    EpBootstrap own = without_messages(bootstrap);
-    set(bootstrap, "LIBEP_TOPOLOGY", "2");
-    set(bootstrap, "LIBEP_INTERFACE", "eth77");
+    EpBootstrap own = gathers_alone(bootstrap);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    set_on_ranks(bootstrap, "LIBEP_INTERFACE", "eth77");
     expect_refusal(&own, EP_ERR_SYSTEM, "LIBEP_INTERFACE=eth77");
 }
 
 /* Ranks on one node need no network. */
 ThreadTest(bootstrap_sockets, one_node_needs_no_interface, 2) {
-    EpBootstrap own = without_messages(bootstrap);
-    set(bootstrap, "LIBEP_INTERFACE", "eth77");
+    EpBootstrap own = gathers_alone(bootstrap);
+    set_on_ranks(bootstrap, "LIBEP_INTERFACE", "eth77");
     run_case(&own, &(Case){.ranks = 2, .weighted = 1});
 }
 
@@ -184,7 +148,7 @@ ThreadTest(bootstrap_sockets, one_node_needs_no_interface, 2) {
 /* Sits between a rank and the others in the gather of addresses, whose bytes it can read: it
  * connects to every rank's port, and says something else than a rank would. */
 typedef struct Listened {
-    EpBootstrap whole;
+    int rank;
     int each; /* strangers at each port; several: they say nothing */
     int strangers;
 } Listened;
@@ -215,27 +179,23 @@ static int disturb(int each) {
     return count;
 }
 
-static EpStatus listened_gather(void *context, const void *in, void *out, size_t bytes,
-                                double timeout) {
-    Listened *self = context;
-    EpStatus status = self->whole.allgather(self->whole.context, in, out, bytes, timeout);
-    if (self->whole.rank == 0) self->strangers += disturb(self->each);
+static EpStatus listened_gather(void *test, const Wrapped *wrapped, const void *in, void *out,
+                                size_t bytes, double timeout) {
+    Listened *self = test;
+    EpStatus status = forward_gather(wrapped, in, out, bytes, timeout);
+    if (in && self->rank == 0) self->strangers += disturb(self->each);
     return status;
 }
 
-static EpStatus listened_barrier(void *context, double timeout) {
-    const Listened *self = context;
-    return self->whole.barrier(self->whole.context, timeout);
-}
-
 static void run_disturbed(const EpBootstrap *bootstrap, int each) {
-    Listened self = {.whole = *bootstrap, .each = each};
-    EpBootstrap own = without_messages(bootstrap);
-    own.context = &self, own.allgather = listened_gather, own.barrier = listened_barrier;
-    set(bootstrap, "LIBEP_TOPOLOGY", "3");
-    double begin = now();
+    Listened self = {.rank = bootstrap->rank, .each = each};
+    Wrapped wrapped = {.gather = listened_gather, .test = &self};
+    EpBootstrap own = gathers_alone(bootstrap);
+    wrap_bootstrap(&own, &wrapped);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "3");
+    double begin = seconds_now();
     run_case(&own, &(Case){.ranks = 3, .nodes = "012", .weighted = 1});
-    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    CHECK(seconds_now() - begin < SOON, "it took %.1f s", seconds_now() - begin);
     if (bootstrap->rank == 0) CHECK(self.strangers >= each, "nobody was disturbed");
     for (int i = 0; bootstrap->rank == 0 && i < MOST_STRANGERS && stranger[i]; i++)
         close(stranger[i]);

@@ -1,56 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pretended nodes: rows between nodes go by messages instead of shared memory. */
 #include <sched.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "tests/cases/run.h"
+#include "tests/harness/ranked.h"
 
 /* `nodes` is what the topology means. */
-static void run_topology(const char *topology, int ranks, const char *nodes) {
-    setenv("LIBEP_TOPOLOGY", topology, 1);
-    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
-        Case c = {.ranks = ranks,
-                  .experts = 11,
-                  .top_k = 4,
-                  .layout = (EpLayout)layout,
-                  .weighted = 1,
-                  .scale_bytes = 8,
-                  .alignment = 8,
-                  .masked_percent = 10,
-                  .max_tokens = 30,
-                  .seed = (uint64_t)ranks};
-        snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
-        run_case_on_threads(&c);
+#define TopologyTest(name, topology, ranks, nodes)                                           \
+    Test(bootstrap_topology, name, .timeout = 120) {                                         \
+        setenv("LIBEP_TOPOLOGY", topology, 1);                                               \
+        run_layouts(case_of("ranks=%d nodes=%s experts=11 top_k=4 weighted=1 scale_bytes=8 " \
+                            "alignment=8 masked_percent=10 max_tokens=30 seed=%d",           \
+                            ranks, nodes, ranks));                                           \
     }
-}
 
-Test(bootstrap_topology, two_nodes, .timeout = 120) {
-    run_topology("2", 4, "0011");
-}
-Test(bootstrap_topology, two_uneven_nodes, .timeout = 120) {
-    run_topology("2", 5, "00011");
-}
-Test(bootstrap_topology, every_rank_a_node, .timeout = 120) {
-    run_topology("6", 6, "012345");
-}
-Test(bootstrap_topology, three_nodes_of_three, .timeout = 120) {
-    run_topology("3", 9, "000111222");
-}
-Test(bootstrap_topology, listed_nodes, .timeout = 120) {
-    run_topology("5,0,5,3,0", 5, "50530");
-}
-Test(bootstrap_topology, listed_nodes_with_machines, .timeout = 120) {
-    run_topology("0,1,0,1,1/numa:2 core:4 pu:1", 5, "01011");
-}
-Test(bootstrap_topology, one_node, .timeout = 120) {
-    run_topology("1", 3, "000");
-}
-Test(bootstrap_topology, synthetic_machine, .timeout = 120) {
-    run_topology("2/numa:2 core:4 pu:1", 8, "00001111");
-}
+TopologyTest(two_nodes, "2", 4, "0011") TopologyTest(two_uneven_nodes, "2", 5, "00011")
+    TopologyTest(every_rank_a_node, "6", 6, "012345")
+        TopologyTest(three_nodes_of_three, "3", 9, "000111222")
+            TopologyTest(listed_nodes, "5,0,5,3,0", 5, "50530")
+                TopologyTest(listed_nodes_with_machines, "0,1,0,1,1/numa:2 core:4 pu:1", 5, "01011")
+                    TopologyTest(one_node, "1", 3, "000")
+                        TopologyTest(synthetic_machine, "2/numa:2 core:4 pu:1", 8, "00001111")
+    /* Some nodes are empty. */
+    TopologyTest(more_nodes_than_ranks, "7", 3, "024")
 
-static void check_nodes(const EpBootstrap *bootstrap, int nodes, int numa_nodes, int cpus) {
+        static void check_nodes(const EpBootstrap *bootstrap, int nodes, int numa_nodes, int cpus) {
     Case c = case_complete((Case){.ranks = bootstrap->size});
     EpGroup *group = open_group(bootstrap, &c);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
@@ -66,18 +41,12 @@ static void check_nodes(const EpBootstrap *bootstrap, int nodes, int numa_nodes,
     ep_group_destroy(group);
 }
 
-static void pretend(const EpBootstrap *bootstrap, const char *topology) {
-    bootstrap->barrier(bootstrap->context, 60);
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", topology, 1);
-    bootstrap->barrier(bootstrap->context, 60);
-}
-
 ThreadTest(bootstrap_topology, nodes_are_blocks_of_ranks, 4) {
-    pretend(bootstrap, "2");
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
     check_nodes(bootstrap, 2, 0, 0);
-    pretend(bootstrap, "4");
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "4");
     check_nodes(bootstrap, 4, 0, 0);
-    pretend(bootstrap, "1");
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "1");
     check_nodes(bootstrap, 1, 0, 0);
 }
 
@@ -88,17 +57,17 @@ ThreadTest(bootstrap_topology, lists_of_another_size, 4) {
         Case c = case_complete((Case){.ranks = 4});
         EpGroupConfig config = case_group_config(&c);
         EpGroup *group = NULL;
-        pretend(bootstrap, lists[i]);
+        set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", lists[i]);
         CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_SETTING, "LIBEP_TOPOLOGY",
                       "each of the group's 4 ranks", i ? "got 5" : "got 3", lists[i]);
         CHECK(group == NULL, "a group was made");
     }
-    pretend(bootstrap, "7,7,7,7");
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "7,7,7,7");
     check_nodes(bootstrap, 1, 0, 0);
 }
 
 ThreadTest(bootstrap_topology, synthetic_machine_is_seen, 4) {
-    pretend(bootstrap, "2/numa:2 core:4 pu:1");
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2/numa:2 core:4 pu:1");
     check_nodes(bootstrap, 2, 2, 8);
 }
 
@@ -127,9 +96,4 @@ SoloTest(bootstrap_topology, cpus_of_a_bound_thread) {
     ep_group_destroy(bound);
     ep_group_destroy(all);
     ep_bootstrap_destroy(&bootstrap);
-}
-
-/* With more nodes than ranks some nodes are empty. */
-Test(bootstrap_topology, more_nodes_than_ranks, .timeout = 120) {
-    run_topology("7", 3, "024");
 }

@@ -11,11 +11,6 @@
 
 enum { RANKS = 3, PAGE = 4096 };
 
-/* Groups that fail on purpose log a warning. */
-static void be_quiet(void) {
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
-}
-
 TestSuite(bootstrap_windows, .init = be_quiet);
 
 static EpGroup *open_plain(const EpBootstrap *bootstrap, double seconds) {

@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/cases/case.h"
 
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "tests/harness/check.h"
+#include "tests/harness/text.h"
 #include "tests/oracle/quant.h"
 
 static int64_t round_up(int64_t n, int64_t to) {
@@ -60,28 +63,72 @@ Case case_complete(Case c) {
     return c;
 }
 
+/* ---- text ---------------------------------------------------------------------------------- */
+
+static const TextField fields[] = {
+    TEXT_FIELD(Case, ranks, NULL),
+    TEXT_FIELD(Case, nodes, NULL),
+    TEXT_FIELD(Case, experts, NULL),
+    TEXT_FIELD(Case, top_k, NULL),
+    TEXT_FIELD(Case, hidden, NULL),
+    TEXT_FIELD(Case, max_tokens, NULL),
+    TEXT_FIELD(Case, spare_tokens, NULL),
+    TEXT_FIELD(Case, spread, "random|full|none|hole|alone"),
+    TEXT_FIELD(Case, routing, "uniform|skewed|one-expert|one-rank|nobody"),
+    TEXT_FIELD(Case, target, NULL),
+    TEXT_FIELD(Case, masked_percent, NULL),
+    TEXT_FIELD(Case, invalid_percent, NULL),
+    TEXT_FIELD(Case, duplicates, NULL),
+    TEXT_FIELD(Case, merged, NULL),
+    TEXT_FIELD(Case, row_type, TEXT_TYPES),
+    TEXT_FIELD(Case, sum_type, TEXT_TYPES),
+    TEXT_FIELD(Case, index_type, TEXT_TYPES),
+    TEXT_FIELD(Case, layout, TEXT_LAYOUTS),
+    TEXT_FIELD(Case, alignment, NULL),
+    TEXT_FIELD(Case, capacity, NULL),
+    TEXT_FIELD(Case, rows_per_expert, NULL),
+    TEXT_FIELD(Case, overflow, TEXT_OVERFLOWS),
+    TEXT_FIELD(Case, weighted, NULL),
+    TEXT_FIELD(Case, weights_at_combine, NULL),
+    TEXT_FIELD(Case, scale_bytes, NULL),
+    TEXT_FIELD(Case, counted, NULL),
+    TEXT_FIELD(Case, spare_rows, NULL),
+    TEXT_FIELD(Case, zero_tail, TEXT_TAILS),
+    TEXT_FIELD(Case, padding, "|zero|keep"),
+    TEXT_FIELD(Case, sum_quant, TEXT_QUANTS),
+    TEXT_FIELD(Case, quant, TEXT_QUANTS),
+    TEXT_FIELD(Case, scale_order, TEXT_ORDERS),
+    TEXT_FIELD(Case, mode, TEXT_MODES),
+    TEXT_FIELD(Case, num_sms, NULL),
+    TEXT_FIELD(Case, sets, NULL),
+    TEXT_FIELD(Case, id, NULL),
+    TEXT_FIELD(Case, named, NULL),
+    TEXT_FIELD(Case, phases, NULL),
+    TEXT_FIELD(Case, global_ids, NULL),
+    TEXT_FIELD(Case, biases, NULL),
+    TEXT_FIELD(Case, all_weights, NULL),
+    TEXT_FIELD(Case, seed, NULL),
+};
+enum { FIELDS = sizeof(fields) / sizeof(fields[0]) };
+
+Case case_of(const char *format, ...) {
+    char text[800], *rest = text;
+    Case c = {0};
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    for (char *name; (name = strsep(&rest, " "));) {
+        char *value = name;
+        if (!*strsep(&value, "=")) continue;
+        text_set(&c, fields, FIELDS, name, value ? value : "");
+    }
+    return c;
+}
+
 const char *case_describe(const Case *c) {
-    static _Thread_local char text[700];
-    snprintf(
-        text, sizeof(text),
-        "ranks=%d nodes=%s experts=%d top_k=%d hidden=%d max_tokens=%d spread=%d routing=%d "
-        "target=%d "
-        "masked=%d%% invalid=%d%% duplicates=%d merged=%d row_type=%d sum_type=%d index_type=%d "
-        "layout=%d alignment=%d capacity=%lld rows_per_expert=%lld overflow=%d weighted=%d "
-        "weights_at_combine=%d "
-        "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d padding=%d sum_quant=%d quant=%d "
-        "scale_order=%d "
-        "mode=%d "
-        "num_sms=%d phases=%d global_ids=%d all_weights=%d biases=%d spare_tokens=%d seed=%llu",
-        c->ranks, c->nodes, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread,
-        (int)c->routing, c->target, c->masked_percent, c->invalid_percent, c->duplicates, c->merged,
-        (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
-        (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
-        c->weights_at_combine, c->scale_bytes, c->counted, c->spare_rows, c->zero_tail,
-        (int)c->padding, (int)c->sum_quant, (int)c->quant, (int)c->scale_order, (int)c->mode,
-        c->num_sms, c->phases, c->global_ids, c->all_weights, c->biases, c->spare_tokens,
-        (unsigned long long)c->seed);
-    return text;
+    static _Thread_local char text[800];
+    return text_of(c, fields, FIELDS, text, sizeof(text));
 }
 
 int case_node(const Case *c, int rank) {

@@ -67,7 +67,7 @@ typedef struct Case {
                                    RANK_MAJOR */
     int num_sms;              /**< of the handle; 0: the default */
     int sets;                 /**< of buffers of latency mode; 0: 4 */
-    int timeout;              /**< of waits, in seconds; 60 */
+    double timeout;           /**< of waits, in seconds; 60 */
     int id;                   /**< of the handle */
     int named;                /**< the handle has no plan of its own */
     int phases;      /**< latency mode: call dispatch and combine as send and receive phases */
@@ -80,7 +80,10 @@ typedef struct Case {
 /** Returns the case with each zero that stands for a default replaced. */
 Case case_complete(Case c);
 
-/** Returns all fields in one line, in static memory of the thread. */
+/** Returns the case that a text describes, as "ranks=3 layout=flat", with other fields zero. */
+__attribute__((format(printf, 1, 2))) Case case_of(const char *format, ...);
+
+/** Returns such a text, of all fields that are not zero, in static memory of the thread. */
 const char *case_describe(const Case *c);
 
 /** Returns the lowest rank on the node of a rank. */

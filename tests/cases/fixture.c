@@ -1,12 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/cases/fixture.h"
 
+#include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 static const char *const names[] = {
 #define FIXTURE_NAME(constant, name, output) name,
     FIXTURE_TENSORS(FIXTURE_NAME)
 #undef FIXTURE_NAME
+};
+
+static const char *const constants[] = {
+#define FIXTURE_CONSTANT(constant, name, output) #constant,
+    FIXTURE_TENSORS(FIXTURE_CONSTANT)
+#undef FIXTURE_CONSTANT
 };
 
 static const int outputs[] = {
@@ -20,14 +28,15 @@ static const char *const op_names[] = {
     "ep_dispatch_backward", "ep_combine_backward", "ep_dispatch_send",
     "ep_dispatch_wait",     "ep_combine_send",     "ep_combine_wait"};
 
+static Case changed_case(const char *changes) {
+    return case_of("experts=4 top_k=2 spread=full alignment=4 weighted=1 scale_bytes=8 %s",
+                   changes);
+}
+
 Case fixture_case(EpLayout layout) {
-    return case_complete((Case){.experts = 4,
-                                .top_k = 2,
-                                .spread = SPREAD_FULL,
-                                .layout = layout,
-                                .alignment = 4,
-                                .weighted = 1,
-                                .scale_bytes = 8});
+    Case c = changed_case("");
+    c.layout = layout;
+    return case_complete(c);
 }
 
 void fixture_open_on(Fixture *fixture, const EpBootstrap *bootstrap, const Case *c) {
@@ -45,10 +54,24 @@ void fixture_open(Fixture *fixture, const Case *c) {
     fixture_open_on(fixture, &fixture->bootstrap, c);
 }
 
-void fixture_open_prepared(Fixture *fixture, const Case *c) {
-    fixture_open(fixture, c);
+Fixture *fixture_new(const char *changes) {
+    Case c = case_complete(changed_case(changes));
+    Fixture *fixture = calloc(1, sizeof(*fixture));
+    fixture_open(fixture, &c);
+    check_assert();
+    return fixture;
+}
+
+Fixture *fixture_new_prepared(const char *changes) {
+    Fixture *fixture = fixture_new(changes);
     CHECK_OK(fixture_call(fixture, OP_PREPARE));
     fixture_reset(fixture);
+    return fixture;
+}
+
+void fixture_free(Fixture *fixture) {
+    fixture_close(fixture);
+    free(fixture);
 }
 
 static void free_images(Fixture *fixture) {
@@ -136,7 +159,6 @@ void fixture_reset(Fixture *fixture) {
     if (fixture->world->c.quant != EP_QUANT_NONE) fixture->arg[SCALES] = NULL;
     fixture->arg[fixture->world->c.weights_at_combine ? SLOT_WEIGHTS : COMBINE_WEIGHTS] = NULL;
     fixture->arg[BIAS0] = fixture->arg[BIAS1] = NULL;
-    if (!TESTS_HAVE_SOURCE_COUNTS) fixture->arg[SOURCE_COUNTS] = NULL;
     set_index(fixture);
 }
 
@@ -212,80 +234,85 @@ void fixture_check_guards(const Fixture *fixture) {
         image_check_guards(&fixture->image[i], names[i]);
 }
 
-static void apply_spoil(Fixture *fixture, const Wrong *wrong) {
-    EpTensor *tensor = &fixture->tensor[wrong->arg];
-    fixture->arg[wrong->arg] = wrong->spoil == SPOIL_ABSENT ? NULL : tensor;
-    if (wrong->spoil == SPOIL_DATA) tensor->data = NULL;
-    if (wrong->spoil == SPOIL_SHIFT) tensor->data = (char *)tensor->data + wrong->value;
-    if (wrong->spoil == SPOIL_SIZE) tensor->struct_size = (size_t)wrong->value;
-    if (wrong->spoil == SPOIL_TYPE) tensor->type = (EpType)wrong->value;
-    if (wrong->spoil == SPOIL_NDIM) tensor->ndim = (int32_t)wrong->value;
-    if (wrong->spoil >= SPOIL_SHAPE0) tensor->shape[wrong->spoil - SPOIL_SHAPE0] = wrong->value;
+/* ---- refusals ---- */
+
+static Op op_of(const char *call) {
+    Op op = OP_PREPARE;
+    while (strcmp(op_names[op], call))
+        op++;
+    return op;
 }
 
-static void check_wrong(Fixture *fixture, const Wrong *wrong) {
-    check_note("%s, %s spoilt %d with %lld", op_names[wrong->op], names[wrong->arg],
-               (int)wrong->spoil, (long long)wrong->value);
-    fixture_reset(fixture);
-    if (wrong->op == OP_DISPATCH_WAIT) fixture_begin(fixture, OP_DISPATCH_SEND);
-    if (wrong->op == OP_COMBINE_WAIT) fixture_begin(fixture, OP_COMBINE_SEND);
-    apply_spoil(fixture, wrong);
-    const char *const *parts = wrong->parts;
-    const char *const all[] = {
-        "rank 0", op_names[wrong->op],        names[wrong->arg],
-        parts[0], parts[0] ? parts[1] : NULL, parts[0] && parts[1] ? parts[2] : NULL,
-        NULL};
-    check_refused(fixture_call(fixture, wrong->op), wrong->status, all, __FILE__, __LINE__,
-                  op_names[wrong->op]);
-    fixture_check_untouched(fixture);
-    if (wrong->op != OP_DISPATCH_WAIT && wrong->op != OP_COMBINE_WAIT) return;
-    fixture_reset(fixture);
-    CHECK_OK(fixture_call(fixture, wrong->op));
+static void reset_for(void *context, const char *call) {
+    fixture_reset(context);
+    if (op_of(call) == OP_DISPATCH_WAIT) fixture_begin(context, OP_DISPATCH_SEND);
+    if (op_of(call) == OP_COMBINE_WAIT) fixture_begin(context, OP_COMBINE_SEND);
 }
 
-/* Returns whether the fixture's mode has the operation. */
-static int is_in_mode(const Fixture *fixture, Op op) {
+static Part find_argument(void *context, const char *call, const char *name) {
+    Fixture *fixture = context;
+    int arg = 0;
+    (void)call;
+    while (arg < NUM_ARGS && strcasecmp(constants[arg], name))
+        arg++;
+    cr_assert(arg < NUM_ARGS, "no argument %s", name);
+    return part_tensor(&fixture->tensor[arg], &fixture->arg[arg], names[arg]);
+}
+
+static EpStatus call_by_name(void *context, const char *call) {
+    return fixture_call(context, op_of(call));
+}
+
+static void check_after(void *context, const char *call) {
+    Op op = op_of(call);
+    fixture_check_untouched(context);
+    if (op != OP_DISPATCH_WAIT && op != OP_COMBINE_WAIT) return;
+    fixture_reset(context);
+    CHECK_OK(fixture_call(context, op));
+}
+
+static int is_in_mode(void *context, const char *call) {
+    const Fixture *fixture = context;
+    Op op = op_of(call);
     int latency = fixture->world->c.mode == EP_MODE_LATENCY;
     if (op == OP_DISPATCH_BACKWARD || op == OP_COMBINE_BACKWARD) return !latency;
     return latency || op < OP_DISPATCH_SEND;
 }
 
-void fixture_check_table(Case c, const Wrong *table, int n) {
-    for (EpMode mode = EP_MODE_THROUGHPUT; mode <= EP_MODE_LATENCY; mode++) {
-        Fixture fixture;
-        if (mode == EP_MODE_LATENCY && !TESTS_HAVE_LATENCY) return;
-        c.mode = mode;
-        fixture_open(&fixture, &c);
-        fixture_check_wrong(&fixture, table, n);
-        fixture_close(&fixture);
-    }
+static void check_in_mode(const char *group, Case c, EpMode mode) {
+    static const Subject subject = {.reset = reset_for,
+                                    .find = find_argument,
+                                    .call = call_by_name,
+                                    .check = check_after,
+                                    .has = is_in_mode};
+    Fixture fixture;
+    c.mode = mode, c = case_complete(c);
+    fixture_open(&fixture, &c);
+    /* num_tokens would allow input tensors of more rows. */
+    fixture.arg[NUM_TOKENS] = NULL;
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+    if (mode == EP_MODE_LATENCY) CHECK_OK(fixture_call(&fixture, OP_DISPATCH));
+    check_refusals(group, &subject, &fixture);
+    check_note("after all refusals");
+    step_all(&fixture.step);
+    fixture_close(&fixture);
 }
 
-void fixture_check_wrong(Fixture *fixture, const Wrong *table, int n) {
-    fixture_reset(fixture);
-    /* num_tokens would allow input tensors of more rows. */
-    fixture->arg[NUM_TOKENS] = NULL;
-    CHECK_OK(fixture_call(fixture, OP_PREPARE));
-    int latency = fixture->world->c.mode == EP_MODE_LATENCY;
-    if (latency) CHECK_OK(fixture_call(fixture, OP_DISPATCH));
-    for (int i = 0; i < n; i++)
-        if (is_in_mode(fixture, table[i].op)) check_wrong(fixture, &table[i]);
-    check_note("after all refusals");
-    step_all(&fixture->step);
+void fixture_check_refusals(const char *group, const char *changes) {
+    Case c = changed_case(changes);
+    if (c.mode != EP_MODE_LATENCY) check_in_mode(group, c, EP_MODE_THROUGHPUT);
+    if (TESTS_HAVE_LATENCY) check_in_mode(group, c, EP_MODE_LATENCY);
 }
 
 void fixture_check_shorter_tail(Op op, Arg arg) {
     enum { CAPACITY = 77, WIDTH = 4 };
-    Fixture fixture;
-    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
-    c.capacity = CAPACITY, c.spare_rows = 5, c.zero_tail = 1;
-    fixture_open(&fixture, &c);
-    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
-    fixture.tensor[arg].shape[0] = CAPACITY;
-    CHECK_OK(fixture_call(&fixture, op));
-    Image *got = &fixture.image[arg], expected = image_new(got->bytes, 16);
+    Fixture *f = fixture_new("capacity=77 spare_rows=5 zero_tail=zero");
+    CHECK_OK(fixture_call(f, OP_PREPARE));
+    f->tensor[arg].shape[0] = CAPACITY;
+    CHECK_OK(fixture_call(f, op));
+    Image *got = &f->image[arg], expected = image_new(got->bytes, 16);
     memcpy(expected.data, got->data, (size_t)CAPACITY * WIDTH);
     image_check_equal(got, &expected, WIDTH, "the shorter output and what follows it");
     image_free(&expected);
-    fixture_close(&fixture);
+    fixture_free(f);
 }

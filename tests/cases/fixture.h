@@ -5,9 +5,10 @@
 /**
  * A fixture for wrong calls: a group of one rank with a handle, and valid tensors for all five
  * operations, with poisoned outputs. A test spoils one argument and checks that the call is
- * refused; fixture_check_wrong does so for a table of wrong calls.
+ * refused; fixture_check_refusals does so for a group of refusals.def.
  */
 
+#include "tests/cases/refusals.h"
 #include "tests/cases/run.h"
 
 typedef enum Op {
@@ -22,7 +23,8 @@ typedef enum Op {
     OP_COMBINE_WAIT
 } Op;
 
-/** Every tensor argument: X(constant, name in ep.h, is an output) */
+/** Every tensor argument: X(constant, name in ep.h, is an output). Changes in refusals.def name it
+ * by its constant, in lower case. */
 #define FIXTURE_TENSORS(X)                       \
     X(TOPK_IDX, "topk_idx", 0)                   \
     X(NUM_TOKENS, "num_tokens", 0)               \
@@ -80,11 +82,14 @@ typedef struct Fixture {
 Case fixture_case(EpLayout layout);
 
 void fixture_open(Fixture *fixture, const Case *c);
+/** Returns a fixture of this case with changes, as "layout=flat capacity=77"; prepared, or not.
+ * Asserts. */
+Fixture *fixture_new(const char *changes);
+Fixture *fixture_new_prepared(const char *changes);
+void fixture_free(Fixture *fixture);
 /** Open or close a fixture of several ranks, over the caller's bootstrap. Collective. */
 void fixture_open_on(Fixture *fixture, const EpBootstrap *bootstrap, const Case *c);
 void fixture_close_on(Fixture *fixture);
-/** Open a fixture and prepare one step. */
-void fixture_open_prepared(Fixture *fixture, const Case *c);
 void fixture_close(Fixture *fixture);
 
 /** Reset all arguments of all operations to valid tensors with poisoned outputs. Combine gets
@@ -104,35 +109,16 @@ void fixture_check_untouched(const Fixture *fixture);
 /** Check that no call has written outside of a tensor. */
 void fixture_check_guards(const Fixture *fixture);
 
-typedef enum Spoil {
-    SPOIL_ABSENT, /**< the tensor is NULL */
-    SPOIL_DATA,   /**< its data is NULL */
-    SPOIL_SHIFT,  /**< its data is `value` bytes further */
-    SPOIL_SIZE,   /**< struct_size */
-    SPOIL_TYPE,
-    SPOIL_NDIM,
-    SPOIL_SHAPE0,
-    SPOIL_SHAPE1,
-    SPOIL_SHAPE2
-} Spoil;
+/** Check the group of refusals.def in each mode that the layout has, or in the mode that `changes`
+ * names, and that a valid step succeeds afterwards. Rows of calls that the mode lacks are left out.
+ * `changes` to fixture_case, as "layout=flat". */
+void fixture_check_refusals(const char *group, const char *changes);
 
-/** A wrong call, the status it must return, and words its error must contain. */
-typedef struct Wrong {
-    Op op;
-    Arg arg;
-    Spoil spoil;
-    int64_t value;
-    EpStatus status;
-    const char *parts[3];
-} Wrong;
-
-/** Check that each call of the table is refused as stated and writes nothing, and that a valid step
- * succeeds afterwards. Calls that the fixture's mode does not have are left out. */
-void fixture_check_wrong(Fixture *fixture, const Wrong *table, int n);
-
-/** Check a table with fixture_check_wrong in each mode that the layout has, with a new fixture for
- * each. */
-void fixture_check_table(Case c, const Wrong *table, int n);
+/** A test of such a group. */
+#define RefusalsTest(suite, name, group, changes)   \
+    SoloTest(suite, name) {                         \
+        fixture_check_refusals((group), (changes)); \
+    }
 
 /** Check that zero_tail writes no further than the end of the shortest output: `arg`, of one float
  * per row, which has room for the capacity only. */

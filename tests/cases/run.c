@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "tests/harness/ranked.h"
+
 EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c) {
     EpGroupConfig config = case_group_config(c);
     EpGroup *group = NULL;
@@ -16,6 +18,18 @@ EpHandle *open_handle(EpGroup *group, const Case *c) {
     EpHandle *handle = NULL;
     CHECK_OK(ep_handle_create(group, &config, &handle));
     return handle;
+}
+
+Step open_step(const EpBootstrap *bootstrap, const Case *c) {
+    Step step = {.world = world_new(c), .rank = bootstrap->rank};
+    step.group = open_group(bootstrap, &step.world->c);
+    if (step.group) step.handle = open_handle(step.group, &step.world->c);
+    return step;
+}
+
+void close_step(Step *step) {
+    ep_group_destroy(step->group);
+    world_free(step->world);
 }
 
 void open_plan(EpGroup *group, const Case *c, EpTensor *plan) {
@@ -61,8 +75,7 @@ static void check_nodes(const EpGroup *group, const Case *c, int rank) {
           info.num_nodes, node, nodes);
 }
 
-static void run_in_group(EpGroup *group, int rank, const World *world) {
-    EpHandle *handle = open_handle(group, &world->c);
+static void run_on_handle(EpGroup *group, EpHandle *handle, int rank, const World *world) {
     if (!handle) return;
     EpTensor plan = {.data = NULL};
     Step step = {group, handle, world, rank, NULL};
@@ -75,7 +88,7 @@ static void run_in_group(EpGroup *group, int rank, const World *world) {
 void run_world(const EpBootstrap *bootstrap, const World *world) {
     EpGroup *group = open_group(bootstrap, &world->c);
     if (group) check_nodes(group, &world->c, bootstrap->rank);
-    if (group) run_in_group(group, bootstrap->rank, world);
+    if (group) run_on_handle(group, open_handle(group, &world->c), bootstrap->rank, world);
     ep_group_destroy(group);
 }
 
@@ -86,19 +99,57 @@ void run_case(const EpBootstrap *bootstrap, const Case *c) {
     world_free(world);
 }
 
-static void world_body(const EpBootstrap *bootstrap, void *arg) {
-    const World *world = arg;
-    check_note("case: %s", case_describe(&world->c));
-    run_world(bootstrap, world);
+/* ---- on threads ---- */
+
+/* Complete cases that run one after the other in one group. */
+typedef struct CaseList {
+    Case *cases;
+    int count;
+    World *world; /* of the case that runs; ranks that are threads share it */
+} CaseList;
+
+/* Returns the configuration of a group that serves all cases. It has the first one's defaults. */
+static EpGroupConfig shared_config(const CaseList *list) {
+    EpGroupConfig config = case_group_config(&list->cases[0]);
+    for (int i = 1; i < list->count; i++) {
+        EpGroupConfig other = case_group_config(&list->cases[i]);
+        if (other.max_row_bytes > config.max_row_bytes) config.max_row_bytes = other.max_row_bytes;
+        if (other.max_scale_bytes > config.max_scale_bytes)
+            config.max_scale_bytes = other.max_scale_bytes;
+        if (list->cases[i].mode == EP_MODE_LATENCY) config.latency_sets = other.latency_sets;
+    }
+    return config;
 }
 
-static void run_in_mode(Case c, EpMode mode, int phases) {
-    c.mode = mode, c.phases = phases;
-    World *world = world_new(&c);
-    int pretends = pretend_nodes(&world->c);
-    run_ranks(world->c.ranks, world_body, world);
-    if (pretends) restore_nodes();
-    world_free(world);
+/* Open a handle of a case, with what differs from the group's defaults. */
+static EpHandle *open_in_shared(EpGroup *group, const Case *c, const Case *first) {
+    EpHandleConfig config = case_handle_config(c);
+    EpHandle *handle = NULL;
+    if (c->alignment != first->alignment) config.alignment = c->alignment;
+    if (c->overflow != first->overflow) config.overflow = (int32_t)c->overflow;
+    CHECK_OK(ep_handle_create(group, &config, &handle));
+    return handle;
+}
+
+static void cases_body(const EpBootstrap *bootstrap, void *arg) {
+    CaseList *list = arg;
+    EpGroupConfig config = shared_config(list);
+    EpGroup *group = NULL;
+    int makes = bootstrap->rank == 0 || ranked_is();
+    check_note("case: %s", case_describe(&list->cases[0]));
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    check_nodes(group, &list->cases[0], bootstrap->rank);
+    for (int i = 0; i < list->count; i++) {
+        const Case *c = &list->cases[i];
+        if (makes) list->world = world_new(c);
+        REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
+        check_note("case: %s", case_describe(c));
+        run_on_handle(group, open_in_shared(group, c, &list->cases[0]), bootstrap->rank,
+                      list->world);
+        REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
+        if (makes) world_free(list->world);
+    }
+    ep_group_destroy(group);
 }
 
 /* Between nodes of GPUs there is no latency mode. */
@@ -109,15 +160,52 @@ static int has_latency(const Case *given) {
     return TESTS_HAVE_LATENCY;
 }
 
-void run_case_on_threads(const Case *c) {
-    if (c->mode != EP_MODE_LATENCY) run_in_mode(*c, EP_MODE_THROUGHPUT, 0);
-    if (c->mode == EP_MODE_THROUGHPUT || !has_latency(c)) return;
+static void add_mode(CaseList *list, Case c, EpMode mode, int phases) {
+    c.mode = mode, c.phases = phases;
+    list->cases[list->count++] = case_complete(c);
+}
+
+/* Add a case in its mode, or in those that its layout has where it names none. */
+static void add_case(CaseList *list, Case c) {
+    static int turn;
+    if (c.mode != EP_MODE_LATENCY) add_mode(list, c, EP_MODE_THROUGHPUT, 0);
+    if (c.mode == EP_MODE_THROUGHPUT || !has_latency(&c)) return;
     if (TESTS_ON_GPU) {
         /* GPU time is scarce: run whole calls and separate phases alternately. */
-        static int turn;
-        run_in_mode(*c, EP_MODE_LATENCY, c->phases || turn++ % 2);
+        add_mode(list, c, EP_MODE_LATENCY, c.phases || turn++ % 2);
         return;
     }
-    if (!c->phases) run_in_mode(*c, EP_MODE_LATENCY, 0);
-    run_in_mode(*c, EP_MODE_LATENCY, 1);
+    if (!c.phases) add_mode(list, c, EP_MODE_LATENCY, 0);
+    add_mode(list, c, EP_MODE_LATENCY, 1);
+}
+
+void run_cases_on_threads(const Case *cases, int count) {
+    CaseList list = {.cases = malloc(3 * (size_t)count * sizeof(*cases))};
+    for (int i = 0; i < count; i++)
+        add_case(&list, cases[i]);
+    int pretends = list.count && pretend_nodes(&list.cases[0]);
+    if (list.count) run_ranks(list.cases[0].ranks, cases_body, &list);
+    if (pretends) restore_nodes();
+    free(list.cases);
+}
+
+void run_case_on_threads(const Case *c) {
+    run_cases_on_threads(c, 1);
+}
+
+void run_layouts(Case c) {
+    for (c.layout = EP_LAYOUT_EXPERT_MAJOR; c.layout <= EP_LAYOUT_RANK_MAJOR; c.layout++)
+        run_case_on_threads(&c);
+}
+
+static void dispatch_body(const EpBootstrap *bootstrap, void *arg) {
+    Step step = open_step(bootstrap, arg);
+    if (step.handle) step_prepare(&step);
+    if (step.handle) step_dispatch(&step);
+    close_step(&step);
+}
+
+void run_dispatch(Case c) {
+    GPU_NEEDS(c.ranks);
+    run_ranks(c.ranks, dispatch_body, &c);
 }

@@ -20,6 +20,26 @@ void run_case(const EpBootstrap *bootstrap, const Case *c);
  * elsewhere the test sets LIBEP_TOPOLOGY itself. */
 void run_case_on_threads(const Case *c);
 
+/** Likewise for several cases of equal ranks, nodes, experts, tokens and K: they share a group, since
+ * creating one takes half a second on GPUs. */
+void run_cases_on_threads(const Case *cases, int count);
+/** The same in every layout. */
+void run_layouts(Case c);
+
+/** A test that runs a case, given as text, in every layout. */
+#define LayoutsTest(suite, name, text)      \
+    Test(suite, name, .timeout = 120) {     \
+        run_layouts(case_of("%s", (text))); \
+    }
+
+/** Run prepare and dispatch of a case alone, on threads, in the case's mode. */
+void run_dispatch(Case c);
+
+/** Make the world, group and handle of a case, complete or not; step.handle is NULL, and a check
+ * has failed, if there is none. close_step frees all. */
+Step open_step(const EpBootstrap *bootstrap, const Case *c);
+void close_step(Step *step);
+
 /** Create the case's group or handle; fail a check and return NULL if that fails. */
 EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c);
 EpHandle *open_handle(EpGroup *group, const Case *c);

@@ -174,7 +174,7 @@ void step_routed_prepare(const Step *step, StepRouted *r) {
     out.expert_offsets = &offsets, out.totals = &totals;
     out.recv_rows = &rows, out.needed_rows = &needed;
     out.dropped_slots = &dropped, out.source_rows = &by_source;
-    if (TESTS_HAVE_SOURCE_COUNTS) out.source_counts = &sources;
+    out.source_counts = &sources;
     CHECK_OK(ep_prepare(step->handle, step->plan, &topk_idx,
                         step->world->c.counted ? &tokens : NULL, NULL, &out));
     memset(&out, 0x77, sizeof(out));
@@ -194,12 +194,7 @@ void step_routed_check(const Step *step, StepRouted *r) {
     plan_array_check(&r->needed_rows, "needed_rows");
     plan_array_check(&r->dropped_slots, "dropped_slots");
     plan_array_check(&r->source_rows, "source_rows");
-    if (TESTS_HAVE_SOURCE_COUNTS) {
-        plan_array_check(&r->sources, "source_counts");
-    } else {
-        image_free(&r->sources.got);
-        image_free(&r->sources.expected);
-    }
+    plan_array_check(&r->sources, "source_counts");
     image_free(&r->tokens.got);
     image_free(&r->tokens.expected);
     image_free(&r->index);

@@ -8,46 +8,37 @@
 enum { RANKS = 3 };
 
 typedef struct Backward {
-    World *world;
-    EpGroup *group;
     Step step;
     Image rows, expected, slots;
     EpTensor grad_out, weights, expert_out, grad_rows, grad_slots;
 } Backward;
 
-static void backward_open(Backward *b, const EpBootstrap *bootstrap, int weighted) {
-    Case c = {.ranks = RANKS, .top_k = 3, .alignment = 4, .weighted = weighted, .spare_rows = 2};
-    b->world = world_new(&c);
-    b->group = open_group(bootstrap, &b->world->c);
-    EpHandle *handle = b->group ? open_handle(b->group, &b->world->c) : NULL;
-    b->step = (Step){b->group, handle, b->world, bootstrap->rank, NULL};
-    size_t rows = (size_t)b->world->rank[bootstrap->rank].buffer_rows;
-    size_t bytes = rows * case_sum_bytes(&b->world->c);
-    b->rows = image_new(bytes, 16);
-    b->expected = image_new(bytes, 16);
+static void backward_open(Backward *b, const EpBootstrap *bootstrap) {
+    Case c = case_of("ranks=%d top_k=3 alignment=4 weighted=1 spare_rows=2", RANKS);
+    b->step = open_step(bootstrap, &c);
+    size_t rows = (size_t)b->step.world->rank[bootstrap->rank].buffer_rows;
+    size_t bytes = rows * case_sum_bytes(&b->step.world->c);
+    b->rows = image_new(bytes, 16), b->expected = image_new(bytes, 16);
     b->slots = image_new(rows * 4, 4);
     b->grad_out = step_grad_out(&b->step);
     b->weights = b->grad_slots = step_slot_weights(&b->step);
     b->expert_out = b->grad_rows = step_expert_out(&b->step);
-    b->grad_rows.data = b->rows.data;
-    b->grad_slots.data = b->slots.data;
-    if (handle) step_prepare(&b->step);
+    b->grad_rows.data = b->rows.data, b->grad_slots.data = b->slots.data;
+    if (b->step.handle) step_prepare(&b->step);
 }
 
 static void backward_close(Backward *b) {
-    expect_combine_backward(b->world, b->step.rank, &b->expected);
-    image_check_equal(&b->rows, &b->expected, case_sum_bytes(&b->world->c), "grad_expert_out");
-    ep_group_destroy(b->group);
-    image_free(&b->rows);
-    image_free(&b->expected);
-    image_free(&b->slots);
-    world_free(b->world);
+    const World *world = b->step.world;
+    expect_combine_backward(world, b->step.rank, &b->expected);
+    image_check_equal(&b->rows, &b->expected, case_sum_bytes(&world->c), "grad_expert_out");
+    image_free(&b->rows), image_free(&b->expected), image_free(&b->slots);
+    close_step(&b->step);
 }
 
 /* Weighted, but without gradients of weights: no dot products, so no expert_out either. */
 ThreadTest(combine_backward, rows_alone, RANKS) {
     Backward b;
-    backward_open(&b, bootstrap, 1);
+    backward_open(&b, bootstrap);
     CHECK_OK(ep_combine_backward(b.step.handle, NULL, &b.grad_out, &b.weights, NULL, NULL,
                                  &b.grad_rows, NULL));
     image_check_untouched(&b.slots, "grad_slot_weights");
@@ -57,7 +48,7 @@ ThreadTest(combine_backward, rows_alone, RANKS) {
 /* One rank requests gradients of weights, the others do not. */
 ThreadTest(combine_backward, weights_on_one_rank, RANKS) {
     Backward b;
-    backward_open(&b, bootstrap, 1);
+    backward_open(&b, bootstrap);
     int ask = bootstrap->rank == 1;
     CHECK_OK(ep_combine_backward(b.step.handle, NULL, &b.grad_out, &b.weights,
                                  ask ? &b.expert_out : NULL, NULL, &b.grad_rows,
@@ -68,10 +59,9 @@ ThreadTest(combine_backward, weights_on_one_rank, RANKS) {
 
 /* Rows of many elements show rounding errors of the sum. */
 Test(combine_backward, long_dot_products, .timeout = 120) {
-    static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
-    for (int i = 0; i < 3; i++) {
-        Case c = {.ranks = 2, .hidden = 4096, .max_tokens = 6, .weighted = 1};
-        c.row_type = c.sum_type = types[i];
+    for (EpType type = EP_TYPE_BF16; type <= EP_TYPE_FP32; type++) {
+        Case c = case_of("ranks=2 hidden=4096 max_tokens=6 weighted=1");
+        c.row_type = c.sum_type = type;
         run_case_on_threads(&c);
     }
 }
@@ -79,25 +69,22 @@ Test(combine_backward, long_dot_products, .timeout = 120) {
 /* The longest rows, with products so small that a sum of ones rounds them away one by one. */
 SoloTest(combine_backward, worst_dot_product) {
     enum { HIDDEN = EP_MAX_ROW_BYTES / 4, ONES = 64 };
-    Fixture fixture;
-    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
-    c.hidden = HIDDEN, c.row_type = c.sum_type = EP_TYPE_FP32;
-    fixture_open(&fixture, &c);
-    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
-    const RankWorld *me = fixture.world->rank;
-    float *x = fixture.tensor[EXPERT_OUT].data, *grad = fixture.tensor[GRAD_OUT].data;
+    Fixture *f = fixture_new("hidden=16384 row_type=fp32 sum_type=fp32");
+    CHECK_OK(fixture_call(f, OP_PREPARE));
+    const RankWorld *me = f->world->rank;
+    float *x = f->tensor[EXPERT_OUT].data, *grad = f->tensor[GRAD_OUT].data;
     for (int64_t i = 0; i < me->recv_rows * HIDDEN; i++)
         x[i] = i % HIDDEN < ONES ? 1 : 0x1p-24f;
     for (int64_t i = 0; i < (int64_t)me->rows * HIDDEN; i++)
         grad[i] = 1;
-    CHECK_OK(fixture_call(&fixture, OP_COMBINE_BACKWARD));
-    const float *got = fixture.tensor[GRAD_SLOT_WEIGHTS].data;
+    CHECK_OK(fixture_call(f, OP_COMBINE_BACKWARD));
+    const float *got = f->tensor[GRAD_SLOT_WEIGHTS].data;
     double exact = ONES + (HIDDEN - ONES) * 0x1p-24;
     for (int64_t row = 0; row < me->recv_rows; row++)
         if (me->row[row].kind == ROW_FILLED)
             CHECK(fabs(got[row] - exact) <= 1e-5 * exact, "row %lld: %.9g instead of %.9g",
                   (long long)row, (double)got[row], exact);
-    fixture_close(&fixture);
+    fixture_free(f);
 }
 
 /* The product is rounded to float32 before it is rounded to bf16: here that makes a difference of
@@ -111,24 +98,23 @@ SoloTest(combine_backward, products_are_rounded_twice) {
                  {0x3e8388a3, 0x3f23, 0x3e28, 0x3e27},
                  {0x3eb96cb6, 0x3f12, 0x3e54, 0x3e53}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
-        Fixture fixture;
-        Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
-        fixture_open(&fixture, &c);
-        CHECK_OK(fixture_call(&fixture, OP_PREPARE));
-        const RankWorld *me = fixture.world->rank;
-        uint32_t *weights = fixture.tensor[SLOT_WEIGHTS].data;
-        uint16_t *gradients = fixture.tensor[GRAD_OUT].data;
+        Fixture *f = fixture_new("");
+        CHECK_OK(fixture_call(f, OP_PREPARE));
+        const RankWorld *me = f->world->rank;
+        int hidden = f->world->c.hidden;
+        uint32_t *weights = f->tensor[SLOT_WEIGHTS].data;
+        uint16_t *gradients = f->tensor[GRAD_OUT].data;
         for (int64_t row = 0; row < me->recv_rows; row++)
             weights[row] = cases[i].weight;
-        for (int64_t at = 0; at < me->rows * c.hidden; at++)
+        for (int64_t at = 0; at < me->rows * hidden; at++)
             gradients[at] = cases[i].gradient;
-        CHECK_OK(fixture_call(&fixture, OP_COMBINE_BACKWARD));
-        const uint16_t *got = fixture.tensor[GRAD_EXPERT_OUT].data;
-        for (int64_t at = 0; at < me->recv_rows * c.hidden; at++)
-            if (me->row[at / c.hidden].kind == ROW_FILLED)
+        CHECK_OK(fixture_call(f, OP_COMBINE_BACKWARD));
+        const uint16_t *got = f->tensor[GRAD_EXPERT_OUT].data;
+        for (int64_t at = 0; at < me->recv_rows * hidden; at++)
+            if (me->row[at / hidden].kind == ROW_FILLED)
                 CHECK(got[at] == cases[i].product, "case %zu: 0x%04x, rounded once it is 0x%04x", i,
                       got[at], cases[i].once);
-        fixture_close(&fixture);
+        fixture_free(f);
     }
 }
 
@@ -136,8 +122,9 @@ SoloTest(combine_backward, products_are_rounded_twice) {
  * blocks each block has several rows under way. */
 Test(combine_backward, rows_of_24_kib, .timeout = 120) {
     for (int ranks = 1; ranks <= RANKS; ranks += RANKS - 1) {
-        Case c = {.ranks = ranks, .top_k = 8, .max_tokens = 32 / ranks, .weighted = 1};
-        c.row_type = c.sum_type = EP_TYPE_FP32, c.hidden = 24 * 1024 / 4;
+        Case c = case_of("ranks=%d top_k=8 max_tokens=%d weighted=1 row_type=fp32 sum_type=fp32 "
+                         "hidden=6144",
+                         ranks, 32 / ranks);
         run_case_on_threads(&c);
     }
 }

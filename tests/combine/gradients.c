@@ -9,7 +9,7 @@
 #include "tests/cases/run.h"
 #include "tests/harness/random.h"
 
-enum { H = 4, TOKENS = 3, K = 2, RANKS = 3, EXPERTS = 5, MAX_ROWS = 64 };
+enum { H = 4, TOKENS = 3, K = 2, RANKS = 3, MAX_ROWS = 64 };
 
 /* One rank's buffers. Rows are 16 bytes. */
 typedef struct Model {
@@ -23,12 +23,12 @@ typedef struct Model {
     _Alignas(16) float slot_grad[MAX_ROWS * K], x_grad[TOKENS * H], weight_grad[TOKENS * K];
 } Model;
 
-static const Case *case_of(const Model *m) {
+static const Case *case_for(const Model *m) {
     return &m->world->c;
 }
 
 static int is_flat(const Model *m) {
-    return case_of(m)->layout == EP_LAYOUT_FLAT;
+    return case_for(m)->layout == EP_LAYOUT_FLAT;
 }
 
 static const RankWorld *me(const Model *m) {
@@ -69,7 +69,7 @@ static int64_t expert_of(const Model *m, int64_t row, int k) {
     if (what->kind != ROW_FILLED || (!is_flat(m) && k != what->k)) return -1;
     if (!world_live(m->world, what->source, what->token, k)) return -1;
     int64_t expert = m->world->rank[what->source].index[what->token * K + k];
-    return world_owner(case_of(m), expert) == m->bootstrap->rank ? expert : -1;
+    return world_owner(case_for(m), expert) == m->bootstrap->rank ? expert : -1;
 }
 
 /* In FLAT the experts apply the weights themselves, so combine is unweighted. */
@@ -190,37 +190,23 @@ static void check_model(Model *m) {
 }
 
 static void gradients_body(const EpBootstrap *bootstrap, void *arg) {
-    const World *world = arg;
-    EpGroup *group = open_group(bootstrap, &world->c);
+    Step step = open_step(bootstrap, arg);
     Model *m = aligned_alloc(64, (sizeof(*m) + 63) / 64 * 64);
     memset(m, 0, sizeof(*m));
-    m->bootstrap = bootstrap;
-    m->world = world;
-    m->weighted = world->c.weighted;
-    m->handle = group ? open_handle(group, &world->c) : NULL;
+    m->bootstrap = bootstrap, m->world = step.world, m->handle = step.handle;
+    m->weighted = step.world->c.weighted;
     if (m->handle) check_model(m);
-    ep_group_destroy(group);
+    close_step(&step);
     free(m);
 }
 
 static void check_gradients(EpLayout layout, int weighted) {
-    Case c = {.ranks = RANKS,
-              .experts = EXPERTS,
-              .top_k = K,
-              .hidden = H,
-              .max_tokens = TOKENS,
-              .spread = SPREAD_FULL,
-              .row_type = EP_TYPE_FP32,
-              .sum_type = EP_TYPE_FP32,
-              .layout = layout,
-              .alignment = 2,
-              .weighted = weighted,
-              .masked_percent = 15,
-              .duplicates = 1,
-              .seed = 21};
-    World *world = world_new(&c);
-    run_ranks(RANKS, gradients_body, world);
-    world_free(world);
+    Case c = case_of("ranks=%d experts=5 top_k=%d hidden=%d max_tokens=%d spread=full "
+                     "row_type=fp32 sum_type=fp32 alignment=2 weighted=%d masked_percent=15 "
+                     "duplicates=1 seed=21",
+                     RANKS, K, H, TOKENS, weighted);
+    c.layout = layout;
+    run_ranks(RANKS, gradients_body, &c);
 }
 
 #define GRADIENTS(name, layout)                                  \

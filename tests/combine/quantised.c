@@ -11,42 +11,26 @@
 #include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"
 
-#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
-
-#define NEEDS_QUANT()                                                       \
-    do {                                                                    \
-        if (!TESTS_HAVE_QUANT) HOST_ONLY("this backend does not quantise"); \
-    } while (0)
-
 /* ---- against the oracle -------------------------------------------------------------------- */
 
 /* Rows end within a block, within a group of blocks, and behind one. */
-static void run_rows(EpLayout layout, int ranks, const char *nodes) {
+static void run_rows(EpLayout layout, int ranks, const char *more) {
     static const int hiddens[] = {16, 48, 128, 400, 512, 528, 1296};
+    Case cases[LENGTH(hiddens)];
     for (int i = 0; i < LENGTH(hiddens); i++) {
-        Case c = {.ranks = ranks,
-                  .experts = 7,
-                  .top_k = 3,
-                  .hidden = hiddens[i],
-                  .layout = layout,
-                  .sum_type = (EpType)(1 + (i + ranks) % 3),
-                  .sum_quant = EP_QUANT_FP8,
-                  .quant = i % 3 ? EP_QUANT_NONE : EP_QUANT_MXFP8,
-                  .masked_percent = 20,
-                  .duplicates = i % 2,
-                  .weighted = i % 2,
-                  .weights_at_combine = i % 4 == 2,
-                  .counted = i % 3 == 1,
-                  .num_sms = i % 3 ? 0 : 2,
-                  .seed = (uint64_t)(ranks * 100 + (int)layout * 10 + i)};
-        snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
-        run_case_on_threads(&c);
+        cases[i] = case_of("ranks=%d experts=7 top_k=3 hidden=%d sum_type=%d sum_quant=fp8 quant=%s "
+                           "masked_percent=20 duplicates=%d weighted=%d weights_at_combine=%d "
+                           "counted=%d num_sms=%d seed=%d %s",
+                           ranks, hiddens[i], 1 + (i + ranks) % 3, i % 3 ? "none" : "mxfp8", i % 2,
+                           i % 2, i % 4 == 2, i % 3 == 1, i % 3 ? 0 : 2,
+                           ranks * 100 + (int)layout * 10 + i, more);
+        cases[i].layout = layout;
     }
+    run_cases_on_threads(cases, LENGTH(hiddens));
 }
 
 #define GRID(name, layout)                          \
     Test(combine_quantised, name, .timeout = 120) { \
-        NEEDS_QUANT();                              \
         run_rows(layout, 1, "");                    \
         run_rows(layout, 2, "");                    \
         run_rows(layout, 4, "");                    \
@@ -62,56 +46,39 @@ Test(combine_quantised, several_nodes_and_a_tiny_stage, .timeout = 120) {
     setenv("LIBEP_STAGE_BYTES", "12000", 1);
     setenv("LIBEP_NODE_CHUNK", "12000", 1);
     for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++)
-        run_rows(layout, 4, "0120");
+        run_rows(layout, 4, "nodes=0120");
 }
+
+#define QuantisedTest(name, ...)                                                   \
+    Test(combine_quantised, name, .timeout = 120) {                                \
+        static const char *const texts[] = {__VA_ARGS__};                          \
+        for (int i = 0; i < LENGTH(texts); i++) {                                  \
+            Case c = case_of("sum_quant=fp8 spread=full seed=%d %s", i, texts[i]); \
+            run_case_on_threads(&c);                                               \
+        }                                                                          \
+    }
 
 /* Relays sum rows of several fragments. */
-Test(combine_quantised, long_rows_on_nodes, .timeout = 120) {
-    for (int type = EP_TYPE_BF16; type <= EP_TYPE_FP32; type++) {
-        Case c = {.ranks = 4, .experts = 12, .top_k = 6, .hidden = 7168, .max_tokens = 5};
-        c.sum_type = (EpType)type, c.weighted = type != EP_TYPE_FP16, c.spread = SPREAD_FULL;
-        c.sum_quant = EP_QUANT_FP8, c.seed = (uint64_t)type;
-        snprintf(c.nodes, sizeof(c.nodes), "0101");
-        run_case_on_threads(&c);
-    }
-}
+#define NODES "ranks=4 nodes=0101 experts=12 top_k=6 hidden=7168 max_tokens=5 "
+QuantisedTest(long_rows_on_nodes, NODES "sum_type=bf16 weighted=1", NODES "sum_type=fp16",
+              NODES "sum_type=fp32 weighted=1")
 
 /* The longest rows, which kernels cut into fragments, and some that end within one. */
-Test(combine_quantised, longest_rows, .timeout = 120) {
-    NEEDS_QUANT();
-    static const struct {
-        int hidden, top_k;
-        EpType type;
-    } rows[] = {{EP_MAX_ROW_BYTES / 2, 2, EP_TYPE_BF16},
-                {24592, 6, EP_TYPE_FP16},
-                {7168, 8, EP_TYPE_BF16},
-                {EP_MAX_ROW_BYTES / 4 - 16, 5, EP_TYPE_FP32},
-                {4112, 32, EP_TYPE_FP32}};
-    for (int i = 0; i < LENGTH(rows); i++) {
-        Case c = {.ranks = 2, .experts = 40, .max_tokens = 3, .weighted = 1};
-        c.hidden = rows[i].hidden, c.sum_type = rows[i].type, c.top_k = rows[i].top_k;
-        c.row_type = EP_TYPE_UINT8, c.spread = SPREAD_FULL, c.sum_quant = EP_QUANT_FP8;
-        c.seed = (uint64_t)i;
-        run_case_on_threads(&c);
-    }
-}
-
-Test(combine_quantised, many_terms, .timeout = 120) {
-    NEEDS_QUANT();
-    Case c = {.ranks = GPU_RANKS(12), .experts = 64, .top_k = 32, .hidden = 272, .weighted = 1};
-    c.sum_quant = EP_QUANT_FP8, c.spread = SPREAD_FULL;
-    run_case_on_threads(&c);
-}
+#define LONG "ranks=2 experts=40 max_tokens=3 weighted=1 row_type=uint8 "
+QuantisedTest(longest_rows, LONG "hidden=32768 top_k=2 sum_type=bf16",
+              LONG "hidden=24592 top_k=6 sum_type=fp16",
+              LONG "hidden=7168 top_k=8 sum_type=bf16",
+              LONG "hidden=16368 top_k=5 sum_type=fp32",
+              LONG "hidden=4112 top_k=32 sum_type=fp32")
 
 /* Rows beyond the capacity have no slots: their sums are quantised zeros. */
-Test(combine_quantised, lost_slots, .timeout = 120) {
-    NEEDS_QUANT();
-    for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_FLAT; layout++) {
-        Case c = {.ranks = 3, .experts = 6, .top_k = 4, .hidden = 160, .capacity = 11};
-        c.layout = layout, c.overflow = EP_OVERFLOW_DROP, c.spread = SPREAD_FULL;
-        c.sum_quant = EP_QUANT_FP8;
-        run_case_on_threads(&c);
-    }
+#define LOST "ranks=3 experts=6 top_k=4 hidden=160 capacity=11 overflow=drop "
+QuantisedTest(lost_slots, LOST "layout=expert-major", LOST "layout=flat")
+
+Test(combine_quantised, many_terms, .timeout = 120) {
+    Case c = case_of("ranks=%d experts=64 top_k=32 hidden=272 weighted=1 sum_quant=fp8 spread=full",
+                     GPU_RANKS(12));
+    run_case_on_threads(&c);
 }
 
 /* ---- by hand ------------------------------------------------------------------------------- */
@@ -168,17 +135,11 @@ static void make_plan(EpHandle *handle, EpMode mode) {
 }
 
 static void sum_by_hand(const EpBootstrap *bootstrap, EpMode mode) {
-    Case c = case_complete((Case){.ranks = 2,
-                                  .experts = 2,
-                                  .hidden = 128,
-                                  .max_tokens = 1,
-                                  .mode = mode,
-                                  .capacity = 2,
-                                  .row_type = EP_TYPE_FP32,
-                                  .sum_type = EP_TYPE_FP32,
-                                  .sum_quant = EP_QUANT_FP8});
-    EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    Case c = case_of("ranks=2 experts=2 hidden=128 max_tokens=1 mode=%d capacity=2 row_type=fp32 "
+                     "sum_type=fp32 sum_quant=fp8",
+                     mode);
+    Step step = open_step(bootstrap, &c);
+    EpHandle *handle = step.handle;
     REQUIRE(handle, "no handle");
     _Alignas(16) float rows[2 * 128], sums[128];
     fill_rows(rows, bootstrap->rank);
@@ -193,17 +154,15 @@ static void sum_by_hand(const EpBootstrap *bootstrap, EpMode mode) {
             CHECK_OK(ep_combine(handle, NULL, &expert_out, NULL, NULL, NULL, &out));
         check_sums(sums);
     }
-    ep_group_destroy(group);
+    close_step(&step);
 }
 
 ThreadTest(combine_quantised, by_hand, 2) {
-    NEEDS_QUANT();
     sum_by_hand(bootstrap, EP_MODE_THROUGHPUT);
 }
 
 ThreadTest(combine_quantised, by_hand_in_latency_mode, 2) {
     NEEDS_LATENCY();
-    NEEDS_QUANT();
     sum_by_hand(bootstrap, EP_MODE_LATENCY);
 }
 
@@ -211,8 +170,7 @@ ThreadTest(combine_quantised, by_hand_in_latency_mode, 2) {
 
 /* Handles of either kind use one plan: what travels is no part of it. */
 ThreadTest(combine_quantised, one_plan_for_both, 3) {
-    NEEDS_QUANT();
-    Case c = case_complete((Case){.ranks = 3, .hidden = 144, .top_k = 4, .spread = SPREAD_FULL});
+    Case c = case_complete(case_of("ranks=3 hidden=144 top_k=4 spread=full"));
     Case quantised = c;
     quantised.sum_quant = EP_QUANT_FP8;
     EpGroup *group = open_group(bootstrap, &c);
@@ -236,34 +194,27 @@ ThreadTest(combine_quantised, one_plan_for_both, 3) {
 /* Rank 1 sends its sums as they are. */
 static void disagree(const EpBootstrap *bootstrap, EpMode mode) {
     set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
-    Case c = case_complete(
-        (Case){.ranks = 2, .hidden = 1024, .mode = mode, .capacity = 60, .spread = SPREAD_FULL});
-    World *world = world_new(&c);
-    if (bootstrap->rank == 0) c.sum_quant = EP_QUANT_FP8;
-    EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
-    REQUIRE(handle, "no handle");
-    Step step = {group, handle, world, bootstrap->rank, NULL};
+    Case c = case_of("ranks=2 hidden=1024 mode=%d capacity=60 spread=full sum_quant=%s", mode,
+                     bootstrap->rank ? "none" : "fp8");
+    Step step = open_step(bootstrap, &c);
+    REQUIRE(step.handle, "no handle");
     step_prepare(&step);
     step_dispatch(&step);
     static _Thread_local _Alignas(16) uint16_t sums[9 * 1024];
     EpTensor expert_out = step_expert_out(&step);
     EpTensor out = ep_tensor_2d(sums, EP_TYPE_BF16, 9, 1024);
-    EpStatus status = ep_combine(handle, NULL, &expert_out, NULL, NULL, NULL, &out);
-    if (TESTS_ON_GPU && status == EP_OK) status = ep_group_status(group, NULL);
+    EpStatus status = ep_combine(step.handle, NULL, &expert_out, NULL, NULL, NULL, &out);
+    if (TESTS_ON_GPU && status == EP_OK) status = ep_group_status(step.group, NULL);
     CHECK_REFUSED(status, EP_ERR_ORDER, "combine", TESTS_ON_GPU ? "" : "sum_quant");
-    world_free(world);
-    ep_group_destroy(group);
+    close_step(&step);
 }
 
 ThreadTest(combine_quantised, ranks_disagree, 2) {
-    NEEDS_QUANT();
     disagree(bootstrap, EP_MODE_THROUGHPUT);
 }
 
 ThreadTest(combine_quantised, ranks_disagree_in_latency_mode, 2) {
     NEEDS_LATENCY();
-    NEEDS_QUANT();
     disagree(bootstrap, EP_MODE_LATENCY);
 }
 
@@ -271,35 +222,17 @@ ThreadTest(combine_quantised, ranks_disagree_in_latency_mode, 2) {
 
 /* Rows of 16-byte units that are not units of 16 elements, in each call that sums. */
 SoloTest(combine_quantised, row_lengths) {
-    NEEDS_QUANT();
-    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
-    c.hidden = 32, c.sum_quant = EP_QUANT_FP8;
-    Fixture fixture;
-    fixture_open_prepared(&fixture, &c);
     static const Arg rows[] = {EXPERT_OUT, OUT, GRAD_RECV_TOKENS, GRAD_TOKENS};
+    Fixture *f = fixture_new_prepared("hidden=32 sum_quant=fp8");
     for (int i = 0; i < LENGTH(rows); i++)
-        fixture.tensor[rows[i]].shape[1] = 24;
-    CHECK_REFUSED(fixture_call(&fixture, OP_COMBINE), EP_ERR_ROW_BYTES, "ep_combine", "expert_out",
+        f->tensor[rows[i]].shape[1] = 24;
+    CHECK_REFUSED(fixture_call(f, OP_COMBINE), EP_ERR_ROW_BYTES, "ep_combine", "expert_out",
                   "multiple of 16 elements", "sum_quant", "got 24");
-    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH_BACKWARD), EP_ERR_ROW_BYTES,
-                  "ep_dispatch_backward", "grad_recv_tokens", "multiple of 16 elements", "got 24");
-    fixture_check_untouched(&fixture);
-    fixture_close(&fixture);
+    CHECK_REFUSED(fixture_call(f, OP_DISPATCH_BACKWARD), EP_ERR_ROW_BYTES, "ep_dispatch_backward",
+                  "grad_recv_tokens", "multiple of 16 elements", "got 24");
+    fixture_check_untouched(f);
+    fixture_free(f);
 }
 
-SoloTest(combine_quantised, row_lengths_of_a_send_phase) {
-    NEEDS_QUANT();
-    Case c = fixture_case(EP_LAYOUT_BATCHED);
-    c.hidden = 32, c.sum_quant = EP_QUANT_FP8, c.mode = EP_MODE_LATENCY;
-    c = case_complete(c);
-    Fixture fixture;
-    fixture_open(&fixture, &c);
-    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
-    CHECK_OK(fixture_call(&fixture, OP_DISPATCH));
-    fixture_reset(&fixture);
-    fixture.tensor[EXPERT_OUT].shape[2] = 24;
-    CHECK_REFUSED(fixture_call(&fixture, OP_COMBINE_SEND), EP_ERR_ROW_BYTES, "ep_combine_send",
-                  "expert_out", "multiple of 16 elements", "got 24");
-    fixture_check_untouched(&fixture);
-    fixture_close(&fixture);
-}
+RefusalsTest(combine_quantised, row_lengths_of_a_send_phase, "sum_quant",
+             "layout=batched hidden=32 sum_quant=fp8 mode=latency")

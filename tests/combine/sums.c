@@ -9,28 +9,27 @@
 #include "tests/oracle/expect.h"
 #include "tests/oracle/number.h"
 
-static const EpType sum_types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
+/* Each type, with weights and without. */
+static Case of_type(Case c, int i) {
+    c.row_type = c.sum_type = (EpType)(1 + i / 2), c.weighted = i % 2, c.seed = (uint64_t)i;
+    return c;
+}
 
-static void run_types(Case c) {
-    for (int i = 0; i < 3; i++)
-        for (int weighted = 0; weighted < 2; weighted++) {
-            c.row_type = c.sum_type = sum_types[i];
-            c.weighted = weighted;
-            c.seed = (uint64_t)(i * 2 + weighted);
-            run_case_on_threads(&c);
-        }
+static void run_types(Case given) {
+    for (int i = 0; i < 6; i++) {
+        Case c = of_type(given, i);
+        run_case_on_threads(&c);
+    }
 }
 
 Test(combine_sums, few_terms, .timeout = 120) {
-    run_types((Case){.ranks = 2, .top_k = 2, .hidden = 104});
+    run_types(case_of("ranks=2 top_k=2 hidden=104"));
 }
-
 Test(combine_sums, many_terms_per_rank, .timeout = 120) {
-    run_types((Case){.ranks = 2, .experts = 64, .top_k = 32, .hidden = 64});
+    run_types(case_of("ranks=2 experts=64 top_k=32 hidden=64"));
 }
-
 Test(combine_sums, many_ranks, .timeout = 120) {
-    run_types((Case){.ranks = GPU_RANKS(12), .experts = 48, .top_k = 16, .hidden = 16});
+    run_types(case_of("ranks=%d experts=48 top_k=16 hidden=16", GPU_RANKS(12)));
 }
 
 /* Combine in a group of one rank and one expert, with one token per row of `rows`. */
@@ -38,14 +37,10 @@ static void combine_alone(const void *rows, EpType type, int64_t tokens, int64_t
                           const float *weights, void *out) {
     EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
     REQUIRE_OK(ep_bootstrap_local(1, &bootstrap));
-    Case c = case_complete((Case){.experts = 1,
-                                  .top_k = 1,
-                                  .max_tokens = (int)tokens,
-                                  .hidden = (int)hidden,
-                                  .row_type = type,
-                                  .sum_type = type});
-    EpGroup *group = open_group(&bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    Case c = case_of("experts=1 top_k=1 max_tokens=%d hidden=%d row_type=%d sum_type=%d",
+                     (int)tokens, (int)hidden, type, type);
+    Step step = open_step(&bootstrap, &c);
+    EpHandle *handle = step.handle;
     REQUIRE(handle, "no handle");
     int32_t index[64] = {0};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, tokens, 1);
@@ -55,7 +50,7 @@ static void combine_alone(const void *rows, EpType type, int64_t tokens, int64_t
     CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
     CHECK_OK(
         ep_combine(handle, NULL, &expert_out, weights ? &slot_weights : NULL, NULL, NULL, &sums));
-    ep_group_destroy(group);
+    close_step(&step);
     ep_bootstrap_destroy(&bootstrap);
 }
 
@@ -112,42 +107,7 @@ SoloTest(combine_sums, rounding_to_fp16) {
     check_rounding(EP_TYPE_FP16);
 }
 
-/* One token, three ranks, one expert each: 2^24, 1 and -2^24 in FP32. In ascending rank order 2^24
- * absorbs the 1; any other order keeps it. */
-ThreadTest(combine_sums, ranks_ascending, 3) {
-    static const float parts[3] = {16777216.0f, 1.0f, -16777216.0f};
-    Case c = case_complete((Case){.ranks = 3,
-                                  .experts = 3,
-                                  .top_k = 3,
-                                  .hidden = 4,
-                                  .row_type = EP_TYPE_FP32,
-                                  .sum_type = EP_TYPE_FP32});
-    EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
-    REQUIRE(handle, "no handle");
-    int32_t index[3] = {2, 0, 1};
-    _Alignas(16) float rows[12], out[4];
-    for (int i = 0; i < 12; i++)
-        rows[i] = parts[bootstrap->rank];
-    EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 1, 3);
-    EpTensor expert_out = ep_tensor_2d(rows, EP_TYPE_FP32, 3, 4);
-    EpTensor sums = ep_tensor_2d(out, EP_TYPE_FP32, 1, 4);
-    CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
-    CHECK_OK(ep_combine(handle, NULL, &expert_out, NULL, NULL, NULL, &sums));
-    for (int h = 0; h < 4; h++)
-        CHECK(out[h] == 0.0f, "%g", (double)out[h]);
-    ep_group_destroy(group);
-}
-
 /* ---- several nodes ------------------------------------------------------------------------ */
-
-static const Case on_nodes = {.ranks = 6,
-                              .nodes = "120210",
-                              .experts = 23,
-                              .top_k = 9,
-                              .max_tokens = 25,
-                              .masked_percent = 20,
-                              .hidden = 312};
 
 /* Returns how many bytes of a rank's sums would differ if all ranks were on one node. */
 static int64_t count_differences(Case c, int rank) {
@@ -169,11 +129,11 @@ static int64_t count_differences(Case c, int rank) {
 /* In each type, with weights and without, the sums depend on the nodes: of the oracle, and so of
  * the library. */
 static void run_nodes(EpLayout layout) {
-    Case c = on_nodes;
-    c.layout = layout;
+    Case given = case_of("ranks=6 nodes=120210 experts=23 top_k=9 max_tokens=25 masked_percent=20 "
+                         "hidden=312 spread=full");
+    given.layout = layout;
     for (int i = 0; i < 6; i++) {
-        c.row_type = c.sum_type = sum_types[i / 2], c.weighted = i % 2;
-        c.spread = SPREAD_FULL, c.seed = (uint64_t)i;
+        Case c = of_type(given, i);
         for (int rank = 0; rank < c.ranks; rank++)
             CHECK(count_differences(c, rank) > 100, "rank %d, type %d", rank, (int)c.sum_type);
         run_case_on_threads(&c);
@@ -197,6 +157,11 @@ typedef struct ByHand {
     float part[4], sum[4]; /* sum[r]: of a token of rank r */
 } ByHand;
 
+/* On one node: in ascending rank order 2^24 absorbs the 1; any other order keeps it. */
+static const ByHand on_one_node[] = {
+    {EP_TYPE_FP32, {0x1p24f, 1, -0x1p24f, NAN}, {0, 0, 0, 0}},
+};
+
 /* Nodes are {0, 2} and {1, 3}. */
 static const ByHand by_hand[] = {
     /* for rank 0: (1 + 1) at rank 1's place, 2^24 + 2 - 2^24. For rank 1: rank 0's node first:
@@ -216,14 +181,10 @@ static const ByHand by_hand[] = {
 };
 
 static void check_by_hand(const EpBootstrap *bootstrap, const ByHand *hand) {
-    Case c = case_complete((Case){.ranks = 4,
-                                  .experts = 4,
-                                  .top_k = 4,
-                                  .hidden = 8,
-                                  .row_type = hand->type,
-                                  .sum_type = hand->type});
-    EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    Case c = case_of("ranks=4 experts=4 top_k=4 hidden=8 row_type=%d sum_type=%d", hand->type,
+                     hand->type);
+    Step step = open_step(bootstrap, &c);
+    EpHandle *handle = step.handle;
     REQUIRE(handle, "no handle");
     int32_t index[4] = {3, 1, 0, 2};
     _Alignas(16) float rows[32], out[8];
@@ -241,16 +202,21 @@ static void check_by_hand(const EpBootstrap *bootstrap, const ByHand *hand) {
                           : ep_combine(handle, NULL, &expert_out, NULL, NULL, NULL, &sums));
         for (int h = 0; h < 8; h++)
             CHECK(number_get(out, hand->type, h) == hand->sum[bootstrap->rank],
-                  "sum %d, rank %d: %g", (int)(hand - by_hand), bootstrap->rank,
+                  "rank 0 has %g, rank %d: %g", (double)hand->part[0], bootstrap->rank,
                   (double)number_get(out, hand->type, h));
     }
-    ep_group_destroy(group);
+    close_step(&step);
 }
 
 ThreadTest(combine_sums, nodes_by_hand, 4) {
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "0,1,0,1");
-    for (size_t i = 0; i < sizeof(by_hand) / sizeof(by_hand[0]); i++)
+    for (int i = 0; i < LENGTH(by_hand); i++)
         check_by_hand(bootstrap, &by_hand[i]);
+}
+
+ThreadTest(combine_sums, ranks_ascending, 4) {
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "1");
+    check_by_hand(bootstrap, &on_one_node[0]);
 }
 
 /* ---- on one rank --------------------------------------------------------------------------- */
@@ -260,10 +226,9 @@ ThreadTest(combine_sums, nodes_by_hand, 4) {
 SoloTest(combine_sums, k_ascending_and_fused) {
     EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
     REQUIRE_OK(ep_bootstrap_local(1, &bootstrap));
-    Case c = case_complete((Case){
-        .experts = 3, .top_k = 3, .hidden = 4, .row_type = EP_TYPE_FP32, .sum_type = EP_TYPE_FP32});
-    EpGroup *group = open_group(&bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    Case c = case_of("experts=3 top_k=3 hidden=4 row_type=fp32 sum_type=fp32");
+    Step step = open_step(&bootstrap, &c);
+    EpHandle *handle = step.handle;
     REQUIRE(handle, "no handle");
     int32_t index[3] = {2, 0, 1};
     float x = 1.0f + 0x1p-12f, weights[3] = {x, -1.0f, -1.0f};
@@ -279,7 +244,7 @@ SoloTest(combine_sums, k_ascending_and_fused) {
     CHECK_OK(ep_combine(handle, NULL, &expert_out, &slot_weights, NULL, NULL, &sums));
     for (int h = 0; h < 4; h++)
         CHECK(out[h] == 0x1p-24f, "%a", (double)out[h]);
-    ep_group_destroy(group);
+    close_step(&step);
     ep_bootstrap_destroy(&bootstrap);
 }
 

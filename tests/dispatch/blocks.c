@@ -56,7 +56,6 @@ Test(dispatch_blocks, nodes, .timeout = 120) {
     run_tails(c);
 }
 Test(dispatch_blocks, quantised, .timeout = 120) {
-    if (!TESTS_HAVE_QUANT) cr_skip_test("the backend does not quantise");
     Case c = shape;
     c.quant = EP_QUANT_FP8, c.sum_quant = EP_QUANT_FP8, c.hidden = 272;
     run_tails(c);

@@ -5,33 +5,19 @@
 
 #include "tests/cases/run.h"
 
-static void run_capacities(EpLayout layout, EpOverflow overflow, int alignment) {
-    static const int64_t capacities[] = {1, 7, 16, 17, 30, 63};
-    for (size_t i = 0; i < sizeof(capacities) / sizeof(capacities[0]); i++) {
-        Case c = {.ranks = 3,
-                  .experts = 7,
-                  .top_k = 3,
-                  .max_tokens = 12,
-                  .spread = SPREAD_FULL,
-                  .layout = layout,
-                  .alignment = alignment,
-                  .capacity = capacities[i],
-                  .rows_per_expert = capacities[i],
-                  .overflow = overflow,
-                  .weighted = 1,
-                  .scale_bytes = 4,
-                  .spare_rows = 5,
-                  .zero_tail = (int)i % 2,
-                  .seed = i};
-        run_case_on_threads(&c);
-    }
-}
-
 static void run_policies(EpLayout layout) {
-    for (int alignment = 1; alignment <= 16; alignment *= 4) {
-        run_capacities(layout, EP_OVERFLOW_ERROR, alignment);
-        run_capacities(layout, EP_OVERFLOW_DROP, alignment);
+    static const int capacities[] = {1, 7, 16, 17, 30, 63};
+    Case cases[6 * LENGTH(capacities)];
+    for (int i = 0; i < LENGTH(cases); i++) {
+        int capacity = capacities[i / 6], alignment = 1 << (i % 3 * 2);
+        cases[i] = case_of("ranks=3 experts=7 top_k=3 max_tokens=12 spread=full alignment=%d "
+                           "capacity=%d rows_per_expert=%d overflow=%s weighted=1 scale_bytes=4 "
+                           "spare_rows=5 zero_tail=%d seed=%d",
+                           alignment, capacity, capacity, i % 2 ? "drop" : "error", i / 6 % 2,
+                           i / 6);
+        cases[i].layout = layout;
     }
+    run_cases_on_threads(cases, LENGTH(cases));
 }
 
 Test(dispatch_overflow, expert_major, .timeout = 120) {
@@ -43,31 +29,19 @@ Test(dispatch_overflow, flat, .timeout = 120) {
 Test(dispatch_overflow, batched, .timeout = 120) {
     run_policies(EP_LAYOUT_BATCHED);
 }
-
 /* The rank-major layout cannot overflow, whatever the capacity. */
 Test(dispatch_overflow, rank_major, .timeout = 120) {
     run_policies(EP_LAYOUT_RANK_MAJOR);
 }
 
-Test(dispatch_overflow, duplicates, .timeout = 120) {
-    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
-        Case c = {.ranks = 2,
-                  .experts = 3,
-                  .top_k = 5,
-                  .duplicates = 1,
-                  .spread = SPREAD_FULL,
-                  .layout = (EpLayout)layout,
-                  .capacity = 14,
-                  .rows_per_expert = 9,
-                  .overflow = EP_OVERFLOW_DROP,
-                  .weighted = 1};
-        run_case_on_threads(&c);
-    }
-}
+LayoutsTest(dispatch_overflow, duplicates,
+            "ranks=2 experts=3 top_k=5 duplicates=1 spread=full capacity=14 rows_per_expert=9 "
+            "overflow=drop weighted=1")
 
-/* The capacity cuts the second of three slabs of one rank. `padded`: what is below the capacity. */
-static void check_cut(EpGroup *group, int64_t capacity, const int32_t expected[10],
-                      const char *what) {
+    /* The capacity cuts the second of three slabs of one rank. `padded`: what is below the
+       capacity. */
+    static void check_cut(EpGroup *group, int64_t capacity, const int32_t expected[10],
+                          const char *what) {
     static const int32_t experts[] = {0, 0, 0, 1, 1, 1, 1, 1, 2}; /* slabs of 4, 8 and 4 rows */
     enum { TOKENS = 9, EXPERTS = 3, NUMBERS = 10 };
     int32_t *index = malloc(sizeof(experts)), *out = calloc(NUMBERS, sizeof(*out));
@@ -106,46 +80,27 @@ ThreadTest(dispatch_overflow, capacity_that_cuts_a_slab, 1) {
 
 /* Both errors of one step are reported, one after the other. */
 Test(dispatch_overflow, together_with_wrong_indices, .timeout = 120) {
-    Case c = {.ranks = 2, .top_k = 3, .spread = SPREAD_FULL, .invalid_percent = 20, .capacity = 5};
+    Case c = case_of("ranks=2 top_k=3 spread=full invalid_percent=20 capacity=5");
     run_case_on_threads(&c);
 }
 
-/* The policy of a handle overrides the group's. */
-ThreadTest(dispatch_overflow, policy_of_the_handle, 2) {
-    Case c = case_complete((Case){.ranks = 2, .spread = SPREAD_FULL, .capacity = 3});
-    EpGroup *group = open_group(bootstrap, &c);
-    if (!group) return;
-    c.overflow = EP_OVERFLOW_DROP;
+/* A handle overrides the group's policy, capacity, alignment and K. */
+static void override(const EpBootstrap *bootstrap, const char *of_group, const char *of_handle) {
+    Case c = case_complete(case_of("ranks=2 spread=full %s %s", of_group, of_handle));
+    Case other = case_complete(case_of("ranks=2 spread=full %s", of_group));
     EpHandleConfig config = case_handle_config(&c);
-    config.overflow = EP_OVERFLOW_DROP;
+    EpGroup *group = open_group(bootstrap, &other);
     EpHandle *handle = NULL;
     World *world = world_new(&c);
-    if (CHECK_OK(ep_handle_create(group, &config, &handle))) {
-        Step step = {group, handle, world, bootstrap->rank, NULL};
-        step_all(&step);
-    }
-    ep_group_destroy(group);
-    world_free(world);
+    config.overflow = c.overflow;
+    config.alignment = c.alignment, config.top_k = c.top_k;
+    CHECK_OK(ep_handle_create(group, &config, &handle));
+    Step step = {group, handle, world, bootstrap->rank, NULL};
+    if (handle) step_all(&step);
+    close_step(&step);
 }
 
-/* The capacity, alignment and K of a handle override the group's. */
-ThreadTest(dispatch_overflow, capacity_of_the_handle, 2) {
-    Case c = case_complete((Case){.ranks = 2, .spread = SPREAD_FULL, .top_k = 4});
-    EpGroup *group = open_group(bootstrap, &c);
-    if (!group) return;
-    c.capacity = 9;
-    c.alignment = 4;
-    c.top_k = 3;
-    EpHandleConfig config = case_handle_config(&c);
-    config.max_recv_rows = c.capacity;
-    config.alignment = c.alignment;
-    config.top_k = c.top_k;
-    EpHandle *handle = NULL;
-    World *world = world_new(&c);
-    if (CHECK_OK(ep_handle_create(group, &config, &handle))) {
-        Step step = {group, handle, world, bootstrap->rank, NULL};
-        step_all(&step);
-    }
-    ep_group_destroy(group);
-    world_free(world);
+ThreadTest(dispatch_overflow, settings_of_the_handle, 2) {
+    override(bootstrap, "capacity=3", "overflow=drop");
+    override(bootstrap, "top_k=4", "capacity=9 alignment=4 top_k=3");
 }

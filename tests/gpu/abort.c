@@ -8,16 +8,10 @@
 #include <unistd.h>
 
 #include "runtime/group.h"
-#include "tests/gpu/devices.h"
 #include "tests/gpu/failing.h"
 #include "tests/harness/ranked.h"
 
 #define WHY "the watchdog has had enough"
-
-/* Failed groups log a warning. */
-static void silence_log(void) {
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
-}
 
 TestSuite(gpu_abort, .init = silence_log);
 
@@ -30,14 +24,12 @@ static void *abort_main(void *group) {
 static void abort_while_capturing(const FailingGroup *failing) {
     pthread_t thread;
     void *done = NULL;
-    cudaGraph_t graph = NULL;
     cudaStream_t captured = new_stream();
     CHECK_CUDA(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
     REQUIRE(!pthread_create(&thread, NULL, abort_main, failing->group), "no thread");
     pthread_join(thread, &done);
     CHECK(done != NULL, "the abort failed");
-    CHECK_CUDA(cudaStreamEndCapture(captured, &graph));
-    if (graph) CHECK_CUDA(cudaGraphDestroy(graph));
+    graph_discard(captured);
     CHECK_CUDA(cudaStreamDestroy(captured));
 }
 
@@ -51,17 +43,21 @@ static void enqueue(const FailingGroup *failing, StepOp op) {
     CHECK_CUDA(cudaMemcpyAsync(gpu->device, gpu->inputs, 64, cudaMemcpyHostToDevice, gpu->stream));
 }
 
+static void check_waits(const FailingGroup *failing) {
+    usleep(100000);
+    CHECK(cudaStreamQuery(failing->gpu.stream) == cudaErrorNotReady, "nothing waits");
+    (void)cudaGetLastError();
+}
+
 static void aborted(const EpBootstrap *bootstrap, EpMode mode, StepOp op) {
     FailingGroup failing;
     Case c = failing_case(bootstrap->size, mode);
     REQUIRE(failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT), "no group");
-    double begin = failing_now();
+    double begin = gpu_now();
     if (bootstrap->rank != failing.absent) {
         EpStatus expected = bootstrap->rank ? EP_ERR_PEER : EP_ERR_ABORTED;
         enqueue(&failing, op);
-        usleep(100000);
-        CHECK(cudaStreamQuery(failing.gpu.stream) == cudaErrorNotReady, "nothing waits");
-        (void)cudaGetLastError();
+        check_waits(&failing);
         bootstrap->barrier(bootstrap->context, 60);
         if (bootstrap->rank == 0) abort_while_capturing(&failing);
         bootstrap->barrier(bootstrap->context, 60); /* other threads may not wait meanwhile */
@@ -72,29 +68,19 @@ static void aborted(const EpBootstrap *bootstrap, EpMode mode, StepOp op) {
         bootstrap->barrier(bootstrap->context, 60);
         bootstrap->barrier(bootstrap->context, 60);
     }
-    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
+    failing_check_soon(begin);
     bootstrap->barrier(bootstrap->context, 60);
     failing_close(&failing);
     failing_check_next(bootstrap, mode);
 }
 
-ThreadTest(gpu_abort, dispatch_2, 2) {
-    aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_DISPATCH);
-}
-ThreadTest(gpu_abort, combine_4, 4) {
-    aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_COMBINE);
-}
-ThreadTest(gpu_abort, prepare_4, 4) {
-    aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_PREPARE);
-}
-ThreadTest(gpu_abort, dispatch_in_latency_mode_4, 4) {
-    GPU_NEEDS_LATENCY();
-    aborted(bootstrap, EP_MODE_LATENCY, STEP_DISPATCH);
-}
-ThreadTest(gpu_abort, combine_in_latency_mode_2, 2) {
-    GPU_NEEDS_LATENCY();
-    aborted(bootstrap, EP_MODE_LATENCY, STEP_COMBINE);
-}
+GpuTest(gpu_abort, dispatch_2, 2, aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_DISPATCH));
+GpuTest(gpu_abort, combine_4, 4, aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_COMBINE));
+GpuTest(gpu_abort, prepare_4, 4, aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_PREPARE));
+LatencyTest(gpu_abort, dispatch_in_latency_mode_4, 4,
+            aborted(bootstrap, EP_MODE_LATENCY, STEP_DISPATCH));
+LatencyTest(gpu_abort, combine_in_latency_mode_2, 2,
+            aborted(bootstrap, EP_MODE_LATENCY, STEP_COMBINE));
 
 static bool open_on_nodes(FailingGroup *failing, const EpBootstrap *bootstrap) {
     Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
@@ -127,13 +113,11 @@ static void abort_while_freeing(const EpBootstrap *bootstrap, StepOp op) {
     REQUIRE(open_on_nodes(&failing, bootstrap), "no group");
     CHECK_CUDA(cudaHostAlloc(&freeing.memory, 64, 0));
     CHECK_CUDA(cudaGetDevice(&freeing.device));
-    double begin = failing_now();
+    double begin = gpu_now();
     if (bootstrap->rank != failing.absent) {
         CHECK_OK(device_step_try(&failing.gpu, op));
         REQUIRE(!pthread_create(&thread, NULL, free_main, &freeing), "no thread");
-        usleep(100000);
-        CHECK(cudaStreamQuery(failing.gpu.stream) == cudaErrorNotReady, "nothing waits");
-        (void)cudaGetLastError();
+        check_waits(&failing);
         bootstrap->barrier(bootstrap->context, 60);
         pthread_join(thread, NULL);
         CHECK_CUDA(freeing.error);
@@ -144,17 +128,15 @@ static void abort_while_freeing(const EpBootstrap *bootstrap, StepOp op) {
         CHECK_OK(ep_group_abort(failing.group, WHY));
         CHECK_CUDA(cudaFreeHost(freeing.memory));
     }
-    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
+    failing_check_soon(begin);
     bootstrap->barrier(bootstrap->context, 60);
     failing_close(&failing);
 }
 
-ThreadTest(gpu_abort, of_dispatch_while_memory_is_freed_2, 2) {
-    abort_while_freeing(bootstrap, STEP_DISPATCH);
-}
-ThreadTest(gpu_abort, of_prepare_while_memory_is_freed_2, 2) {
-    abort_while_freeing(bootstrap, STEP_PREPARE);
-}
+GpuTest(gpu_abort, of_dispatch_while_memory_is_freed_2, 2,
+        abort_while_freeing(bootstrap, STEP_DISPATCH));
+GpuTest(gpu_abort, of_prepare_while_memory_is_freed_2, 2,
+        abort_while_freeing(bootstrap, STEP_PREPARE));
 
 /* ---- that hangs ---- */
 
@@ -177,12 +159,12 @@ ThreadTest(gpu_abort, hangs_2, 2) {
     FailingGroup failing;
     pthread_t thread;
     REQUIRE(open_on_nodes(&failing, bootstrap), "no group");
-    double begin = failing_now();
+    double begin = gpu_now();
     if (bootstrap->rank != failing.absent) {
         CHECK_OK(device_step_try(&failing.gpu, STEP_DISPATCH));
         REQUIRE(!pthread_create(&thread, NULL, hang_main, failing.group), "no thread");
         CHECK_CUDA(cudaStreamSynchronize(failing.gpu.stream));
-        CHECK(failing_now() - begin < HANGS_SECONDS, "kernels waited for the abort");
+        CHECK(gpu_now() - begin < HANGS_SECONDS, "kernels waited for the abort");
         CHECK_REFUSED(ep_group_status(failing.group, NULL), EP_ERR_ABORTED, "aborted", WHY);
         pthread_join(thread, NULL);
     } else {
@@ -190,7 +172,7 @@ ThreadTest(gpu_abort, hangs_2, 2) {
             usleep(1000);
         CHECK_REFUSED(ep_group_status(failing.group, NULL), EP_ERR_PEER, "rank 0", WHY);
     }
-    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
+    failing_check_soon(begin);
     bootstrap->barrier(bootstrap->context, 60);
     failing_close(&failing);
 }
@@ -203,15 +185,8 @@ ThreadTest(gpu_abort, hangs_2, 2) {
 /* On one node, "", or on several, where the rows of a rank cross the network in several chunks. */
 static Case any_case(const EpBootstrap *bootstrap, const char *nodes) {
     int ranks = bootstrap->size;
-    Case c = {.ranks = ranks,
-              .experts = 2 * ranks,
-              .top_k = 3,
-              .hidden = 264,
-              .max_tokens = 150,
-              .weighted = 1,
-              .capacity = 900,
-              .alignment = 4,
-              .layout = EP_LAYOUT_EXPERT_MAJOR};
+    Case c = {.ranks = ranks, .experts = 2 * ranks, .top_k = 3, .hidden = 264, .max_tokens = 150};
+    c.weighted = 1, c.capacity = 900, c.alignment = 4, c.layout = EP_LAYOUT_EXPERT_MAJOR;
     snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
     if (nodes[0]) set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
     if (nodes[0]) set_on_ranks(bootstrap, "LIBEP_NODE_CHUNK", "20000");
@@ -230,17 +205,6 @@ static void *abort_later(void *context) {
     return NULL;
 }
 
-static cudaGraphExec_t capture_step(DeviceStep *gpu) {
-    cudaGraph_t graph = NULL;
-    cudaGraphExec_t exec = NULL;
-    CHECK_CUDA(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
-    device_step_issue(gpu, device_step_all(&gpu->c));
-    CHECK_CUDA(cudaStreamEndCapture(gpu->stream, &graph));
-    if (graph) CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
-    if (graph) CHECK_CUDA(cudaGraphDestroy(graph));
-    return exec;
-}
-
 /* One rank aborts during a step, after 1 us to 130 ms. A rank whose status is EP_OK after the step
  * has right outputs. Returns whether that was so; *exec is the step's graph. */
 static int abort_during_step(EpGroup *group, const EpBootstrap *bootstrap, DeviceStep *gpu,
@@ -248,18 +212,15 @@ static int abort_during_step(EpGroup *group, const EpBootstrap *bootstrap, Devic
     pthread_t thread;
     uint32_t draw = (uint32_t)(round + 1) * 2654435761u >> 8;
     Aborter aborter = {group, (1u << draw % 18) + draw % 1000 * (draw % 18 > 10)};
-    World *world = device_step_world(&gpu->c, round);
     int aborts = bootstrap->rank == round % bootstrap->size;
-    check_note("round %d: %s", round, case_describe(&world->c));
-    device_step_load(gpu, world);
-    CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
-    *exec = capture_step(gpu);
+    device_step_draw_step(gpu, round);
+    *exec = device_step_capture(gpu, STEP_ALL);
     bootstrap->barrier(bootstrap->context, 60);
     if (aborts) CHECK(!pthread_create(&thread, NULL, abort_later, &aborter), "no thread");
     CHECK_CUDA(cudaGraphLaunch(*exec, gpu->stream));
     CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
     int is_right = ep_group_status(group, NULL) == EP_OK;
-    if (is_right) device_step_replayed(gpu, device_step_all(&gpu->c));
+    if (is_right) device_step_replayed(gpu, STEP_ALL);
     if (is_right) device_step_check(gpu);
     if (aborts) pthread_join(thread, NULL);
     if (aborts) CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_ABORTED);
@@ -268,7 +229,6 @@ static int abort_during_step(EpGroup *group, const EpBootstrap *bootstrap, Devic
     while (gpu->c.nodes[0] && ep_group_status(group, NULL) == EP_OK)
         usleep(1000);
     bootstrap->barrier(bootstrap->context, 60);
-    world_free(world);
     return is_right;
 }
 
@@ -288,27 +248,18 @@ static void any_moment(const EpBootstrap *bootstrap, const char *nodes) {
     for (int round = 0; round < rounds && all_well(bootstrap); round++) {
         DeviceStep gpu;
         EpGroup *group = open_group(bootstrap, &c);
-        cudaStream_t stream = new_stream();
-        REQUIRE(group, "no group");
-        device_step_open(&gpu, group, device_step_handle(group, &c), &c, bootstrap->rank, stream,
-                         NULL);
         cudaGraphExec_t exec = NULL;
+        REQUIRE(group, "no group");
+        device_step_new(&gpu, group, &c, bootstrap->rank);
         right += abort_during_step(group, bootstrap, &gpu, round, &exec);
         if (round % 2) CHECK_CUDA(cudaGraphExecDestroy(exec));
         device_step_close(&gpu);
-        CHECK_CUDA(cudaStreamDestroy(stream));
         ep_group_destroy(group);
         if (round % 2 == 0) CHECK_CUDA(cudaGraphExecDestroy(exec));
     }
     check_note("rank %d: %d of %d rounds ended before the abort", bootstrap->rank, right, rounds);
 }
 
-ThreadTest(gpu_abort, any_moment_2, 2) {
-    any_moment(bootstrap, "");
-}
-ThreadTest(gpu_abort, any_moment_on_nodes_2, 2) {
-    any_moment(bootstrap, "01");
-}
-ThreadTest(gpu_abort, any_moment_on_nodes_4, 4) {
-    any_moment(bootstrap, "0011");
-}
+GpuTest(gpu_abort, any_moment_2, 2, any_moment(bootstrap, ""));
+GpuTest(gpu_abort, any_moment_on_nodes_2, 2, any_moment(bootstrap, "01"));
+GpuTest(gpu_abort, any_moment_on_nodes_4, 4, any_moment(bootstrap, "0011"));

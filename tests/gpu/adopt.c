@@ -7,50 +7,38 @@
 
 #include "tests/gpu/communicator.h"
 #include "tests/gpu/device_step_layout.h"
-#include "tests/gpu/devices.h"
 #include "tests/gpu/failing.h"
 
 enum { PAGE = 4096 };
 
 /* Failed groups log a warning. NCCL tells where a window begins from 2.29 on; the emulated one
  * takes its version from the environment. */
-static void set_up(void) {
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
-    setenv("EMULATED_NCCL", "22900", 1);
+static void set_up_old(void) {
+    silence_log();
     gpu_reserve((size_t)320 << 20);
 }
 
-static void set_up_old(void) {
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
-    gpu_reserve((size_t)320 << 20);
+static void set_up(void) {
+    set_up_old();
+    setenv("EMULATED_NCCL", "22900", 1);
 }
 
 TestSuite(gpu_adopt, .init = set_up);
 TestSuite(gpu_adopt_old, .init = set_up_old);
+TestSuite(gpu_adopt_graphs, .init = set_up_old);
 
 static Case adopt_case(int ranks, int i) {
-    return case_complete((Case){.ranks = ranks,
-                                .experts = 4 * ranks + 3,
-                                .top_k = 5,
-                                .hidden = 264,
-                                .max_tokens = 293,
-                                .masked_percent = 5,
-                                .weighted = i % 2,
-                                .alignment = 8,
-                                .capacity = i == 3 ? 700 : 2500,
-                                .rows_per_expert = 320,
-                                .overflow = EP_OVERFLOW_DROP,
-                                .layout = (EpLayout)(1 + i % 3),
-                                .counted = 1,
-                                .seed = (uint64_t)i + 50});
+    Case c = {.ranks = ranks, .experts = 4 * ranks + 3, .top_k = 5, .hidden = 264};
+    c.max_tokens = 293, c.masked_percent = 5, c.weighted = i % 2, c.alignment = 8;
+    c.capacity = i == 3 ? 700 : 2500, c.rows_per_expert = 320, c.overflow = EP_OVERFLOW_DROP;
+    c.layout = (EpLayout)(1 + i % 3), c.counted = 1, c.seed = (uint64_t)i + 50;
+    return case_complete(c);
 }
 
 /* One rank's communicator, group and windows. */
 typedef struct Lender {
-    Nccl nccl;
-    ncclComm_t comm;
+    NcclRank rank;
     EpGroup *group;
-    cudaStream_t stream;
     NcclWindow window[2];
     size_t bytes;    /* of a device step */
     char *memory[2]; /* this rank's part of each window */
@@ -65,34 +53,44 @@ static size_t most_bytes(int ranks) {
     return most;
 }
 
+static int locates(const Lender *l) {
+    return nccl_locates(&l->rank.nccl);
+}
+
 /* Where NCCL tells where a window begins, ranks adopt different parts of it. */
-static bool lender_open(Lender *l, const EpBootstrap *bootstrap, int lends, double seconds) {
+static bool lender_open_group(Lender *l, const EpBootstrap *bootstrap, int lends, double seconds) {
     int size = bootstrap->size;
     *l = (Lender){.bytes = most_bytes(size)};
-    if (!nccl_maps(&l->nccl, size)) return false;
-    l->comm = nccl_communicator(&l->nccl, bootstrap, 1);
-    if (!CHECK(l->comm, "no communicator")) return false;
+    if (!nccl_maps(&l->rank.nccl, size) || !nccl_rank_open(&l->rank, bootstrap, 1)) return false;
     Case c = adopt_case(size, 1);
     EpGroupConfig config = case_group_config(&c);
     config.timeout_seconds = seconds;
-    if (lends) ep_group_config_set_nccl(&config, l->comm);
+    if (lends) ep_group_config_set_nccl(&config, l->rank.comm);
     if (!CHECK_OK(ep_group_create(bootstrap, &config, &l->group))) return false;
-    size_t skipped = nccl_locates(&l->nccl) ? (size_t)(1 + bootstrap->rank) * 128 : 0;
+    size_t skipped = locates(l) ? (size_t)(1 + bootstrap->rank) * 128 : 0;
     for (int i = 0; i < 2; i++) {
         size_t bytes = (l->bytes + (size_t)(1 + size) * 128 + PAGE - 1) / PAGE * PAGE;
-        l->window[i] = nccl_window_open(&l->nccl, l->comm, bytes);
+        l->window[i] = nccl_window_open(&l->rank, bytes);
         l->memory[i] = l->window[i].memory + skipped;
     }
-    l->stream = new_stream();
     return !check_failure()[0];
+}
+
+static bool lender_open(Lender *l, const EpBootstrap *bootstrap) {
+    return lender_open_group(l, bootstrap, 1, 60);
 }
 
 static void lender_close(Lender *l) {
     ep_group_destroy(l->group);
     for (int i = 0; i < 2; i++)
-        nccl_window_close(&l->nccl, l->comm, &l->window[i]);
-    CHECK_CUDA(cudaStreamDestroy(l->stream));
-    CHECK(l->nccl.destroy(l->comm) == ncclSuccess, "ncclCommDestroy");
+        nccl_window_close(&l->rank, &l->window[i]);
+    CHECK_CUDA(cudaStreamDestroy(l->rank.stream));
+    CHECK(l->rank.nccl.destroy(l->rank.comm) == ncclSuccess, "ncclCommDestroy");
+}
+
+/* No rank goes on before all are here. */
+static void meet(const Lender *l) {
+    nccl_rank_meet(&l->rank);
 }
 
 static EpStatus adopt(const Lender *l, int which, int32_t id) {
@@ -103,19 +101,8 @@ static EpStatus adopt(const Lender *l, int which, int32_t id) {
 
 /* Run a whole step in `memory`, NULL: in plain memory, and compare every byte with the oracle. */
 static void check_step(const Lender *l, const EpBootstrap *bootstrap, int i, void *memory) {
-    DeviceStep gpu;
     Case c = adopt_case(bootstrap->size, i);
-    World *world = world_new(&c);
-    check_note("case %d: %s", i, case_describe(&c));
-    EpHandle *handle = device_step_handle(l->group, &c);
-    device_step_open(&gpu, l->group, handle, &c, bootstrap->rank, l->stream, memory);
-    device_step_load(&gpu, world);
-    device_step_issue(&gpu, STEP_ALL);
-    device_step_check(&gpu);
-    CHECK_OK(ep_group_status(l->group, NULL));
-    ep_handle_destroy(handle);
-    device_step_close(&gpu);
-    world_free(world);
+    device_step_run(l->group, &c, bootstrap->rank, memory);
 }
 
 static void check_locating(const Lender *l) {
@@ -126,7 +113,7 @@ static void check_locating(const Lender *l) {
                   "memory");
     for (int i = 0; i < 2; i++) {
         EpStatus status = ep_window_locate(l->group, l->window[i].window, &found, &bytes);
-        if (!nccl_locates(&l->nccl)) {
+        if (!locates(l)) {
             CHECK_REFUSED(status, EP_ERR_UNSUPPORTED, "window", "NCCL 2.29");
             CHECK(!found && !bytes, "%p, %zu", found, bytes);
         } else if (CHECK_OK(status)) {
@@ -146,18 +133,18 @@ static void rows_in_windows(const EpBootstrap *bootstrap) {
     Lender l;
     void *shared = NULL;
     int rank = bootstrap->rank;
-    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    if (!lender_open(&l, bootstrap)) return;
     REQUIRE_OK(ep_mem_alloc(l.group, l.bytes, &shared));
     check_locating(&l);
     for (int i = 0; i < 2; i++)
         CHECK_OK(adopt(&l, rank % 2 ? 1 - i : i, rank % 2 ? 63 - 63 * i : 63 * i));
-    bootstrap->barrier(bootstrap->context, 60);
+    meet(&l);
     for (int i = 0; i < 4; i++) {
         check_step(&l, bootstrap, i, l.memory[i % 2]);
         check_step(&l, bootstrap, i, rank % 2 ? NULL : l.memory[1]);
         check_step(&l, bootstrap, i, rank % 2 ? shared : l.memory[0]);
     }
-    bootstrap->barrier(bootstrap->context, 60);
+    meet(&l);
     CHECK_OK(ep_window_release(l.group, l.memory[0]));
     CHECK_OK(ep_window_release(l.group, l.memory[1]));
     check_step(&l, bootstrap, 1, l.memory[1]); /* no window any more, and still memory */
@@ -167,18 +154,8 @@ static void rows_in_windows(const EpBootstrap *bootstrap) {
     lender_close(&l);
 }
 
-ThreadTest(gpu_adopt, rows_1, 1) {
-    rows_in_windows(bootstrap);
-}
-ThreadTest(gpu_adopt, rows_2, 2) {
-    rows_in_windows(bootstrap);
-}
-ThreadTest(gpu_adopt, rows_4, 4) {
-    rows_in_windows(bootstrap);
-}
-ThreadTest(gpu_adopt_old, rows_2, 2) {
-    rows_in_windows(bootstrap);
-}
+GpuTests(gpu_adopt, rows, rows_in_windows(bootstrap));
+GpuTest(gpu_adopt_old, rows_2, 2, rows_in_windows(bootstrap));
 
 /* Take all other ids by name, each for a part of the window: then there is none without a name. */
 static void take_all_others(const Lender *l) {
@@ -193,74 +170,59 @@ static void take_all_others(const Lender *l) {
 static void rows_in_paired_windows(const EpBootstrap *bootstrap) {
     Lender l;
     int rank = bootstrap->rank;
-    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    if (!lender_open(&l, bootstrap)) return;
     if (rank == 1) CHECK_OK(adopt(&l, 1, EP_WINDOW_PAIRED));
     CHECK_OK(adopt(&l, 0, EP_WINDOW_PAIRED));
     if (rank != 1) CHECK_OK(adopt(&l, 1, EP_WINDOW_PAIRED));
-    bootstrap->barrier(bootstrap->context, 60);
+    meet(&l);
     for (int i = 0; i < 4; i++)
         check_step(&l, bootstrap, i, l.memory[i % 2]);
     check_step(&l, bootstrap, 1, NULL); /* in no window on any rank */
-    bootstrap->barrier(bootstrap->context, 60);
+    meet(&l);
     CHECK_OK(ep_window_release(l.group, l.memory[0]));
     check_step(&l, bootstrap, 2, l.memory[1]);
-    if (nccl_locates(&l.nccl)) take_all_others(&l);
-    bootstrap->barrier(bootstrap->context, 60);
+    if (locates(&l)) take_all_others(&l);
+    meet(&l);
     lender_close(&l);
 }
 
-ThreadTest(gpu_adopt, paired_rows_1, 1) {
-    rows_in_paired_windows(bootstrap);
-}
-ThreadTest(gpu_adopt, paired_rows_2, 2) {
-    rows_in_paired_windows(bootstrap);
-}
-ThreadTest(gpu_adopt, paired_rows_4, 4) {
-    rows_in_paired_windows(bootstrap);
-}
+GpuTests(gpu_adopt, paired_rows, rows_in_paired_windows(bootstrap));
 
-/* Rank 0's operation runs, and waits for rank 1, while rank 0 adopts a window and another stream is
- * under capture. The operation's own window is not disturbed, and the next step uses the new one.
+/* Rank 0's operation runs, and waits for rank 1, while rank 0 adopts a window and another
+ * stream is under capture. The operation's own window is not disturbed, and the next step uses
+ * the new one.
  */
 static void while_operations_run(const EpBootstrap *bootstrap) {
     Lender l;
     DeviceStep gpu;
-    cudaGraph_t graph = NULL;
     cudaStream_t captured = new_stream();
-    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    if (!lender_open(&l, bootstrap)) return;
     Case c = adopt_case(bootstrap->size, 1);
-    World *world = world_new(&c);
     CHECK_OK(adopt(&l, 0, 7));
-    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, bootstrap->rank, l.stream,
-                     l.memory[0]);
-    device_step_load(&gpu, world);
-    bootstrap->barrier(bootstrap->context, 60);
+    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, bootstrap->rank,
+                     l.rank.stream, l.memory[0]);
+    device_step_draw(&gpu, &c);
+    meet(&l);
     CHECK_CUDA(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
     if (bootstrap->rank == 0) device_step_issue(&gpu, STEP_ALL);
     if (bootstrap->rank != 0) usleep(100000);
     if (bootstrap->rank != 0) device_step_issue(&gpu, STEP_ALL);
     CHECK_OK(adopt(&l, 1, 8));
-    CHECK_CUDA(cudaStreamEndCapture(captured, &graph));
-    if (graph) CHECK_CUDA(cudaGraphDestroy(graph));
-    bootstrap->barrier(bootstrap->context, 60); /* waiting would end another rank's capture */
+    graph_discard(captured);
+    meet(&l); /* waiting would end another rank's capture */
     device_step_check(&gpu);
-    bootstrap->barrier(bootstrap->context, 60);
+    meet(&l);
     for (int i = 0; i < 4; i++)
         check_step(&l, bootstrap, i, l.memory[1]);
     device_step_close(&gpu);
     CHECK_CUDA(cudaStreamDestroy(captured));
-    world_free(world);
     lender_close(&l);
 }
 
-ThreadTest(gpu_adopt, while_operations_run_2, 2) {
-    while_operations_run(bootstrap);
-}
-ThreadTest(gpu_adopt, while_operations_run_4, 4) {
-    while_operations_run(bootstrap);
-}
+GpuTest(gpu_adopt, while_operations_run_2, 2, while_operations_run(bootstrap));
+GpuTest(gpu_adopt, while_operations_run_4, 4, while_operations_run(bootstrap));
 
-/* ---- a sender without the window ----------------------------------------------------------- */
+/* ---- a sender without the window ------------------------------------------------------------- */
 
 /* Check that no receive row that rank 0 fills was written. */
 static void check_nothing_from_rank_0(const DeviceStep *gpu) {
@@ -292,22 +254,21 @@ static void unknown_to_rank_0(const EpBootstrap *bootstrap, Unknown how) {
     DeviceStep gpu;
     EpFinding found = EP_FINDING_INIT;
     int rank = bootstrap->rank;
-    if (!lender_open(&l, bootstrap, 1, 2 * FAILING_LIMIT)) return;
+    if (!lender_open_group(&l, bootstrap, 1, 2 * FAILING_LIMIT)) return;
     Case c = adopt_case(bootstrap->size, 1);
-    World *world = world_new(&c);
     int id = how == PAIRED ? EP_WINDOW_PAIRED : 9;
     if (rank || how != UNKNOWN) CHECK_OK(adopt(&l, 1, id));
     if (!rank && how == RELEASED) CHECK_OK(ep_window_release(l.group, l.memory[1]));
-    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, rank, l.stream,
+    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, rank, l.rank.stream,
                      rank ? l.memory[1] : NULL);
-    device_step_load(&gpu, world);
+    device_step_draw(&gpu, &c);
     device_step_issue(&gpu, STEP_PREPARE);
     device_step_check(&gpu);
-    bootstrap->barrier(bootstrap->context, 60);
-    double begin = failing_now();
+    meet(&l);
+    double begin = gpu_now();
     CHECK_OK(device_step_try(&gpu, STEP_DISPATCH));
-    CHECK_CUDA(cudaStreamSynchronize(l.stream));
-    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
+    CHECK_CUDA(cudaStreamSynchronize(l.rank.stream));
+    failing_check_soon(begin);
     if (rank) {
         /* A third rank may have learnt of it first, and have given up in its turn. */
         CHECK_REFUSED(ep_group_status(l.group, &found), EP_ERR_PEER, "dispatch", "given up",
@@ -323,30 +284,21 @@ static void unknown_to_rank_0(const EpBootstrap *bootstrap, Unknown how) {
               "rank %d, peer %d, expected %lld", found.rank, found.peer, (long long)found.expected);
     }
     CHECK_REFUSED(adopt(&l, 0, 1), rank ? EP_ERR_PEER : EP_ERR_ORDER, "rank 0");
-    bootstrap->barrier(bootstrap->context, 60);
+    meet(&l);
     device_step_close(&gpu);
     lender_close(&l);
-    world_free(world);
     failing_check_next(bootstrap, EP_MODE_THROUGHPUT);
 }
 
-ThreadTest(gpu_adopt, unknown_2, 2) {
-    unknown_to_rank_0(bootstrap, UNKNOWN);
-}
-ThreadTest(gpu_adopt, unknown_4, 4) {
-    unknown_to_rank_0(bootstrap, UNKNOWN);
-}
-ThreadTest(gpu_adopt, released_2, 2) {
-    unknown_to_rank_0(bootstrap, RELEASED);
-}
-ThreadTest(gpu_adopt, received_elsewhere_2, 2) {
-    unknown_to_rank_0(bootstrap, PAIRED);
-}
+GpuTest(gpu_adopt, unknown_2, 2, unknown_to_rank_0(bootstrap, UNKNOWN));
+GpuTest(gpu_adopt, unknown_4, 4, unknown_to_rank_0(bootstrap, UNKNOWN));
+GpuTest(gpu_adopt, released_2, 2, unknown_to_rank_0(bootstrap, RELEASED));
+GpuTest(gpu_adopt, received_elsewhere_2, 2, unknown_to_rank_0(bootstrap, PAIRED));
 
-/* ---- wrong arguments ----------------------------------------------------------------------- */
+/* ---- wrong arguments ------------------------------------------------------------------------- */
 
-/* Memory of another window. Where windows lie side by side, here and where NCCL has mapped them, it
- * is what an offset in the first one leads to, on all ranks. */
+/* Memory of another window. Where windows lie side by side, here and where NCCL has mapped
+ * them, it is what an offset in the first one leads to, on all ranks. */
 static void refuse_other_window(const Lender *l) {
     char *memory = l->window[1].memory;
     EpStatus status = ep_window_adopt(l->group, l->window[0].window, 0, memory, 64);
@@ -360,57 +312,72 @@ static void refuse_other_window(const Lender *l) {
 #endif
 }
 
+/** An adoption that is refused. */
+typedef struct WrongAdoption {
+    void *window;
+    int32_t id;
+    char *memory;
+    size_t bytes;
+    EpStatus status;
+    const char *parts[2];
+} WrongAdoption;
+
+static void refuse_each(const Lender *l, const WrongAdoption *wrong, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        const WrongAdoption *w = &wrong[i];
+        check_note("adoption %zu", i);
+        CHECK_REFUSED(ep_window_adopt(l->group, w->window, w->id, w->memory, w->bytes), w->status,
+                      w->parts[0], w->parts[1]);
+    }
+}
+
+#define REFUSE_EACH(l, list) refuse_each(l, list, sizeof(list) / sizeof(*(list)))
+
 static void wrong_arguments(const EpBootstrap *bootstrap) {
     Lender l;
-    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    if (!lender_open(&l, bootstrap)) return;
     void *window = l.window[0].window, *plain = NULL;
-    char *begin = l.window[0].memory, host[32] = "";
+    char *begin = l.window[0].memory, *other = l.window[1].memory, host[32] = "";
     size_t bytes = l.window[0].bytes;
     REQUIRE_CUDA(cudaMalloc(&plain, PAGE));
-    CHECK_REFUSED(ep_window_adopt(l.group, NULL, 0, begin, bytes), EP_ERR_NULL, "ep_window_adopt",
-                  "window", "NULL");
-    CHECK_REFUSED(ep_window_adopt(l.group, host, 0, begin, bytes), EP_ERR_ADDRESS, "window");
-    CHECK_REFUSED(ep_window_adopt(l.group, window, 64, begin, bytes), EP_ERR_RANGE, "id");
-    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin + 8, 64), EP_ERR_ADDRESS, "memory",
-                  "multiple of 16");
-    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin, 0), EP_ERR_RANGE, "bytes");
-    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, plain, PAGE), EP_ERR_ADDRESS, "memory");
+    const WrongAdoption wrong[] = {
+        {NULL, 0, begin, bytes, EP_ERR_NULL, {"ep_window_adopt: window", "NULL"}},
+        {host, 0, begin, bytes, EP_ERR_ADDRESS, {"window"}},
+        {window, 64, begin, bytes, EP_ERR_RANGE, {"id"}},
+        {window, 0, begin + 8, 64, EP_ERR_ADDRESS, {"memory", "multiple of 16"}},
+        {window, 0, begin, 0, EP_ERR_RANGE, {"bytes"}},
+        {window, 0, plain, PAGE, EP_ERR_ADDRESS, {"memory"}},
+        {window, 0, begin, (size_t)1 << 40, EP_ERR_ADDRESS, {"not in it"}},
+        {window, 0, begin, SIZE_MAX, EP_ERR_RANGE, {"bytes"}}};
+    REFUSE_EACH(&l, wrong);
     refuse_other_window(&l);
-    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin, (size_t)1 << 40), EP_ERR_ADDRESS,
-                  "not in it");
-    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin, SIZE_MAX), EP_ERR_RANGE, "bytes");
-    if (nccl_locates(&l.nccl)) {
-        CHECK_REFUSED(ep_window_adopt(l.group, plain, 0, begin, bytes), EP_ERR_FOREIGN, "window",
-                      "borrowed communicator");
-        CHECK_OK(ep_window_adopt(l.group, window, 0, begin + 64, bytes - 64));
-    } else {
-        CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin + 64, 64), EP_ERR_ADDRESS, "memory",
-                      "from its start on");
-        CHECK_OK(ep_window_adopt(l.group, window, 0, begin, bytes));
-    }
-    CHECK_REFUSED(ep_window_adopt(l.group, window, 1, begin, bytes), EP_ERR_RANGE, "overlaps");
-    CHECK_REFUSED(ep_window_adopt(l.group, l.window[1].window, 0, l.window[1].memory, bytes),
-                  EP_ERR_RANGE, "id", "not in use");
+    const WrongAdoption located[] = {
+        {plain, 0, begin, bytes, EP_ERR_FOREIGN, {"window", "borrowed communicator"}}};
+    const WrongAdoption unlocated[] = {
+        {window, 0, begin + 64, 64, EP_ERR_ADDRESS, {"memory", "from its start on"}}};
+    refuse_each(&l, locates(&l) ? located : unlocated, 1);
+    size_t skipped = locates(&l) ? 64 : 0;
+    CHECK_OK(ep_window_adopt(l.group, window, 0, begin + skipped, bytes - skipped));
+    const WrongAdoption again[] = {
+        {window, 1, begin, bytes, EP_ERR_RANGE, {"overlaps"}},
+        {l.window[1].window, 0, other, bytes, EP_ERR_RANGE, {"id", "not in use"}}};
+    REFUSE_EACH(&l, again);
     CHECK_REFUSED(ep_window_release(l.group, plain), EP_ERR_FOREIGN, "ep_window_release", "memory");
     /* Nothing has changed: the id that was refused is free. */
-    CHECK_OK(ep_window_adopt(l.group, l.window[1].window, 1, l.window[1].memory, bytes));
-    bootstrap->barrier(bootstrap->context, 60);
-    check_step(&l, bootstrap, 1, l.window[1].memory);
+    CHECK_OK(ep_window_adopt(l.group, l.window[1].window, 1, other, bytes));
+    meet(&l);
+    check_step(&l, bootstrap, 1, other);
     CHECK_CUDA(cudaFree(plain));
     lender_close(&l);
 }
 
-ThreadTest(gpu_adopt, wrong_arguments_2, 2) {
-    wrong_arguments(bootstrap);
-}
-ThreadTest(gpu_adopt_old, wrong_arguments_2, 2) {
-    wrong_arguments(bootstrap);
-}
+GpuTest(gpu_adopt, wrong_arguments_2, 2, wrong_arguments(bootstrap));
+GpuTest(gpu_adopt_old, wrong_arguments_2, 2, wrong_arguments(bootstrap));
 
 /* The group has made its own communicator. */
 ThreadTest(gpu_adopt, nothing_lent, 2) {
     Lender l;
-    if (!lender_open(&l, bootstrap, 0, 60)) return;
+    if (!lender_open_group(&l, bootstrap, 0, 60)) return;
     CHECK_REFUSED(adopt(&l, 0, 0), EP_ERR_UNSUPPORTED, "ep_window_adopt", "group",
                   "EpGroupConfig.nccl_comm");
     check_step(&l, bootstrap, 1, l.memory[0]);
@@ -422,10 +389,10 @@ ThreadTest(gpu_adopt, memory_as_promised, 2) {
     Lender l;
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
-    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    if (!lender_open(&l, bootstrap)) return;
     Case c = adopt_case(2, 1);
     EpGroupConfig config = case_group_config(&c);
-    ep_group_config_set_nccl(&config, l.comm);
+    ep_group_config_set_nccl(&config, l.rank.comm);
     CHECK_OK(adopt(&l, 0, 0));
     CHECK_OK(ep_group_memory(&config, 2, &memory));
     CHECK_OK(ep_group_query(l.group, &info));
@@ -440,36 +407,24 @@ ThreadTest(gpu_adopt, memory_as_promised, 2) {
 static void captured_before(const EpBootstrap *bootstrap) {
     Lender l;
     DeviceStep gpu;
-    cudaGraph_t graph = NULL;
-    cudaGraphExec_t exec = NULL;
-    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    if (!lender_open(&l, bootstrap)) return;
     Case c = adopt_case(bootstrap->size, 1);
-    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, bootstrap->rank, l.stream,
+    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, bootstrap->rank, NULL,
                      l.memory[0]);
-    World *world = device_step_world(&c, 1);
-    device_step_load(&gpu, world);
-    CHECK_CUDA(cudaStreamBeginCapture(l.stream, cudaStreamCaptureModeThreadLocal));
-    device_step_issue(&gpu, STEP_ALL);
-    CHECK_CUDA(cudaStreamEndCapture(l.stream, &graph));
-    REQUIRE_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    device_step_draw_step(&gpu, 1);
+    cudaGraphExec_t exec = device_step_capture(&gpu, STEP_ALL);
+    REQUIRE(exec, "no graph");
     for (int i = 0; i < 6; i++) {
         if (i == 2) CHECK_OK(adopt(&l, 0, 3));
         if (i == 4) CHECK_OK(ep_window_release(l.group, l.memory[0]));
-        device_step_load(&gpu, world);
-        CHECK_CUDA(cudaGraphLaunch(exec, l.stream));
-        device_step_replayed(&gpu, STEP_ALL);
+        device_step_draw_step(&gpu, 1);
+        device_step_launch(&gpu, exec, STEP_ALL);
         device_step_check(&gpu);
     }
     CHECK_CUDA(cudaGraphExecDestroy(exec));
-    CHECK_CUDA(cudaGraphDestroy(graph));
     CHECK_OK(ep_group_status(l.group, NULL));
     device_step_close(&gpu);
-    world_free(world);
     lender_close(&l);
 }
 
-TestSuite(gpu_adopt_graphs, .init = set_up_old);
-
-ThreadTest(gpu_adopt_graphs, captured_before_2, 2) {
-    captured_before(bootstrap);
-}
+GpuTest(gpu_adopt_graphs, captured_before_2, 2, captured_before(bootstrap));

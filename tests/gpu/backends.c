@@ -8,9 +8,7 @@
 #include <unistd.h>
 
 #include "handles/cuda/handle.h"
-#include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
-#include "tests/gpu/devices.h"
 
 static void reserve(void) {
     gpu_reserve((size_t)800 << 20);
@@ -23,25 +21,13 @@ enum { LATENCY_TOKENS = 61 };
 static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
 
 static Case draw_case(int ranks, EpLayout layout, EpType type, int weighted) {
-    return case_complete((Case){.ranks = ranks,
-                                .experts = 5 * ranks + 2,
-                                .top_k = 5,
-                                .hidden = 264,
-                                .max_tokens = 257,
-                                .masked_percent = 10,
-                                .duplicates = weighted,
-                                .row_type = type,
-                                .sum_type = type,
-                                .weighted = weighted,
-                                .scale_bytes = weighted ? 20 : 0,
-                                .alignment = 16,
-                                .capacity = 1300,
-                                .rows_per_expert = 272,
-                                .overflow = EP_OVERFLOW_DROP,
-                                .padding = weighted ? EP_PADDING_KEEP : EP_PADDING_ZERO,
-                                .layout = layout,
-                                .counted = weighted,
-                                .seed = (uint64_t)(100 * layout + 10 * (int)type + weighted)});
+    Case c = {.ranks = ranks, .experts = 5 * ranks + 2, .top_k = 5, .hidden = 264};
+    c.max_tokens = 257, c.masked_percent = 10, c.duplicates = weighted, c.row_type = type;
+    c.sum_type = type, c.weighted = weighted, c.scale_bytes = weighted ? 20 : 0, c.alignment = 16;
+    c.capacity = 1300, c.rows_per_expert = 272, c.overflow = EP_OVERFLOW_DROP;
+    c.padding = weighted ? EP_PADDING_KEEP : EP_PADDING_ZERO, c.layout = layout;
+    c.counted = weighted, c.seed = (uint64_t)(100 * layout + 10 * (int)type + weighted);
+    return case_complete(c);
 }
 
 /* A dispatch that quantises: each format once, each with another layout. */
@@ -65,9 +51,9 @@ static Case draw_latency_case(int ranks, int i) {
     Case c = draw_case(ranks, (EpLayout)(1 + i % 4), types[i / 4 % 3], i % 2);
     c.mode = EP_MODE_LATENCY, c.phases = i / 12 % 2, c.global_ids = i % 3;
     c.max_tokens = LATENCY_TOKENS, c.capacity = 240, c.rows_per_expert = 64;
-    if (i % 5 == 3 && gpu_has_quant())
+    if (i % 5 == 3)
         c.quant = (EpQuant)(EP_QUANT_FP8 + i / 5 % 3), c.hidden = 256;
-    if (i % 4 == i / 4 % 4 && gpu_has_quant()) c.sum_quant = EP_QUANT_FP8, c.hidden = 256;
+    if (i % 4 == i / 4 % 4) c.sum_quant = EP_QUANT_FP8, c.hidden = 256;
     return case_complete(c);
 }
 
@@ -82,14 +68,6 @@ static EpGroup *group_on(const EpBootstrap *bootstrap, EpBackend backend, EpMode
     config.backend = backend;
     CHECK_OK(ep_group_create(bootstrap, &config, &group));
     return group;
-}
-
-static void compare(const DeviceStep *cuda, const DeviceStep *host) {
-    for (int i = 0; i < STEP_OUTPUTS; i++) {
-        Image a = device_step_output(cuda, (StepOutput)i),
-              b = device_step_output(host, (StepOutput)i);
-        if (i != OUT_GRAD_SLOTS) image_check_equal(&a, &b, 0, "cuda and host");
-    }
 }
 
 /* Run one step on each backend and compare their outputs. The host backend gets pinned memory and
@@ -109,7 +87,7 @@ static void run_both(EpGroup *const *groups, int rank, const World *world, cudaS
         CHECK_OK(ep_group_status(groups[i], NULL));
         ep_handle_destroy(handle);
     }
-    compare(&gpu[0], &gpu[1]);
+    device_step_check_equal(&gpu[0], &gpu[1], 0, "cuda and host");
     device_step_close(&gpu[0]);
     device_step_close(&gpu[1]);
     gpu_release(plain);
@@ -139,27 +117,8 @@ static void both_backends(const EpBootstrap *bootstrap, EpMode mode) {
     ep_group_destroy(groups[0]);
 }
 
-ThreadTest(gpu_backends, equal_1, 1) {
-    both_backends(bootstrap, EP_MODE_THROUGHPUT);
-}
-ThreadTest(gpu_backends, equal_2, 2) {
-    both_backends(bootstrap, EP_MODE_THROUGHPUT);
-}
-ThreadTest(gpu_backends, equal_4, 4) {
-    both_backends(bootstrap, EP_MODE_THROUGHPUT);
-}
-ThreadTest(gpu_backends, equal_in_latency_mode_1, 1) {
-    GPU_NEEDS_LATENCY();
-    both_backends(bootstrap, EP_MODE_LATENCY);
-}
-ThreadTest(gpu_backends, equal_in_latency_mode_2, 2) {
-    GPU_NEEDS_LATENCY();
-    both_backends(bootstrap, EP_MODE_LATENCY);
-}
-ThreadTest(gpu_backends, equal_in_latency_mode_4, 4) {
-    GPU_NEEDS_LATENCY();
-    both_backends(bootstrap, EP_MODE_LATENCY);
-}
+GpuTests(gpu_backends, equal, both_backends(bootstrap, EP_MODE_THROUGHPUT));
+LatencyTests(gpu_backends, equal_in_latency_mode, both_backends(bootstrap, EP_MODE_LATENCY));
 
 /* ---- numbers of multiprocessors ---- */
 

@@ -5,8 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tests/gpu/devices.h"
-
 static bool find(void *library, const char *name, void *function) {
     void *symbol = library ? dlsym(library, name) : NULL;
     memcpy(function, &symbol, sizeof(symbol));
@@ -57,19 +55,56 @@ static bool is_done(const Nccl *nccl, ncclComm_t comm, ncclResult_t result) {
     return result == ncclSuccess;
 }
 
-ncclComm_t nccl_communicator(const Nccl *nccl, const EpBootstrap *bootstrap, int blocking) {
-    ncclComm_t comm = NULL;
+bool nccl_rank_open(NcclRank *r, const EpBootstrap *harness, int blocking) {
+    *r = (NcclRank){.harness = harness};
+    if (!nccl_serves(&r->nccl, harness->size)) return false;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = blocking;
-    ncclUniqueId mine = {{0}}, *all = calloc((size_t)bootstrap->size, sizeof(*all));
-    if (bootstrap->rank == 0) CHECK(nccl->get_unique_id(&mine) == ncclSuccess, "no id");
-    if (CHECK_OK(bootstrap->allgather(bootstrap->context, &mine, all, sizeof(mine), 60))) {
+    ncclUniqueId mine = {{0}}, *all = calloc((size_t)harness->size, sizeof(*all));
+    if (harness->rank == 0) CHECK(r->nccl.get_unique_id(&mine) == ncclSuccess, "no id");
+    if (CHECK_OK(harness->allgather(harness->context, &mine, all, sizeof(mine), 60))) {
         ncclResult_t result =
-            nccl->init_rank(&comm, bootstrap->size, all[0], bootstrap->rank, &config);
+            r->nccl.init_rank(&r->comm, harness->size, all[0], harness->rank, &config);
         CHECK(result == (blocking ? ncclSuccess : ncclInProgress), "got %d", (int)result);
     }
     free(all);
-    return comm;
+    r->stream = new_stream();
+    return CHECK(r->comm, "no communicator");
+}
+
+void nccl_rank_meet(const NcclRank *r) {
+    CHECK_OK(r->harness->barrier(r->harness->context, 60));
+}
+
+void nccl_rank_check(const NcclRank *r) {
+    int32_t number = 1 + r->harness->rank, sum = 0, *device = NULL;
+    int expected = r->harness->size * (r->harness->size + 1) / 2;
+    REQUIRE_CUDA(cudaMalloc((void **)&device, sizeof(*device)));
+    CHECK_CUDA(cudaMemcpyAsync(device, &number, sizeof(number), cudaMemcpyDefault, r->stream));
+    CHECK_CUDA(cudaStreamSynchronize(r->stream));
+    /* NCCL's kernels wait for all ranks. While one does, other threads of a process may not be able
+     * to allocate. */
+    nccl_rank_meet(r);
+    ncclResult_t result =
+        r->nccl.all_reduce(device, device, 1, ncclInt32, ncclSum, r->comm, r->stream);
+    CHECK(is_done(&r->nccl, r->comm, result), "ncclAllReduce");
+    CHECK_CUDA(cudaStreamSynchronize(r->stream));
+    CHECK_CUDA(cudaMemcpy(&sum, device, sizeof(sum), cudaMemcpyDefault));
+    CHECK(sum == expected, "%d instead of %d", sum, expected);
+    CHECK_CUDA(cudaFree(device));
+}
+
+void nccl_rank_close(NcclRank *r) {
+    nccl_rank_check(r);
+    CHECK_CUDA(cudaStreamDestroy(r->stream));
+    CHECK(r->nccl.destroy(r->comm) == ncclSuccess, "ncclCommDestroy");
+}
+
+void nccl_rank_abort(NcclRank *r) {
+    nccl_rank_meet(r);
+    ncclResult_t result = r->nccl.abort(r->comm);
+    CHECK(result == ncclSuccess || result == ncclInProgress, "ncclCommAbort: %d", (int)result);
+    CHECK_CUDA(cudaStreamDestroy(r->stream));
 }
 
 /* Wait until the communicator has finished a call that returned `result`, which does not tell. */
@@ -79,49 +114,20 @@ static bool is_settled(const Nccl *nccl, ncclComm_t comm, ncclResult_t result) {
            is_done(nccl, comm, result);
 }
 
-NcclWindow nccl_window_open(const Nccl *nccl, ncclComm_t comm, size_t bytes) {
+NcclWindow nccl_window_open(const NcclRank *r, size_t bytes) {
     NcclWindow w = {.bytes = bytes};
     void *memory = NULL;
-    CHECK(nccl->mem_alloc(&memory, bytes) == ncclSuccess, "ncclMemAlloc");
+    CHECK(r->nccl.mem_alloc(&memory, bytes) == ncclSuccess, "ncclMemAlloc");
     w.memory = memory;
-    ncclResult_t result = nccl->window_register(comm, memory, bytes, &w.window, 0);
-    CHECK(is_settled(nccl, comm, result) && w.window, "ncclCommWindowRegister: %d", (int)result);
+    ncclResult_t result = r->nccl.window_register(r->comm, memory, bytes, &w.window, 0);
+    CHECK(is_settled(&r->nccl, r->comm, result) && w.window, "ncclCommWindowRegister: %d",
+          (int)result);
     return w;
 }
 
-void nccl_window_close(const Nccl *nccl, ncclComm_t comm, NcclWindow *window) {
-    CHECK(is_settled(nccl, comm, nccl->window_deregister(comm, window->window)),
+void nccl_window_close(const NcclRank *r, NcclWindow *window) {
+    CHECK(is_settled(&r->nccl, r->comm, r->nccl.window_deregister(r->comm, window->window)),
           "ncclCommWindowDeregister");
-    CHECK(nccl->mem_free(window->memory) == ncclSuccess, "ncclMemFree");
+    CHECK(r->nccl.mem_free(window->memory) == ncclSuccess, "ncclMemFree");
     *window = (NcclWindow){.memory = NULL};
-}
-
-void nccl_check_step(EpGroup *group, const Case *c, int rank, cudaStream_t stream) {
-    DeviceStep gpu;
-    World *world = world_new(c);
-    device_step_open(&gpu, group, device_step_handle(group, c), c, rank, stream, NULL);
-    device_step_load(&gpu, world);
-    device_step_issue(&gpu, STEP_ALL);
-    device_step_check(&gpu);
-    CHECK_OK(ep_group_status(group, NULL));
-    device_step_close(&gpu);
-    world_free(world);
-}
-
-void nccl_check_works(const Nccl *nccl, ncclComm_t comm, const EpBootstrap *bootstrap,
-                      cudaStream_t stream) {
-    int32_t number = 1 + bootstrap->rank, sum = 0, *device = NULL;
-    int expected = bootstrap->size * (bootstrap->size + 1) / 2;
-    REQUIRE_CUDA(cudaMalloc((void **)&device, sizeof(*device)));
-    CHECK_CUDA(cudaMemcpyAsync(device, &number, sizeof(number), cudaMemcpyDefault, stream));
-    CHECK_CUDA(cudaStreamSynchronize(stream));
-    /* NCCL's kernels wait for all ranks. While one does, other threads of a process may not be able
-     * to allocate. */
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-    ncclResult_t result = nccl->all_reduce(device, device, 1, ncclInt32, ncclSum, comm, stream);
-    CHECK(is_done(nccl, comm, result), "ncclAllReduce");
-    CHECK_CUDA(cudaStreamSynchronize(stream));
-    CHECK_CUDA(cudaMemcpy(&sum, device, sizeof(sum), cudaMemcpyDefault));
-    CHECK(sum == expected, "%d instead of %d", sum, expected);
-    CHECK_CUDA(cudaFree(device));
 }

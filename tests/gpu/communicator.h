@@ -36,9 +36,26 @@ bool nccl_maps(Nccl *nccl, int ranks);
 /** Returns whether NCCL tells where a window begins, as it does from 2.29 on. */
 bool nccl_locates(const Nccl *nccl);
 
+/** One rank's communicator and a stream, as a framework makes them. */
+typedef struct NcclRank {
+    Nccl nccl;
+    const EpBootstrap *harness; /**< of the same ranks */
+    ncclComm_t comm;
+    cudaStream_t stream;
+} NcclRank;
+
 /** Create a communicator of the bootstrap's ranks on their current devices. A nonblocking one may
- *  still be initializing when this returns. */
-ncclComm_t nccl_communicator(const Nccl *nccl, const EpBootstrap *bootstrap, int blocking);
+ *  still be initializing when this returns. Returns false, after a failed check or if the machine
+ *  cannot run the test. */
+bool nccl_rank_open(NcclRank *rank, const EpBootstrap *harness, int blocking);
+/** Check that the communicator still works: sum 1 + rank over all ranks. */
+void nccl_rank_check(const NcclRank *rank);
+/** Check it, and end it. */
+void nccl_rank_close(NcclRank *rank);
+/** End it at once, on ranks that are out of step. */
+void nccl_rank_abort(NcclRank *rank);
+/** Wait on the host until all ranks are here. */
+void nccl_rank_meet(const NcclRank *rank);
 
 /** A window that the framework has made, and its memory on this rank. */
 typedef struct NcclWindow {
@@ -48,14 +65,7 @@ typedef struct NcclWindow {
 } NcclWindow;
 
 /** Collective: allocate memory and register it with the communicator. */
-NcclWindow nccl_window_open(const Nccl *nccl, ncclComm_t comm, size_t bytes);
-void nccl_window_close(const Nccl *nccl, ncclComm_t comm, NcclWindow *window);
-
-/** Run all operations of a case on a new handle of the group, and compare every byte. */
-void nccl_check_step(EpGroup *group, const Case *c, int rank, cudaStream_t stream);
-
-/** Check that the communicator still works: sum 1 + rank over all ranks. */
-void nccl_check_works(const Nccl *nccl, ncclComm_t comm, const EpBootstrap *bootstrap,
-                      cudaStream_t stream);
+NcclWindow nccl_window_open(const NcclRank *rank, size_t bytes);
+void nccl_window_close(const NcclRank *rank, NcclWindow *window);
 
 #endif

@@ -2,10 +2,11 @@
 #include "tests/gpu/device_step.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "tests/gpu/device_step_layout.h"
-#include "tests/gpu/devices.h"
 #include "tests/oracle/expect.h"
 
 /* ---- life ---------------------------------------------------------------------------------- */
@@ -18,6 +19,21 @@ cudaStream_t new_stream(void) {
     cudaStream_t stream = NULL;
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     return stream;
+}
+
+double gpu_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+void silence_log(void) {
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+}
+
+bool gpu_needs_latency(void) {
+    if (!gpu_has_latency()) check_left_out("this backend has no latency mode");
+    return gpu_has_latency();
 }
 
 EpHandleConfig device_step_config(const Case *c) {
@@ -45,6 +61,8 @@ void device_step_open(DeviceStep *gpu, EpGroup *group, EpHandle *handle, const C
                       cudaStream_t stream, void *device) {
     *gpu = (DeviceStep){
         .step = {group, handle, NULL, rank}, .c = *c, .stream = stream, .device = device};
+    gpu->owns_stream = !stream;
+    if (!stream) gpu->stream = new_stream();
     if (!device) REQUIRE_CUDA(cudaMalloc((void **)&gpu->device, device_step_bytes(c)));
     gpu->owns_device = !device;
     gpu->inputs = host_copy(device_step_inputs_size(c));
@@ -54,7 +72,13 @@ void device_step_open(DeviceStep *gpu, EpGroup *group, EpHandle *handle, const C
     device_step_poison_copy(c, gpu->poison);
 }
 
+void device_step_new(DeviceStep *gpu, EpGroup *group, const Case *c, int rank) {
+    device_step_open(gpu, group, device_step_handle(group, c), c, rank, NULL, NULL);
+}
+
 void device_step_close(DeviceStep *gpu) {
+    if (gpu->owns_stream) CHECK_CUDA(cudaStreamDestroy(gpu->stream));
+    if (gpu->drawn) world_free(gpu->drawn);
     if (gpu->owns_device) CHECK_CUDA(cudaFree(gpu->device));
     char *copies[] = {gpu->inputs, gpu->poison, gpu->expected, gpu->got};
     for (int i = 0; i < 4; i++)
@@ -146,6 +170,21 @@ void device_step_load(DeviceStep *gpu, const World *world) {
     CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
 }
 
+static void load_own(DeviceStep *gpu, World *world) {
+    check_note("%s", case_describe(&world->c));
+    device_step_load(gpu, world);
+    if (gpu->drawn) world_free(gpu->drawn);
+    gpu->drawn = world;
+}
+
+void device_step_draw(DeviceStep *gpu, const Case *c) {
+    load_own(gpu, world_new(c));
+}
+
+void device_step_draw_step(DeviceStep *gpu, int step) {
+    load_own(gpu, device_step_world(&gpu->c, step));
+}
+
 void device_step_bring_inputs(DeviceStep *gpu) {
     CHECK_CUDA(cudaMemcpyAsync(gpu->device, gpu->inputs, device_step_inputs_size(&gpu->c),
                                cudaMemcpyDefault, gpu->stream));
@@ -235,4 +274,58 @@ void device_step_check(DeviceStep *gpu) {
     if (asked_for(gpu, OUT_GRAD_SLOTS)) accept_dots(gpu);
     for (int i = 0; i < STEP_OUTPUTS; i++)
         check_output(gpu, (StepOutput)i);
+}
+
+void device_step_check_equal(const DeviceStep *a, const DeviceStep *b, int dots, const char *what) {
+    for (int i = 0; i < STEP_OUTPUTS; i++) {
+        Image left = device_step_output(a, (StepOutput)i);
+        Image right = device_step_output(b, (StepOutput)i);
+        if (dots || i != OUT_GRAD_SLOTS) image_check_equal(&left, &right, 0, what);
+    }
+}
+
+void device_step_run(EpGroup *group, const Case *c, int rank, void *device) {
+    DeviceStep gpu;
+    EpHandle *handle = device_step_handle(group, c);
+    REQUIRE(handle, "no handle");
+    device_step_open(&gpu, group, handle, c, rank, NULL, device);
+    device_step_draw(&gpu, c);
+    device_step_issue(&gpu, device_step_all(c));
+    device_step_check(&gpu);
+    CHECK_OK(ep_group_status(group, NULL));
+    ep_handle_destroy(handle);
+    device_step_close(&gpu);
+}
+
+/* ---- graphs -------------------------------------------------------------------------------- */
+
+void graph_begin(cudaStream_t stream) {
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+}
+
+cudaGraphExec_t graph_end(cudaStream_t stream) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    if (graph) CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    if (graph) CHECK_CUDA(cudaGraphDestroy(graph));
+    CHECK(exec, "no graph");
+    return exec;
+}
+
+void graph_discard(cudaStream_t stream) {
+    cudaGraph_t graph = NULL;
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    if (graph) CHECK_CUDA(cudaGraphDestroy(graph));
+}
+
+cudaGraphExec_t device_step_capture(DeviceStep *gpu, unsigned ops) {
+    graph_begin(gpu->stream);
+    device_step_issue(gpu, ops);
+    return graph_end(gpu->stream);
+}
+
+void device_step_launch(DeviceStep *gpu, cudaGraphExec_t exec, unsigned ops) {
+    CHECK_CUDA(cudaGraphLaunch(exec, gpu->stream));
+    device_step_replayed(gpu, ops);
 }

@@ -16,8 +16,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "tests/cases/step.h"
-#include "tests/gpu/has.h"
+#include "tests/cases/run.h"
+#include "tests/gpu/devices.h"
 
 typedef enum StepOp {
     STEP_PREPARE = 1,
@@ -35,6 +35,8 @@ typedef enum StepOp {
 #define STEP_BACKWARD (STEP_COMBINE_BACKWARD | STEP_DISPATCH_BACKWARD)
 #define STEP_ALL (STEP_FORWARD | STEP_BACKWARD)
 #define STEP_SENDS (STEP_DISPATCH_SEND | STEP_COMBINE_SEND)
+#define STEP_DISPATCH_PHASES (STEP_DISPATCH_SEND | STEP_DISPATCH_WAIT)
+#define STEP_COMBINE_PHASES (STEP_COMBINE_SEND | STEP_COMBINE_WAIT)
 #define STEP_PHASES (STEP_PREPARE | STEP_SENDS | STEP_DISPATCH_WAIT | STEP_COMBINE_WAIT)
 
 typedef enum StepOutput {
@@ -61,7 +63,8 @@ typedef struct DeviceStep {
     unsigned issued; /**< operations since the outputs were poisoned */
     int spoilt;      /**< inputs were overwritten */
     char *device;    /**< inputs, then outputs */
-    int owns_device;
+    int owns_device, owns_stream;
+    World *drawn;                           /**< by device_step_draw, or NULL */
     int without_plan;                       /**< the outputs of prepare are not asked for */
     char *inputs, *poison, *expected, *got; /**< counterparts on the host, pinned */
 } DeviceStep;
@@ -70,9 +73,11 @@ typedef struct DeviceStep {
 size_t device_step_bytes(const Case *c);
 
 /** `device`: the caller's memory, device_step_bytes bytes, 128-byte aligned. If NULL, the step
- * allocates its own with cudaMalloc. */
+ * allocates its own with cudaMalloc. If `stream` is NULL, it makes its own stream. */
 void device_step_open(DeviceStep *gpu, EpGroup *group, EpHandle *handle, const Case *c, int rank,
                       cudaStream_t stream, void *device);
+/** Likewise with a new handle, and stream and memory of its own. */
+void device_step_new(DeviceStep *gpu, EpGroup *group, const Case *c, int rank);
 void device_step_close(DeviceStep *gpu);
 
 /** Returns a new world of a case. Tokens and routing change from step to step; some steps have no
@@ -82,6 +87,10 @@ World *device_step_world(const Case *shape, int step);
 /** Load the inputs of a world of the device step's case and poison the outputs. Waits for the
  * stream. */
 void device_step_load(DeviceStep *gpu, const World *world);
+/** Load a new world of this case, and note it. The device step frees it. */
+void device_step_draw(DeviceStep *gpu, const Case *c);
+/** Load the world of a step: see device_step_world. The device step frees it. */
+void device_step_draw_step(DeviceStep *gpu, int step);
 /** Enqueue: poison the outputs again, and restore inputs that were overwritten. */
 void device_step_poison(DeviceStep *gpu);
 /** Enqueue: copy the inputs loaded last to the device; in a graph, at each replay. */
@@ -97,9 +106,27 @@ void device_step_replayed(DeviceStep *gpu, unsigned ops);
 EpStatus device_step_try(const DeviceStep *gpu, StepOp op);
 /** Wait for the stream and compare all outputs with those of the issued operations. */
 void device_step_check(DeviceStep *gpu);
+/** Run all operations of a case on a new handle, compare every byte, and check the group's status.
+ * `device`: as for device_step_open. */
+void device_step_run(EpGroup *group, const Case *c, int rank, void *device);
+
+/* ---- graphs ---- */
+
+/** Begin to capture a stream, in the calling thread; end, and instantiate the graph. */
+void graph_begin(cudaStream_t stream);
+cudaGraphExec_t graph_end(cudaStream_t stream);
+/** End a capture whose graph is never run. */
+void graph_discard(cudaStream_t stream);
+/** Capture these operations. */
+cudaGraphExec_t device_step_capture(DeviceStep *gpu, unsigned ops);
+/** Launch a graph of these operations on the step's stream. */
+void device_step_launch(DeviceStep *gpu, cudaGraphExec_t exec, unsigned ops);
 
 /** Returns the bytes of an output as device_step_check saw them, without guards. */
 Image device_step_output(const DeviceStep *gpu, StepOutput output);
+
+/** Check that two steps of one world have the same outputs, but for dot products if `dots` is 0. */
+void device_step_check_equal(const DeviceStep *a, const DeviceStep *b, int dots, const char *what);
 
 /* ---- groups on GPUs ---- */
 
@@ -117,5 +144,32 @@ bool check_cuda(cudaError_t error, const char *file, int line, const char *call)
 
 /** Returns a new stream that does not synchronize with the default stream. */
 cudaStream_t new_stream(void);
+
+/** Returns a monotonic time in seconds. */
+double gpu_now(void);
+
+/* ---- tests ---- */
+
+/** Suites' .init: failed groups log a warning. */
+void silence_log(void);
+
+/** A test that makes this call on each of `ranks` ranks: GpuTest(suite, name, ranks, call); */
+#define GpuTest(suite, name, ranks, call) \
+    ThreadTest(suite, name, ranks) {      \
+        call;                             \
+    }                                     \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg)
+/** Three tests: of one, two and four ranks. */
+#define GpuTests(suite, name, call)    \
+    GpuTest(suite, name##_1, 1, call); \
+    GpuTest(suite, name##_2, 2, call); \
+    GpuTest(suite, name##_4, 4, call)
+
+/** Likewise of latency mode: skipped where the backend has none. */
+#define LatencyTest(suite, name, ranks, call) \
+    GpuTest(suite, name, ranks, if (gpu_needs_latency()) call)
+#define LatencyTests(suite, name, call) GpuTests(suite, name, if (gpu_needs_latency()) call)
+/** Returns whether the backend has latency mode, or skips the test. */
+bool gpu_needs_latency(void);
 
 #endif

@@ -26,80 +26,45 @@ static size_t index_bytes(const Case *c) {
 }
 
 static size_t input_bytes(const Case *c, StepInput input, Extents n) {
-    size_t k = (size_t)c->top_k;
-    switch (input) {
-    case IN_INDEX:
-        return n.tokens * k * index_bytes(c);
-    case IN_COUNT:
-        return 8;
-    case IN_TOKENS:
-        return n.tokens * case_row_bytes(c);
-    case IN_WEIGHTS:
-        return n.tokens * k * 4;
-    case IN_SCALES:
-        return n.tokens * (size_t)c->scale_bytes;
-    case IN_EXPERT_OUT:
-        return n.slots * case_sum_bytes(c);
-    case IN_SLOT_WEIGHTS:
-        return n.slots * 4;
-    case IN_COMBINE_WEIGHTS:
-        return c->weights_at_combine ? n.tokens * k * 4 : 0;
-    case IN_GRAD_SLOT_WEIGHTS:
-        return n.slots * (size_t)world_row_weights(c) * 4;
-    case IN_BIAS0:
-    case IN_BIAS1:
-        return c->biases > (int)(input - IN_BIAS0) ? n.tokens * case_sum_bytes(c) : 0;
-    default:
-        return n.tokens * case_sum_bytes(c);
-    }
+    size_t entries = n.tokens * (size_t)c->top_k;
+    const size_t bytes[INPUTS] = {[IN_INDEX] = entries * index_bytes(c),
+                                  [IN_COUNT] = 8,
+                                  [IN_TOKENS] = n.tokens * case_row_bytes(c),
+                                  [IN_WEIGHTS] = entries * 4,
+                                  [IN_SCALES] = n.tokens * (size_t)c->scale_bytes,
+                                  [IN_EXPERT_OUT] = n.slots * case_sum_bytes(c),
+                                  [IN_SLOT_WEIGHTS] = n.slots * 4,
+                                  [IN_COMBINE_WEIGHTS] = c->weights_at_combine ? entries * 4 : 0,
+                                  [IN_GRAD_SLOT_WEIGHTS] =
+                                      n.slots * (size_t)world_row_weights(c) * 4,
+                                  [IN_GRAD_OUT] = n.tokens * case_sum_bytes(c),
+                                  [IN_BIAS0] = c->biases > 0 ? n.tokens * case_sum_bytes(c) : 0,
+                                  [IN_BIAS1] = c->biases > 1 ? n.tokens * case_sum_bytes(c) : 0};
+    return bytes[input];
 }
 
 static size_t output_bytes(const Case *c, StepOutput output, Extents n) {
     size_t k = (size_t)c->top_k, narrow = index_bytes(c), other = 12 - narrow;
-    switch (output) {
-    case OUT_COUNTS:
-        return n.experts * narrow;
-    case OUT_PADDED:
-        return n.experts * other;
-    case OUT_OFFSETS:
-        return (n.experts + 1) * narrow;
-    case OUT_TOTALS:
-        return 3 * other;
-    case OUT_TOKENS:
-        return n.slots * case_recv_bytes(c);
-    case OUT_WEIGHTS:
-        return n.slots * (size_t)world_row_weights(c) * 4;
-    case OUT_SCALES:
-        return n.slots * case_recv_scale_bytes(c);
-    case OUT_INDEX:
-        return case_has_rows(c) ? n.slots * k * narrow : 0;
-    case OUT_GRAD_ROWS:
-        return n.slots * case_sum_bytes(c);
-    case OUT_GRAD_SLOTS:
-        return n.slots * 4;
-    case OUT_GRAD_WEIGHTS:
-        return n.tokens * k * 4;
-    default:
-        return n.tokens * case_sum_bytes(c);
-    }
+    const size_t bytes[STEP_OUTPUTS] = {[OUT_COUNTS] = n.experts * narrow,
+                                        [OUT_PADDED] = n.experts * other,
+                                        [OUT_OFFSETS] = (n.experts + 1) * narrow,
+                                        [OUT_TOTALS] = 3 * other,
+                                        [OUT_TOKENS] = n.slots * case_recv_bytes(c),
+                                        [OUT_WEIGHTS] = n.slots * (size_t)world_row_weights(c) * 4,
+                                        [OUT_SCALES] = n.slots * case_recv_scale_bytes(c),
+                                        [OUT_INDEX] = case_has_rows(c) ? n.slots * k * narrow : 0,
+                                        [OUT_SUMS] = n.tokens * case_sum_bytes(c),
+                                        [OUT_GRAD_ROWS] = n.slots * case_sum_bytes(c),
+                                        [OUT_GRAD_SLOTS] = n.slots * 4,
+                                        [OUT_GRAD_TOKENS] = n.tokens * case_sum_bytes(c),
+                                        [OUT_GRAD_WEIGHTS] = n.tokens * k * 4};
+    return bytes[output];
 }
 
 /* Returns the least alignment that the public header accepts. */
 static size_t output_align(StepOutput output) {
-    switch (output) {
-    case OUT_TOKENS:
-    case OUT_SUMS:
-    case OUT_GRAD_ROWS:
-    case OUT_GRAD_TOKENS:
-        return 16;
-    case OUT_WEIGHTS:
-    case OUT_SCALES:
-    case OUT_GRAD_SLOTS:
-    case OUT_GRAD_WEIGHTS:
-        return 4;
-    default:
-        return 8;
-    }
+    static const size_t aligns[STEP_OUTPUTS] = {8, 8, 8, 8, 16, 4, 4, 8, 16, 16, 4, 16, 4};
+    return aligns[output];
 }
 
 /* Inputs are aligned to 16 bytes and no more. */

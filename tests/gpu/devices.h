@@ -22,6 +22,13 @@ int gpu_serve(int ranks);
 /** Make the GPU of a rank the calling thread's current device. */
 void gpu_take(int rank);
 
+/** Whether the CUDA backend has latency mode, and whether it quantises: as on_gpu.h says. */
+int gpu_has_latency(void);
+
+/** Whether calls copy tensors that GPUs cannot reach, as on_gpu.h says. They do, until a test says
+ * otherwise. */
+void gpu_copy_tensors(int copies);
+
 /** Allocate from the pinned buffer, 128-byte aligned. Returns NULL if it is full. */
 void *gpu_allocate(size_t alignment, size_t bytes);
 void *gpu_allocate_zeroed(size_t count, size_t bytes);

@@ -1,31 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/gpu/failing.h"
 
-#include "handles/handle.h"
-
-#include <time.h>
-
-double failing_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-/* ---- life ---------------------------------------------------------------------------------- */
-
 Case failing_case(int ranks, EpMode mode) {
-    return case_complete((Case){.ranks = ranks,
-                                .experts = 3 * ranks,
-                                .top_k = 3,
-                                .hidden = 72,
-                                .max_tokens = 130,
-                                .spread = SPREAD_FULL,
-                                .weighted = 1,
-                                .capacity = 1600,
-                                .mode = mode});
+    Case c = {.ranks = ranks, .experts = 3 * ranks, .top_k = 3, .hidden = 72, .max_tokens = 130};
+    c.spread = SPREAD_FULL, c.weighted = 1, c.capacity = 1600, c.mode = mode;
+    return case_complete(c);
 }
 
-static void make_plan(DeviceStep *gpu) {
+Case failing_weighing_case(int ranks, Routing routing) {
+    Case c = failing_case(ranks, EP_MODE_LATENCY);
+    c.weights_at_combine = 1, c.routing = routing, c.target = 1;
+    return case_complete(c);
+}
+
+void failing_make_plan(DeviceStep *gpu) {
     device_step_issue(gpu,
                       gpu->c.mode == EP_MODE_LATENCY ? STEP_PREPARE | STEP_DISPATCH : STEP_PREPARE);
     device_step_check(gpu);
@@ -35,43 +23,26 @@ bool failing_open(FailingGroup *failing, const EpBootstrap *bootstrap, const Cas
                   double seconds) {
     EpGroupConfig config = case_group_config(c);
     config.timeout_seconds = seconds;
-    *failing = (FailingGroup){.world = world_new(c), .absent = bootstrap->size - 1};
+    *failing = (FailingGroup){.absent = bootstrap->size - 1};
     if (!CHECK_OK(ep_group_create(bootstrap, &config, &failing->group))) return false;
-    device_step_open(&failing->gpu, failing->group, device_step_handle(failing->group, c), c,
-                     bootstrap->rank, new_stream(), NULL);
-    device_step_load(&failing->gpu, failing->world);
+    device_step_new(&failing->gpu, failing->group, c, bootstrap->rank);
+    device_step_draw(&failing->gpu, c);
     bootstrap->barrier(bootstrap->context, 60); /* no rank is late because of setup */
-    make_plan(&failing->gpu);
+    failing_make_plan(&failing->gpu);
     return !check_failure()[0];
 }
 
+bool failing_open_plain(FailingGroup *failing, const EpBootstrap *bootstrap, double seconds) {
+    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
+    return failing_open(failing, bootstrap, &c, seconds);
+}
+
 void failing_close(FailingGroup *failing) {
-    double begin = failing_now();
+    double begin = gpu_now();
     ep_group_destroy(failing->group);
-    CHECK(failing_now() - begin < FAILING_LIMIT, "destroying a failed group took %.1f s",
-          failing_now() - begin);
-    CHECK_CUDA(cudaStreamDestroy(failing->gpu.stream));
+    failing_check_soon(begin);
     device_step_close(&failing->gpu);
-    world_free(failing->world);
 }
-
-char *failing_overwrite(FailingGroup *failing) {
-    EpHandleConfig config = case_handle_config(&failing->gpu.c);
-    size_t bytes = 0;
-    config.max_recv_rows = failing->gpu.c.capacity;
-    CHECK_OK(ep_handle_memory(failing->group, &config, &bytes));
-    CHECK_OK(ep_handle_create(failing->group, &config, &failing->gpu.step.handle));
-    char *memory = failing->gpu.step.handle->own.memory;
-    make_plan(&failing->gpu);
-    device_step_poison(&failing->gpu);
-    CHECK_CUDA(cudaStreamSynchronize(failing->gpu.stream));
-    /* cudaMemset returns before the memory is set, and the step's stream does not wait for it. */
-    if (failing->gpu.step.rank == failing->absent) CHECK_CUDA(cudaMemset(memory, 0, bytes));
-    CHECK_CUDA(cudaDeviceSynchronize());
-    return memory;
-}
-
-/* ---- calls --------------------------------------------------------------------------------- */
 
 void failing_call(const DeviceStep *gpu, unsigned ops, EpStatus expected) {
     for (unsigned op = STEP_PREPARE; op <= STEP_COMBINE_WAIT; op <<= 1) {
@@ -80,6 +51,10 @@ void failing_call(const DeviceStep *gpu, unsigned ops, EpStatus expected) {
               ep_last_error());
     }
     CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
+}
+
+void failing_check_soon(double begin) {
+    CHECK(gpu_now() - begin < FAILING_LIMIT, "it took %.1f s", gpu_now() - begin);
 }
 
 void failing_check_refuses(const FailingGroup *failing, EpStatus status, const char *part) {

@@ -1,96 +1,160 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks that stop, make another call or need too much memory. Calls on GPUs return before they are
- * done; ep_group_status reports their errors. In each case every rank ends soon, and its GPU serves
- * the next group. */
+/* Ranks that stop, have lost their plan or need too much memory, in both modes. Calls on GPUs
+ * return before they are done; ep_group_status reports their errors. In each case every rank ends
+ * soon, with an error that names the rank to blame, and its GPU serves the next group. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "handles/handle.h"
 #include "runtime/cuda/cuda.h"
 #include "tests/gpu/failing.h"
 
-/* Failed groups log a warning. */
-static void silence_log(void) {
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
-}
+#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
+#define MOVES (STEP_DISPATCH | STEP_COMBINE | STEP_BACKWARD)
 
+/* Waits that expire take seconds, so some suites of them run side by side. */
 TestSuite(gpu_faults, .init = silence_log);
+TestSuite(gpu_late_dispatch, .init = silence_log);
+TestSuite(gpu_late_combine, .init = silence_log);
+TestSuite(gpu_late_weights, .init = silence_log);
 
-static const StepOp all_ops[] = {STEP_PREPARE, STEP_DISPATCH, STEP_COMBINE, STEP_COMBINE_BACKWARD,
-                                 STEP_DISPATCH_BACKWARD};
-
-static bool open_failing(FailingGroup *failing, const EpBootstrap *bootstrap, double seconds) {
-    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
-    return failing_open(failing, bootstrap, &c, seconds);
+static int is_absent(const FailingGroup *failing) {
+    return failing->gpu.step.rank == failing->absent;
 }
 
 /* ---- a peer that stops --------------------------------------------------------------------- */
 
-/* Enqueue the calls of two steps before the first wait expires. All end when the first one ends. */
-static void enqueue_two_steps(const DeviceStep *gpu) {
-    for (int i = 0; i < 8; i++) {
-        EpStatus status = device_step_try(gpu, all_ops[1 + i % 4]);
-        CHECK(status == EP_OK || status == EP_ERR_TIMEOUT, "%d: %s", (int)status, ep_last_error());
-    }
-    CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
+/** Operations of a test in which the last rank stops. */
+typedef struct Stop {
+    const char *phase; /* that the others time out in */
+    unsigned all;      /* that all ranks call before */
+    unsigned others;   /* that the others complete then, without the last rank */
+    unsigned ops;      /* that time out */
+    unsigned late;     /* that the last rank calls before them, when the others have failed */
+    unsigned rest;     /* and behind them */
+    double later;      /* seconds that all ranks but rank 0 start late: less than the timeout */
+} Stop;
+
+/* Operations enqueued behind those that fail do nothing. */
+static unsigned ops_behind(const FailingGroup *failing) {
+    return failing->gpu.c.mode == EP_MODE_LATENCY ? STEP_DISPATCH | STEP_COMBINE : MOVES;
 }
 
-static void check_blames(const FailingGroup *failing) {
+static void check_blames(const FailingGroup *failing, const char *phase) {
     char peer[32], self[32];
     EpFinding found = EP_FINDING_INIT;
     snprintf(peer, sizeof(peer), "rank %d", failing->absent);
     snprintf(self, sizeof(self), "rank %d", failing->gpu.step.rank);
-    CHECK_REFUSED(ep_group_status(failing->group, &found), EP_ERR_TIMEOUT, self, peer, "dispatch");
+    CHECK_REFUSED(ep_group_status(failing->group, &found), EP_ERR_TIMEOUT, self, peer, phase);
     CHECK(found.status == EP_ERR_TIMEOUT && found.peer == failing->absent, "peer %d", found.peer);
     CHECK(found.rank == failing->gpu.step.rank, "rank %d", found.rank);
-    CHECK(strcmp(found.phase, "dispatch") == 0, "%s", found.phase);
-    CHECK(!strstr(ep_last_error(), "row"), "an arrival concerns no row: %s", ep_last_error());
+    CHECK(strcmp(found.phase, phase) == 0, "%s", found.phase);
+    CHECK(failing->gpu.c.mode == EP_MODE_LATENCY || !strstr(ep_last_error(), "row"),
+          "an arrival concerns no row: %s", ep_last_error());
     failing_check_refuses(failing, EP_ERR_TIMEOUT, peer);
 }
 
-/* The absent rank calls after the others timed out: it fails at once, and its error names the rank
- * that they gave up on. */
-static void check_latecomer(const FailingGroup *failing) {
+static void check_times_out(const FailingGroup *failing, const Stop *s) {
+    if (failing->gpu.step.rank > 0) usleep((useconds_t)(1e6 * s->later));
+    double begin = gpu_now();
+    failing_call(&failing->gpu, s->ops, EP_ERR_TIMEOUT);
+    failing_call(&failing->gpu, ops_behind(failing), EP_ERR_TIMEOUT);
+    CHECK(gpu_now() - begin > 0.8 * FAILING_TIMEOUT, "gave up after %.2f s", gpu_now() - begin);
+    failing_check_soon(begin);
+    check_blames(failing, s->phase);
+}
+
+/* The absent rank calls after the others timed out. Its first operations may find data sent before
+ * that; then it fails, and its error names the rank that the others gave up on. */
+static void check_latecomer(const FailingGroup *failing, unsigned ops) {
     char blamed[48];
     EpFinding found = EP_FINDING_INIT;
     snprintf(blamed, sizeof(blamed), "because of rank %d", failing->absent);
-    CHECK_OK(device_step_try(&failing->gpu, STEP_DISPATCH));
-    CHECK_CUDA(cudaStreamSynchronize(failing->gpu.stream));
+    failing_call(&failing->gpu, ops, EP_ERR_PEER);
+    failing_call(&failing->gpu, ops_behind(failing), EP_ERR_PEER);
     CHECK_REFUSED(ep_group_status(failing->group, &found), EP_ERR_PEER, "given up", blamed);
     CHECK(found.peer == failing->absent, "peer %d", found.peer);
 }
 
-/* All ranks but rank 0 start `later` seconds late, which is less than the timeout. */
-static void stopped_peer(const EpBootstrap *bootstrap, double later) {
+static void stopped_peer(const EpBootstrap *bootstrap, Case c, Stop s) {
     FailingGroup failing;
-    REQUIRE(open_failing(&failing, bootstrap, FAILING_TIMEOUT), "no group");
-    if (bootstrap->rank != failing.absent) {
-        if (bootstrap->rank > 0) usleep((useconds_t)(1e6 * later));
-        double begin = failing_now();
-        enqueue_two_steps(&failing.gpu);
-        CHECK(failing_now() - begin > 0.8 * FAILING_TIMEOUT, "gave up after %.2f s",
-              failing_now() - begin);
-        CHECK(failing_now() - begin < FAILING_LIMIT, "gave up after %.2f s", failing_now() - begin);
-        check_blames(&failing);
+    REQUIRE(failing_open(&failing, bootstrap, &c, FAILING_TIMEOUT), "no group");
+    if (s.all | s.others) device_step_poison(&failing.gpu);
+    device_step_issue(&failing.gpu, s.all);
+    if (!is_absent(&failing)) {
+        device_step_issue(&failing.gpu, s.others);
+        device_step_check(&failing.gpu);
+        CHECK_OK(ep_group_status(failing.group, NULL));
+        check_times_out(&failing, &s);
     }
     bootstrap->barrier(bootstrap->context, 60);
-    if (bootstrap->rank == failing.absent) check_latecomer(&failing);
+    if (is_absent(&failing)) failing_call(&failing.gpu, s.late, EP_ERR_PEER);
+    if (is_absent(&failing)) check_latecomer(&failing, s.ops | s.rest);
     failing_close(&failing);
-    failing_check_next(bootstrap, EP_MODE_THROUGHPUT);
+    failing_check_next(bootstrap, c.mode);
 }
 
-ThreadTest(gpu_faults, stopped_peer_2, 2) {
-    stopped_peer(bootstrap, 0);
-}
-ThreadTest(gpu_faults, stopped_peer_4, 4) {
-    stopped_peer(bootstrap, 0);
-}
-
+#define STOPPED(mode, ...) \
+    stopped_peer(bootstrap, failing_case(bootstrap->size, EP_MODE_##mode), (Stop){__VA_ARGS__})
+GpuTest(gpu_faults, stopped_peer_2, 2, STOPPED(THROUGHPUT, "dispatch", .ops = MOVES));
+GpuTest(gpu_faults, stopped_peer_4, 4, STOPPED(THROUGHPUT, "dispatch", .ops = MOVES));
 /* Rank 0 times out first, before the others give up. It took part, so they must not blame it. */
-ThreadTest(gpu_faults, stopped_peer_and_late_ones_4, 4) {
-    stopped_peer(bootstrap, FAILING_TIMEOUT / 3);
+GpuTest(gpu_faults, stopped_peer_and_late_ones_4, 4,
+        STOPPED(THROUGHPUT, "dispatch", .ops = MOVES, .later = FAILING_TIMEOUT / 3));
+LatencyTest(gpu_late_dispatch, whole_2, 2, STOPPED(LATENCY, "dispatch", .ops = STEP_DISPATCH));
+LatencyTest(gpu_late_dispatch, in_phases_4, 4,
+            STOPPED(LATENCY, "dispatch", .ops = STEP_DISPATCH_PHASES));
+LatencyTest(gpu_late_combine, whole_4, 4, STOPPED(LATENCY, "combine", .ops = STEP_COMBINE));
+LatencyTest(gpu_late_combine, in_phases_2, 2,
+            STOPPED(LATENCY, "combine", .ops = STEP_COMBINE_PHASES));
+/* Send phases wait for no peer; the receive phase times out. */
+LatencyTest(gpu_late_dispatch, receive_phase_waits_4, 4,
+            STOPPED(LATENCY, "dispatch", .others = STEP_DISPATCH_SEND, .ops = STEP_DISPATCH_WAIT,
+                    .late = STEP_DISPATCH_SEND));
+/* A rank that leaves out its receive phase has sent, so the others complete theirs. They miss
+ * it in the next operation. */
+LatencyTest(gpu_late_combine, left_out_receive_phase_4, 4,
+            STOPPED(LATENCY, "combine", .all = STEP_DISPATCH_SEND, .others = STEP_DISPATCH_WAIT,
+                    .ops = STEP_COMBINE, .late = STEP_DISPATCH_WAIT));
+/* The send phase waits for weights, and names the rank that does not send them. */
+LatencyTest(gpu_late_weights, send_phase_2, 2,
+            stopped_peer(bootstrap, failing_weighing_case(2, ROUTING_UNIFORM),
+                         (Stop){"combine", .ops = STEP_COMBINE_SEND, .rest = STEP_COMBINE_WAIT}));
+
+/* Whoever times out first, all blame the absent rank. */
+static void check_blames_absent(const FailingGroup *failing) {
+    EpFinding found = EP_FINDING_INIT;
+    double begin = gpu_now();
+    failing_call(&failing->gpu, STEP_COMBINE, EP_OK);
+    failing_check_soon(begin);
+    EpStatus status = ep_group_status(failing->group, &found);
+    CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
+          ep_last_error());
+    CHECK(found.peer == failing->absent, "peer %d: %s", found.peer, ep_last_error());
+    failing_check_refuses(failing, status, "rank");
 }
+
+/* Rank 1 comes later than the others. If all tokens go to it, rank 0 waits for its sums and times
+ * out first, while rank 1 waits for the weights of the absent rank. */
+static void stopped_weights(const EpBootstrap *bootstrap, Routing routing) {
+    FailingGroup failing;
+    Case c = failing_weighing_case(bootstrap->size, routing);
+    REQUIRE(failing_open(&failing, bootstrap, &c, FAILING_TIMEOUT), "no group");
+    if (bootstrap->rank == 1) sleep(2);
+    if (!is_absent(&failing)) check_blames_absent(&failing);
+    bootstrap->barrier(bootstrap->context, 60);
+    if (is_absent(&failing)) check_latecomer(&failing, STEP_COMBINE);
+    failing_close(&failing);
+    failing_check_next(bootstrap, EP_MODE_LATENCY);
+}
+
+LatencyTest(gpu_late_weights, whole_4, 4, stopped_weights(bootstrap, ROUTING_UNIFORM));
+LatencyTest(gpu_late_weights, third_rank_is_absent_3, 3,
+            stopped_weights(bootstrap, ROUTING_ONE_RANK));
+
+/* ---- nothing is stored ----------------------------------------------------------------------- */
 
 /* Returns a copy of the heads and records that other ranks store in this one's window. */
 static char *copy_records(const EpGroup *group, size_t *bytes) {
@@ -112,135 +176,92 @@ static char *copy_records(const EpGroup *group, size_t *bytes) {
 static void nothing_stored(const EpBootstrap *bootstrap, StepOp op) {
     FailingGroup failing;
     size_t bytes;
-    REQUIRE(open_failing(&failing, bootstrap, FAILING_TIMEOUT), "no group");
+    REQUIRE(failing_open_plain(&failing, bootstrap, FAILING_TIMEOUT), "no group");
     failing_call(&failing.gpu, STEP_DISPATCH, EP_OK);
     bootstrap->barrier(bootstrap->context, 60);
     char *before = copy_records(failing.group, &bytes);
     bootstrap->barrier(bootstrap->context, 60);
-    if (bootstrap->rank != failing.absent) {
+    if (!is_absent(&failing)) {
         failing_call(&failing.gpu, op, EP_OK);
         CHECK_STATUS(ep_group_status(failing.group, NULL), EP_ERR_TIMEOUT);
     }
     bootstrap->barrier(bootstrap->context, 60);
     char *after = copy_records(failing.group, &bytes);
-    if (bootstrap->rank == failing.absent)
-        CHECK(!memcmp(before, after, bytes), "rows or heads were stored");
+    if (is_absent(&failing)) CHECK(!memcmp(before, after, bytes), "rows or heads were stored");
     free(before), free(after);
     failing_close(&failing);
 }
 
-ThreadTest(gpu_faults, nothing_stored_by_dispatch_2, 2) {
-    nothing_stored(bootstrap, STEP_DISPATCH);
-}
-ThreadTest(gpu_faults, nothing_stored_by_combine_2, 2) {
-    nothing_stored(bootstrap, STEP_COMBINE);
-}
-ThreadTest(gpu_faults, nothing_stored_by_combine_backward_4, 4) {
-    nothing_stored(bootstrap, STEP_COMBINE_BACKWARD);
-}
-ThreadTest(gpu_faults, nothing_stored_by_dispatch_backward_2, 2) {
-    nothing_stored(bootstrap, STEP_DISPATCH_BACKWARD);
-}
+GpuTest(gpu_faults, nothing_stored_by_dispatch_2, 2, nothing_stored(bootstrap, STEP_DISPATCH));
+GpuTest(gpu_faults, nothing_stored_by_combine_2, 2, nothing_stored(bootstrap, STEP_COMBINE));
+GpuTest(gpu_faults, nothing_stored_by_combine_backward_4, 4,
+        nothing_stored(bootstrap, STEP_COMBINE_BACKWARD));
+GpuTest(gpu_faults, nothing_stored_by_dispatch_backward_2, 2,
+        nothing_stored(bootstrap, STEP_DISPATCH_BACKWARD));
 
-/* ---- another order ------------------------------------------------------------------------- */
+/* ---- a plan that is overwritten -------------------------------------------------------------- */
 
-/* Every rank gets the error long before the timeout. */
-static void check_order(const FailingGroup *failing, EpStatus status, double begin) {
-    CHECK(status == EP_OK || status == EP_ERR_ORDER, "%d: %s", (int)status, ep_last_error());
+/* Make a new handle with a plan, and overwrite the plan on the absent rank. */
+static void overwrite_plan(FailingGroup *failing) {
+    EpHandleConfig config = case_handle_config(&failing->gpu.c);
+    size_t bytes = 0;
+    config.max_recv_rows = failing->gpu.c.capacity;
+    CHECK_OK(ep_handle_memory(failing->group, &config, &bytes));
+    CHECK_OK(ep_handle_create(failing->group, &config, &failing->gpu.step.handle));
+    char *memory = failing->gpu.step.handle->own.memory;
+    failing_make_plan(&failing->gpu);
+    device_step_poison(&failing->gpu);
     CHECK_CUDA(cudaStreamSynchronize(failing->gpu.stream));
-    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
-    failing_check_refuses(failing, EP_ERR_ORDER, "rank");
+    /* cudaMemset returns before the memory is set, and the step's stream does not wait for it. */
+    if (is_absent(failing)) CHECK_CUDA(cudaMemset(memory, 0, bytes));
+    CHECK_CUDA(cudaDeviceSynchronize());
 }
-
-static void other_operations(const EpBootstrap *bootstrap) {
-    static const StepOp calls[][2] = {{STEP_DISPATCH, STEP_COMBINE},
-                                      {STEP_COMBINE, STEP_DISPATCH_BACKWARD},
-                                      {STEP_COMBINE_BACKWARD, STEP_PREPARE}};
-    for (int i = 0; i < 3; i++) {
-        FailingGroup failing;
-        check_note("pair %d", i);
-        REQUIRE(open_failing(&failing, bootstrap, 2 * FAILING_LIMIT), "no group");
-        double begin = failing_now();
-        StepOp op = calls[i][bootstrap->rank == failing.absent];
-        check_order(&failing, device_step_try(&failing.gpu, op), begin);
-        failing_close(&failing);
-    }
-    failing_check_next(bootstrap, EP_MODE_THROUGHPUT);
-}
-
-ThreadTest(gpu_faults, other_operations_2, 2) {
-    other_operations(bootstrap);
-}
-ThreadTest(gpu_faults, other_operations_4, 4) {
-    other_operations(bootstrap);
-}
-
-/* One rank makes the same call on a handle of equal configuration with another id. */
-static void other_handles(const EpBootstrap *bootstrap) {
-    FailingGroup failing;
-    REQUIRE(open_failing(&failing, bootstrap, 2 * FAILING_LIMIT), "no group");
-    Case c = failing.gpu.c;
-    c.id = bootstrap->rank == failing.absent ? EP_MAX_HANDLE_ID : 1;
-    DeviceStep gpu = failing.gpu;
-    gpu.step.handle = device_step_handle(failing.group, &c);
-    double begin = failing_now();
-    check_order(&failing, device_step_try(&gpu, STEP_PREPARE), begin);
-    CHECK(strstr(ep_last_error(), "id differs") && strstr(ep_last_error(), "has 4095") &&
-              strstr(ep_last_error(), "has 1"),
-          "%s", ep_last_error());
-    failing_close(&failing);
-}
-
-ThreadTest(gpu_faults, other_handles_2, 2) {
-    other_handles(bootstrap);
-}
-ThreadTest(gpu_faults, other_handles_4, 4) {
-    other_handles(bootstrap);
-}
-
-/* ---- memory -------------------------------------------------------------------------------- */
 
 /* The rank whose memory was overwritten gets the reason and writes nothing; the others do not wait
  * for it. */
-static void check_overwritten(FailingGroup *failing, StepOp op) {
+static void check_overwritten(FailingGroup *failing, unsigned ops) {
     char blamed[48];
-    int is_mine = failing->gpu.step.rank == failing->absent;
-    EpStatus expected = is_mine ? EP_ERR_NOT_PREPARED : EP_ERR_PEER;
-    double begin = failing_now();
+    EpStatus expected = is_absent(failing) ? EP_ERR_NOT_PREPARED : EP_ERR_PEER;
+    double begin = gpu_now();
     snprintf(blamed, sizeof(blamed), "rank %d", failing->absent);
-    EpStatus status = device_step_try(&failing->gpu, op);
-    CHECK(status == EP_OK || status == expected, "%d: %s", (int)status, ep_last_error());
-    CHECK_CUDA(cudaStreamSynchronize(failing->gpu.stream));
-    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
+    failing_call(&failing->gpu, ops, expected);
+    failing_check_soon(begin);
     CHECK_REFUSED(ep_group_status(failing->group, NULL), expected, blamed,
-                  is_mine ? "other bytes" : "given up");
-    if (is_mine) device_step_check(&failing->gpu);
+                  is_absent(failing) ? "other bytes" : "given up");
+    if (is_absent(failing)) device_step_check(&failing->gpu);
 }
 
-static void overwritten_memory(const EpBootstrap *bootstrap) {
-    static const StepOp ops[] = {STEP_DISPATCH, STEP_COMBINE, STEP_COMBINE_BACKWARD};
-    for (int i = 0; i < 3; i++) {
+static void overwritten_memory(const EpBootstrap *bootstrap, EpMode mode) {
+    static const unsigned throughput[] = {STEP_DISPATCH, STEP_COMBINE, STEP_COMBINE_BACKWARD};
+    static const unsigned latency[] = {STEP_COMBINE, STEP_COMBINE_PHASES};
+    int is_latency = mode == EP_MODE_LATENCY;
+    Case c = failing_case(bootstrap->size, mode);
+    for (int i = 0; i < (is_latency ? LENGTH(latency) : LENGTH(throughput)); i++) {
         FailingGroup failing;
-        check_note("operation %d", (int)ops[i]);
-        REQUIRE(open_failing(&failing, bootstrap, 2 * FAILING_LIMIT), "no group");
-        (void)failing_overwrite(&failing);
+        unsigned ops = is_latency ? latency[i] : throughput[i];
+        REQUIRE(failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT), "no group");
+        check_note("operations %u", ops);
+        overwrite_plan(&failing);
         bootstrap->barrier(bootstrap->context, 60);
-        check_overwritten(&failing, ops[i]);
+        check_overwritten(&failing, ops);
         bootstrap->barrier(bootstrap->context, 60);
         failing_close(&failing);
     }
-    failing_check_next(bootstrap, EP_MODE_THROUGHPUT);
+    failing_check_next(bootstrap, mode);
 }
 
-ThreadTest(gpu_faults, overwritten_memory_2, 2) {
-    overwritten_memory(bootstrap);
-}
-ThreadTest(gpu_faults, overwritten_memory_4, 4) {
-    overwritten_memory(bootstrap);
-}
+GpuTest(gpu_faults, overwritten_memory_2, 2, overwritten_memory(bootstrap, EP_MODE_THROUGHPUT));
+GpuTest(gpu_faults, overwritten_memory_4, 4, overwritten_memory(bootstrap, EP_MODE_THROUGHPUT));
+LatencyTest(gpu_latency_faults, overwritten_memory_2, 2,
+            overwritten_memory(bootstrap, EP_MODE_LATENCY));
+LatencyTest(gpu_latency_faults, overwritten_memory_4, 4,
+            overwritten_memory(bootstrap, EP_MODE_LATENCY));
 
-/* ep_prepare has tables of experts in shared memory. A group with more experts than fit is refused
- * before it exists, and where the program leaves the choice, the host backend serves it. */
+/* ---- too much memory ------------------------------------------------------------------------- */
+
+/* ep_prepare has tables of experts in shared memory. A group with more experts than fit is
+ * refused before it exists, and where the program leaves the choice, the host backend serves
+ * it. */
 ThreadTest(gpu_faults, more_experts_than_there_is_room, 1) {
     Case c = case_complete((Case){.experts = 6000});
     EpGroupConfig config = case_group_config(&c);
@@ -265,7 +286,7 @@ ThreadTest(gpu_faults, more_experts_than_there_is_room, 1) {
     const char *warning = strstr(log, "warn: rank 0: AUTO takes the host backend although a GPU is "
                                       "present: expected a GPU whose blocks have");
     CHECK(warning && !strstr(warning + 20, "libep: warn:"), "%s", log);
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    silence_log();
     unlink(path), close(fd);
     /* The most that fit on an H100. */
     config.num_experts = 5400, config.backend = EP_BACKEND_CUDA;

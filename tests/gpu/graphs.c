@@ -1,151 +1,216 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* All five operations in one graph, replayed with new tokens, new routing and another T in the same
- * buffers. */
-#include "tests/cases/run.h"
+/* Steps that are captured once and replayed, with new tokens, new routing and another T in the same
+ * buffers: all operations of throughput mode, and a thousand times those of latency mode, whole and
+ * in phases. The phases of two handles are also interleaved on two streams. */
 #include "tests/gpu/device_step.h"
-#include "tests/gpu/devices.h"
 
-enum { REPLAYS = 100 };
+enum { REPLAYS = 100, LATENCY_REPLAYS = 1000, TURNS = 300 };
 
 static void reserve(void) {
     gpu_reserve((size_t)320 << 20);
 }
 
 TestSuite(gpu_graphs, .init = reserve);
+TestSuite(gpu_replays, .init = reserve);
 
 /* No size is a multiple of a block's part of the work or of a cache line. The capacity is too small
  * for some steps. */
 static Case graph_case(int ranks, EpLayout layout) {
-    return case_complete((Case){.ranks = ranks,
-                                .experts = 4 * ranks + 1,
-                                .top_k = 4,
-                                .hidden = 136,
-                                .max_tokens = 299,
-                                .counted = 1,
-                                .biases = 2,
-                                .weighted = 1,
-                                .scale_bytes = 12,
-                                .masked_percent = 10,
-                                .alignment = 8,
-                                .capacity = 950,
-                                .rows_per_expert = 160,
-                                .overflow = EP_OVERFLOW_DROP,
-                                .layout = layout});
+    Case c = {.ranks = ranks, .experts = 4 * ranks + 1, .top_k = 4, .hidden = 136};
+    c.max_tokens = 299, c.counted = 1, c.biases = 2, c.weighted = 1, c.scale_bytes = 12, c.masked_percent = 10;
+    c.alignment = 8, c.capacity = 950, c.rows_per_expert = 160, c.overflow = EP_OVERFLOW_DROP;
+    c.layout = layout;
+    return case_complete(c);
 }
 
-static cudaGraphExec_t capture(DeviceStep *gpu) {
-    cudaGraph_t graph = NULL;
-    cudaGraphExec_t exec = NULL;
-    CHECK_CUDA(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
-    device_step_issue(gpu, STEP_ALL);
-    CHECK_CUDA(cudaStreamEndCapture(gpu->stream, &graph));
-    if (graph) CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
-    if (graph) CHECK_CUDA(cudaGraphDestroy(graph));
+/* Small, since the oracle computes every replay. Combines in phases get topk_weights. */
+static Case latency_case(int ranks, EpLayout layout, int phases) {
+    Case c = graph_case(ranks, layout);
+    c.mode = EP_MODE_LATENCY, c.phases = phases, c.weights_at_combine = phases;
+    c.experts = 2 * ranks + 1, c.top_k = 3, c.hidden = 40, c.max_tokens = 9;
+    c.alignment = 4, c.capacity = 40, c.rows_per_expert = 12;
+    return case_complete(c);
+}
+
+/* A device step of a new handle, and its graph. */
+typedef struct GraphStep {
+    DeviceStep gpu;
+    cudaGraphExec_t exec;
+} GraphStep;
+
+static bool graph_step_open(GraphStep *graph, EpGroup *group, const Case *c, int rank) {
+    *graph = (GraphStep){.exec = NULL};
+    device_step_new(&graph->gpu, group, c, rank);
+    device_step_draw_step(&graph->gpu, 0);
+    return !check_failure()[0];
+}
+
+static void graph_step_close(GraphStep *graph) {
+    if (graph->exec) CHECK_CUDA(cudaGraphExecDestroy(graph->exec));
+    device_step_close(&graph->gpu);
+}
+
+/* In phases the graph also copies the inputs, since each send phase is followed by stores over
+ * them. So it can be replayed twice without the host. */
+static void graph_step_capture(GraphStep *graph) {
+    graph_begin(graph->gpu.stream);
+    if (graph->gpu.c.mode == EP_MODE_LATENCY) device_step_bring_inputs(&graph->gpu);
+    device_step_issue(&graph->gpu, device_step_all(&graph->gpu.c));
+    graph->exec = graph_end(graph->gpu.stream);
+}
+
+/* What instantiates graphs may wait for kernels of other ranks of the process. */
+static void meet(const EpBootstrap *bootstrap) {
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+}
+
+/* Draw a step and run it: by the graph, so many times without waiting, so that ranks are not in
+ * step; 0: by calls. */
+static void graph_step_run(GraphStep *graph, int step, int times) {
+    unsigned ops = device_step_all(&graph->gpu.c);
+    device_step_draw_step(&graph->gpu, step);
+    if (!times) device_step_issue(&graph->gpu, ops);
+    for (int i = 0; i < times; i++)
+        device_step_launch(&graph->gpu, graph->exec, ops);
+    device_step_check(&graph->gpu);
+}
+
+/* ---- one graph ----------------------------------------------------------------------------- */
+
+/* Every tenth step of throughput mode makes the calls without the graph. */
+static void replay(const EpBootstrap *bootstrap, Case c) {
+    int is_latency = c.mode == EP_MODE_LATENCY;
+    EpGroup *group = open_group(bootstrap, &c);
+    GraphStep graph;
+    REQUIRE(group && graph_step_open(&graph, group, &c, bootstrap->rank), "no handle");
+    graph_step_capture(&graph);
+    meet(bootstrap);
+    int steps = is_latency ? LATENCY_REPLAYS : REPLAYS;
+    for (int step = 0; step < steps && !check_failure()[0]; step++)
+        graph_step_run(&graph, step, is_latency || step % 10 != 9);
+    CHECK_OK(ep_group_status(group, NULL));
+    ep_group_destroy(group);
+    graph_step_close(&graph);
+}
+
+#define REPLAY(layout) replay(bootstrap, graph_case(bootstrap->size, EP_LAYOUT_##layout))
+GpuTests(gpu_graphs, expert_major, REPLAY(EXPERT_MAJOR));
+GpuTest(gpu_graphs, flat_2, 2, REPLAY(FLAT));
+GpuTest(gpu_graphs, flat_4, 4, REPLAY(FLAT));
+GpuTest(gpu_graphs, batched_2, 2, REPLAY(BATCHED));
+GpuTest(gpu_graphs, batched_4, 4, REPLAY(BATCHED));
+
+#define LATENCY_REPLAY(layout, phases) \
+    replay(bootstrap, latency_case(bootstrap->size, EP_LAYOUT_##layout, phases))
+LatencyTests(gpu_replays, expert_major, LATENCY_REPLAY(EXPERT_MAJOR, 0));
+LatencyTests(gpu_replays, batched_phases, LATENCY_REPLAY(BATCHED, 1));
+LatencyTest(gpu_replays, rank_major_1, 1, LATENCY_REPLAY(RANK_MAJOR, 0));
+LatencyTest(gpu_replays, rank_major_4, 4, LATENCY_REPLAY(RANK_MAJOR, 0));
+LatencyTest(gpu_replays, rank_major_phases_2, 2, LATENCY_REPLAY(RANK_MAJOR, 1));
+
+/* ---- several graphs by turns ----------------------------------------------------------------- */
+
+enum { GRAPHS = 8 };
+
+/* Graphs of one handle each, replayed by turns on streams of their own, and plain calls. A group
+ * keeps the order of its calls across streams, provided that the caller orders the replays. In
+ * latency mode there is a graph for each layout, whole and in phases. */
+static void by_turns(const EpBootstrap *bootstrap, EpMode mode, int graphs, int turns) {
+    GraphStep graph[GRAPHS];
+    int ranks = bootstrap->size, is_latency = mode == EP_MODE_LATENCY;
+    Case plain = graph_case(ranks, EP_LAYOUT_EXPERT_MAJOR), widest = plain;
+    if (is_latency) widest = latency_case(ranks, EP_LAYOUT_EXPERT_MAJOR, 0);
+    EpGroup *group = open_group(bootstrap, &widest);
+    REQUIRE(group, "no group");
+    for (int i = 0; i < graphs; i++) {
+        Case c = is_latency ? latency_case(ranks, (EpLayout)(1 + i % 4), i >= 4) : plain;
+        REQUIRE(graph_step_open(&graph[i], group, &c, bootstrap->rank), "no handle");
+    }
+    for (int i = 0; i < graphs; i++)
+        graph_step_capture(&graph[i]);
+    meet(bootstrap);
+    for (int step = 0; step < turns && !check_failure()[0]; step++) {
+        if (is_latency)
+            graph_step_run(&graph[step * 7 % 11 % graphs], step, step % 5 == 4 ? 0 : 1 + step % 3);
+        else
+            graph_step_run(&graph[step % graphs], step, step % graphs < 2);
+    }
+    CHECK_OK(ep_group_status(group, NULL));
+    ep_group_destroy(group);
+    for (int i = 0; i < graphs; i++)
+        graph_step_close(&graph[i]);
+}
+
+GpuTests(gpu_graphs, and_plain_calls, by_turns(bootstrap, EP_MODE_THROUGHPUT, 3, 12));
+LatencyTests(gpu_replays, by_turns, by_turns(bootstrap, EP_MODE_LATENCY, GRAPHS, TURNS));
+
+/* ---- phases of two handles on two streams ---------------------------------------------------- */
+
+/* Send phases have one order on all ranks; receive phases have another order on odd ranks. */
+static void interleave(DeviceStep *a, DeviceStep *b, int swapped) {
+    DeviceStep *first = swapped ? b : a, *second = swapped ? a : b;
+    device_step_issue(a, STEP_PREPARE);
+    device_step_issue(b, STEP_PREPARE);
+    device_step_issue(a, STEP_DISPATCH_SEND);
+    device_step_issue(b, STEP_DISPATCH_SEND);
+    device_step_issue(first, STEP_DISPATCH_WAIT);
+    device_step_issue(second, STEP_DISPATCH_WAIT);
+    device_step_issue(b, STEP_COMBINE_SEND);
+    device_step_issue(a, STEP_COMBINE_SEND);
+    device_step_issue(first, STEP_COMBINE_WAIT);
+    device_step_issue(second, STEP_COMBINE_WAIT);
+}
+
+/* Capture both streams: b's stream forks from the capture of a's stream and joins it at the end. */
+static cudaGraphExec_t capture_two(DeviceStep *a, DeviceStep *b, int swapped) {
+    cudaEvent_t forked, joined;
+    CHECK_CUDA(cudaEventCreateWithFlags(&forked, cudaEventDisableTiming));
+    CHECK_CUDA(cudaEventCreateWithFlags(&joined, cudaEventDisableTiming));
+    graph_begin(a->stream);
+    CHECK_CUDA(cudaEventRecord(forked, a->stream));
+    CHECK_CUDA(cudaStreamWaitEvent(b->stream, forked, 0));
+    interleave(a, b, swapped);
+    CHECK_CUDA(cudaEventRecord(joined, b->stream));
+    CHECK_CUDA(cudaStreamWaitEvent(a->stream, joined, 0));
+    cudaGraphExec_t exec = graph_end(a->stream);
+    CHECK_CUDA(cudaEventDestroy(forked));
+    CHECK_CUDA(cudaEventDestroy(joined));
     return exec;
 }
 
-/* Replay the graph; every tenth step makes the calls without it. */
-static void run_step(DeviceStep *gpu, cudaGraphExec_t exec, int step) {
-    World *world = device_step_world(&gpu->c, step);
-    check_note("step %d: %s", step, case_describe(&world->c));
-    device_step_load(gpu, world);
-    if (step % 10 == 9) {
-        device_step_issue(gpu, STEP_ALL);
+static void run_two(GraphStep *a, GraphStep *b, int swapped, int step) {
+    device_step_draw_step(&a->gpu, 2 * step);
+    device_step_draw_step(&b->gpu, 2 * step + 1);
+    if (!a->exec || step % 5 == 4) {
+        interleave(&a->gpu, &b->gpu, swapped);
     } else {
-        CHECK_CUDA(cudaGraphLaunch(exec, gpu->stream));
-        device_step_replayed(gpu, STEP_ALL);
+        device_step_launch(&a->gpu, a->exec, STEP_PHASES);
+        CHECK_CUDA(cudaStreamSynchronize(a->gpu.stream));
+        device_step_replayed(&b->gpu, STEP_PHASES);
     }
-    device_step_check(gpu);
-    world_free(world);
+    device_step_check(&a->gpu);
+    device_step_check(&b->gpu);
 }
 
-static void replay_layout(EpGroup *group, int rank, const Case *c) {
-    DeviceStep gpu;
-    cudaStream_t stream = new_stream();
-    World *first = device_step_world(c, 0);
-    device_step_open(&gpu, group, device_step_handle(group, c), c, rank, stream, NULL);
-    device_step_load(&gpu, first);
-    CHECK_CUDA(cudaStreamSynchronize(stream));
-    cudaGraphExec_t exec = capture(&gpu);
-    REQUIRE(exec, "no graph");
-    for (int step = 0; step < REPLAYS; step++)
-        run_step(&gpu, exec, step);
-    CHECK_OK(ep_group_status(group, NULL));
-    CHECK_CUDA(cudaGraphExecDestroy(exec));
-    device_step_close(&gpu);
-    CHECK_CUDA(cudaStreamDestroy(stream));
-    world_free(first);
-}
-
-static void replay(const EpBootstrap *bootstrap, EpLayout layout) {
-    Case c = graph_case(bootstrap->size, layout);
+static void two_streams(const EpBootstrap *bootstrap, int with_graph, int steps) {
+    GraphStep a, b;
+    Case c = latency_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR, 1);
+    Case d = latency_case(bootstrap->size, EP_LAYOUT_BATCHED, 1);
+    int rank = bootstrap->rank, swapped = rank % 2;
     EpGroup *group = open_group(bootstrap, &c);
-    if (group) replay_layout(group, bootstrap->rank, &c);
-    ep_group_destroy(group);
-}
-
-#define REPLAY(name, ranks, layout)            \
-    ThreadTest(gpu_graphs, name, ranks) {      \
-        replay(bootstrap, EP_LAYOUT_##layout); \
-    }
-REPLAY(expert_major_1, 1, EXPERT_MAJOR)
-REPLAY(expert_major_2, 2, EXPERT_MAJOR)
-REPLAY(expert_major_4, 4, EXPERT_MAJOR)
-REPLAY(flat_2, 2, FLAT)
-REPLAY(flat_4, 4, FLAT)
-REPLAY(batched_2, 2, BATCHED)
-REPLAY(batched_4, 4, BATCHED)
-
-/* ---- graphs and plain calls ---- */
-
-/* Replay two graphs of two handles by turns on two streams, with plain calls on a third. A group
- * keeps the order of its calls across streams, provided that the caller orders the replays. */
-static void replay_and_call(EpGroup *group, const Case *c, DeviceStep *gpu, cudaGraphExec_t *exec) {
-    for (int step = 0; step < 12; step++) {
-        int which = step % 3;
-        World *world = device_step_world(c, step);
-        check_note("step %d: %s", step, case_describe(&world->c));
-        device_step_load(&gpu[which], world);
-        if (which == 2) device_step_issue(&gpu[2], STEP_ALL);
-        if (which < 2) CHECK_CUDA(cudaGraphLaunch(exec[which], gpu[which].stream));
-        if (which < 2) device_step_replayed(&gpu[which], STEP_ALL);
-        device_step_check(&gpu[which]);
-        world_free(world);
-    }
+    REQUIRE(group && graph_step_open(&a, group, &c, rank) && graph_step_open(&b, group, &d, rank),
+            "no handle");
+    if (with_graph) a.exec = capture_two(&a.gpu, &b.gpu, swapped);
+    meet(bootstrap);
+    for (int step = 0; step < steps && !check_failure()[0]; step++)
+        run_two(&a, &b, swapped, step);
     CHECK_OK(ep_group_status(group, NULL));
-}
-
-static void graphs_and_calls(const EpBootstrap *bootstrap) {
-    Case c = graph_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR);
-    EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
-    World *first = device_step_world(&c, 0);
-    DeviceStep gpu[3];
-    cudaGraphExec_t exec[3] = {NULL};
-    for (int i = 0; i < 3; i++) {
-        device_step_open(&gpu[i], group, device_step_handle(group, &c), &c, bootstrap->rank,
-                         new_stream(), NULL);
-        device_step_load(&gpu[i], first);
-        CHECK_CUDA(cudaStreamSynchronize(gpu[i].stream));
-        if (i < 2) exec[i] = capture(&gpu[i]);
-    }
-    REQUIRE(exec[0] && exec[1], "no graphs");
-    replay_and_call(group, &c, gpu, exec);
-    for (int i = 0; i < 3; i++) {
-        if (exec[i]) CHECK_CUDA(cudaGraphExecDestroy(exec[i]));
-        CHECK_CUDA(cudaStreamDestroy(gpu[i].stream));
-        device_step_close(&gpu[i]);
-    }
-    world_free(first);
     ep_group_destroy(group);
+    graph_step_close(&a);
+    graph_step_close(&b);
 }
 
-ThreadTest(gpu_graphs, and_plain_calls_1, 1) {
-    graphs_and_calls(bootstrap);
-}
-ThreadTest(gpu_graphs, and_plain_calls_2, 2) {
-    graphs_and_calls(bootstrap);
-}
-ThreadTest(gpu_graphs, and_plain_calls_4, 4) {
-    graphs_and_calls(bootstrap);
-}
+LatencyTest(gpu_replays, two_streams_1, 1, two_streams(bootstrap, 1, TURNS));
+LatencyTest(gpu_replays, two_streams_2, 2, two_streams(bootstrap, 1, LATENCY_REPLAYS));
+LatencyTest(gpu_replays, two_streams_4, 4, two_streams(bootstrap, 1, LATENCY_REPLAYS));
+LatencyTests(gpu_latency, two_streams, two_streams(bootstrap, 0, 40));

@@ -9,19 +9,14 @@
 #include <unistd.h>
 
 #include "ep/ep_mpi.h"
-#include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
-#include "tests/gpu/devices.h"
 #include "tests/harness/process.h"
 #include "tests/harness/ranked.h"
 
 static Case killed_case(int ranks) {
-    return case_complete((Case){.ranks = ranks,
-                                .experts = 2 * ranks,
-                                .max_tokens = 100,
-                                .spread = SPREAD_FULL,
-                                .weighted = 1,
-                                .capacity = 900});
+    Case c = {.ranks = ranks, .experts = 2 * ranks, .max_tokens = 100, .spread = SPREAD_FULL};
+    c.weighted = 1, c.capacity = 900;
+    return case_complete(c);
 }
 
 /* The killed rank's peers get an error in dispatch, and every later call is refused. */
@@ -48,11 +43,9 @@ static void run_until_killed(const EpBootstrap *bootstrap, int nodes) {
     EpGroup *group = NULL;
     config.timeout_seconds = 3;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    device_step_open(&gpu, group, device_step_handle(group, &c), &c, bootstrap->rank, new_stream(),
-                     NULL);
-    World *world = world_new(&c);
+    device_step_new(&gpu, group, &c, bootstrap->rank);
     for (int step = 0; step < 3; step++) {
-        device_step_load(&gpu, world);
+        device_step_draw(&gpu, &c);
         bootstrap->barrier(bootstrap->context, 60); /* no rank is late because of setup */
         device_step_issue(&gpu, STEP_ALL);
         device_step_check(&gpu);

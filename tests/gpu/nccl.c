@@ -1,45 +1,92 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Groups over the caller's communicator, which still works after they are destroyed. */
-#include "tests/cases/run.h"
+/* Groups over the caller's communicator. On several nodes they split communicators of their own
+ * from it. It still works after they have ended, in whatever way. */
+#include <stdlib.h>
+#include <string.h>
+
 #include "tests/gpu/communicator.h"
+#include "tests/gpu/failing.h"
+#include "tests/harness/ranked.h"
 
-static void borrow(const Nccl *nccl, ncclComm_t comm, const EpBootstrap *bootstrap) {
-    Case c = case_complete((Case){.ranks = bootstrap->size,
-                                  .experts = 5 * bootstrap->size,
-                                  .top_k = 3,
-                                  .hidden = 200,
-                                  .max_tokens = 131,
-                                  .weighted = 1,
-                                  .capacity = 1700});
-    cudaStream_t stream = new_stream();
-    EpGroup *groups[2] = {NULL};
-    EpGroupConfig config = case_group_config(&c);
-    ep_group_config_set_nccl(&config, comm);
-    for (int i = 0; i < 2; i++)
-        REQUIRE_OK(ep_group_create(bootstrap, &config, &groups[i]));
+#define WHY "the watchdog has had enough"
+
+TestSuite(gpu_nccl_split, .init = silence_log);
+
+/* A case on these nodes, one digit for each rank; "": on one. */
+static Case lending_case(const EpBootstrap *bootstrap, const char *nodes) {
+    Case c = {.ranks = bootstrap->size, .experts = 5 * bootstrap->size, .top_k = 3, .hidden = 200};
+    c.max_tokens = 131, c.weighted = 1, c.capacity = 1700;
+    char topology[2 * sizeof(c.nodes)] = "";
+    memcpy(c.nodes, nodes, strlen(nodes));
+    for (int r = 0; nodes[0] && r < bootstrap->size; r++)
+        topology[2 * r] = nodes[r], topology[2 * r + 1] = r + 1 < bootstrap->size ? ',' : 0;
+    if (nodes[0]) set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", topology);
+    return case_complete(c);
+}
+
+static EpGroup *create(const NcclRank *rank, const Case *c) {
+    EpGroup *group = NULL;
+    EpGroupConfig config = case_group_config(c);
+    ep_group_config_set_nccl(&config, rank->comm);
+    CHECK_OK(ep_group_create(rank->harness, &config, &group));
+    return group;
+}
+
+/* Two groups at a time, and another one after them. */
+static void lend(const EpBootstrap *bootstrap, int blocking, const char *nodes) {
+    NcclRank rank;
+    if (!nccl_rank_open(&rank, bootstrap, blocking)) return;
+    Case c = lending_case(bootstrap, nodes);
+    EpGroup *groups[3] = {create(&rank, &c), create(&rank, &c), NULL};
+    REQUIRE(groups[0] && groups[1], "no groups");
     for (int i = 0; i < 4; i++)
-        nccl_check_step(groups[i % 2], &c, bootstrap->rank, stream);
-    for (int i = 0; i < 2; i++)
+        device_step_run(groups[i % 2], &c, bootstrap->rank, NULL);
+    ep_group_destroy(groups[0]);
+    nccl_rank_check(&rank);
+    groups[2] = create(&rank, &c);
+    REQUIRE(groups[2], "no third group");
+    for (int i = 1; i < 3; i++)
+        device_step_run(groups[i], &c, bootstrap->rank, NULL);
+    for (int i = 1; i < 3; i++)
         ep_group_destroy(groups[i]);
-    nccl_check_works(nccl, comm, bootstrap, stream);
-    CHECK_CUDA(cudaStreamDestroy(stream));
+    nccl_rank_close(&rank);
 }
 
-static void borrowed(const EpBootstrap *bootstrap, int blocking) {
-    Nccl nccl;
-    if (!nccl_serves(&nccl, bootstrap->size)) return;
-    ncclComm_t comm = nccl_communicator(&nccl, bootstrap, blocking);
-    REQUIRE(comm, "no communicator");
-    borrow(&nccl, comm, bootstrap);
-    CHECK(nccl.destroy(comm) == ncclSuccess, "ncclCommDestroy");
+GpuTest(gpu_nccl, borrowed_2, 2, lend(bootstrap, 1, ""));
+GpuTest(gpu_nccl, borrowed_4, 4, lend(bootstrap, 1, ""));
+GpuTest(gpu_nccl, borrowed_without_blocking_2, 2, lend(bootstrap, 0, ""));
+GpuTest(gpu_nccl_split, two_nodes_4, 4, lend(bootstrap, 1, "0011"));
+GpuTest(gpu_nccl_split, without_blocking_4, 4, lend(bootstrap, 0, "0101"));
+/* One rank is alone on its node. */
+GpuTest(gpu_nccl_split, uneven_nodes_3, 3, lend(bootstrap, 1, "001"));
+GpuTest(gpu_nccl_split, a_node_each_2, 2, lend(bootstrap, 0, "01"));
+
+static void wait_until_failed(EpGroup *group) {
+    double begin = gpu_now();
+    while (ep_group_status(group, NULL) == EP_OK && gpu_now() - begin < FAILING_LIMIT)
+        ;
 }
 
-ThreadTest(gpu_nccl, borrowed_2, 2) {
-    borrowed(bootstrap, 1);
+/* The group's communicators are aborted on all ranks while the lent one goes on. */
+static void outlives_abort(const EpBootstrap *bootstrap, int blocking) {
+    NcclRank rank;
+    if (!nccl_rank_open(&rank, bootstrap, blocking)) return;
+    Case c = lending_case(bootstrap, "0011");
+    EpGroup *group = create(&rank, &c);
+    REQUIRE(group, "no group");
+    if (bootstrap->rank == 0) CHECK_OK(ep_group_abort(group, WHY));
+    wait_until_failed(group);
+    CHECK_REFUSED(ep_group_status(group, NULL), bootstrap->rank ? EP_ERR_PEER : EP_ERR_ABORTED,
+                  "rank 0", WHY);
+    nccl_rank_check(&rank);
+    ep_group_destroy(group);
+    nccl_rank_check(&rank);
+    group = create(&rank, &c);
+    REQUIRE(group, "no second group");
+    device_step_run(group, &c, bootstrap->rank, NULL);
+    ep_group_destroy(group);
+    nccl_rank_close(&rank);
 }
-ThreadTest(gpu_nccl, borrowed_4, 4) {
-    borrowed(bootstrap, 1);
-}
-ThreadTest(gpu_nccl, borrowed_without_blocking_2, 2) {
-    borrowed(bootstrap, 0);
-}
+
+GpuTest(gpu_nccl_split, outlives_abort_4, 4, outlives_abort(bootstrap, 1));
+GpuTest(gpu_nccl_split, outlives_abort_without_blocking_4, 4, outlives_abort(bootstrap, 0));

@@ -4,42 +4,65 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bindings/nccl_ep/adapter.h"
 #include "tests/gpu/device_step_layout.h"
-#include "tests/gpu/devices.h"
 
 /* ---- a rank -------------------------------------------------------------------------------- */
 
-ncclEpGroupConfig_t nccl_ep_config(const Case *c, int algorithm, int fixed) {
+Case nccl_ep_training_case(int ranks) {
+    Case c = {.ranks = ranks, .experts = 4 * ranks + 3, .top_k = 5, .hidden = 136};
+    c.max_tokens = 157, c.masked_percent = 5, c.duplicates = 1, c.merged = 1, c.alignment = 8;
+    c.capacity = 157 * 5 * ranks + 8 * 8, c.index_type = EP_TYPE_INT64;
+    return case_complete(c);
+}
+
+Case nccl_ep_flat_case(Case c, int tail) {
+    c.layout = EP_LAYOUT_FLAT, c.alignment = 1, c.zero_tail = tail;
+    return case_complete(c);
+}
+
+Case nccl_ep_decoding_case(int ranks, EpLayout layout) {
+    Case c = {.ranks = ranks, .experts = 5 * ranks + 1, .top_k = 4, .hidden = 256};
+    c.max_tokens = 19, c.masked_percent = 5, c.duplicates = 1, c.merged = 1, c.layout = layout;
+    c.rows_per_expert = 19 * ranks, c.mode = EP_MODE_LATENCY;
+    c.zero_tail = layout == EP_LAYOUT_RANK_MAJOR ? EP_TAIL_IDS : EP_TAIL_KEEP, c.all_weights = 1;
+    c.weighted = 1;
+    return case_complete(c);
+}
+
+ncclEpGroupConfig_t nccl_ep_config(const Case *c, int fixed) {
     size_t row = case_row_bytes(c) > case_sum_bytes(c) ? case_row_bytes(c) : case_sum_bytes(c);
-    return (ncclEpGroupConfig_t){.size = sizeof(ncclEpGroupConfig_t),
-                                 .magic = NCCL_EP_MAGIC,
-                                 .version = 2,
-                                 .algorithm = algorithm,
-                                 .num_experts = (unsigned)c->experts,
-                                 .max_dispatch_tokens_per_rank = (unsigned)c->max_tokens,
-                                 .max_recv_tokens_per_rank = fixed ? (unsigned)c->capacity : 0,
-                                 .max_token_bytes = (unsigned)row + 4 * (unsigned)c->scale_bytes,
-                                 .timeout_ns = 60ull * 1000 * 1000 * 1000,
-                                 .overflow_policy = c->overflow == EP_OVERFLOW_DROP
-                                                        ? NCCL_EP_OVERFLOW_DROP
-                                                        : NCCL_EP_OVERFLOW_AUTO,
-                                 .num_topk = fixed ? 0 : (unsigned)c->top_k};
+    int decodes = c->mode == EP_MODE_LATENCY;
+    return (ncclEpGroupConfig_t){
+        .size = sizeof(ncclEpGroupConfig_t),
+        .magic = NCCL_EP_MAGIC,
+        .version = 2,
+        .algorithm = decodes ? NCCL_EP_ALGO_LOW_LATENCY : NCCL_EP_ALGO_HIGH_THROUGHPUT,
+        .num_experts = (unsigned)c->experts,
+        .max_dispatch_tokens_per_rank = (unsigned)c->max_tokens,
+        .max_recv_tokens_per_rank = fixed ? (unsigned)c->capacity : 0,
+        .max_token_bytes = (unsigned)row + 4 * (unsigned)c->scale_bytes,
+        .timeout_ns = 60ull * 1000 * 1000 * 1000,
+        .overflow_policy =
+            c->overflow == EP_OVERFLOW_DROP ? NCCL_EP_OVERFLOW_DROP : NCCL_EP_OVERFLOW_AUTO,
+        .num_topk = fixed ? 0 : (unsigned)c->top_k};
 }
 
 bool nccl_ep_open(NcclEpRank *r, const EpBootstrap *harness, const ncclEpGroupConfig_t *config) {
-    *r = (NcclEpRank){.harness = harness};
-    if (!nccl_serves(&r->nccl, harness->size)) return false;
-    r->comm = nccl_communicator(&r->nccl, harness, 1);
-    if (!CHECK(r->comm, "no communicator")) return false;
-    r->stream = new_stream();
-    return CHECK_NCCL(ncclEpCreateGroup(&r->group, r->comm, config));
+    r->group = NULL;
+    return nccl_rank_open(&r->rank, harness, 1) &&
+           CHECK_NCCL(ncclEpCreateGroup(&r->group, r->rank.comm, config));
 }
 
 void nccl_ep_close(NcclEpRank *r) {
     CHECK_NCCL(ncclEpGroupDestroy(r->group));
-    nccl_check_works(&r->nccl, r->comm, r->harness, r->stream);
-    CHECK_CUDA(cudaStreamDestroy(r->stream));
-    CHECK(r->nccl.destroy(r->comm) == ncclSuccess, "ncclCommDestroy");
+    nccl_rank_close(&r->rank);
+}
+
+bool nccl_ep_is_on_one_node(const NcclEpRank *r) {
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(r->group->ep, &info));
+    return info.num_nodes == 1;
 }
 
 /* ---- a step -------------------------------------------------------------------------------- */
@@ -68,7 +91,8 @@ static void open_half(NcclEpStep *s, int half, DeviceStep *gpu, int number, void
     c.weighted = !half, c.weights_at_combine = half || c.mode == EP_MODE_LATENCY;
     c = case_complete(c);
     s->world[half] = device_step_world(&c, number);
-    device_step_open(gpu, NULL, NULL, &c, s->rank->harness->rank, s->rank->stream, memory);
+    device_step_open(gpu, NULL, NULL, &c, s->rank->rank.harness->rank, s->rank->rank.stream,
+                     memory);
     gpu->without_plan = 1;
     device_step_load(gpu, s->world[half]);
 }
@@ -84,7 +108,8 @@ void nccl_ep_step_open(NcclEpStep *s, NcclEpRank *rank, const Case *c, int numbe
     const RankWorld *a = device_step_rank(&s->dispatched), *b = device_step_rank(&s->combined);
     CHECK(a->rows == b->rows && a->recv_rows == b->recv_rows, "the halves differ");
     REQUIRE_CUDA(cudaMalloc((void **)&s->numbers, NCCL_EP_VECTORS * vector_bytes(s)));
-    CHECK_CUDA(cudaMemsetAsync(s->numbers, 0x5a, NCCL_EP_VECTORS * vector_bytes(s), rank->stream));
+    CHECK_CUDA(
+        cudaMemsetAsync(s->numbers, 0x5a, NCCL_EP_VECTORS * vector_bytes(s), rank->rank.stream));
 }
 
 static void reload_half(NcclEpStep *s, int half, DeviceStep *gpu, int number) {
@@ -99,12 +124,12 @@ void nccl_ep_step_reload(NcclEpStep *s, int number) {
     reload_half(s, 0, &s->dispatched, number);
     reload_half(s, 1, &s->combined, number);
     CHECK_CUDA(
-        cudaMemsetAsync(s->numbers, 0x5a, NCCL_EP_VECTORS * vector_bytes(s), s->rank->stream));
+        cudaMemsetAsync(s->numbers, 0x5a, NCCL_EP_VECTORS * vector_bytes(s), s->rank->rank.stream));
 }
 
 void nccl_ep_step_close(NcclEpStep *s) {
     CHECK_NCCL(ncclEpHandleDestroy(s->handle));
-    CHECK_CUDA(cudaStreamSynchronize(s->rank->stream));
+    CHECK_CUDA(cudaStreamSynchronize(s->rank->rank.stream));
     device_step_close(&s->dispatched);
     device_step_close(&s->combined);
     CHECK_CUDA(cudaFree(s->numbers));
@@ -122,24 +147,16 @@ typedef struct Tensor {
 } Tensor;
 
 static int type_of(EpType type) {
-    switch (type) {
-    case EP_TYPE_BF16:
-        return NCCL_BFLOAT16;
-    case EP_TYPE_FP16:
-        return NCCL_FLOAT16;
-    case EP_TYPE_FP32:
-        return NCCL_FLOAT32;
-    case EP_TYPE_FP8_E4M3:
-        return NCCL_FLOAT8_E4M3;
-    case EP_TYPE_FP8_E5M2:
-        return NCCL_FLOAT8_E5M2;
-    case EP_TYPE_INT32:
-        return NCCL_INT32;
-    case EP_TYPE_INT64:
-        return NCCL_INT64;
-    default:
-        return NCCL_UINT8;
-    }
+    static const struct {
+        EpType type;
+        int nccl;
+    } types[] = {{EP_TYPE_BF16, NCCL_BFLOAT16},        {EP_TYPE_FP16, NCCL_FLOAT16},
+                 {EP_TYPE_FP32, NCCL_FLOAT32},         {EP_TYPE_FP8_E4M3, NCCL_FLOAT8_E4M3},
+                 {EP_TYPE_FP8_E5M2, NCCL_FLOAT8_E5M2}, {EP_TYPE_INT32, NCCL_INT32},
+                 {EP_TYPE_INT64, NCCL_INT64}};
+    for (size_t i = 0; i < sizeof(types) / sizeof(*types); i++)
+        if (types[i].type == type) return types[i].nccl;
+    return NCCL_UINT8;
 }
 
 /* `window`: the tensor names it and an offset, and no address. */
@@ -167,10 +184,20 @@ static ncclEpTensor_t *numbers(NcclEpStep *s, Tensor *out, int vector, int64_t c
         NULL);
 }
 
+/* Return an input or an output of a half of the step; rows in the step's window name it. */
+static ncclEpTensor_t *from(const DeviceStep *gpu, Tensor *out, EpTensor t, StepInput input) {
+    return describe(out, device_step_from(gpu, t, input), NULL);
+}
+
+static ncclEpTensor_t *into(const DeviceStep *gpu, Tensor *out, EpTensor t, StepOutput output,
+                            const NcclWindow *window) {
+    return describe(out, device_step_into(gpu, t, output), window);
+}
+
 static ncclEpTensor_t *routing(const NcclEpStep *s, Tensor *out) {
     const DeviceStep *gpu = &s->dispatched;
     EpTensor t = ep_tensor_2d(NULL, s->c.index_type, device_step_rank(gpu)->rows, s->c.top_k);
-    return describe(out, device_step_from(gpu, t, IN_INDEX), NULL);
+    return from(gpu, out, t, IN_INDEX);
 }
 
 /* ---- handles ------------------------------------------------------------------------------- */
@@ -217,7 +244,8 @@ static const ncclEpLayoutInfo_t *plan_info(NcclEpStep *s, Info *i) {
 int nccl_ep_update(NcclEpStep *s) {
     Tensor index;
     Info info;
-    return ncclEpUpdateHandle(s->handle, routing(s, &index), plan_info(s, &info), s->rank->stream);
+    return ncclEpUpdateHandle(s->handle, routing(s, &index), plan_info(s, &info),
+                              s->rank->rank.stream);
 }
 
 int nccl_ep_create(NcclEpStep *s) {
@@ -225,7 +253,7 @@ int nccl_ep_create(NcclEpStep *s) {
     Info info;
     ncclEpHandleConfig_t config = handle_config(s);
     return ncclEpCreateHandle(&s->handle, s->rank->group, nccl_ep_layout(&s->c), routing(s, &index),
-                              plan_info(s, &info), &config, s->rank->stream);
+                              plan_info(s, &info), &config, s->rank->rank.stream);
 }
 
 void nccl_ep_step_allocate(NcclEpStep *s) {
@@ -233,12 +261,12 @@ void nccl_ep_step_allocate(NcclEpStep *s) {
     CHECK_NCCL(ncclEpHandleMemSize(s->rank->group, nccl_ep_layout(&s->c), &config, &s->plan_bytes,
                                    s->c.top_k));
     REQUIRE_CUDA(cudaMalloc(&s->plan, s->plan_bytes));
-    CHECK_CUDA(cudaMemsetAsync(s->plan, 0xa5, s->plan_bytes, s->rank->stream));
+    CHECK_CUDA(cudaMemsetAsync(s->plan, 0xa5, s->plan_bytes, s->rank->rank.stream));
 }
 
 void nccl_ep_step_move(NcclEpStep *s) {
     void *old = s->plan;
-    cudaStream_t stream = s->rank->stream;
+    cudaStream_t stream = s->rank->rank.stream;
     CHECK_NCCL(ncclEpHandleDestroy(s->handle));
     s->handle = NULL;
     REQUIRE_CUDA(cudaMalloc(&s->plan, s->plan_bytes));
@@ -287,26 +315,22 @@ int nccl_ep_dispatch(NcclEpStep *s) {
     ncclEpDispatchInputs_t in = {.size = sizeof(in), .magic = NCCL_EP_MAGIC};
     ncclEpDispatchOutputs_t out = {.size = sizeof(out), .magic = NCCL_EP_MAGIC};
     ncclEpDispatchConfig_t config = dispatch_config(s, NCCL_EP_FWD_PASS);
-    in.tokens = describe(t, device_step_from(gpu, step_tokens(step), IN_TOKENS), NULL);
-    out.tokens =
-        describe(t + 1, device_step_into(gpu, step_recv_tokens(step, NULL), OUT_TOKENS), s->window);
+    EpTensor recv = step_recv_tokens(step, NULL),
+             ids = step_rows(step, NULL, c->index_type, c->top_k);
+    in.tokens = from(gpu, t, step_tokens(step), IN_TOKENS);
+    out.tokens = into(gpu, t + 1, recv, OUT_TOKENS, s->window);
     if (c->weighted) {
-        in.topk_weights =
-            describe(t + 2, device_step_from(gpu, step_weights(step), IN_WEIGHTS), NULL);
-        out.topk_weights = describe(
-            t + 3, device_step_into(gpu, device_step_weights(gpu), OUT_WEIGHTS), s->window);
+        in.topk_weights = from(gpu, t + 2, step_weights(step), IN_WEIGHTS);
+        out.topk_weights = into(gpu, t + 3, device_step_weights(gpu), OUT_WEIGHTS, s->window);
     }
-    if (c->scale_bytes)
-        in.scales = describe(t + 4, device_step_from(gpu, step_scales(step), IN_SCALES), NULL);
+    if (c->scale_bytes) in.scales = from(gpu, t + 4, step_scales(step), IN_SCALES);
     if (case_scales(c))
-        out.scales =
-            describe(t + 5, device_step_into(gpu, step_recv_scales(step, NULL), OUT_SCALES), NULL);
-    EpTensor ids = step_rows(step, NULL, c->index_type, c->top_k);
-    if (case_has_rows(c))
-        out.topk_idx = describe(t + 6, device_step_into(gpu, ids, OUT_INDEX), NULL);
+        out.scales = into(gpu, t + 5, step_recv_scales(step, NULL), OUT_SCALES, NULL);
+    if (case_has_rows(c)) out.topk_idx = into(gpu, t + 6, ids, OUT_INDEX, NULL);
     spoil(s, t, t + 1, t + 3);
     device_step_replayed(gpu, STEP_DISPATCH);
-    return ncclEpDispatch(s->handle, &in, &out, dispatch_info(s, &info), &config, s->rank->stream);
+    return ncclEpDispatch(s->handle, &in, &out, dispatch_info(s, &info), &config,
+                          s->rank->rank.stream);
 }
 
 int nccl_ep_combine_backward(NcclEpStep *s) {
@@ -315,12 +339,11 @@ int nccl_ep_combine_backward(NcclEpStep *s) {
     ncclEpDispatchInputs_t in = {.size = sizeof(in), .magic = NCCL_EP_MAGIC};
     ncclEpDispatchOutputs_t out = {.size = sizeof(out), .magic = NCCL_EP_MAGIC};
     ncclEpDispatchConfig_t config = dispatch_config(s, NCCL_EP_BWD_PASS);
-    EpTensor rows = step_rows(&gpu->step, NULL, gpu->c.sum_type, gpu->c.hidden);
-    in.tokens = describe(t, device_step_from(gpu, step_grad_out(&gpu->step), IN_GRAD_OUT), NULL);
-    out.tokens = describe(t + 1, device_step_into(gpu, rows, OUT_GRAD_ROWS), s->window);
+    in.tokens = from(gpu, t, step_grad_out(&gpu->step), IN_GRAD_OUT);
+    out.tokens = into(gpu, t + 1, step_expert_out(&gpu->step), OUT_GRAD_ROWS, s->window);
     config.quant_recipe = NCCL_EP_DISP_QUANT_NONE;
     device_step_replayed(gpu, STEP_COMBINE_BACKWARD);
-    return ncclEpDispatch(s->handle, &in, &out, NULL, &config, s->rank->stream);
+    return ncclEpDispatch(s->handle, &in, &out, NULL, &config, s->rank->rank.stream);
 }
 
 static int combine(NcclEpStep *s, DeviceStep *gpu, int pass) {
@@ -333,24 +356,17 @@ static int combine(NcclEpStep *s, DeviceStep *gpu, int pass) {
     config.pass_direction = pass, config.send_only = (unsigned)s->send_only;
     if (s->c.sum_quant == EP_QUANT_FP8) config.quant_recipe = NCCL_EP_COMB_QUANT_MXFP8;
     in.tokens = describe(t, device_step_from(gpu, step_expert_out(step), IN_EXPERT_OUT), s->window);
-    out.tokens = describe(
-        t + 1, device_step_into(gpu, step_grad_out(step), is_backward ? OUT_GRAD_TOKENS : OUT_SUMS),
-        NULL);
-    if (is_backward) {
-        in.topk_weights = describe(
-            t + 2, device_step_from(gpu, device_step_weights(gpu), IN_GRAD_SLOT_WEIGHTS), NULL);
-        out.topk_weights =
-            describe(t + 3, device_step_into(gpu, step_weights(step), OUT_GRAD_WEIGHTS), NULL);
-    } else if (gpu->c.weights_at_combine) {
-        out.topk_weights =
-            describe(t + 3, device_step_from(gpu, step_weights(step), IN_COMBINE_WEIGHTS), NULL);
-    }
-    if (s->passes_weights && !is_backward)
-        out.topk_weights =
-            describe(t + 3, device_step_into(gpu, step_weights(step), OUT_GRAD_WEIGHTS), NULL);
+    out.tokens =
+        into(gpu, t + 1, step_grad_out(step), is_backward ? OUT_GRAD_TOKENS : OUT_SUMS, NULL);
+    if (is_backward)
+        in.topk_weights = from(gpu, t + 2, device_step_weights(gpu), IN_GRAD_SLOT_WEIGHTS);
+    if (is_backward || s->passes_weights)
+        out.topk_weights = into(gpu, t + 3, step_weights(step), OUT_GRAD_WEIGHTS, NULL);
+    else if (gpu->c.weights_at_combine)
+        out.topk_weights = from(gpu, t + 3, step_weights(step), IN_COMBINE_WEIGHTS);
     spoil(s, t + 1, t, t + 2);
     device_step_replayed(gpu, is_backward ? STEP_DISPATCH_BACKWARD : STEP_COMBINE);
-    return ncclEpCombine(s->handle, &in, &out, &config, s->rank->stream);
+    return ncclEpCombine(s->handle, &in, &out, &config, s->rank->rank.stream);
 }
 
 int nccl_ep_combine(NcclEpStep *s) {
@@ -362,7 +378,35 @@ int nccl_ep_dispatch_backward(NcclEpStep *s) {
 }
 
 int nccl_ep_complete(NcclEpStep *s) {
-    return ncclEpComplete(s->handle, NULL, s->rank->stream);
+    return ncclEpComplete(s->handle, NULL, s->rank->rank.stream);
+}
+
+void nccl_ep_move(NcclEpStep *s) {
+    CHECK_NCCL(nccl_ep_dispatch(s));
+    if (s->send_only) CHECK_NCCL(nccl_ep_complete(s));
+    CHECK_NCCL(nccl_ep_combine(s));
+    if (s->send_only) CHECK_NCCL(nccl_ep_complete(s));
+    if (is_low_latency(s)) return;
+    CHECK_NCCL(nccl_ep_combine_backward(s));
+    CHECK_NCCL(nccl_ep_dispatch_backward(s));
+}
+
+void nccl_ep_run(NcclEpStep *s) {
+    nccl_ep_move(s);
+    if (is_low_latency(s)) CHECK_NCCL(nccl_ep_complete(s)); /* nothing is pending: no error */
+    nccl_ep_step_check(s);
+}
+
+bool nccl_ep_begin(NcclEpRank *rank, NcclEpStep *s, const EpBootstrap *harness, const Case *c) {
+    ncclEpGroupConfig_t config = nccl_ep_config(c, c->mode != EP_MODE_LATENCY && c->capacity > 0);
+    if (!nccl_ep_open(rank, harness, &config)) return false;
+    nccl_ep_step_open(s, rank, c, 2, NULL, 0);
+    return CHECK_NCCL(nccl_ep_create(s));
+}
+
+void nccl_ep_end(NcclEpRank *rank, NcclEpStep *s) {
+    nccl_ep_step_close(s);
+    nccl_ep_close(rank);
 }
 
 /* ---- checking ------------------------------------------------------------------------------ */
@@ -373,13 +417,10 @@ static void check_vector(const NcclEpStep *s, const char *copy, int vector, cons
     const char *at = copy + (size_t)vector * vector_bytes(s);
     int written = s->expected_numbers >> vector & 1;
     for (size_t i = 0; i < vector_bytes(s) / bytes; i++) {
-        int64_t untouched = bytes == 8 ? 0x5a5a5a5a5a5a5a5a : 0x5a5a5a5a, got = 0;
+        int64_t wide, untouched = bytes == 8 ? 0x5a5a5a5a5a5a5a5a : 0x5a5a5a5a;
         int32_t narrow;
-        memcpy(&narrow, at + i * 4 * (bytes / 4), 4);
-        if (bytes == 8)
-            memcpy(&got, at + i * 8, 8);
-        else
-            got = narrow;
+        memcpy(bytes == 8 ? (void *)&wide : &narrow, at + i * bytes, bytes);
+        int64_t got = bytes == 8 ? wide : narrow;
         int64_t wanted = written && (int64_t)i < count ? expected[i] : untouched;
         CHECK(got == wanted, "%s[%zu]: %lld instead of %lld", what, i, (long long)got,
               (long long)wanted);

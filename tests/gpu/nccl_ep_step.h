@@ -15,20 +15,25 @@
 
 /** One rank: a communicator and a group, as a framework makes them. */
 typedef struct NcclEpRank {
-    Nccl nccl;
-    const EpBootstrap *harness; /**< of the same ranks */
-    ncclComm_t comm;
+    NcclRank rank;
     ncclEpGroup_t group;
-    cudaStream_t stream;
 } NcclEpRank;
 
-/** Returns the configuration of a group for a case: `algorithm`, and static sizes if the case's
+/** Cases of high throughput, with rows of several blocks, and none a multiple of anything; and of
+ *  low latency: BATCHED or RANK_MAJOR. */
+Case nccl_ep_training_case(int ranks);
+Case nccl_ep_decoding_case(int ranks, EpLayout layout);
+/** Returns the case with flat rows; `tail`: what the rows are in which nothing arrives. */
+Case nccl_ep_flat_case(Case c, int tail);
+
+/** Returns the configuration of a group for a case of either mode; with static sizes if the case's
  *  capacity is `fixed`. */
-ncclEpGroupConfig_t nccl_ep_config(const Case *c, int algorithm, int fixed);
+ncclEpGroupConfig_t nccl_ep_config(const Case *c, int fixed);
 
 /** Returns false, after a failed check or if the machine cannot run the test. */
 bool nccl_ep_open(NcclEpRank *rank, const EpBootstrap *harness, const ncclEpGroupConfig_t *config);
 void nccl_ep_close(NcclEpRank *rank);
+bool nccl_ep_is_on_one_node(const NcclEpRank *rank);
 
 /** Numbers that prepare, or a low-latency dispatch, writes: counts or rows of each source, offsets,
  *  total. */
@@ -78,6 +83,16 @@ int nccl_ep_combine(NcclEpStep *s);
 int nccl_ep_combine_backward(NcclEpStep *s);  /**< a dispatch in the backward pass */
 int nccl_ep_dispatch_backward(NcclEpStep *s); /**< a combine in the backward pass */
 int nccl_ep_complete(NcclEpStep *s);
+
+/** Issue all calls that move rows: dispatch, combine and, of high throughput, the backward pass. */
+void nccl_ep_move(NcclEpStep *s);
+/** Likewise, and check. */
+void nccl_ep_run(NcclEpStep *s);
+
+/** Open a rank with a group, and a step of many tokens with a handle in the library's memory; and
+ *  close them. With static sizes if the case has a capacity. */
+bool nccl_ep_begin(NcclEpRank *rank, NcclEpStep *s, const EpBootstrap *harness, const Case *c);
+void nccl_ep_end(NcclEpRank *rank, NcclEpStep *s);
 
 /** Allocate handle memory for the step, as large as the library says. */
 void nccl_ep_step_allocate(NcclEpStep *s);

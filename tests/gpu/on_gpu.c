@@ -2,28 +2,27 @@
 #include "tests/gpu/on_gpu.h"
 
 #include <cuda_runtime_api.h>
-#include <stdlib.h>
+#include <pthread.h>
+#include <stdint.h>
 
 #include "handles/handle.h"
-#include "tests/gpu/has.h"
-#include "tests/gpu/moved.h"
 
 #undef ep_prepare
 #undef ep_dispatch
-#undef ep_dispatch_send
-#undef ep_dispatch_wait
 #undef ep_combine
-#undef ep_combine_send
-#undef ep_combine_wait
 #undef ep_dispatch_backward
 #undef ep_combine_backward
+#undef ep_dispatch_send
+#undef ep_dispatch_wait
+#undef ep_combine_send
+#undef ep_combine_wait
 #undef ep_combine_with
 #undef ep_combine_wait_with
 #undef ep_dispatch_backward_with
-#undef ep_quantise_rows
 #undef ep_weight_gather
 #undef ep_weight_reduce
 #undef ep_weight_amax
+#undef ep_quantise_rows
 #undef ep_handle_destroy
 #undef ep_group_destroy
 
@@ -32,50 +31,175 @@ int gpu_has_latency(void) {
     return !getenv("LIBEP_TEST_NODES");
 }
 
-int gpu_has_quant(void) {
-    return TESTS_HAVE_QUANT;
+/* ---- the tensors of one call --------------------------------------------------------------- */
+
+/* Those that GPUs cannot reach have copies in the pinned buffer. */
+typedef struct Moved {
+    EpTensor tensor[16];
+    void *home[16];
+    int is_output[16];
+    int count;
+} Moved;
+
+static size_t tensor_bytes(const EpTensor *t) {
+    size_t bytes = ep_type_bytes(t->type);
+    if (t->struct_size != sizeof(*t) || t->ndim < 1 || t->ndim > EP_MAX_DIMS) return 0;
+    for (int i = 0; i < t->ndim; i++)
+        bytes *= t->shape[i] > 0 ? (size_t)t->shape[i] : 0;
+    return bytes;
 }
 
-static EpStatus synchronize(EpStatus status) {
-    cudaError_t error = status == EP_OK ? cudaDeviceSynchronize() : cudaSuccess;
-    if (error == cudaSuccess) return status;
-    return ep_set_last_error(EP_ERR_SYSTEM, cudaGetErrorString(error));
+/* A handle's own plan is in device memory already. */
+static int is_on_device(const void *data) {
+    struct cudaPointerAttributes attributes;
+    if (cudaPointerGetAttributes(&attributes, data) == cudaSuccess)
+        return attributes.type == cudaMemoryTypeDevice;
+    (void)cudaGetLastError();
+    return 0;
 }
 
+static int copies_tensors = 1;
+
+void gpu_copy_tensors(int copies) {
+    copies_tensors = copies;
+}
+
+/* Tensors that are wrong on purpose are passed unchanged. */
+static const EpTensor *move(Moved *m, const EpTensor *t, int is_output) {
+    size_t bytes = t ? tensor_bytes(t) : 0;
+    if (!copies_tensors || !bytes || !t->data || gpu_owns(t->data) || (uintptr_t)t->data % 4)
+        return t;
+    if (is_on_device(t->data)) return t;
+    void *data = gpu_allocate(64, bytes);
+    if (!data) return t;
+    EpTensor *moved = &m->tensor[m->count];
+    *moved = *t;
+    moved->data = memcpy(data, t->data, bytes);
+    m->home[m->count] = t->data;
+    m->is_output[m->count++] = is_output;
+    return moved;
+}
+
+/* Return the tensor to pass. */
+static const EpTensor *input(Moved *m, const EpTensor *t) {
+    return move(m, t, 0);
+}
+
+static const EpTensor *output(Moved *m, const EpTensor *t) {
+    return move(m, t, 1);
+}
+
+/* Copy the outputs back. Inputs are not, since they may be constants. */
+static void bring_home(const Moved *m) {
+    for (int i = 0; i < m->count; i++)
+        if (m->is_output[i]) memcpy(m->home[i], m->tensor[i].data, tensor_bytes(&m->tensor[i]));
+}
+
+static void release(Moved *m) {
+    for (int i = 0; i < m->count; i++)
+        gpu_release(m->tensor[i].data);
+    m->count = 0;
+}
+
+/* Wait for a call, and end it. */
 static EpStatus settle(Moved *m, EpStatus status) {
-    status = synchronize(status);
-    moved_home(m);
-    moved_release(m);
+    cudaError_t error = status == EP_OK ? cudaDeviceSynchronize() : cudaSuccess;
+    if (error != cudaSuccess) status = ep_set_last_error(EP_ERR_SYSTEM, cudaGetErrorString(error));
+    bring_home(m);
+    release(m);
     return status;
 }
 
-/* ---- life ---------------------------------------------------------------------------------- */
+/* ---- deferred routing ---------------------------------------------------------------------- */
+
+/* In latency mode ep_prepare defers routing: dispatches read and write its tensors later. So the
+ * copies of its tensors are kept with the handle. They are refreshed before each dispatch, and
+ * outputs are copied back after it. */
+typedef struct Deferred {
+    struct Deferred *next;
+    const EpHandle *handle;
+    const EpGroup *group;
+    Moved moved;
+} Deferred;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static Deferred *all_deferred;
+
+/* Drop what is kept for the handle or the group. The handle may be destroyed or NULL: it is
+ * compared, not dereferenced. */
+static void forget(const EpHandle *handle, const EpGroup *group) {
+    pthread_mutex_lock(&mutex);
+    for (Deferred **at = &all_deferred; *at;) {
+        Deferred *deferred = *at;
+        if (deferred->handle != handle && deferred->group != group) {
+            at = &deferred->next;
+            continue;
+        }
+        *at = deferred->next;
+        release(&deferred->moved);
+        gpu_release(deferred);
+    }
+    pthread_mutex_unlock(&mutex);
+}
+
+static void keep(const EpHandle *handle, const Moved *m) {
+    forget(handle, NULL);
+    Deferred *deferred = m->count ? gpu_allocate(64, sizeof(*deferred)) : NULL;
+    if (!deferred) return;
+    pthread_mutex_lock(&mutex);
+    *deferred = (Deferred){all_deferred, handle, handle->group, *m};
+    all_deferred = deferred;
+    pthread_mutex_unlock(&mutex);
+}
+
+/* Returns the kept tensors of a handle, or NULL. They stay valid: only one thread at a time calls
+ * into a group. */
+static const Moved *find_deferred(const EpHandle *handle) {
+    pthread_mutex_lock(&mutex);
+    Deferred *deferred = all_deferred;
+    while (deferred && deferred->handle != handle)
+        deferred = deferred->next;
+    pthread_mutex_unlock(&mutex);
+    return deferred ? &deferred->moved : NULL;
+}
+
+/* Copy the kept tensors from the caller's memory again: their content may have changed. */
+static void refresh(const EpHandle *handle) {
+    const Moved *m = find_deferred(handle);
+    for (int i = 0; m && i < m->count; i++)
+        memcpy(m->tensor[i].data, m->home[i], tensor_bytes(&m->tensor[i]));
+}
+
+/* End a dispatch: its outputs, and those of the kept tensors, go home. */
+static EpStatus deliver(const EpHandle *handle, Moved *m, EpStatus status) {
+    status = settle(m, status);
+    const Moved *kept = status == EP_OK ? find_deferred(handle) : NULL;
+    if (kept) bring_home(kept);
+    return status;
+}
 
 void gpu_handle_destroy(EpHandle *handle) {
-    moved_forget(handle);
+    forget(handle, NULL);
     ep_handle_destroy(handle);
 }
 
 void gpu_group_destroy(EpGroup *group) {
-    moved_forget_all(group);
+    forget(NULL, group);
     ep_group_destroy(group);
 }
 
-/* ---- whole operations ---------------------------------------------------------------------- */
+/* ---- operations ---------------------------------------------------------------------------- */
 
 /* Returns `out`, or `moved` with copies of its vectors. */
 static const EpPlanTensors *move_numbers(Moved *m, const EpPlanTensors *out, EpPlanTensors *moved) {
     if (!out || out->struct_size != sizeof(*out)) return out;
     *moved = *out;
-    moved->expert_counts = moved_output(m, out->expert_counts);
-    moved->expert_padded = moved_output(m, out->expert_padded);
-    moved->expert_offsets = moved_output(m, out->expert_offsets);
-    moved->totals = moved_output(m, out->totals);
-    moved->source_counts = moved_output(m, out->source_counts);
-    moved->recv_rows = moved_output(m, out->recv_rows);
-    moved->needed_rows = moved_output(m, out->needed_rows);
-    moved->dropped_slots = moved_output(m, out->dropped_slots);
-    moved->source_rows = moved_output(m, out->source_rows);
+    const EpTensor **vectors[] = {
+        &moved->expert_counts, &moved->expert_padded, &moved->expert_offsets,
+        &moved->totals,        &moved->source_counts, &moved->recv_rows,
+        &moved->needed_rows,   &moved->dropped_slots, &moved->source_rows};
+    for (size_t i = 0; i < sizeof(vectors) / sizeof(*vectors); i++)
+        *vectors[i] = output(m, *vectors[i]);
     return moved;
 }
 
@@ -83,12 +207,10 @@ EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *top
                      const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out) {
     Moved m = {.count = 0};
     EpPlanTensors moved;
-    plan = moved_output(&m, plan);
-    out = move_numbers(&m, out, &moved);
-    topk_idx = moved_input(&m, topk_idx), num_tokens = moved_input(&m, num_tokens);
-    EpStatus status = ep_prepare(handle, plan, topk_idx, num_tokens, stream, out);
+    EpStatus status = ep_prepare(handle, output(&m, plan), input(&m, topk_idx),
+                                 input(&m, num_tokens), stream, move_numbers(&m, out, &moved));
     if (status != EP_OK || !ep_handle_is_latency(handle)) return settle(&m, status);
-    moved_keep(handle, &m);
+    keep(handle, &m);
     return status;
 }
 
@@ -100,33 +222,57 @@ EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *p
     Moved m = {.count = 0};
     EpPlanTensors numbers;
     EpPrepare outputs;
-    plan = moved_output(&m, plan);
     if (prepare && prepare->struct_size == sizeof(*prepare) && !prepare->topk_idx) {
         outputs = *prepare, outputs.out = move_numbers(&m, prepare->out, &numbers);
         prepare = &outputs;
     }
-    tokens = moved_input(&m, tokens), topk_weights = moved_input(&m, topk_weights),
-    scales = moved_input(&m, scales);
-    recv_tokens = moved_output(&m, recv_tokens),
-    recv_topk_weights = moved_output(&m, recv_topk_weights);
-    recv_scales = moved_output(&m, recv_scales), recv_topk_idx = moved_output(&m, recv_topk_idx);
-    moved_refresh(handle);
+    refresh(handle);
+    EpStatus status = ep_dispatch(handle, output(&m, plan), prepare, input(&m, tokens),
+                                  input(&m, topk_weights), input(&m, scales), stream,
+                                  output(&m, recv_tokens), output(&m, recv_topk_weights),
+                                  output(&m, recv_scales), output(&m, recv_topk_idx));
+    return deliver(handle, &m, status);
+}
+
+EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                           const EpTensor *tokens, const EpTensor *topk_weights,
+                           const EpTensor *scales, EpStream stream) {
+    Moved m = {.count = 0};
+    refresh(handle);
+    return settle(&m, ep_dispatch_send(handle, output(&m, plan), prepare, input(&m, tokens),
+                                       input(&m, topk_weights), input(&m, scales), stream));
+}
+
+EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
+                           const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                           const EpTensor *recv_topk_idx) {
+    Moved m = {.count = 0};
     EpStatus status =
-        settle(&m, ep_dispatch(handle, plan, prepare, tokens, topk_weights, scales, stream,
-                               recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx));
-    if (status == EP_OK) moved_deliver(handle);
-    return status;
+        ep_dispatch_wait(handle, stream, output(&m, recv_tokens), output(&m, recv_topk_weights),
+                         output(&m, recv_scales), output(&m, recv_topk_idx));
+    return deliver(handle, &m, status);
 }
 
 EpStatus gpu_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
                      const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
                      const EpTensor *out) {
     Moved m = {.count = 0};
-    plan = moved_output(&m, plan);
-    expert_out = moved_input(&m, expert_out), slot_weights = moved_input(&m, slot_weights);
-    topk_weights = moved_input(&m, topk_weights), out = moved_output(&m, out);
-    return settle(&m,
-                  ep_combine(handle, plan, expert_out, slot_weights, topk_weights, stream, out));
+    return settle(&m, ep_combine(handle, output(&m, plan), input(&m, expert_out),
+                                 input(&m, slot_weights), input(&m, topk_weights), stream,
+                                 output(&m, out)));
+}
+
+EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                          const EpTensor *slot_weights, const EpTensor *topk_weights,
+                          EpStream stream) {
+    Moved m = {.count = 0};
+    return settle(&m, ep_combine_send(handle, output(&m, plan), input(&m, expert_out),
+                                      input(&m, slot_weights), input(&m, topk_weights), stream));
+}
+
+EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {
+    Moved m = {.count = 0};
+    return settle(&m, ep_combine_wait(handle, stream, output(&m, out)));
 }
 
 EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *plan,
@@ -134,102 +280,35 @@ EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *plan,
                                EpStream stream, const EpTensor *grad_tokens,
                                const EpTensor *grad_topk_weights) {
     Moved m = {.count = 0};
-    plan = moved_output(&m, plan);
-    grad_recv_tokens = moved_input(&m, grad_recv_tokens);
-    grad_slot_weights = moved_input(&m, grad_slot_weights);
-    grad_tokens = moved_output(&m, grad_tokens),
-    grad_topk_weights = moved_output(&m, grad_topk_weights);
-    return settle(&m, ep_dispatch_backward(handle, plan, grad_recv_tokens, grad_slot_weights,
-                                           stream, grad_tokens, grad_topk_weights));
+    return settle(&m, ep_dispatch_backward(handle, output(&m, plan), input(&m, grad_recv_tokens),
+                                           input(&m, grad_slot_weights), stream,
+                                           output(&m, grad_tokens), output(&m, grad_topk_weights)));
 }
 
-EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
-                              const EpTensor *slot_weights, const EpTensor *expert_out,
-                              EpStream stream, const EpTensor *grad_expert_out,
-                              const EpTensor *grad_slot_weights) {
-    Moved m = {.count = 0};
-    plan = moved_output(&m, plan);
-    grad_out = moved_input(&m, grad_out), slot_weights = moved_input(&m, slot_weights);
-    expert_out = moved_input(&m, expert_out), grad_expert_out = moved_output(&m, grad_expert_out);
-    grad_slot_weights = moved_output(&m, grad_slot_weights);
-    return settle(&m, ep_combine_backward(handle, plan, grad_out, slot_weights, expert_out, stream,
-                                          grad_expert_out, grad_slot_weights));
-}
-
-/* ---- phases -------------------------------------------------------------------------------- */
-
-EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
-                           const EpTensor *tokens, const EpTensor *topk_weights,
-                           const EpTensor *scales, EpStream stream) {
-    Moved m = {.count = 0};
-    plan = moved_output(&m, plan);
-    tokens = moved_input(&m, tokens), topk_weights = moved_input(&m, topk_weights);
-    scales = moved_input(&m, scales);
-    moved_refresh(handle);
-    return settle(&m,
-                  ep_dispatch_send(handle, plan, prepare, tokens, topk_weights, scales, stream));
-}
-
-EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
-                           const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
-                           const EpTensor *recv_topk_idx) {
-    Moved m = {.count = 0};
-    recv_tokens = moved_output(&m, recv_tokens);
-    recv_topk_weights = moved_output(&m, recv_topk_weights);
-    recv_scales = moved_output(&m, recv_scales), recv_topk_idx = moved_output(&m, recv_topk_idx);
-    EpStatus status = settle(&m, ep_dispatch_wait(handle, stream, recv_tokens, recv_topk_weights,
-                                                  recv_scales, recv_topk_idx));
-    if (status == EP_OK) moved_deliver(handle);
-    return status;
-}
-
-EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
-                          const EpTensor *slot_weights, const EpTensor *topk_weights,
-                          EpStream stream) {
-    Moved m = {.count = 0};
-    plan = moved_output(&m, plan);
-    expert_out = moved_input(&m, expert_out), slot_weights = moved_input(&m, slot_weights);
-    topk_weights = moved_input(&m, topk_weights);
-    return settle(&m,
-                  ep_combine_send(handle, plan, expert_out, slot_weights, topk_weights, stream));
-}
-
-EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {
-    Moved m = {.count = 0};
-    out = moved_output(&m, out);
-    return settle(&m, ep_combine_wait(handle, stream, out));
-}
-
-/* ---- with extras --------------------------------------------------------------------------- */
-
-/* Returns `extras`, or `moved` with copies of its tensors. */
-static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *moved) {
+/* Returns `extras`, or `copy` with copies of its tensors. */
+static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *copy) {
     if (!extras || extras->struct_size != sizeof(*extras)) return extras;
-    *moved = *extras;
-    moved->bias0 = moved_input(m, extras->bias0);
-    moved->bias1 = moved_input(m, extras->bias1);
-    return moved;
+    *copy = *extras;
+    copy->bias0 = input(m, extras->bias0), copy->bias1 = input(m, extras->bias1);
+    return copy;
 }
 
 EpStatus gpu_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
                           const EpTensor *slot_weights, const EpTensor *topk_weights,
                           EpStream stream, const EpTensor *out, const EpExtras *extras) {
     Moved m = {.count = 0};
-    EpExtras moved;
-    plan = moved_output(&m, plan);
-    expert_out = moved_input(&m, expert_out), slot_weights = moved_input(&m, slot_weights);
-    topk_weights = moved_input(&m, topk_weights), out = moved_output(&m, out);
-    extras = move_extras(&m, extras, &moved);
-    return settle(&m, ep_combine_with(handle, plan, expert_out, slot_weights, topk_weights, stream,
-                                      out, extras));
+    EpExtras copy;
+    return settle(&m, ep_combine_with(handle, output(&m, plan), input(&m, expert_out),
+                                      input(&m, slot_weights), input(&m, topk_weights), stream,
+                                      output(&m, out), move_extras(&m, extras, &copy)));
 }
 
 EpStatus gpu_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
                                const EpExtras *extras) {
     Moved m = {.count = 0};
-    EpExtras moved;
-    out = moved_output(&m, out), extras = move_extras(&m, extras, &moved);
-    return settle(&m, ep_combine_wait_with(handle, stream, out, extras));
+    EpExtras copy;
+    return settle(
+        &m, ep_combine_wait_with(handle, stream, output(&m, out), move_extras(&m, extras, &copy)));
 }
 
 EpStatus gpu_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
@@ -238,50 +317,49 @@ EpStatus gpu_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
                                     const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
                                     const EpExtras *extras) {
     Moved m = {.count = 0};
-    EpExtras moved;
-    plan = moved_output(&m, plan);
-    grad_recv_tokens = moved_input(&m, grad_recv_tokens);
-    grad_slot_weights = moved_input(&m, grad_slot_weights);
-    grad_tokens = moved_output(&m, grad_tokens),
-    grad_topk_weights = moved_output(&m, grad_topk_weights);
-    extras = move_extras(&m, extras, &moved);
-    return settle(&m, ep_dispatch_backward_with(handle, plan, grad_recv_tokens, grad_slot_weights,
-                                                stream, grad_tokens, grad_topk_weights, extras));
+    EpExtras copy;
+    return settle(&m, ep_dispatch_backward_with(
+                          handle, output(&m, plan), input(&m, grad_recv_tokens),
+                          input(&m, grad_slot_weights), stream, output(&m, grad_tokens),
+                          output(&m, grad_topk_weights), move_extras(&m, extras, &copy)));
 }
 
-/* ---- sharded weights ----------------------------------------------------------------------- */
+EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
+                              const EpTensor *slot_weights, const EpTensor *expert_out,
+                              EpStream stream, const EpTensor *grad_expert_out,
+                              const EpTensor *grad_slot_weights) {
+    Moved m = {.count = 0};
+    return settle(&m,
+                  ep_combine_backward(handle, output(&m, plan), input(&m, grad_out),
+                                      input(&m, slot_weights), input(&m, expert_out), stream,
+                                      output(&m, grad_expert_out), output(&m, grad_slot_weights)));
+}
 
 EpStatus gpu_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTensor *shard,
                            const EpTensor *workspace, EpStream stream, const EpTensor *out,
                            const EpTensor *scales) {
     Moved m = {.count = 0};
-    shard = moved_input(&m, shard), workspace = moved_output(&m, workspace);
-    out = moved_output(&m, out), scales = moved_output(&m, scales);
-    return settle(&m, ep_weight_gather(weight, form, shard, workspace, stream, out, scales));
+    return settle(&m, ep_weight_gather(weight, form, input(&m, shard), output(&m, workspace),
+                                       stream, output(&m, out), output(&m, scales)));
 }
 
 EpStatus gpu_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate,
                            const EpTensor *workspace, EpStream stream, const EpTensor *out) {
     Moved m = {.count = 0};
-    grad = moved_input(&m, grad), workspace = moved_output(&m, workspace);
-    out = moved_output(&m, out);
-    return settle(&m, ep_weight_reduce(weight, grad, accumulate, workspace, stream, out));
+    return settle(&m, ep_weight_reduce(weight, input(&m, grad), accumulate, output(&m, workspace),
+                                       stream, output(&m, out)));
 }
 
 EpStatus gpu_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
                          const EpTensor *amax) {
     Moved m = {.count = 0};
-    amax = moved_output(&m, amax);
-    return settle(&m, ep_weight_amax(weight, scope, stream, amax));
+    return settle(&m, ep_weight_amax(weight, scope, stream, output(&m, amax)));
 }
-
-/* ---- quantising ---------------------------------------------------------------------------- */
 
 EpStatus gpu_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor *rows,
                            const EpTensor *num_rows, EpStream stream, const EpTensor *out,
                            const EpTensor *scales) {
     Moved m = {.count = 0};
-    rows = moved_input(&m, rows), num_rows = moved_input(&m, num_rows);
-    out = moved_output(&m, out), scales = moved_output(&m, scales);
-    return settle(&m, ep_quantise_rows(group, form, rows, num_rows, stream, out, scales));
+    return settle(&m, ep_quantise_rows(group, form, input(&m, rows), input(&m, num_rows), stream,
+                                       output(&m, out), output(&m, scales)));
 }

@@ -23,56 +23,24 @@
 
 /** The operations; tensors that GPUs cannot reach are copied to the pinned buffer and back. In
  *  latency mode the copies of ep_prepare stay until the handle or its group is destroyed. */
-EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
-                     const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out);
-EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
-                      const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
-                      EpStream stream, const EpTensor *recv_tokens,
-                      const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
-                      const EpTensor *recv_topk_idx);
-EpStatus gpu_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
-                     const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
-                     const EpTensor *out);
-EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *plan,
-                               const EpTensor *grad_recv_tokens, const EpTensor *grad_slot_weights,
-                               EpStream stream, const EpTensor *grad_tokens,
-                               const EpTensor *grad_topk_weights);
-EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
-                              const EpTensor *slot_weights, const EpTensor *expert_out,
-                              EpStream stream, const EpTensor *grad_expert_out,
-                              const EpTensor *grad_slot_weights);
-EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
-                           const EpTensor *tokens, const EpTensor *topk_weights,
-                           const EpTensor *scales, EpStream stream);
-EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
-                           const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
-                           const EpTensor *recv_topk_idx);
-EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
-                          const EpTensor *slot_weights, const EpTensor *topk_weights,
-                          EpStream stream);
-EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out);
-EpStatus gpu_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTensor *shard,
-                           const EpTensor *workspace, EpStream stream, const EpTensor *out,
-                           const EpTensor *scales);
-EpStatus gpu_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate,
-                           const EpTensor *workspace, EpStream stream, const EpTensor *out);
-EpStatus gpu_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
-                         const EpTensor *amax);
-EpStatus gpu_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor *rows,
-                           const EpTensor *num_rows, EpStream stream, const EpTensor *out,
-                           const EpTensor *scales);
-EpStatus gpu_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
-                          const EpTensor *slot_weights, const EpTensor *topk_weights,
-                          EpStream stream, const EpTensor *out, const EpExtras *extras);
-EpStatus gpu_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
-                               const EpExtras *extras);
-EpStatus gpu_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
-                                    const EpTensor *grad_recv_tokens,
-                                    const EpTensor *grad_slot_weights, EpStream stream,
-                                    const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
-                                    const EpExtras *extras);
-void gpu_handle_destroy(EpHandle *handle);
-void gpu_group_destroy(EpGroup *group);
+__typeof__(ep_prepare) gpu_prepare;
+__typeof__(ep_dispatch) gpu_dispatch;
+__typeof__(ep_combine) gpu_combine;
+__typeof__(ep_dispatch_backward) gpu_dispatch_backward;
+__typeof__(ep_combine_backward) gpu_combine_backward;
+__typeof__(ep_dispatch_send) gpu_dispatch_send;
+__typeof__(ep_dispatch_wait) gpu_dispatch_wait;
+__typeof__(ep_combine_send) gpu_combine_send;
+__typeof__(ep_combine_wait) gpu_combine_wait;
+__typeof__(ep_combine_with) gpu_combine_with;
+__typeof__(ep_combine_wait_with) gpu_combine_wait_with;
+__typeof__(ep_dispatch_backward_with) gpu_dispatch_backward_with;
+__typeof__(ep_weight_gather) gpu_weight_gather;
+__typeof__(ep_weight_reduce) gpu_weight_reduce;
+__typeof__(ep_weight_amax) gpu_weight_amax;
+__typeof__(ep_quantise_rows) gpu_quantise_rows;
+__typeof__(ep_handle_destroy) gpu_handle_destroy;
+__typeof__(ep_group_destroy) gpu_group_destroy;
 
 #define malloc(bytes) gpu_allocate(64, bytes)
 #define calloc(count, bytes) gpu_allocate_zeroed(count, bytes)
@@ -98,14 +66,10 @@ void gpu_group_destroy(EpGroup *group);
 #define ep_handle_destroy gpu_handle_destroy
 #define ep_group_destroy gpu_group_destroy
 
-int gpu_has_latency(void);
-
 /* tests/harness/check.h explains these. */
 #define TESTS_ON_GPU 1
 #define TEST_BACKEND EP_BACKEND_CUDA
 #define TESTS_HAVE_LATENCY gpu_has_latency()
-#define TESTS_HAVE_QUANT 1
-#define TESTS_HAVE_SOURCE_COUNTS 1
 #define GPU_SKIP_UNLESS(enough, ranks)                                                    \
     do {                                                                                  \
         if (!(enough)) cr_skip_test("needs %d GPUs, there are %d", (ranks), gpu_count()); \

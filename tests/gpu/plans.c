@@ -3,9 +3,7 @@
  * the parts of its step. The parts are captured, once for each place of the plan, and replayed with
  * new tokens, new routing and another T, after the handle is gone. The same steps run without
  * graphs, too. */
-#include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
-#include "tests/gpu/devices.h"
 
 enum { STEPS = 3, PLACES = 2, REPLAYS = 40, ROUNDS = 6, PLAN_ALIGNMENT = 64 };
 
@@ -20,22 +18,11 @@ TestSuite(gpu_plan_graphs, .init = reserve);
  * for some steps. */
 static Case plan_case(int ranks, EpLayout layout, EpMode mode, int phases) {
     int latency = mode == EP_MODE_LATENCY;
-    return case_complete((Case){.ranks = ranks,
-                                .experts = 4 * ranks + 1,
-                                .top_k = 3,
-                                .hidden = 136,
-                                .max_tokens = latency ? 11 : 149,
-                                .counted = 1,
-                                .weighted = 1,
-                                .scale_bytes = 12,
-                                .masked_percent = 10,
-                                .alignment = 4,
-                                .capacity = latency ? 60 : 500,
-                                .overflow = EP_OVERFLOW_DROP,
-                                .layout = layout,
-                                .mode = mode,
-                                .phases = phases,
-                                .named = 1});
+    Case c = {.ranks = ranks, .experts = 4 * ranks + 1, .top_k = 3, .hidden = 136};
+    c.max_tokens = latency ? 11 : 149, c.counted = 1, c.weighted = 1, c.scale_bytes = 12;
+    c.masked_percent = 10, c.alignment = 4, c.capacity = latency ? 60 : 500;
+    c.overflow = EP_OVERFLOW_DROP, c.layout = layout, c.mode = mode, c.phases = phases, c.named = 1;
+    return case_complete(c);
 }
 
 /* ---- a step and its plan ------------------------------------------------------------------- */
@@ -45,7 +32,6 @@ typedef enum Part { DISPATCH, COMBINE, BACKWARD, PARTS } Part;
 
 typedef struct PlanStep {
     DeviceStep gpu;
-    World *world;
     char *memory; /* both places */
     EpTensor plan;
     int place;
@@ -74,7 +60,7 @@ static void step_open(PlanStep *step, EpGroup *group, EpHandle *handle, const Ca
                       cudaStream_t stream) {
     EpHandleConfig config = device_step_config(c);
     size_t bytes = 0;
-    *step = (PlanStep){.world = device_step_world(c, 0)};
+    *step = (PlanStep){.memory = NULL};
     REQUIRE_OK(ep_handle_memory(group, &config, &bytes));
     step->plan = ep_tensor_1d(NULL, EP_TYPE_UINT8, (int64_t)bytes);
     size_t all = place_offset(step, PLACES);
@@ -83,7 +69,7 @@ static void step_open(PlanStep *step, EpGroup *group, EpHandle *handle, const Ca
     put_plan(step, 0);
     device_step_open(&step->gpu, group, handle, c, rank, stream, NULL);
     step->gpu.step.plan = &step->plan;
-    device_step_load(&step->gpu, step->world);
+    device_step_draw_step(&step->gpu, 0);
 }
 
 /* The plan's memory goes before the group does. */
@@ -93,13 +79,6 @@ static void step_close(PlanStep *step) {
             CHECK_CUDA(cudaGraphExecDestroy(step->exec[i / PLACES][i % PLACES]));
     CHECK_CUDA(cudaFree(step->memory));
     device_step_close(&step->gpu);
-    world_free(step->world);
-}
-
-static void step_load(PlanStep *step, int number) {
-    world_free(step->world);
-    step->world = device_step_world(&step->gpu.c, number);
-    device_step_load(&step->gpu, step->world);
 }
 
 /* Enqueue: move the plan's bytes to its other place, and overwrite them where they were. */
@@ -114,25 +93,16 @@ static void step_move_plan(PlanStep *step) {
 static void step_run(PlanStep *step, Part part) {
     cudaGraphExec_t exec = step->exec[part][step->place];
     unsigned ops = part_ops(step, part);
-    if (!exec) {
+    if (exec)
+        device_step_launch(&step->gpu, exec, ops);
+    else
         device_step_issue(&step->gpu, ops);
-        return;
-    }
-    CHECK_CUDA(cudaGraphLaunch(exec, step->gpu.stream));
-    device_step_replayed(&step->gpu, ops);
 }
 
 static void step_capture(PlanStep *step, Part part, int place) {
-    cudaGraph_t graph = NULL;
-    cudaGraphExec_t *exec = &step->exec[part][place];
     if (!part_ops(step, part)) return;
     put_plan(step, place);
-    CHECK_CUDA(cudaStreamBeginCapture(step->gpu.stream, cudaStreamCaptureModeThreadLocal));
-    device_step_issue(&step->gpu, part_ops(step, part));
-    CHECK_CUDA(cudaStreamEndCapture(step->gpu.stream, &graph));
-    if (graph) CHECK_CUDA(cudaGraphInstantiate(exec, graph, 0));
-    if (graph) CHECK_CUDA(cudaGraphDestroy(graph));
-    CHECK(*exec, "no graph of part %d", (int)part);
+    step->exec[part][place] = device_step_capture(&step->gpu, part_ops(step, part));
 }
 
 /* ---- three steps --------------------------------------------------------------------------- */
@@ -174,7 +144,7 @@ static void set_capture(PlanSet *set) {
  * plans of its own choice. */
 static void run_round(PlanSet *set, int round) {
     for (int i = 0; i < STEPS; i++)
-        step_load(&set->step[i], STEPS * round + i);
+        device_step_draw_step(&set->step[i].gpu, STEPS * round + i);
     for (int part = 0; part < PARTS; part++)
         for (int i = 0; i < STEPS; i++) {
             PlanStep *step = &set->step[(i + part * round) % STEPS];
@@ -182,7 +152,7 @@ static void run_round(PlanSet *set, int round) {
             step_run(step, (Part)part);
         }
     for (int i = 0; i < STEPS; i++) {
-        check_note("round %d, step %d: %s", round, i, case_describe(&set->step[i].world->c));
+        check_note("round %d, step %d: %s", round, i, case_describe(&set->step[i].gpu.drawn->c));
         device_step_check(&set->step[i].gpu);
     }
 }
@@ -204,24 +174,11 @@ static void moved(const EpBootstrap *bootstrap, Case c, int with_graphs) {
 #define LATENCY(layout, phases) \
     plan_case(bootstrap->size, EP_LAYOUT_##layout, EP_MODE_LATENCY, phases)
 
-#define MOVED(suite, ranks, with_graphs)                         \
-    ThreadTest(suite, expert_major_##ranks, ranks) {             \
-        moved(bootstrap, THROUGHPUT(EXPERT_MAJOR), with_graphs); \
-    }                                                            \
-    ThreadTest(suite, flat_##ranks, ranks) {                     \
-        moved(bootstrap, THROUGHPUT(FLAT), with_graphs);         \
-    }                                                            \
-    ThreadTest(suite, latency_##ranks, ranks) {                  \
-        GPU_NEEDS_LATENCY();                                     \
-        moved(bootstrap, LATENCY(EXPERT_MAJOR, 0), with_graphs); \
-    }                                                            \
-    ThreadTest(suite, latency_phases_##ranks, ranks) {           \
-        GPU_NEEDS_LATENCY();                                     \
-        moved(bootstrap, LATENCY(FLAT, 1), with_graphs);         \
-    }
-MOVED(gpu_plans, 1, 0)
-MOVED(gpu_plans, 2, 0)
-MOVED(gpu_plans, 4, 0)
-MOVED(gpu_plan_graphs, 1, 1)
-MOVED(gpu_plan_graphs, 2, 1)
-MOVED(gpu_plan_graphs, 4, 1)
+GpuTests(gpu_plans, expert_major, moved(bootstrap, THROUGHPUT(EXPERT_MAJOR), 0));
+GpuTests(gpu_plans, flat, moved(bootstrap, THROUGHPUT(FLAT), 0));
+LatencyTests(gpu_plans, latency, moved(bootstrap, LATENCY(EXPERT_MAJOR, 0), 0));
+LatencyTests(gpu_plans, latency_phases, moved(bootstrap, LATENCY(FLAT, 1), 0));
+GpuTests(gpu_plan_graphs, expert_major, moved(bootstrap, THROUGHPUT(EXPERT_MAJOR), 1));
+GpuTests(gpu_plan_graphs, flat, moved(bootstrap, THROUGHPUT(FLAT), 1));
+LatencyTests(gpu_plan_graphs, latency, moved(bootstrap, LATENCY(EXPERT_MAJOR, 0), 1));
+LatencyTests(gpu_plan_graphs, latency_phases, moved(bootstrap, LATENCY(FLAT, 1), 1));

@@ -6,7 +6,6 @@
 
 #include "tests/cases/fixture.h"
 #include "tests/gpu/device_step.h"
-#include "tests/gpu/devices.h"
 
 /* Have every tensor checked; by default small ones are not, to save time. */
 static void check_all(void) {
@@ -24,79 +23,40 @@ static const char *const names[] = {
 static const char *const op_names[] = {"ep_prepare", "ep_dispatch", "ep_combine",
                                        "ep_dispatch_backward", "ep_combine_backward"};
 
+/** Tensors of an operation: from one to another one, in the fixture's order. */
 static const struct {
     Op op;
-    Arg arg;
-} uses[] = {
-    {OP_PREPARE, TOPK_IDX},
-    {OP_PREPARE, NUM_TOKENS},
-    {OP_PREPARE, EXPERT_COUNTS},
-    {OP_PREPARE, EXPERT_PADDED},
-    {OP_PREPARE, EXPERT_OFFSETS},
-    {OP_PREPARE, TOTALS},
-    {OP_PREPARE, RECV_ROWS},
-    {OP_PREPARE, NEEDED_ROWS},
-    {OP_PREPARE, DROPPED_SLOTS},
-    {OP_PREPARE, SOURCE_ROWS},
-    {OP_DISPATCH, TOKENS},
-    {OP_DISPATCH, TOPK_WEIGHTS},
-    {OP_DISPATCH, SCALES},
-    {OP_DISPATCH, RECV_TOKENS},
-    {OP_DISPATCH, RECV_TOPK_WEIGHTS},
-    {OP_DISPATCH, RECV_SCALES},
-    {OP_DISPATCH, RECV_TOPK_IDX},
-    {OP_COMBINE, EXPERT_OUT},
-    {OP_COMBINE, SLOT_WEIGHTS},
-    {OP_COMBINE, OUT},
-    {OP_DISPATCH_BACKWARD, GRAD_RECV_TOKENS},
-    {OP_DISPATCH_BACKWARD, GRAD_RECV_WEIGHTS},
-    {OP_DISPATCH_BACKWARD, GRAD_TOKENS},
-    {OP_DISPATCH_BACKWARD, GRAD_TOPK_WEIGHTS},
-    {OP_COMBINE_BACKWARD, GRAD_OUT},
-    {OP_COMBINE_BACKWARD, SLOT_WEIGHTS},
-    {OP_COMBINE_BACKWARD, EXPERT_OUT},
-    {OP_COMBINE_BACKWARD, GRAD_EXPERT_OUT},
-    {OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS},
-};
+    Arg first, last;
+} uses[] = {{OP_PREPARE, TOPK_IDX, SOURCE_ROWS},
+            {OP_DISPATCH, TOKENS, RECV_TOPK_IDX},
+            {OP_COMBINE, EXPERT_OUT, OUT},
+            {OP_DISPATCH_BACKWARD, GRAD_RECV_TOKENS, GRAD_TOPK_WEIGHTS},
+            {OP_COMBINE_BACKWARD, GRAD_OUT, GRAD_SLOT_WEIGHTS},
+            {OP_COMBINE_BACKWARD, EXPERT_OUT, SLOT_WEIGHTS}};
+enum { USES = sizeof(uses) / sizeof(uses[0]) };
 
-/* Like fixture_call, but passes the tensors unchanged: fixture_call copies plain memory to the
- * pinned buffer. */
-static EpStatus call(const Fixture *fixture, Op op) {
-    const EpTensor *const *a = fixture->arg;
-    EpHandle *handle = fixture->handle;
-    EpPlanTensors plan = {
-        sizeof(plan), a[EXPERT_COUNTS], a[EXPERT_PADDED], a[EXPERT_OFFSETS], a[TOTALS],
-        NULL,         a[RECV_ROWS],     a[NEEDED_ROWS],   a[DROPPED_SLOTS],  a[SOURCE_ROWS]};
-    switch (op) {
-    case OP_PREPARE:
-        return ep_prepare(handle, NULL, a[TOPK_IDX], a[NUM_TOKENS], NULL, &plan);
-    case OP_DISPATCH:
-        return ep_dispatch(handle, NULL, NULL, a[TOKENS], a[TOPK_WEIGHTS], a[SCALES], NULL,
-                           a[RECV_TOKENS], a[RECV_TOPK_WEIGHTS], a[RECV_SCALES], a[RECV_TOPK_IDX]);
-    case OP_COMBINE:
-        return ep_combine(handle, NULL, a[EXPERT_OUT], a[SLOT_WEIGHTS], NULL, NULL, a[OUT]);
-    case OP_DISPATCH_BACKWARD:
-        return ep_dispatch_backward(handle, NULL, a[GRAD_RECV_TOKENS], a[GRAD_RECV_WEIGHTS], NULL,
-                                    a[GRAD_TOKENS], a[GRAD_TOPK_WEIGHTS]);
-    default:
-        return ep_combine_backward(handle, NULL, a[GRAD_OUT], a[SLOT_WEIGHTS], a[EXPERT_OUT], NULL,
-                                   a[GRAD_EXPERT_OUT], a[GRAD_SLOT_WEIGHTS]);
-    }
+/* fixture_call with the tensors unchanged. */
+static EpStatus call(Fixture *fixture, Op op) {
+    gpu_copy_tensors(0);
+    EpStatus status = fixture_call(fixture, op);
+    gpu_copy_tensors(1);
+    return status;
 }
 
 /* Put each tensor of each operation in `memory` once, all others in valid memory. */
 static void check_each(Fixture *fixture, void *memory, const char *kind) {
-    for (size_t i = 0; i < sizeof(uses) / sizeof(uses[0]); i++) {
-        Op op = uses[i].op;
-        Arg arg = uses[i].arg;
-        check_note("%s, %s in %s", op_names[op], names[arg], kind);
-        fixture_reset(fixture);
-        if (!fixture->arg[arg]) continue; /* recv_topk_idx: only in FLAT */
-        fixture->tensor[arg].data = memory;
-        CHECK_REFUSED(call(fixture, op), EP_ERR_ADDRESS, "rank 0", op_names[op], names[arg], kind);
-        CHECK_CUDA(cudaDeviceSynchronize());
-        fixture_check_untouched(fixture);
-    }
+    for (int i = 0; i < USES; i++)
+        for (int arg = uses[i].first; arg <= (int)uses[i].last; arg++) {
+            const char *op = op_names[uses[i].op];
+            check_note("%s, %s in %s", op, names[arg], kind);
+            fixture_reset(fixture);
+            if (!fixture->arg[arg]) continue;
+            fixture->tensor[arg].data = memory;
+            CHECK_REFUSED(call(fixture, uses[i].op), EP_ERR_ADDRESS, "rank 0", op, names[arg],
+                          kind);
+            CHECK_CUDA(cudaDeviceSynchronize());
+            fixture_check_untouched(fixture);
+        }
 }
 
 static void check_layout(EpLayout layout, void *memory, const char *kind) {
@@ -162,16 +122,16 @@ SoloTest(gpu_pointers, device_memory_on_the_host_backend) {
     /* The fixture's tensors are pinned or plain memory, which CPUs reach. */
     CHECK_OK(call(&host, OP_PREPARE));
     CHECK_OK(call(&host, OP_DISPATCH));
-    for (int i = 0; i < (int)(sizeof(uses) / sizeof(uses[0])); i++) {
-        if (uses[i].op > OP_DISPATCH || !host.arg[uses[i].arg]) continue;
-        EpTensor *tensor = &fixture.tensor[uses[i].arg];
-        EpTensor kept = *tensor;
-        tensor->data = memory;
-        check_note("%s", names[uses[i].arg]);
-        CHECK_REFUSED(call(&host, uses[i].op), EP_ERR_ADDRESS, "host backend", kind,
-                      names[uses[i].arg]);
-        *tensor = kept;
-    }
+    for (int i = 0; i < 2; i++)
+        for (int arg = uses[i].first; arg <= (int)uses[i].last; arg++) {
+            EpTensor *tensor = &fixture.tensor[arg], kept = *tensor;
+            if (!host.arg[arg]) continue;
+            tensor->data = memory;
+            check_note("%s", names[arg]);
+            CHECK_REFUSED(call(&host, uses[i].op), EP_ERR_ADDRESS, "host backend", kind,
+                          names[arg]);
+            *tensor = kept;
+        }
     CHECK_OK(call(&host, OP_DISPATCH));
     ep_group_destroy(group);
     ep_bootstrap_destroy(&bootstrap);

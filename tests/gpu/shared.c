@@ -1,52 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks that share GPUs (LIBEP_SHARE_GPUS): four ranks on two GPUs, or on one if there is one. */
+/* Ranks that are processes: they share GPUs (LIBEP_SHARE_GPUS), four ranks on two GPUs or on one;
+ * or they have different numbers of multiprocessors (LIBEP_NUM_SMS), so that each divides the work
+ * among its own blocks. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
-#include "tests/gpu/devices.h"
 #include "tests/harness/ranked.h"
 
 enum { STEPS = 9, PAGE = 4096 };
 
 /* Each layout in throughput mode, then in latency mode, then in latency mode in phases. */
-static Case shared_case(int ranks, int step) {
+static Case process_case(int ranks, int step) {
     int latency = step / 3 > 0 && gpu_has_latency();
-    return case_complete((Case){.ranks = ranks,
-                                .experts = 3 * ranks + 1,
-                                .top_k = 4,
-                                .hidden = 264,
-                                .max_tokens = 150,
-                                .weighted = 1,
-                                .scale_bytes = 8,
-                                .masked_percent = 5,
-                                .alignment = 8,
-                                .capacity = 900,
-                                .rows_per_expert = 140,
-                                .overflow = EP_OVERFLOW_DROP,
-                                .layout = (EpLayout)(1 + step % 3),
-                                .mode = latency ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT,
-                                .phases = step / 6,
-                                .seed = (uint64_t)step});
+    Case c = {.ranks = ranks, .sets = 4, .experts = 3 * ranks + 1, .top_k = 4, .hidden = 264};
+    c.max_tokens = 150, c.weighted = 1, c.scale_bytes = 8, c.masked_percent = 5, c.alignment = 8;
+    c.capacity = 900, c.rows_per_expert = 140, c.overflow = EP_OVERFLOW_DROP;
+    c.layout = (EpLayout)(1 + step % 3), c.mode = latency ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
+    c.phases = step / 6, c.seed = (uint64_t)step;
+    return case_complete(c);
 }
 
-static void run_step(EpGroup *group, int rank, const Case *c, void *memory) {
-    DeviceStep gpu;
-    World *world = world_new(c);
-    cudaStream_t stream = new_stream();
-    EpHandle *handle = device_step_handle(group, c);
-    check_note("case: %s", case_describe(c));
-    device_step_open(&gpu, group, handle, c, rank, stream, memory);
-    device_step_load(&gpu, world);
-    device_step_issue(&gpu, device_step_all(c));
-    device_step_check(&gpu);
-    device_step_close(&gpu);
-    ep_handle_destroy(handle);
-    CHECK_CUDA(cudaStreamDestroy(stream));
-    world_free(world);
-}
+/* ---- shared GPUs --------------------------------------------------------------------------- */
 
 static void check_group(EpGroup *group) {
     EpGroupInfo info = EP_GROUP_INFO_INIT;
@@ -57,13 +33,12 @@ static void check_group(EpGroup *group) {
 }
 
 static void steps(const EpBootstrap *bootstrap) {
-    Case widest = shared_case(bootstrap->size, 0);
-    widest.sets = 4;
+    Case widest = process_case(bootstrap->size, 0);
     EpGroup *group = open_group(bootstrap, &widest);
     REQUIRE(group, "no group");
     for (int i = 0; i < STEPS && !check_failure()[0]; i++) {
-        Case c = shared_case(bootstrap->size, i);
-        run_step(group, bootstrap->rank, &c, NULL);
+        Case c = process_case(bootstrap->size, i);
+        device_step_run(group, &c, bootstrap->rank, NULL);
     }
     check_group(group);
     ep_group_destroy(group);
@@ -72,18 +47,18 @@ static void steps(const EpBootstrap *bootstrap) {
 /* Peers can reach memory from ep_mem_alloc and a part of a cudaMalloc allocation, but not memory of
  * a CUDA memory pool. */
 static void windows(const EpBootstrap *bootstrap) {
-    Case c = shared_case(bootstrap->size, 0);
+    Case c = process_case(bootstrap->size, 0);
     size_t bytes = (device_step_bytes(&c) + PAGE - 1) / PAGE * PAGE;
     EpGroup *group = open_group(bootstrap, &c);
     void *given = NULL, *pooled = NULL;
     char *own = NULL;
     REQUIRE(group, "no group");
     REQUIRE_OK(ep_mem_alloc(group, bytes, &given));
-    run_step(group, bootstrap->rank, &c, given);
+    device_step_run(group, &c, bootstrap->rank, given);
     CHECK_OK(ep_mem_free(group, given));
     REQUIRE_CUDA(cudaMalloc((void **)&own, bytes + 3 * PAGE));
     REQUIRE_OK(ep_window_register(group, own + 2 * PAGE, bytes));
-    run_step(group, bootstrap->rank, &c, own + 2 * PAGE);
+    device_step_run(group, &c, bootstrap->rank, own + 2 * PAGE);
     CHECK_OK(ep_window_deregister(group, own + 2 * PAGE));
     CHECK_CUDA(cudaFree(own));
     REQUIRE_CUDA(cudaMallocAsync(&pooled, 2 * PAGE, NULL));
@@ -91,7 +66,7 @@ static void windows(const EpBootstrap *bootstrap) {
     CHECK_REFUSED(ep_window_register(group, page, PAGE), EP_ERR_UNSUPPORTED, "memory",
                   "cudaMalloc's");
     CHECK_CUDA(cudaFreeAsync(pooled, NULL));
-    run_step(group, bootstrap->rank, &c, NULL);
+    device_step_run(group, &c, bootstrap->rank, NULL);
     check_group(group);
     ep_group_destroy(group);
 }
@@ -124,7 +99,7 @@ Test(mpi_gpu_shared, windows, .timeout = 110) {
 /* ---- refused ---- */
 
 static void refused(const EpBootstrap *bootstrap, void *arg) {
-    Case c = shared_case(bootstrap->size, 0);
+    Case c = process_case(bootstrap->size, 0);
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
     config.device = 0;
@@ -142,4 +117,43 @@ Test(gpu_shared, threads, .timeout = 60) {
     static char message[] = "a process for each rank";
     setenv("LIBEP_SHARE_GPUS", "yes", 1);
     run_on_threads(2, refused, message);
+}
+
+/* ---- different numbers of multiprocessors -------------------------------------------------- */
+
+/* Each step runs twice without waiting in between, so that ranks are not in step. */
+static void uneven(const EpBootstrap *bootstrap) {
+    static const char *const sms[] = {"3", "40", "2", "17"};
+    setenv("LIBEP_NUM_SMS", sms[bootstrap->rank], 1);
+    Case widest = process_case(bootstrap->size, 0);
+    EpGroup *group = open_group(bootstrap, &widest);
+    cudaStream_t stream = new_stream();
+    REQUIRE(group, "no group");
+    for (int step = 0; step < STEPS && !check_failure()[0]; step++) {
+        Case c = process_case(bootstrap->size, step);
+        EpHandle *handle = device_step_handle(group, &c);
+        DeviceStep gpu[2];
+        REQUIRE(handle, "no handle");
+        for (int i = 0; i < 2; i++) {
+            device_step_open(&gpu[i], group, handle, &c, bootstrap->rank, stream, NULL);
+            device_step_draw(&gpu[i], &c);
+        }
+        for (int i = 0; i < 2; i++)
+            device_step_issue(&gpu[i], device_step_all(&c));
+        for (int i = 0; i < 2; i++) {
+            device_step_check(&gpu[i]);
+            device_step_close(&gpu[i]);
+        }
+        ep_handle_destroy(handle);
+    }
+    CHECK_OK(ep_group_status(group, NULL));
+    ep_group_destroy(group);
+    CHECK_CUDA(cudaStreamDestroy(stream));
+}
+
+RankedTest(mpi_gpu_uneven, of_two, 2, 60) {
+    uneven(bootstrap);
+}
+RankedTest(mpi_gpu_uneven, of_four, 4, 60) {
+    uneven(bootstrap);
 }

@@ -2,9 +2,7 @@
 /* Several handles, streams and groups at once; the host does not wait between the calls. */
 #include <stdlib.h>
 
-#include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
-#include "tests/gpu/devices.h"
 
 enum { ROUNDS = 20, MAX_STEPS = 3 };
 
@@ -17,141 +15,84 @@ static void reserve(void) {
 TestSuite(gpu_streams, .init = reserve);
 
 static Case stream_case(int ranks, int number) {
-    return case_complete((Case){.ranks = ranks,
-                                .experts = 3 * ranks + number,
-                                .top_k = 3 + number,
-                                .hidden = 200 + 24 * number,
-                                .max_tokens = 301 - 40 * number,
-                                .masked_percent = 5,
-                                .weighted = 1,
-                                .scale_bytes = 4,
-                                .alignment = 4,
-                                .capacity = 1700,
-                                .overflow = EP_OVERFLOW_DROP,
-                                .counted = 1});
+    Case c = {.ranks = ranks, .experts = 3 * ranks + number, .top_k = 3 + number};
+    c.hidden = 200 + 24 * number, c.max_tokens = 301 - 40 * number, c.masked_percent = 5;
+    c.weighted = 1, c.scale_bytes = 4, c.alignment = 4, c.capacity = 1700;
+    c.overflow = EP_OVERFLOW_DROP, c.counted = 1;
+    return case_complete(c);
 }
 
-/* Device steps with a world each, new in every round. */
-typedef struct StepSet {
-    DeviceStep gpu[MAX_STEPS];
-    World *world[MAX_STEPS];
-    int count;
-} StepSet;
-
-static void set_load(StepSet *set, int round) {
-    for (int i = 0; i < set->count; i++) {
-        Case c = set->gpu[i].c;
+/* Load new worlds of a round. */
+static void load(DeviceStep *gpu, int count, int round) {
+    for (int i = 0; i < count; i++) {
+        Case c = gpu[i].c;
         c.seed = (uint64_t)(MAX_STEPS * round + i);
-        if (set->world[i]) world_free(set->world[i]);
-        set->world[i] = world_new(&c);
-        device_step_load(&set->gpu[i], set->world[i]);
+        device_step_draw(&gpu[i], &c);
     }
 }
 
 /* The first wait of a round: all steps have been enqueued. */
-static void set_check(StepSet *set, int round) {
-    for (int i = 0; i < set->count; i++) {
-        check_note("round %d, gpu %d: %s", round, i, case_describe(&set->world[i]->c));
-        device_step_check(&set->gpu[i]);
+static void check(DeviceStep *gpu, int count, int round) {
+    for (int i = 0; i < count; i++) {
+        check_note("round %d, gpu %d: %s", round, i, case_describe(&gpu[i].drawn->c));
+        device_step_check(&gpu[i]);
     }
 }
 
-static void set_close(StepSet *set) {
-    for (int i = 0; i < set->count; i++) {
-        device_step_close(&set->gpu[i]);
-        if (set->world[i]) world_free(set->world[i]);
-    }
-}
-
-/* ---- two streams ---- */
-
-/* Issue operation by operation, each for all steps in turn. */
-static void issue_by_turns(StepSet *set) {
-    for (int op = 0; op < 5; op++)
-        for (int i = 0; i < set->count; i++)
-            device_step_issue(&set->gpu[i], 1u << op);
-}
-
-/* Two steps, each on its own stream, in one group or in two. */
+/* Two steps, each on its own stream, in one group or in two. They are issued operation by
+ * operation, each for both in turn. */
 static void two_streams(const EpBootstrap *bootstrap, int groups) {
-    StepSet set = {.count = 2};
+    DeviceStep gpu[2];
     EpGroup *group[2] = {NULL};
-    cudaStream_t stream[2] = {new_stream(), new_stream()};
     for (int i = 0; i < 2; i++) {
         Case c = stream_case(bootstrap->size, groups == 2 ? i : 0);
         group[i] = i < groups ? open_group(bootstrap, &c) : group[0];
         REQUIRE(group[i], "no group");
-        device_step_open(&set.gpu[i], group[i], device_step_handle(group[i], &c), &c,
-                         bootstrap->rank, stream[i], NULL);
+        device_step_new(&gpu[i], group[i], &c, bootstrap->rank);
     }
     for (int round = 0; round < ROUNDS; round++) {
-        set_load(&set, round);
-        issue_by_turns(&set);
-        set_check(&set, round);
+        load(gpu, 2, round);
+        for (int i = 0; i < 2 * 5; i++)
+            device_step_issue(&gpu[i % 2], 1u << i / 2);
+        check(gpu, 2, round);
     }
     for (int i = 0; i < groups; i++) {
         CHECK_OK(ep_group_status(group[i], NULL));
         ep_group_destroy(group[i]);
     }
-    set_close(&set);
     for (int i = 0; i < 2; i++)
-        CHECK_CUDA(cudaStreamDestroy(stream[i]));
+        device_step_close(&gpu[i]);
 }
 
-ThreadTest(gpu_streams, two_handles_1, 1) {
-    two_streams(bootstrap, 1);
-}
-ThreadTest(gpu_streams, two_handles_2, 2) {
-    two_streams(bootstrap, 1);
-}
-ThreadTest(gpu_streams, two_handles_4, 4) {
-    two_streams(bootstrap, 1);
-}
-ThreadTest(gpu_streams, two_groups_1, 1) {
-    two_streams(bootstrap, 2);
-}
-ThreadTest(gpu_streams, two_groups_2, 2) {
-    two_streams(bootstrap, 2);
-}
-ThreadTest(gpu_streams, two_groups_4, 4) {
-    two_streams(bootstrap, 2);
-}
-
-/* ---- layers ---- */
+GpuTests(gpu_streams, two_handles, two_streams(bootstrap, 1));
+GpuTests(gpu_streams, two_groups, two_streams(bootstrap, 2));
 
 /* F0 F1 B0 F2 B1 B2 with two handles: the third micro-batch reuses the first one's handle. */
 static void pipeline(const EpBootstrap *bootstrap) {
+    static const struct {
+        int micro;
+        unsigned ops;
+    } parts[] = {{0, STEP_FORWARD}, {1, STEP_FORWARD},  {0, STEP_BACKWARD},
+                 {2, STEP_FORWARD}, {1, STEP_BACKWARD}, {2, STEP_BACKWARD}};
     Case c = stream_case(bootstrap->size, 1);
     EpGroup *group = open_group(bootstrap, &c);
     REQUIRE(group, "no group");
     EpHandle *handle[2] = {device_step_handle(group, &c), device_step_handle(group, &c)};
     cudaStream_t stream = new_stream();
-    StepSet set = {.count = 3};
-    for (int i = 0; i < 3; i++)
-        device_step_open(&set.gpu[i], group, handle[i % 2], &c, bootstrap->rank, stream, NULL);
-    DeviceStep *micro = set.gpu;
+    DeviceStep gpu[MAX_STEPS];
+    for (int i = 0; i < MAX_STEPS; i++)
+        device_step_open(&gpu[i], group, handle[i % 2], &c, bootstrap->rank, stream, NULL);
     for (int round = 0; round < ROUNDS; round++) {
-        set_load(&set, round);
-        device_step_issue(&micro[0], STEP_FORWARD);
-        device_step_issue(&micro[1], STEP_FORWARD);
-        device_step_issue(&micro[0], STEP_BACKWARD);
-        device_step_issue(&micro[2], STEP_FORWARD);
-        device_step_issue(&micro[1], STEP_BACKWARD);
-        device_step_issue(&micro[2], STEP_BACKWARD);
-        set_check(&set, round);
+        load(gpu, MAX_STEPS, round);
+        for (int i = 0; i < 6; i++)
+            device_step_issue(&gpu[parts[i].micro], parts[i].ops);
+        check(gpu, MAX_STEPS, round);
     }
     CHECK_OK(ep_group_status(group, NULL));
     ep_group_destroy(group);
-    set_close(&set);
+    for (int i = 0; i < MAX_STEPS; i++)
+        device_step_close(&gpu[i]);
     CHECK_CUDA(cudaStreamDestroy(stream));
 }
 
-ThreadTest(gpu_streams, pipeline_1, 1) {
-    pipeline(bootstrap);
-}
-ThreadTest(gpu_streams, pipeline_2, 2) {
-    pipeline(bootstrap);
-}
-ThreadTest(gpu_streams, pipeline_4, 4) {
-    pipeline(bootstrap);
-}
+GpuTests(gpu_streams, pipeline, pipeline(bootstrap));

@@ -1,147 +1,167 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sharded weights in CUDA graphs: replayed with other shards and gradients, on two streams, and
- * without a rank. tests/handles/weights.c has what the operations compute. */
-#include <cuda_runtime_api.h>
-#include <string.h>
+/* Sharded weights: in CUDA graphs, replayed with other shards and gradients, on two streams, and
+ * without a rank; and so large that they are gathered and reduced in slices, while kernels put
+ * others into place. tests/handles/weights.c has what the operations compute. */
+#include <stdlib.h>
 
 #include "ep/ep_weight.h"
-#include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
-#include "tests/gpu/devices.h"
 
-enum { EXPERTS = 3, ROWS = 10, COLUMNS = 24, ELEMENTS = EXPERTS * ROWS * COLUMNS, REPLAYS = 12 };
+enum { REPLAYS = 12, WARM_UP = 1000 /* a step */ };
 
-/* w [EXPERTS, ROWS, COLUMNS] of fp32, whose rows two ranks share out. */
+/* Small weights, and large ones: 400 MB on real GPUs. */
+static const int64_t small[] = {3, 10, 24};
+#ifdef TESTS_EMULATED
+static const int64_t large[] = {7, 12, 32};
+#else
+static const int64_t large[] = {7, 2048, 7168};
+#endif
+
+TestSuite(gpu_weights);
+TestSuite(gpu_weight_slices);
+
+/** w [experts, rows, columns] of fp32, halved along `dim` by two ranks; device memory. */
 typedef struct Layer {
     EpMeshComm *comm;
     EpWeight *weight;
-    int rank;
-    float *shard, *full, *grad, *reduced; /* pinned: halves and wholes */
-    void *workspace;
-    int64_t workspace_bytes;
+    int rank, dim;
+    int64_t whole[3], part[3];
+    float *host; /* of all elements */
+    EpTensor shard, full, grad, reduced, workspace;
     cudaStream_t stream;
 } Layer;
 
-static void open_layer(const EpBootstrap *world, double seconds, Layer *l) {
+static size_t bytes_of(const int64_t shape[3]) {
+    return (size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float);
+}
+
+static EpTensor tensor_new(const int64_t shape[3]) {
+    EpTensor t = ep_tensor_3d(NULL, EP_TYPE_FP32, shape[0], shape[1], shape[2]);
+    CHECK_CUDA(cudaMalloc(&t.data, bytes_of(shape)));
+    return t;
+}
+
+static void open_layer(const EpBootstrap *world, const int64_t shape[3], int dim, double seconds,
+                       Layer *l) {
     EpMesh mesh = EP_MESH_INIT;
     EpMeshCommConfig comm = EP_MESH_COMM_CONFIG_INIT;
     EpWeightConfig config = EP_WEIGHT_CONFIG_INIT;
     EpWeightSizes sizes = EP_WEIGHT_SIZES_INIT;
-    *l = (Layer){.rank = world->rank};
+    *l = (Layer){.rank = world->rank, .dim = dim, .stream = new_stream()};
     comm.backend = EP_BACKEND_CUDA, comm.timeout_seconds = seconds;
     config.name = "w", config.type = config.grad_type = EP_TYPE_FP32;
-    config.shape[0] = EXPERTS, config.shape[1] = ROWS, config.shape[2] = COLUMNS;
-    CHECK_OK(ep_mesh_parse("fsdp=2", &mesh));
-    CHECK_OK(ep_spec_parse(&mesh, "_,fsdp,_", &config.spec));
-    CHECK_OK(ep_mesh_comm_create(world, &mesh, &comm, &l->comm));
-    if (!l->comm) return;
-    CHECK_OK(ep_weight_create(l->comm, &config, &l->weight));
-    CHECK_OK(ep_weight_sizes(l->weight, NULL, &sizes));
-    l->workspace_bytes = sizes.reduce_workspace > sizes.gather_workspace ? sizes.reduce_workspace
-                                                                         : sizes.gather_workspace;
-    l->workspace = gpu_allocate(64, (size_t)l->workspace_bytes);
-    l->shard = gpu_allocate(64, ELEMENTS / 2 * sizeof(float));
-    l->reduced = gpu_allocate(64, ELEMENTS / 2 * sizeof(float));
-    l->full = gpu_allocate(64, ELEMENTS * sizeof(float));
-    l->grad = gpu_allocate(64, ELEMENTS * sizeof(float));
-    CHECK_CUDA(cudaStreamCreateWithFlags(&l->stream, cudaStreamNonBlocking));
+    for (int d = 0; d < 3; d++)
+        config.shape[d] = l->whole[d] = shape[d], l->part[d] = shape[d] / (d == dim ? 2 : 1);
+    REQUIRE_OK(ep_mesh_parse("fsdp=2", &mesh));
+    REQUIRE_OK(ep_spec_parse(&mesh, dim == 1 ? "_,fsdp,_" : "_,_,fsdp", &config.spec));
+    REQUIRE_OK(ep_mesh_comm_create(world, &mesh, &comm, &l->comm));
+    REQUIRE_OK(ep_weight_create(l->comm, &config, &l->weight));
+    REQUIRE_OK(ep_weight_sizes(l->weight, NULL, &sizes));
+    int64_t bytes = sizes.reduce_workspace > sizes.gather_workspace ? sizes.reduce_workspace
+                                                                    : sizes.gather_workspace;
+    l->workspace = ep_tensor_1d(NULL, EP_TYPE_UINT8, bytes);
+    REQUIRE_CUDA(cudaMalloc(&l->workspace.data, (size_t)bytes));
+    l->host = malloc(bytes_of(shape));
+    REQUIRE(l->host, "out of memory");
+    l->shard = tensor_new(l->part), l->reduced = tensor_new(l->part);
+    l->full = tensor_new(shape), l->grad = tensor_new(shape);
 }
 
 static void close_layer(Layer *l) {
+    EpTensor *all[] = {&l->shard, &l->full, &l->grad, &l->reduced, &l->workspace};
     ep_mesh_comm_destroy(l->comm);
-    gpu_release(l->workspace);
-    gpu_release(l->shard);
-    gpu_release(l->reduced);
-    gpu_release(l->full);
-    gpu_release(l->grad);
+    for (int i = 0; i < 5; i++)
+        CHECK_CUDA(cudaFree(all[i]->data));
+    free(l->host);
     CHECK_CUDA(cudaStreamDestroy(l->stream));
 }
 
-/* ---- values: small integers, whose sums are exact ---- */
+/* ---- values: small integers, whose sums are exact ------------------------------------------ */
 
-static float value_of(int step, int expert, int row, int column) {
-    return (float)((131 * step + 37 * expert + 11 * row + column) % 1009);
+static int store(float *at, float value) {
+    *at = value;
+    return 0;
+}
+
+static int differs(float *at, float value) {
+    return *at != value;
+}
+
+/* Call `each` for each element of this rank's shard, or of the whole: its place in host memory, and
+ * `times` its value in a step. Returns the sum of what it returns. */
+static int visit(const Layer *l, int step, int is_whole, int times, int (*each)(float *, float)) {
+    const int64_t *shape = is_whole ? l->whole : l->part;
+    int64_t begin[3] = {0}, at = 0;
+    int sum = 0;
+    if (!is_whole) begin[l->dim] = l->rank * l->part[l->dim];
+    for (int64_t e = begin[0]; e < begin[0] + shape[0]; e++)
+        for (int64_t i = begin[1]; i < begin[1] + shape[1]; i++)
+            for (int64_t j = begin[2]; j < begin[2] + shape[2]; j++) {
+                int64_t value = (131 * (step + e) + 37 * i + 11 * j) % 1009;
+                sum += each(&l->host[at++], (float)(times * value));
+            }
+    return sum;
+}
+
+static void put(const Layer *l, int step, const EpTensor *to, int is_whole, int times) {
+    visit(l, step, is_whole, times, store);
+    CHECK_CUDA(cudaMemcpy(to->data, l->host, bytes_of(to->shape), cudaMemcpyDefault));
+}
+
+static void check(const Layer *l, int step, const EpTensor *from, int is_whole, int times) {
+    CHECK_CUDA(cudaMemcpy(l->host, from->data, bytes_of(from->shape), cudaMemcpyDefault));
+    int wrong = visit(l, step, is_whole, times, differs);
+    CHECK(wrong == 0, "step %d: %d wrong numbers", step, wrong);
 }
 
 /* Rank 1's gradient is twice rank 0's. */
-static void load(Layer *l, int step) {
-    int half = ROWS / 2, at = 0;
-    for (int e = 0; e < EXPERTS; e++)
-        for (int i = 0; i < half; i++)
-            for (int j = 0; j < COLUMNS; j++)
-                l->shard[at++] = value_of(step, e, l->rank * half + i, j);
-    at = 0;
-    for (int e = 0; e < EXPERTS; e++)
-        for (int i = 0; i < ROWS; i++)
-            for (int j = 0; j < COLUMNS; j++)
-                l->grad[at++] = (float)(1 + l->rank) * value_of(step, e, i, j);
-    memset(l->full, 0xff, ELEMENTS * sizeof(float));
-    memset(l->reduced, 0xff, ELEMENTS / 2 * sizeof(float));
+static void load(const Layer *l, int step) {
+    put(l, step, &l->shard, 0, 1);
+    put(l, step, &l->grad, 1, 1 + l->rank);
+    CHECK_CUDA(cudaMemset(l->full.data, 0xff, bytes_of(l->whole)));
+    CHECK_CUDA(cudaMemset(l->reduced.data, 0xff, bytes_of(l->part)));
+    CHECK_CUDA(cudaDeviceSynchronize());
 }
 
-static void check_values(const Layer *l, int step) {
-    int half = ROWS / 2, wrong = 0, at = 0;
-    for (int e = 0; e < EXPERTS; e++)
-        for (int i = 0; i < ROWS; i++)
-            for (int j = 0; j < COLUMNS; j++)
-                wrong += l->full[at++] != value_of(step, e, i, j);
-    at = 0;
-    for (int e = 0; e < EXPERTS; e++)
-        for (int i = 0; i < half; i++)
-            for (int j = 0; j < COLUMNS; j++)
-                wrong += l->reduced[at++] != 3 * value_of(step, e, l->rank * half + i, j);
-    CHECK(!wrong, "step %d: %d wrong numbers", step, wrong);
+static void check_step(const Layer *l, int step) {
+    CHECK_CUDA(cudaStreamSynchronize(l->stream));
+    check(l, step, &l->full, 1, 1);
+    check(l, step, &l->reduced, 0, 3);
 }
 
-/* ---- the operations ---- */
+/* ---- the operations ------------------------------------------------------------------------ */
 
-static void gather(Layer *l, cudaStream_t stream) {
-    EpTensor shard = ep_tensor_3d(l->shard, EP_TYPE_FP32, EXPERTS, ROWS / 2, COLUMNS);
-    EpTensor full = ep_tensor_3d(l->full, EP_TYPE_FP32, EXPERTS, ROWS, COLUMNS);
-    EpTensor workspace = ep_tensor_1d(l->workspace, EP_TYPE_UINT8, l->workspace_bytes);
-    CHECK_OK(ep_weight_gather(l->weight, NULL, &shard, &workspace, stream, &full, NULL));
+static void gather(const Layer *l, cudaStream_t stream) {
+    CHECK_OK(ep_weight_gather(l->weight, NULL, &l->shard, &l->workspace, stream, &l->full, NULL));
 }
 
-static void reduce(Layer *l, cudaStream_t stream) {
-    EpTensor grad = ep_tensor_3d(l->grad, EP_TYPE_FP32, EXPERTS, ROWS, COLUMNS);
-    EpTensor reduced = ep_tensor_3d(l->reduced, EP_TYPE_FP32, EXPERTS, ROWS / 2, COLUMNS);
-    EpTensor workspace = ep_tensor_1d(l->workspace, EP_TYPE_UINT8, l->workspace_bytes);
-    CHECK_OK(ep_weight_reduce(l->weight, &grad, 0, &workspace, stream, &reduced));
+static void reduce(const Layer *l, cudaStream_t stream) {
+    CHECK_OK(ep_weight_reduce(l->weight, &l->grad, 0, &l->workspace, stream, &l->reduced));
 }
 
-static cudaGraphExec_t capture(Layer *l) {
-    cudaGraph_t graph = NULL;
-    cudaGraphExec_t exec = NULL;
-    CHECK_CUDA(cudaStreamBeginCapture(l->stream, cudaStreamCaptureModeThreadLocal));
+static void call(const Layer *l, int step) {
+    load(l, step);
     gather(l, l->stream);
     reduce(l, l->stream);
-    CHECK_CUDA(cudaStreamEndCapture(l->stream, &graph));
-    if (graph) CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
-    if (graph) CHECK_CUDA(cudaGraphDestroy(graph));
-    return exec;
+    check_step(l, step);
 }
-
-/* ---- tests ---- */
 
 /* NCCL connects the ranks in its first calls, which precede the capture. */
-static void warm_up(Layer *l) {
-    load(l, 1000);
+static cudaGraphExec_t capture(const Layer *l) {
+    call(l, WARM_UP);
+    graph_begin(l->stream);
     gather(l, l->stream);
     reduce(l, l->stream);
-    CHECK_CUDA(cudaStreamSynchronize(l->stream));
-    check_values(l, 1000);
+    return graph_end(l->stream);
 }
 
 /* Every fourth step makes the calls without the graph, on two streams. */
 ThreadTest(gpu_weights, replayed_2, 2) {
     Layer l;
-    cudaStream_t other = NULL;
-    open_layer(bootstrap, 60, &l);
-    REQUIRE(l.weight, "no weight");
-    warm_up(&l);
+    cudaStream_t other = new_stream();
+    open_layer(bootstrap, small, 1, 60, &l);
+    REQUIRE(!check_failure()[0], "no weight");
     cudaGraphExec_t exec = capture(&l);
-    REQUIRE(exec, "no graph");
-    CHECK_CUDA(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
     for (int step = 0; step < REPLAYS && !check_failure()[0]; step++) {
         load(&l, step);
         if (step % 4 < 3) {
@@ -151,8 +171,7 @@ ThreadTest(gpu_weights, replayed_2, 2) {
             reduce(&l, l.stream);
         }
         CHECK_CUDA(cudaStreamSynchronize(other));
-        CHECK_CUDA(cudaStreamSynchronize(l.stream));
-        check_values(&l, step);
+        check_step(&l, step);
     }
     CHECK_OK(ep_mesh_comm_status(l.comm));
     CHECK_CUDA(cudaStreamDestroy(other));
@@ -162,11 +181,9 @@ ThreadTest(gpu_weights, replayed_2, 2) {
 
 ThreadTest(gpu_weights, absent_from_a_replay_2, 2) {
     Layer l;
-    open_layer(bootstrap, 3, &l);
-    REQUIRE(l.weight, "no weight");
-    warm_up(&l);
+    open_layer(bootstrap, small, 1, 3, &l);
+    REQUIRE(!check_failure()[0], "no weight");
     cudaGraphExec_t exec = capture(&l);
-    REQUIRE(exec, "no graph");
     if (bootstrap->rank == 0) {
         CHECK_CUDA(cudaGraphLaunch(exec, l.stream));
         CHECK_CUDA(cudaStreamSynchronize(l.stream));
@@ -177,3 +194,16 @@ ThreadTest(gpu_weights, absent_from_a_replay_2, 2) {
     close_layer(&l);
     CHECK_CUDA(cudaGraphExecDestroy(exec));
 }
+
+static void in_slices(const EpBootstrap *bootstrap, int dim) {
+    Layer l;
+    open_layer(bootstrap, large, dim, 60, &l);
+    REQUIRE(!check_failure()[0], "no weight");
+    for (int step = 0; step < 2; step++)
+        call(&l, step);
+    CHECK_OK(ep_mesh_comm_status(l.comm));
+    close_layer(&l);
+}
+
+GpuTest(gpu_weight_slices, rows_2, 2, in_slices(bootstrap, 1));
+GpuTest(gpu_weight_slices, columns_2, 2, in_slices(bootstrap, 2));

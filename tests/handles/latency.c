@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Latency mode: which handles get it, what memory it takes, and that a dispatch reads the routing
  * when it runs. run_case_on_threads tests what its operations write. */
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -10,48 +9,45 @@
 #include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
 
-#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
-
-static Case latency_case(EpLayout layout) {
-    Case c = fixture_case(layout);
-    c.mode = EP_MODE_LATENCY;
-    return case_complete(c);
-}
-
 /* ---- which mode ---- */
 
 typedef struct Choice {
-    EpMode group;
-    int32_t handle;
+    int group, handle; /* modes */
     int max_tokens;
     int64_t capacity;
     EpLayout layout;
-    EpMode expected;
+    int expected;
 } Choice;
 
+enum {
+    MANY = EP_LATENCY_TOKENS,
+    AUTO = EP_MODE_AUTO,
+    NAMED = EP_MODE_LATENCY,
+    THROUGHPUT = EP_MODE_THROUGHPUT
+};
+
 static const Choice choices[] = {
-    {EP_MODE_AUTO, EP_DEFAULT, EP_LATENCY_TOKENS, 100, EP_LAYOUT_EXPERT_MAJOR, EP_MODE_LATENCY},
-    {EP_MODE_AUTO, EP_DEFAULT, EP_LATENCY_TOKENS + 1, 100, EP_LAYOUT_EXPERT_MAJOR,
-     EP_MODE_THROUGHPUT},
-    {EP_MODE_AUTO, EP_DEFAULT, EP_LATENCY_TOKENS, 0, EP_LAYOUT_EXPERT_MAJOR, EP_MODE_THROUGHPUT},
-    {EP_MODE_AUTO, EP_DEFAULT, EP_LATENCY_TOKENS, 0, EP_LAYOUT_FLAT, EP_MODE_THROUGHPUT},
-    {EP_MODE_AUTO, EP_DEFAULT, EP_LATENCY_TOKENS, 0, EP_LAYOUT_BATCHED, EP_MODE_LATENCY},
-    {EP_MODE_AUTO, EP_MODE_THROUGHPUT, 1, 100, EP_LAYOUT_FLAT, EP_MODE_THROUGHPUT},
-    {EP_MODE_THROUGHPUT, EP_DEFAULT, 1, 100, EP_LAYOUT_FLAT, EP_MODE_THROUGHPUT},
-    {EP_MODE_THROUGHPUT, EP_MODE_AUTO, 1, 100, EP_LAYOUT_FLAT, EP_MODE_LATENCY},
-    {EP_MODE_THROUGHPUT, EP_MODE_LATENCY, 600, 100, EP_LAYOUT_FLAT, EP_MODE_LATENCY},
-    {EP_MODE_LATENCY, EP_DEFAULT, 600, 0, EP_LAYOUT_BATCHED, EP_MODE_LATENCY},
-    {EP_MODE_AUTO, EP_DEFAULT, EP_LATENCY_TOKENS, 0, EP_LAYOUT_RANK_MAJOR, EP_MODE_LATENCY},
-    {EP_MODE_THROUGHPUT, EP_MODE_AUTO, 1, 100, EP_LAYOUT_RANK_MAJOR, EP_MODE_LATENCY},
-    {EP_MODE_LATENCY, EP_DEFAULT, 600, 0, EP_LAYOUT_RANK_MAJOR, EP_MODE_LATENCY},
-    {EP_MODE_AUTO, EP_DEFAULT, EP_LATENCY_TOKENS + 1, 0, EP_LAYOUT_RANK_MAJOR, EP_MODE_THROUGHPUT},
-    {EP_MODE_THROUGHPUT, EP_DEFAULT, 1, 0, EP_LAYOUT_RANK_MAJOR, EP_MODE_THROUGHPUT},
+    {AUTO, EP_DEFAULT, MANY, 100, EP_LAYOUT_EXPERT_MAJOR, NAMED},
+    {AUTO, EP_DEFAULT, MANY + 1, 100, EP_LAYOUT_EXPERT_MAJOR, THROUGHPUT},
+    {AUTO, EP_DEFAULT, MANY, 0, EP_LAYOUT_EXPERT_MAJOR, THROUGHPUT},
+    {AUTO, EP_DEFAULT, MANY, 0, EP_LAYOUT_FLAT, THROUGHPUT},
+    {AUTO, EP_DEFAULT, MANY, 0, EP_LAYOUT_BATCHED, NAMED},
+    {AUTO, THROUGHPUT, 1, 100, EP_LAYOUT_FLAT, THROUGHPUT},
+    {THROUGHPUT, EP_DEFAULT, 1, 100, EP_LAYOUT_FLAT, THROUGHPUT},
+    {THROUGHPUT, AUTO, 1, 100, EP_LAYOUT_FLAT, NAMED},
+    {THROUGHPUT, NAMED, 600, 100, EP_LAYOUT_FLAT, NAMED},
+    {NAMED, EP_DEFAULT, 600, 0, EP_LAYOUT_BATCHED, NAMED},
+    {AUTO, EP_DEFAULT, MANY, 0, EP_LAYOUT_RANK_MAJOR, NAMED},
+    {THROUGHPUT, AUTO, 1, 100, EP_LAYOUT_RANK_MAJOR, NAMED},
+    {NAMED, EP_DEFAULT, 600, 0, EP_LAYOUT_RANK_MAJOR, NAMED},
+    {AUTO, EP_DEFAULT, MANY + 1, 0, EP_LAYOUT_RANK_MAJOR, THROUGHPUT},
+    {THROUGHPUT, EP_DEFAULT, 1, 0, EP_LAYOUT_RANK_MAJOR, THROUGHPUT},
 };
 
 static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int available) {
     Case c = case_complete((Case){.max_tokens = choice->max_tokens});
     EpGroupConfig config = case_group_config(&c);
-    config.mode = choice->group, config.max_recv_rows = choice->capacity;
+    config.mode = (EpMode)choice->group, config.max_recv_rows = choice->capacity;
     if (choice->handle == EP_MODE_AUTO || choice->handle == EP_MODE_LATENCY)
         config.latency_sets = 1;
     EpGroup *group = NULL;
@@ -63,7 +59,7 @@ static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int
     size_t bytes = 0;
     CHECK_OK(ep_handle_cost(group, &handle, &cost));
     CHECK_OK(ep_handle_memory(group, &handle, &bytes));
-    EpMode expected = available ? choice->expected : EP_MODE_THROUGHPUT;
+    EpMode expected = available ? (EpMode)choice->expected : EP_MODE_THROUGHPUT;
     CHECK(cost.mode == expected, "mode %d", (int)cost.mode);
     CHECK(cost.plan_bytes == (int64_t)bytes, "%lld bytes", (long long)cost.plan_bytes);
     CHECK(cost.buffer_bytes == 0, "%lld bytes of buffers", (long long)cost.buffer_bytes);
@@ -124,67 +120,6 @@ ThreadTest(handles_latency, auto_on_two_nodes, 2) {
     ep_group_destroy(group);
 }
 
-/* A program compiled before `expert_ids` was added gets local ones. */
-SoloTest(handles_latency, configurations_without_expert_ids) {
-    Case c = fixture_case(EP_LAYOUT_FLAT);
-    Fixture fixture;
-    fixture_open(&fixture, &c);
-    EpHandleConfig config = case_handle_config(&c);
-    config.struct_size = offsetof(EpHandleConfig, expert_ids);
-    config.expert_ids = (EpExpertIds)-77;
-    EpHandle *handle = NULL;
-    REQUIRE_OK(ep_handle_create(fixture.group, &config, &handle));
-    Step step = fixture.step;
-    step.handle = handle;
-    step_all(&step);
-    fixture_close(&fixture);
-}
-
-/* A backend without latency mode refuses it. */
-SoloTest(handles_latency, refused_where_it_is_not) {
-    if (TESTS_HAVE_LATENCY) return;
-    Fixture fixture;
-    Case c = fixture_case(EP_LAYOUT_BATCHED);
-    fixture_open(&fixture, &c);
-    EpHandleConfig config = case_handle_config(&c);
-    EpHandle *handle = NULL;
-    config.mode = EP_MODE_LATENCY;
-    CHECK_REFUSED(ep_handle_create(fixture.group, &config, &handle), EP_ERR_UNSUPPORTED,
-                  "config.mode", "EP_MODE_LATENCY", "throughput");
-    CHECK(handle == NULL, "a handle was made");
-    fixture_close(&fixture);
-}
-
-static void refuse_exact(EpGroup *group, EpLayout layout) {
-    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
-    EpHandleCost cost = EP_HANDLE_COST_INIT;
-    EpHandle *handle = NULL;
-    size_t bytes = 123;
-    config.layout = layout, config.mode = EP_MODE_LATENCY;
-    CHECK_REFUSED(ep_handle_create(group, &config, &handle), EP_ERR_UNSUPPORTED, "ep_handle_create",
-                  "config.max_recv_rows", "capacity", "batched", "got 0");
-    CHECK_REFUSED(ep_handle_memory(group, &config, &bytes), EP_ERR_UNSUPPORTED, "ep_handle_memory",
-                  "config.max_recv_rows", "got 0");
-    CHECK_REFUSED(ep_handle_cost(group, &config, &cost), EP_ERR_UNSUPPORTED, "ep_handle_cost",
-                  "config.max_recv_rows", "got 0");
-    CHECK(!handle && bytes == 123 && cost.mode == EP_MODE_AUTO, "outputs were written");
-}
-
-SoloTest(handles_latency, needs_a_static_size) {
-    NEEDS_LATENCY();
-    Fixture fixture;
-    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
-    fixture_open(&fixture, &c);
-    refuse_exact(fixture.group, EP_LAYOUT_EXPERT_MAJOR);
-    refuse_exact(fixture.group, EP_LAYOUT_FLAT);
-    EpHandleCost cost = EP_HANDLE_COST_INIT;
-    CHECK_REFUSED(ep_handle_cost(NULL, NULL, &cost), EP_ERR_NULL, "group");
-    CHECK_REFUSED(ep_handle_cost(fixture.group, NULL, NULL), EP_ERR_NULL, "out");
-    cost.struct_size = 3;
-    CHECK_REFUSED(ep_handle_cost(fixture.group, NULL, &cost), EP_ERR_STRUCT_SIZE, "out");
-    fixture_close(&fixture);
-}
-
 /* A group without a capacity is feasible: each handle must then choose its own. */
 SoloTest(handles_latency, groups_without_a_capacity_are_feasible) {
     NEEDS_LATENCY();
@@ -203,52 +138,25 @@ SoloTest(handles_latency, groups_without_a_capacity_are_feasible) {
 
 SoloTest(handles_latency, costs_what_it_says) {
     NEEDS_LATENCY();
-    Fixture fixture;
-    Case c = latency_case(EP_LAYOUT_BATCHED);
-    fixture_open(&fixture, &c);
-    EpHandleConfig config = case_handle_config(&c);
+    Fixture *f = fixture_new("mode=latency layout=batched");
+    EpHandleConfig config = case_handle_config(&f->world->c);
     EpHandleCost cost = EP_HANDLE_COST_INIT;
     EpGroupInfo before = EP_GROUP_INFO_INIT, during = before, after = before;
     EpHandle *handle = NULL;
-    CHECK_OK(ep_handle_cost(fixture.group, &config, &cost));
-    CHECK_OK(ep_group_query(fixture.group, &before));
-    REQUIRE_OK(ep_handle_create(fixture.group, &config, &handle));
-    CHECK_OK(ep_group_query(fixture.group, &during));
+    CHECK_OK(ep_handle_cost(f->group, &config, &cost));
+    CHECK_OK(ep_group_query(f->group, &before));
+    REQUIRE_OK(ep_handle_create(f->group, &config, &handle));
+    CHECK_OK(ep_group_query(f->group, &during));
     ep_handle_destroy(handle);
-    REQUIRE_OK(ep_handle_create(fixture.group, &config, &handle));
+    REQUIRE_OK(ep_handle_create(f->group, &config, &handle));
     config.plans = EP_PLANS_NAMED;
-    REQUIRE_OK(ep_handle_create(fixture.group, &config, &handle));
-    CHECK_OK(ep_group_query(fixture.group, &after));
+    REQUIRE_OK(ep_handle_create(f->group, &config, &handle));
+    CHECK_OK(ep_group_query(f->group, &after));
     CHECK(during.library_bytes - before.library_bytes == cost.plan_bytes, "%lld bytes more",
           (long long)(during.library_bytes - before.library_bytes));
     CHECK(after.library_bytes == during.library_bytes, "%lld bytes more",
           (long long)(after.library_bytes - during.library_bytes));
-    fixture_close(&fixture);
-}
-
-/* A program compiled before `mode` was added gets throughput mode. */
-SoloTest(handles_latency, structs_of_an_earlier_version) {
-    Fixture fixture;
-    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
-    fixture_open(&fixture, &c);
-    EpHandleConfig config = case_handle_config(&c);
-    EpHandle *handle = NULL;
-    config.struct_size = offsetof(EpHandleConfig, mode);
-    config.mode = -77;
-    REQUIRE_OK(ep_handle_create(fixture.group, &config, &handle));
-    Step step = fixture.step;
-    step.handle = handle;
-    step_all(&step);
-    EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    info.struct_size = offsetof(EpHandleInfo, mode);
-    info.mode = (EpMode)-77;
-    CHECK_OK(ep_handle_info(handle, &info));
-    CHECK(info.struct_size == offsetof(EpHandleInfo, mode), "%zu", info.struct_size);
-    CHECK((int)info.mode == -77 && info.num_tokens == 9, "mode %d", (int)info.mode);
-    info = (EpHandleInfo)EP_HANDLE_INFO_INIT;
-    CHECK_OK(ep_handle_info(handle, &info));
-    CHECK(info.mode == EP_MODE_THROUGHPUT, "mode %d", (int)info.mode);
-    fixture_close(&fixture);
+    fixture_free(f);
 }
 
 /* ---- order ---- */
@@ -266,40 +174,35 @@ static void refuse_until_dispatched(Fixture *fixture) {
 /* A dispatch makes the plan; the next ep_prepare discards it. */
 SoloTest(handles_latency, dispatch_makes_the_plan) {
     NEEDS_LATENCY();
-    Fixture fixture;
-    Case c = latency_case(EP_LAYOUT_BATCHED);
+    Fixture *f = fixture_new("mode=latency layout=batched");
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    fixture_open(&fixture, &c);
-    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH), EP_ERR_NOT_PREPARED, "ep_dispatch",
-                  "routing");
-    CHECK_REFUSED(fixture_call(&fixture, OP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine", "plan");
-    fixture_check_untouched(&fixture);
+    CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_NOT_PREPARED, "ep_dispatch", "routing");
+    CHECK_REFUSED(fixture_call(f, OP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine", "plan");
+    fixture_check_untouched(f);
     for (int step = 1; step <= 3; step++) {
-        fixture_reset(&fixture);
-        CHECK_OK(fixture_call(&fixture, OP_PREPARE));
-        refuse_until_dispatched(&fixture);
-        CHECK_OK(fixture_call(&fixture, OP_DISPATCH));
-        CHECK_OK(fixture_call(&fixture, OP_COMBINE));
-        CHECK_OK(ep_handle_info(fixture.handle, &info));
-        CHECK(info.step == step, "step %lld instead of %d", (long long)info.step, step);
-        CHECK(info.mode == EP_MODE_LATENCY, "mode %d", (int)info.mode);
+        fixture_reset(f);
+        CHECK_OK(fixture_call(f, OP_PREPARE));
+        refuse_until_dispatched(f);
+        CHECK_OK(fixture_call(f, OP_DISPATCH));
+        CHECK_OK(fixture_call(f, OP_COMBINE));
+        CHECK_OK(ep_handle_info(f->handle, &info));
+        CHECK(info.step == step && info.mode == EP_MODE_LATENCY, "step %lld instead of %d, mode %d",
+              (long long)info.step, step, (int)info.mode);
     }
-    fixture_close(&fixture);
+    fixture_free(f);
 }
 
 SoloTest(handles_latency, there_is_no_backward) {
     NEEDS_LATENCY();
-    Fixture fixture;
-    Case c = latency_case(EP_LAYOUT_EXPERT_MAJOR);
-    fixture_open(&fixture, &c);
-    step_dispatch(&fixture.step);
-    CHECK_REFUSED(fixture_call(&fixture, OP_COMBINE_BACKWARD), EP_ERR_UNSUPPORTED,
-                  "ep_combine_backward", "throughput mode", "no backward");
-    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH_BACKWARD), EP_ERR_UNSUPPORTED,
-                  "ep_dispatch_backward", "throughput mode", "no backward");
-    fixture_check_untouched(&fixture);
-    step_combine(&fixture.step);
-    fixture_close(&fixture);
+    Fixture *f = fixture_new("mode=latency");
+    step_dispatch(&f->step);
+    CHECK_REFUSED(fixture_call(f, OP_COMBINE_BACKWARD), EP_ERR_UNSUPPORTED, "ep_combine_backward",
+                  "throughput mode", "no backward");
+    CHECK_REFUSED(fixture_call(f, OP_DISPATCH_BACKWARD), EP_ERR_UNSUPPORTED, "ep_dispatch_backward",
+                  "throughput mode", "no backward");
+    fixture_check_untouched(f);
+    step_combine(&f->step);
+    fixture_free(f);
 }
 
 static void check_dispatched(Fixture *fixture, int32_t given, int64_t tokens) {
@@ -311,28 +214,25 @@ static void check_dispatched(Fixture *fixture, int32_t given, int64_t tokens) {
           (long long)tokens);
 }
 
-static void refuse_range(Fixture *fixture) {
-    *(int32_t *)fixture->tensor[NUM_TOKENS].data = 10;
-    CHECK_REFUSED(fixture_call(fixture, OP_DISPATCH), EP_ERR_RANGE, "ep_dispatch", "num_tokens",
-                  "0 .. 9", "got 10");
-    fixture_check_untouched(fixture);
-}
-
 /* The dispatch reads num_tokens. On the host it refuses a number out of range; kernels clamp it to
  * the rows of topk_idx, since their calls do not read it. */
 SoloTest(handles_latency, number_of_tokens_out_of_range) {
     NEEDS_LATENCY();
-    Fixture fixture;
-    Case c = latency_case(EP_LAYOUT_BATCHED);
-    fixture_open(&fixture, &c);
-    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
-    if (!TESTS_ON_GPU) refuse_range(&fixture);
-    if (TESTS_ON_GPU) check_dispatched(&fixture, 10, 9), check_dispatched(&fixture, -1, 0);
-    check_dispatched(&fixture, 4, 4);
+    Fixture *f = fixture_new("mode=latency layout=batched");
+    CHECK_OK(fixture_call(f, OP_PREPARE));
+    if (TESTS_ON_GPU) {
+        check_dispatched(f, 10, 9), check_dispatched(f, -1, 0);
+    } else {
+        *(int32_t *)f->tensor[NUM_TOKENS].data = 10;
+        CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_RANGE, "ep_dispatch", "num_tokens",
+                      "0 .. 9", "got 10");
+        fixture_check_untouched(f);
+    }
+    check_dispatched(f, 4, 4);
     /* The tensor of tokens must still have T rows. */
-    fixture.tensor[TOKENS].shape[0] = 4;
-    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH), EP_ERR_SHAPE, "tokens", "9", "got 4");
-    fixture_close(&fixture);
+    f->tensor[TOKENS].shape[0] = 4;
+    CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_SHAPE, "tokens", "9", "got 4");
+    fixture_free(f);
 }
 
 /* ---- routing that changes in place, as in replays of graphs ---- */
@@ -372,10 +272,9 @@ static void replay(const Step *step, Fixed *fixed) {
 }
 
 static void replays(const EpBootstrap *bootstrap, EpLayout layout, int phases) {
-    Case c = {.ranks = RANKS, .experts = 10, .top_k = 3, .counted = 1, .weighted = 1};
-    c.layout = layout, c.mode = EP_MODE_LATENCY, c.index_type = EP_TYPE_INT64;
-    c.phases = phases;
-    c = case_complete(c);
+    Case c = case_complete(case_of("ranks=%d experts=10 top_k=3 counted=1 weighted=1 layout=%d "
+                                   "mode=latency index_type=int64 phases=%d",
+                                   RANKS, layout, phases));
     EpGroup *group = open_group(bootstrap, &c);
     EpHandle *handle = group ? open_handle(group, &c) : NULL;
     REQUIRE(handle, "no handle");
@@ -410,8 +309,9 @@ static void delay(Random *random) {
 }
 
 static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
-    Case c = {.ranks = RANKS, .experts = 9, .top_k = 4, .max_tokens = 12, .weighted = 1};
-    c.mode = EP_MODE_LATENCY, c.scale_bytes = 8, c.masked_percent = 10;
+    Case c = case_of("ranks=%d experts=9 top_k=4 max_tokens=12 weighted=1 mode=latency "
+                     "scale_bytes=8 masked_percent=10",
+                     RANKS);
     EpHandle *handles[HANDLES];
     EpGroup *group = NULL;
     /* Equal draws on all ranks, and this rank's delays. */
@@ -440,6 +340,5 @@ static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
 
 ThreadTest(handles_latency, delayed_ranks, RANKS) {
     NEEDS_LATENCY();
-    const char *given = getenv("LIBEP_TEST_SEED");
-    stress(bootstrap, given ? strtoull(given, NULL, 10) : 7);
+    stress(bootstrap, environment_number("LIBEP_TEST_SEED", 7));
 }

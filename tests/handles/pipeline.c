@@ -5,7 +5,7 @@
 
 #include "tests/cases/run.h"
 
-enum { RANKS = 3, MAX_LAYERS = 12 };
+enum { RANKS = 3, MAX_LAYERS = 9 };
 
 /* One rank's handles, with a world each. */
 typedef struct Layers {
@@ -14,23 +14,13 @@ typedef struct Layers {
     int count;
 } Layers;
 
-static World *layer_world(int i, EpLayout layout) {
-    Case c = {.ranks = RANKS,
-              .experts = 7,
-              .top_k = 3,
-              .weighted = 1,
-              .alignment = 4,
-              .layout = layout,
-              .scale_bytes = 4,
-              .seed = (uint64_t)(40 + i)};
-    return world_new(&c);
-}
-
 static Layers layers_open(const EpBootstrap *bootstrap, int count, int mixed) {
     Layers layers = {.count = count};
     for (int i = 0; i < count; i++) {
-        EpLayout layout = mixed ? (EpLayout)(1 + i % 3) : EP_LAYOUT_EXPERT_MAJOR;
-        World *world = layer_world(i, layout);
+        Case c = case_of("ranks=%d experts=7 top_k=3 weighted=1 alignment=4 layout=%d "
+                         "scale_bytes=4 seed=%d",
+                         RANKS, mixed ? 1 + i % 3 : 1, 40 + i);
+        World *world = world_new(&c);
         if (i == 0) layers.group = open_group(bootstrap, &world->c);
         EpHandle *handle = layers.group ? open_handle(layers.group, &world->c) : NULL;
         layers.step[i] = (Step){layers.group, handle, world, bootstrap->rank, NULL};
@@ -41,60 +31,45 @@ static Layers layers_open(const EpBootstrap *bootstrap, int count, int mixed) {
 static void layers_close(Layers *layers) {
     ep_group_destroy(layers->group);
     for (int i = 0; i < layers->count; i++)
-        world_free((World *)(uintptr_t)layers->step[i].world);
+        world_free(layers->step[i].world);
 }
 
-static void forward(const Step *step) {
-    step_prepare(step);
-    step_dispatch(step);
-    step_combine(step);
-}
-
-static void backward(const Step *step) {
-    step_combine_backward(step);
-    step_dispatch_backward(step);
-}
-
-ThreadTest(handles_pipeline, f0_f1_b0_f2_b1_b2, RANKS) {
-    Layers layers = layers_open(bootstrap, 3, 0);
-    Step *micro = layers.step;
-    /* Two handles are enough: the third micro-batch reuses the first one's handle. */
-    micro[2].handle = micro[0].handle;
-    forward(&micro[0]);
-    forward(&micro[1]);
-    backward(&micro[0]);
-    forward(&micro[2]);
-    backward(&micro[1]);
-    backward(&micro[2]);
-    layers_close(&layers);
-}
-
-ThreadTest(handles_pipeline, two_equal_layers_interleaved, RANKS) {
-    Layers layers = layers_open(bootstrap, 2, 0);
-    const Step *a = &layers.step[0], *b = &layers.step[1];
-    step_prepare(a);
-    step_prepare(b);
-    step_dispatch(b);
-    step_dispatch(a);
-    step_combine_backward(a);
-    step_combine(b);
-    step_combine(a);
-    step_dispatch_backward(b);
-    step_combine_backward(b);
-    step_dispatch_backward(a);
-    layers_close(&layers);
-}
-
-/* Forward through all layers, then backward in the opposite order, twice, with handles of every
- * layout. */
-ThreadTest(handles_pipeline, twelve_layers_of_all_layouts, RANKS) {
-    Layers layers = layers_open(bootstrap, MAX_LAYERS, 1);
-    for (int round = 0; round < 2; round++) {
-        for (int i = 0; i < MAX_LAYERS; i++)
-            forward(&layers.step[i]);
-        for (int i = MAX_LAYERS - 1; i >= 0; i--)
-            backward(&layers.step[i]);
+/* Run operations: "p" prepare, "d" dispatch, "c" combine, "C" combine backward, "D" dispatch
+ * backward, "f" forward (pdc), "b" backward (CD), each with the number of a layer. */
+static void run_script(const Layers *layers, const char *script) {
+    for (; *script; script += script[2] ? 3 : 2) {
+        const Step *step = &layers->step[script[1] - '0'];
+        int forward = *script == 'f', backward = *script == 'b';
+        check_note("at %s", script);
+        if (*script == 'p' || forward) step_prepare(step);
+        if (*script == 'd' || forward) step_dispatch(step);
+        if (*script == 'c' || forward) step_combine(step);
+        if (*script == 'C' || backward) step_combine_backward(step);
+        if (*script == 'D' || backward) step_dispatch_backward(step);
     }
+}
+
+#define ScriptTest(name, layers, mixed, script)                     \
+    ThreadTest(handles_pipeline, name, RANKS) {                     \
+        Layers of_rank = layers_open(bootstrap, (layers), (mixed)); \
+        run_script(&of_rank, (script));                             \
+        layers_close(&of_rank);                                     \
+    }
+
+ScriptTest(two_equal_layers_interleaved, 2, 0, "p0 p1 d1 d0 C0 c1 c0 D1 C1 D0")
+    /* An operation can be repeated with the same result. */
+    ScriptTest(operations_repeated, 1, 0, "p0 d0 d0 d0 c0 c0 c0 b0 b0 b0")
+    /* Forward through all layers, then backward in the opposite order, twice, in every layout. */
+    ScriptTest(nine_layers_of_all_layouts, 9, 1,
+               "f0 f1 f2 f3 f4 f5 f6 f7 f8 b8 b7 b6 b5 b4 b3 b2 b1 b0 "
+               "f0 f1 f2 f3 f4 f5 f6 f7 f8 b8 b7 b6 b5 b4 b3 b2 b1 b0")
+
+    /* Two handles are enough for three micro-batches: the third one reuses the first one's handle.
+     */
+    ThreadTest(handles_pipeline, f0_f1_b0_f2_b1_b2, RANKS) {
+    Layers layers = layers_open(bootstrap, 3, 0);
+    layers.step[2].handle = layers.step[0].handle;
+    run_script(&layers, "f0 f1 b0 f2 b1 b2");
     layers_close(&layers);
 }
 
@@ -102,28 +77,12 @@ ThreadTest(handles_pipeline, twelve_layers_of_all_layouts, RANKS) {
 ThreadTest(handles_pipeline, handles_come_and_go, RANKS) {
     Layers layers = layers_open(bootstrap, 4, 0);
     Step *step = layers.step;
-    for (int i = 0; i < 4; i++)
-        forward(&step[i]);
+    run_script(&layers, "f0 f1 f2 f3");
     ep_handle_destroy(step[1].handle);
     ep_handle_destroy(step[2].handle);
-    backward(&step[3]);
+    run_script(&layers, "b3");
     step[1].handle = open_handle(layers.group, &step[1].world->c);
-    if (step[1].handle) forward(&step[1]);
-    backward(&step[0]);
-    if (step[1].handle) backward(&step[1]);
-    layers_close(&layers);
-}
-
-/* An operation can be repeated with the same result. */
-ThreadTest(handles_pipeline, operations_repeated, RANKS) {
-    Layers layers = layers_open(bootstrap, 1, 0);
-    step_prepare(layers.step);
-    for (int i = 0; i < 3; i++)
-        step_dispatch(layers.step);
-    for (int i = 0; i < 3; i++)
-        step_combine(layers.step);
-    for (int i = 0; i < 3; i++)
-        backward(layers.step);
+    run_script(&layers, "f1 b0 b1");
     layers_close(&layers);
 }
 

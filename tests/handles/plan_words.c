@@ -8,10 +8,6 @@
 #include "tests/cases/fixture.h"
 #include "tests/harness/random.h"
 
-static void be_quiet(void) {
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1); /* groups that fail log a warning */
-}
-
 TestSuite(handles_plan_words, .init = be_quiet);
 
 /* A fixture whose calls name a plan, and what the plan holds before a word is overwritten. */
@@ -128,43 +124,29 @@ static void try_words(Words *w, const Op *ops, int num_ops, int times) {
     if (is_open) close_words(w);
 }
 
-static const Case small = {.experts = 4,
-                           .top_k = 3,
-                           .hidden = 16,
-                           .max_tokens = 5,
-                           .spread = SPREAD_FULL,
-                           .weighted = 1,
-                           .alignment = 2,
-                           .scale_bytes = 8,
-                           .capacity = 60,
-                           .rows_per_expert = 16,
-                           .overflow = EP_OVERFLOW_DROP};
-
 /* Returns how often to try: LIBEP_TEST_CASES, or few on emulated GPUs, where a call takes longer
  * and ranks wait in vain for rows that a wrong plan names. */
 static int count_times(int ranks) {
-    const char *given = getenv("LIBEP_TEST_CASES");
-    return given ? atoi(given) : !TESTS_ON_GPU ? 1500 : ranks == 1 ? 80 : 8;
+    return (int)environment_number("LIBEP_TEST_CASES", !TESTS_ON_GPU ? 300 : ranks == 1 ? 40 : 8);
 }
 
 static void run_words(const EpBootstrap *bootstrap, EpMode mode) {
     static const Op throughput[] = {OP_DISPATCH, OP_COMBINE, OP_COMBINE_BACKWARD,
                                     OP_DISPATCH_BACKWARD};
     static const Op latency[] = {OP_COMBINE, OP_DISPATCH_WAIT, OP_COMBINE_SEND, OP_COMBINE_WAIT};
-    const char *seed = getenv("LIBEP_TEST_SEED");
-    int last = EP_LAYOUT_RANK_MAJOR;
-    for (int variant = 0; variant < 4 * last; variant++) {
-        /* The CPU cannot write to a handle's own plan on a GPU. */
-        Words w = {.bootstrap = bootstrap, .c = small, .owns = !TESTS_ON_GPU && variant % 4 > 1};
-        if (TESTS_ON_GPU) w.c.timeout = 5; /* also to create a group */
-        w.c.named = !w.owns;
-        w.c.ranks = bootstrap->size, w.c.mode = mode, w.c.layout = (EpLayout)(1 + variant / 4);
-        w.c.seed = seed ? strtoull(seed, NULL, 0) : 1, w.c.zero_tail = EP_TAIL_ZERO;
+    for (int variant = 0; variant < 4 * EP_LAYOUT_RANK_MAJOR; variant++) {
         /* Long chains of slots, and scales in columns of their slabs. */
-        if (variant % 2) w.c.top_k = 8, w.c.experts = 8, w.c.capacity = 16;
-        if (variant % 2)
-            w.c.rows_per_expert = 2 * bootstrap->size, w.c.quant = EP_QUANT_FP8, w.c.hidden = 272;
-        if (variant % 2) w.c.scale_order = EP_SCALES_BY_COLUMN;
+        const char *more = variant % 2 ? "top_k=8 experts=8 capacity=16 quant=fp8 hidden=272 "
+                                         "scale_order=by-column"
+                                       : "rows_per_expert=16";
+        /* The CPU cannot write to a handle's own plan on a GPU. */
+        Words w = {.bootstrap = bootstrap, .owns = !TESTS_ON_GPU && variant % 4 > 1};
+        w.c = case_of("ranks=%d experts=4 top_k=3 hidden=16 max_tokens=5 spread=full weighted=1 "
+                      "alignment=2 scale_bytes=8 capacity=60 rows_per_expert=%d overflow=drop "
+                      "mode=%d layout=%d named=%d zero_tail=zero seed=%llu %s",
+                      bootstrap->size, 2 * bootstrap->size, mode, 1 + variant / 4, !w.owns,
+                      (unsigned long long)environment_number("LIBEP_TEST_SEED", 1), more);
+        if (TESTS_ON_GPU) w.c.timeout = 5; /* also to create a group */
         /* In phases a damaged T that is allowed would end the step. */
         if (variant % 2 && mode == EP_MODE_THROUGHPUT) w.c.spare_tokens = 3;
         w.c = case_complete(w.c);

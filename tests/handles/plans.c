@@ -3,7 +3,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "handles/host/plan.h"
 #include "tests/cases/fixture.h"
@@ -11,12 +10,11 @@
 
 enum { RANKS = 3, PLANS = 3 };
 
-static const Case plain = {
-    .ranks = RANKS, .experts = 7, .top_k = 3, .weighted = 1, .alignment = 4, .named = 1};
-
-static void be_quiet(void) {
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1); /* groups that fail log a warning */
+/* Returns a case whose calls name plans, with changes. */
+static Case plain(const char *changes) {
+    return case_of("ranks=3 experts=7 top_k=3 weighted=1 alignment=4 named=1 %s", changes);
 }
+#define ALONE "ranks=1 spread=full"
 
 TestSuite(handles_plans, .init = be_quiet);
 
@@ -67,39 +65,37 @@ static void move(EpTensor *plan) {
 }
 
 /* A handle's own plan, which another handle names, and whose numbers stay readable. */
-static void run_shared(const EpBootstrap *bootstrap, const Case *c) {
-    World *world = world_new(c);
-    EpGroup *group = open_group(bootstrap, c);
-    EpHandle *owner = group ? open_handle(group, c) : NULL, *other = NULL;
-    EpHandleConfig config = case_handle_config(c);
+ThreadTest(handles_plans, own_plan_named_on_another_handle, RANKS) {
+    Case c = plain("named=0");
+    Step own = open_step(bootstrap, &c);
+    EpHandle *owner = own.handle, *other = NULL;
+    EpHandleConfig config = case_handle_config(&own.world->c);
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     EpTensor plan = {0};
     config.plans = EP_PLANS_NAMED, config.zero_tail = EP_TAIL_KEEP;
-    if (owner) CHECK_OK(ep_handle_create(group, &config, &other));
+    if (owner) CHECK_OK(ep_handle_create(own.group, &config, &other));
     REQUIRE(owner && other, "no handle");
     CHECK_REFUSED(ep_handle_plan(owner, NULL), EP_ERR_NULL, "ep_handle_plan: plan");
     CHECK_REFUSED(ep_handle_plan(other, &plan), EP_ERR_UNSUPPORTED, "ep_handle_plan: handle",
                   "EP_PLANS_NAMED");
     CHECK(!plan.struct_size, "a refused call has written the tensor");
     REQUIRE_OK(ep_handle_plan(owner, &plan));
-    Step own = {group, owner, world, bootstrap->rank, NULL};
-    Step named = {group, other, world, bootstrap->rank, &plan};
+    Step named = own;
+    named.handle = other, named.plan = &plan;
     step_prepare(&own);
     step_dispatch(&named);
     step_combine(&own);
     step_combine_backward(&named);
     CHECK_OK(ep_handle_info(owner, &info));
-    CHECK(info.recv_rows == world->rank[bootstrap->rank].recv_rows, "%lld rows",
+    CHECK(info.recv_rows == own.world->rank[own.rank].recv_rows, "%lld rows",
           (long long)info.recv_rows);
     ep_handle_destroy(other);
-    ep_handle_destroy(owner);
-    ep_group_destroy(group);
-    world_free(world);
+    close_step(&own);
 }
 
-static void run_interleaved(const EpBootstrap *bootstrap, const Case *c) {
+static void run_interleaved(const EpBootstrap *bootstrap, Case c) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, *c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
     for (int i = 0; i < PLANS; i++)
         step_prepare(&p.step[i]);
     for (int i = PLANS - 1; i >= 0; i--) {
@@ -114,7 +110,7 @@ static void run_interleaved(const EpBootstrap *bootstrap, const Case *c) {
     }
     ep_handle_destroy(other);
     p.step[1].handle = p.handle;
-    for (int i = 0; i < PLANS && c->mode != EP_MODE_LATENCY; i++) {
+    for (int i = 0; i < PLANS && c.mode != EP_MODE_LATENCY; i++) {
         step_combine_backward(&p.step[(i + 1) % PLANS]);
         move(&p.plan[(i + 1) % PLANS]);
         step_dispatch_backward(&p.step[(i + 1) % PLANS]);
@@ -123,17 +119,9 @@ static void run_interleaved(const EpBootstrap *bootstrap, const Case *c) {
 }
 
 ThreadTest(handles_plans, three_of_one_handle, RANKS) {
-    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
-        Case c = plain;
-        c.layout = (EpLayout)layout;
-        run_interleaved(bootstrap, &c);
-    }
-}
-
-ThreadTest(handles_plans, own_plan_named_on_another_handle, RANKS) {
-    Case c = case_complete(plain);
-    c.named = 0;
-    run_shared(bootstrap, &c);
+    static const char *const changes[] = {"", "layout=flat", "layout=batched"};
+    for (int i = 0; i < LENGTH(changes); i++)
+        run_interleaved(bootstrap, plain(changes[i]));
 }
 
 static int64_t count_dropped(const Case *c) {
@@ -149,31 +137,28 @@ static int64_t count_dropped(const Case *c) {
 ThreadTest(handles_plans, three_with_little_room, RANKS) {
     static const int top_k[] = {6, 8, 9};
     for (int i = 0; i < 9; i++) {
-        Case c = plain;
         int fits = i % 2;
+        Case c = plain(fits ? "experts=13 max_tokens=30 duplicates=1 masked_percent=85 "
+                              "overflow=drop capacity=90 rows_per_expert=18 seed=40"
+                            : "experts=13 max_tokens=30 masked_percent=30 overflow=drop "
+                              "capacity=24 rows_per_expert=4 seed=40");
         c.layout = (EpLayout)(1 + i % 3), c.top_k = top_k[i / 3];
-        c.experts = 13, c.max_tokens = 30, c.duplicates = fits, c.seed = 40;
-        c.masked_percent = fits ? 85 : 30, c.overflow = EP_OVERFLOW_DROP;
-        c.capacity = fits ? 90 : 24, c.rows_per_expert = fits ? 18 : 4;
         check_note("layout %d, K %d, fits %d", (int)c.layout, c.top_k, fits);
         CHECK(fits == (count_dropped(&c) == 0), "%lld dropped", (long long)count_dropped(&c));
-        run_interleaved(bootstrap, &c);
+        run_interleaved(bootstrap, c);
     }
 }
 
 ThreadTest(handles_plans, three_in_latency_mode, RANKS) {
     NEEDS_LATENCY();
-    for (int phases = 0; phases < 2; phases++) {
-        Case c = plain;
-        c.mode = EP_MODE_LATENCY, c.phases = phases;
-        run_interleaved(bootstrap, &c);
-    }
+    run_interleaved(bootstrap, plain("mode=latency"));
+    run_interleaved(bootstrap, plain("mode=latency phases=1"));
 }
 
 /* A saved plan is restored after its memory has served another step. */
 ThreadTest(handles_plans, saved_and_restored, RANKS) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain("")), "no handle");
     size_t bytes = (size_t)p.plan[0].shape[0];
     void *saved = malloc(bytes);
     step_prepare(&p.step[0]);
@@ -191,9 +176,7 @@ ThreadTest(handles_plans, saved_and_restored, RANKS) {
 /* A handle with a plan of its own may name others, too. */
 ThreadTest(handles_plans, beside_the_own_one, RANKS) {
     Plans p;
-    Case c = plain;
-    c.named = 0;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain("named=0")), "no handle");
     Step own = p.step[1];
     own.plan = NULL;
     step_prepare(&own);
@@ -206,9 +189,7 @@ ThreadTest(handles_plans, beside_the_own_one, RANKS) {
 /* No byte behind the plan is written. */
 ThreadTest(handles_plans, exactly_the_bytes_asked_for, 1) {
     Plans p;
-    Case c = plain;
-    c.ranks = 1;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain("ranks=1")), "no handle");
     size_t bytes = (size_t)p.plan[0].shape[0];
     unsigned char *room = aligned_alloc(64, (bytes + 64 + 63) / 64 * 64 + 192);
     memset(room, 0xee, bytes + 128);
@@ -223,26 +204,21 @@ ThreadTest(handles_plans, exactly_the_bytes_asked_for, 1) {
 /* ---- named by some ranks ------------------------------------------------------------------- */
 
 /* The handle's own plan, which the ranks that name it name in dispatch. */
-static void run_named_by_some(const EpBootstrap *bootstrap, const char *nodes, int64_t capacity,
+static void run_named_by_some(const EpBootstrap *bootstrap, const char *nodes, int capacity,
                               int names) {
-    Case c = case_complete((Case){.ranks = bootstrap->size, .capacity = capacity});
-    World *world = world_new(&c);
+    Case c = case_of("ranks=%d capacity=%d", bootstrap->size, capacity);
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
-    EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
-    Step step = {group, handle, world, bootstrap->rank, NULL};
+    Step step = open_step(bootstrap, &c);
     EpTensor plan = {0};
-    REQUIRE(handle, "no handle");
+    REQUIRE(step.handle, "no handle");
     for (int i = 0; i < 3; i++) {
         step.plan = NULL;
         step_prepare(&step);
-        CHECK_OK(ep_handle_plan(handle, &plan));
+        CHECK_OK(ep_handle_plan(step.handle, &plan));
         if (names) step.plan = &plan;
         step_dispatch(&step);
     }
-    ep_handle_destroy(handle);
-    ep_group_destroy(group);
-    world_free(world);
+    close_step(&step);
 }
 
 ThreadTest(handles_plans, named_by_one_rank, RANKS) {
@@ -258,30 +234,26 @@ ThreadTest(handles_plans, named_by_all_ranks_on_nodes, RANKS) {
 /* With exact sizing GPUs of several nodes send filled places alone, but all where a plan is named:
  * ranks must agree. The host backend always sends what is needed. */
 static void run_named_alone(const EpBootstrap *bootstrap, const char *nodes) {
-    Case c = case_complete((Case){.ranks = bootstrap->size});
-    World *world = world_new(&c);
+    Case c = case_of("ranks=%d", bootstrap->size);
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
-    EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
-    Step step = {group, handle, world, bootstrap->rank, NULL};
+    Step step = open_step(bootstrap, &c);
     _Alignas(16) static _Thread_local char room[1 << 14];
     EpTensor plan = {0};
     int names = bootstrap->rank == bootstrap->size - 1;
-    REQUIRE(handle, "no handle");
+    REQUIRE(step.handle, "no handle");
     step_prepare(&step);
-    CHECK_OK(ep_handle_plan(handle, &plan));
+    CHECK_OK(ep_handle_plan(step.handle, &plan));
     EpTensor tokens = step_tokens(&step), rows = step_recv_tokens(&step, room);
-    EpStatus status = ep_dispatch(handle, names ? &plan : NULL, NULL, &tokens, NULL, NULL, NULL,
-                                  &rows, NULL, NULL, NULL);
-    if (status == EP_OK) status = ep_group_status(group, NULL);
+    EpStatus status = ep_dispatch(step.handle, names ? &plan : NULL, NULL, &tokens, NULL, NULL,
+                                  NULL, &rows, NULL, NULL, NULL);
+    if (status == EP_OK) status = ep_group_status(step.group, NULL);
     /* Who shares its node with the other rank may learn of it from a third one. */
     int compares = names || bootstrap->size == 2;
     if (!TESTS_ON_GPU)
         CHECK_OK(status);
     else if (compares || status != EP_ERR_PEER)
         CHECK_REFUSED(status, EP_ERR_ORDER, "dispatch: expected the same sizes on all ranks");
-    ep_group_destroy(group);
-    world_free(world);
+    close_step(&step);
 }
 
 ThreadTest(handles_plans, one_of_two_nodes_names_it, 2) {
@@ -344,10 +316,8 @@ static void spoil(Plans *p, const EpBootstrap *bootstrap, Damage damage) {
 ThreadTest(handles_plans, wrong_contents, 1) {
     for (int damage = 0; damage < DAMAGES; damage++) {
         Plans p;
-        Case c = plain;
-        c.ranks = 1, c.spread = SPREAD_FULL;
         check_note("damage %d", damage);
-        REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+        REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
         step_prepare(&p.step[0]);
         spoil(&p, bootstrap, (Damage)damage);
         CHECK_REFUSED(call_combine(&p.step[0], &p.plan[0]), damaged[damage].status, "rank 0",
@@ -359,37 +329,32 @@ ThreadTest(handles_plans, wrong_contents, 1) {
 
 /* A handle of another configuration makes its plan in the memory of a handle's own. */
 ThreadTest(handles_plans, own_plan_overwritten, 1) {
-    Case c = case_complete((Case){.layout = EP_LAYOUT_FLAT, .top_k = 4, .capacity = 64}), d = c;
-    d.layout = EP_LAYOUT_EXPERT_MAJOR, d.named = 1;
-    World *world = world_new(&c), *foreign = world_new(&d);
-    EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
-    EpHandle *other = group ? open_handle(group, &d) : NULL;
-    REQUIRE(handle && other, "no handle");
+    Case c = case_of("layout=flat top_k=4 capacity=64"), d = case_of("top_k=4 capacity=64 named=1");
+    Step own = open_step(bootstrap, &c), named = own;
+    d = case_complete(d), named.world = world_new(&d);
+    named.handle = own.group ? open_handle(own.group, &d) : NULL;
+    REQUIRE(own.handle && named.handle, "no handle");
     EpTensor plan = {0};
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    Step own = {group, handle, world, 0, NULL}, named = {group, other, foreign, 0, &plan};
+    named.plan = &plan;
     step_prepare(&own);
-    CHECK_OK(ep_handle_plan(handle, &plan));
+    CHECK_OK(ep_handle_plan(own.handle, &plan));
     step_prepare(&named);
     CHECK_REFUSED(call_combine(&own, NULL), EP_ERR_FOREIGN, "rank 0", "plan", "configuration");
     if (!TESTS_ON_GPU) {
-        CHECK_REFUSED(ep_handle_info(handle, &info), EP_ERR_FOREIGN, "plan", "configuration");
+        CHECK_REFUSED(ep_handle_info(own.handle, &info), EP_ERR_FOREIGN, "plan", "configuration");
         step_all(&own);
     }
-    ep_group_destroy(group);
-    world_free(world);
-    world_free(foreign);
+    world_free(named.world);
+    close_step(&own);
 }
 
 /* Rows that a plan counts as sent, but not as received, have entries that nothing has checked. */
 ThreadTest(handles_plans, damaged_own_rows, 1) {
     HOST_ONLY("the host backend checks a plan's numbers");
     Plans p;
-    Case c = plain;
     EpPlan plan;
-    c.ranks = 1, c.spread = SPREAD_FULL;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
     step_prepare(&p.step[0]);
     ep_plan_map(&p.handle->shape, p.plan[0].data, &plan);
     int32_t row = plan.recv_begin[1] - 1;
@@ -404,15 +369,14 @@ ThreadTest(handles_plans, damaged_own_rows, 1) {
 ThreadTest(handles_plans, damaged_owner, 2) {
     HOST_ONLY("the host backend checks a plan's numbers");
     Plans p;
-    Case c = plain;
     EpPlan plan;
-    c.ranks = 2, c.spread = SPREAD_FULL;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain("ranks=2 spread=full")), "no handle");
+    int top_k = p.world[0]->c.top_k;
     step_prepare(&p.step[0]);
     ep_plan_map(&p.handle->shape, p.plan[0].data, &plan);
     if (bootstrap->rank == 0) {
-        int64_t first = (int64_t)plan.send_token[plan.send_begin[1]] * c.top_k;
-        for (int64_t i = first; i < first + c.top_k; i++)
+        int64_t first = (int64_t)plan.send_token[plan.send_begin[1]] * top_k;
+        for (int64_t i = first; i < first + top_k; i++)
             if (plan.owner[i] == 1) plan.owner[i] = -1;
         CHECK_REFUSED(call_combine(&p.step[0], &p.plan[0]), EP_ERR_HANDLE_MEMORY, "rank 0", "plan",
                       "damaged numbers");
@@ -428,46 +392,36 @@ static void set_tokens(Fixture *f, int64_t rows) {
 }
 
 /* Where the plan counts 5 of 9 tokens, the token tensors of a call have one T from 5 to 9. */
-static void count_tokens(bool named) {
-    Fixture f;
-    EpTensor plan;
-    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
-    c.named = named, c.capacity = 64;
-    fixture_open(&f, &c);
-    if (named) open_plan(f.group, &c, &plan), f.plan = &plan;
-    *(int32_t *)f.tensor[NUM_TOKENS].data = 5;
-    REQUIRE_OK(fixture_call(&f, OP_PREPARE));
-    for (int64_t rows = 9; rows >= 5; rows--) {
-        set_tokens(&f, rows);
-        CHECK_OK(fixture_call(&f, OP_DISPATCH));
-        CHECK_OK(fixture_call(&f, OP_COMBINE));
-    }
-    set_tokens(&f, 7), f.tensor[TOPK_WEIGHTS].shape[0] = 9;
-    CHECK_REFUSED(fixture_call(&f, OP_DISPATCH), EP_ERR_SHAPE, "rank 0", "topk_weights",
-                  "expected T = 7 in dimension 0, got 9");
-    set_tokens(&f, 10);
-    CHECK_REFUSED(fixture_call(&f, OP_COMBINE), EP_ERR_TOKENS, "out", "at most max_tokens = 9");
-    fixture_check_untouched(&f);
-    set_tokens(&f, 4);
-    CHECK_REFUSED(outcome(&f.step, fixture_call(&f, OP_COMBINE)), EP_ERR_SHAPE, "rank 0", "got 4");
-    fixture_close(&f);
-    if (named) free(plan.data);
-}
-
 SoloTest(handles_plans, one_number_of_tokens) {
-    count_tokens(false);
-}
-
-SoloTest(handles_plans, one_number_of_tokens_named) {
-    count_tokens(true);
+    for (int named = 0; named < 2; named++) {
+        Fixture *f = fixture_new(named ? "capacity=64 named=1" : "capacity=64");
+        EpTensor plan;
+        if (named) open_plan(f->group, &f->world->c, &plan), f->plan = &plan;
+        *(int32_t *)f->tensor[NUM_TOKENS].data = 5;
+        REQUIRE_OK(fixture_call(f, OP_PREPARE));
+        for (int64_t rows = 9; rows >= 5; rows--) {
+            set_tokens(f, rows);
+            CHECK_OK(fixture_call(f, OP_DISPATCH));
+            CHECK_OK(fixture_call(f, OP_COMBINE));
+        }
+        set_tokens(f, 7), f->tensor[TOPK_WEIGHTS].shape[0] = 9;
+        CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_SHAPE, "rank 0", "topk_weights",
+                      "expected T = 7 in dimension 0, got 9");
+        set_tokens(f, 10);
+        CHECK_REFUSED(fixture_call(f, OP_COMBINE), EP_ERR_TOKENS, "out", "at most max_tokens = 9");
+        fixture_check_untouched(f);
+        set_tokens(f, 4);
+        CHECK_REFUSED(outcome(&f->step, fixture_call(f, OP_COMBINE)), EP_ERR_SHAPE, "rank 0",
+                      "got 4");
+        fixture_free(f);
+        if (named) free(plan.data);
+    }
 }
 
 /* Another number of tokens than the plan's. */
 ThreadTest(handles_plans, other_tokens, 1) {
     Plans p;
-    Case c = plain;
-    c.ranks = 1, c.spread = SPREAD_FULL;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
     step_prepare(&p.step[0]);
     EpTensor rows = step_expert_out(&p.step[0]), out = step_grad_out(&p.step[0]);
     out.shape[0]--;
@@ -479,9 +433,7 @@ ThreadTest(handles_plans, other_tokens, 1) {
 
 ThreadTest(handles_plans, wrong_tensors, 1) {
     Plans p;
-    Case c = plain;
-    c.ranks = 1, c.spread = SPREAD_FULL;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
     EpTensor good = p.plan[0], bad = good;
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     char needed[32];
@@ -506,10 +458,8 @@ ThreadTest(handles_plans, wrong_tensors, 1) {
 /* Ranks name plans that different operations wrote. */
 static void name_different_plans(const EpBootstrap *bootstrap, const char *nodes) {
     Plans p;
-    Case c = plain;
-    c.spread = SPREAD_FULL;
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain("spread=full")), "no handle");
     step_prepare(&p.step[0]);
     step_prepare(&p.step[1]);
     const Step *step = &p.step[bootstrap->rank == 1];
@@ -530,9 +480,7 @@ ThreadTest(handles_plans, of_different_operations_on_nodes, RANKS) {
 /* Without a top_k of the handle's own, K of a named plan is the group's max_top_k. */
 ThreadTest(handles_plans, another_k, 1) {
     Plans p;
-    Case c = plain;
-    c.ranks = 1, c.spread = SPREAD_FULL;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
     int32_t index[9 * 2] = {0};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 9, 2);
     CHECK_REFUSED(ep_prepare(p.handle, &p.plan[0], &topk_idx, NULL, NULL, NULL), EP_ERR_SHAPE,
@@ -544,56 +492,43 @@ ThreadTest(handles_plans, another_k, 1) {
 ThreadTest(handles_plans, another_k_at_dispatch, 1) {
     NEEDS_LATENCY();
     EpTensor plan;
-    Case c = plain;
-    c.ranks = 1, c.spread = SPREAD_FULL, c.mode = EP_MODE_LATENCY, c.named = 0;
-    c = case_complete(c);
-    World *world = world_new(&c);
-    EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    Case c = plain(ALONE " mode=latency named=0");
+    Step step = open_step(bootstrap, &c);
+    EpHandle *handle = step.handle;
     REQUIRE(handle, "no handle");
-    Step step = {group, handle, world, 0, NULL};
+    c = step.world->c;
     int32_t index[9 * 2] = {0};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 9, 2), tokens = step_tokens(&step);
     char *received = calloc(1000, case_row_bytes(&c));
     EpTensor rows = step_recv_tokens(&step, received);
-    open_plan(group, &c, &plan);
+    open_plan(step.group, &c, &plan);
     CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
     CHECK_REFUSED(
         ep_dispatch(handle, &plan, NULL, &tokens, NULL, NULL, NULL, &rows, NULL, NULL, NULL),
         EP_ERR_SHAPE, "ep_dispatch: plan", "is 3", "was given 2");
     CHECK_OK(ep_dispatch(handle, NULL, NULL, &tokens, NULL, NULL, NULL, &rows, NULL, NULL, NULL));
-    ep_handle_destroy(handle);
-    ep_group_destroy(group);
+    close_step(&step);
     free(plan.data), free(received);
-    world_free(world);
 }
 
 /* ---- handles ------------------------------------------------------------------------------- */
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
 
 /* Returns the time to create and destroy a handle, in microseconds. */
 static double time_handles(EpGroup *group, const EpHandleConfig *config) {
     enum { HANDLES = 100 };
     EpHandle *handle[HANDLES];
-    double begin = now();
+    double begin = seconds_now();
     for (int i = 0; i < HANDLES; i++)
         CHECK_OK(ep_handle_create(group, config, &handle[i]));
     for (int i = 0; i < HANDLES; i++)
         ep_handle_destroy(handle[i * 7 % HANDLES]);
-    return (now() - begin) / HANDLES * 1e6;
+    return (seconds_now() - begin) / HANDLES * 1e6;
 }
 
 /* The best of many times, since the machine may be busy. */
 ThreadTest(handles_plans, handles_cost_nothing, 1) {
     Plans p;
-    Case c = plain;
-    c.ranks = 1;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain("ranks=1")), "no handle");
     EpGroupInfo before = EP_GROUP_INFO_INIT, after = before;
     EpHandleConfig config = case_handle_config(&p.world[0]->c);
     CHECK_OK(ep_group_query(p.group, &before));
@@ -638,9 +573,7 @@ static void dispatch_with_routing(Plans *p, int rank, int phases) {
 ThreadTest(handles_plans, dispatch_with_its_routing, RANKS) {
     NEEDS_LATENCY();
     Plans p;
-    Case c = plain;
-    c.mode = EP_MODE_LATENCY;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain("mode=latency")), "no handle");
     EpTensor tokens = step_tokens(&p.step[0]);
     CHECK_REFUSED(ep_dispatch_send(p.handle, &p.plan[0], NULL, &tokens, NULL, NULL, NULL),
                   EP_ERR_NOT_PREPARED, "routing");
@@ -652,9 +585,7 @@ ThreadTest(handles_plans, dispatch_with_its_routing, RANKS) {
 
 ThreadTest(handles_plans, routing_in_throughput_mode, 1) {
     Plans p;
-    Case c = plain;
-    c.ranks = 1;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain("ranks=1")), "no handle");
     EpPrepare prepare = EP_PREPARE_INIT;
     EpPlanTensors out = EP_PLAN_TENSORS_INIT;
     int32_t number = 7;
@@ -685,9 +616,7 @@ ThreadTest(handles_plans, more_in_flight_than_sets, RANKS) {
     NEEDS_LATENCY();
     enum { SETS = 2 };
     Plans p;
-    Case c = plain;
-    c.mode = EP_MODE_LATENCY, c.sets = SETS;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    REQUIRE(plans_open(&p, bootstrap, plain("mode=latency sets=2")), "no handle");
     EpHandle *handles[PLANS];
     StepPending *pending[PLANS];
     for (int round = 0; round < 5; round++) {

@@ -384,15 +384,14 @@ static void random_sharded(Random *random, int most, EpMesh *mesh, Sharded *s) {
                 (EpAxis){{(char)('p' + mesh->num_axes)}, 2, EP_AXIS_DATA};
 }
 
-/* On GPUs NCCL takes a second or two to make the communicators of a mesh. */
-#if TESTS_ON_GPU && !defined(TESTS_EMULATED)
-#define TRIALS(number) ((number) / 4)
-#else
-#define TRIALS(number) (number)
-#endif
+/* LIBEP_TEST_CASES, or few: on GPUs NCCL takes a second or two to make communicators. */
+static int count_trials(void) {
+    const char *given = getenv("LIBEP_TEST_CASES");
+    return given ? atoi(given) : 15;
+}
 
-static void check_random(const EpBootstrap *bootstrap, uint64_t seed, int trials) {
-    for (int i = 0; i < trials; i++) {
+static void check_random(const EpBootstrap *bootstrap, uint64_t seed) {
+    for (int i = 0; i < count_trials(); i++) {
         Random random = random_stream(seed, (uint64_t)i, 0);
         EpMesh mesh = EP_MESH_INIT;
         Sharded s;
@@ -415,15 +414,15 @@ static void check_random(const EpBootstrap *bootstrap, uint64_t seed, int trials
 }
 
 ThreadTest(handles_weights, random_meshes, 8) {
-    check_random(bootstrap, 4711, TRIALS(60));
+    check_random(bootstrap, 4711);
 }
 
 ThreadTest(handles_weights, random_meshes_of_four, 4) {
-    check_random(bootstrap, 4712, TRIALS(40));
+    check_random(bootstrap, 4712);
 }
 
 ThreadTest(handles_weights, random_meshes_with_a_tiny_stage, 8) {
     HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs");
     set_on_ranks(bootstrap, "LIBEP_STAGE_BYTES", "3000");
-    check_random(bootstrap, 815, 25);
+    check_random(bootstrap, 815);
 }

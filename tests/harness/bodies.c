@@ -41,6 +41,13 @@ const char *bodies_option(int argc, char **argv, const char *name, const char *o
     return otherwise;
 }
 
+int bodies_jobs(int argc, char **argv) {
+    int jobs = 1;
+    for (int i = 1; i < argc; i++)
+        if (strncmp(argv[i], "-j", 2) == 0) jobs = atoi(argv[i] + 2);
+    return jobs < 1 ? 1 : jobs > BODIES_MOST_JOBS ? BODIES_MOST_JOBS : jobs;
+}
+
 const char *body_name(void) {
     static char name[512];
     snprintf(name, sizeof(name), "%s/%s", current->category, current->name);

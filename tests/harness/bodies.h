@@ -28,4 +28,8 @@ const char *body_name(void);
 /** Returns the argument that follows an option, or `otherwise`. */
 const char *bodies_option(int argc, char **argv, const char *name, const char *otherwise);
 
+/** Returns how many tests shall run at a time: N of -jN, else 1. */
+enum { BODIES_MOST_JOBS = 64 };
+int bodies_jobs(int argc, char **argv);
+
 #endif

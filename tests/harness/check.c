@@ -3,7 +3,9 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 static _Thread_local char failure[2048];
@@ -72,6 +74,38 @@ void check_skip(void) {
 
 void check_assert(void) {
     cr_assert(failure[0] == 0, "%s", failure);
+}
+
+double seconds_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+uint64_t environment_number(const char *name, uint64_t otherwise) {
+    const char *text = getenv(name);
+    return text ? strtoull(text, NULL, 0) : otherwise;
+}
+
+void be_quiet(void) {
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+}
+
+void read_file(const char *path, char *text, size_t size) {
+    FILE *file = fopen(path, "r");
+    text[0] = 0;
+    REQUIRE(file, "no file %s", path);
+    text[fread(text, 1, size - 1, file)] = 0;
+    fclose(file);
+}
+
+const char *temporary_file(void) {
+    static char path[32];
+    snprintf(path, sizeof(path), "/tmp/ep_tests_XXXXXX");
+    int file = mkstemp(path);
+    CHECK(file >= 0, "no temporary file in /tmp");
+    close(file);
+    return path;
 }
 
 int count_lines(const char *path, const char *part) {

@@ -50,6 +50,23 @@ void check_skip(void);
     check_refused((call), (expected), (const char *const[]){__VA_ARGS__, NULL}, __FILE__, \
                   __LINE__, #call)
 
+#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+/** Returns the seconds of a clock that only goes forward. */
+double seconds_now(void);
+
+/** Returns the number that a variable of the environment holds, or `otherwise`. */
+uint64_t environment_number(const char *name, uint64_t otherwise);
+
+/** Send the log to /dev/null: groups that fail on purpose log a warning. */
+void be_quiet(void);
+
+/** Read at most size - 1 bytes of a file as a string. */
+void read_file(const char *path, char *text, size_t size);
+
+/** Make an empty file in /tmp. Its path is valid until the next call. */
+const char *temporary_file(void);
+
 /** Returns how many lines of a file, such as a log, have `part`. */
 int count_lines(const char *path, const char *part);
 
@@ -82,10 +99,6 @@ int count_lines(const char *path, const char *part);
 #define TEST_BACKEND EP_BACKEND_HOST
 /** Whether the backend has latency mode. */
 #define TESTS_HAVE_LATENCY 1
-/** Whether the backend quantises, and orders scales by column. */
-#define TESTS_HAVE_QUANT 1
-/** Whether the backend fills in source_counts. */
-#define TESTS_HAVE_SOURCE_COUNTS 1
 /** Skip, on Criterion's thread, a test of more ranks than the GPUs serve, shared or not. */
 #define GPU_NEEDS(ranks) (void)(ranks)
 /** Skip, on Criterion's thread, a test of more ranks than GPUs. */

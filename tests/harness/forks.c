@@ -18,15 +18,28 @@ static void child_main(const struct criterion_test *test) {
     exit(status[body_run(test)]);
 }
 
-/* Returns 1 if the test failed. */
-static int run_test(const struct criterion_test *test) {
-    int status = 0;
+typedef struct Job {
+    pid_t child;
+    const struct criterion_test *test;
+} Job;
+
+static Job start(const struct criterion_test *test) {
     fflush(NULL);
     pid_t child = fork();
     if (child == 0) child_main(test);
-    if (child < 0 || waitpid(child, &status, 0) != child) return 1;
-    int passed =
-        WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == EXIT_SKIPPED);
+    return (Job){child, test};
+}
+
+/* Wait for one of the jobs, and forget it. Returns 1 if its test failed. */
+static int end_one(Job *jobs, int *count) {
+    int status = 0, j = 0;
+    pid_t child = waitpid(-1, &status, 0);
+    while (j < *count - 1 && jobs[j].child != child)
+        j++;
+    const struct criterion_test *test = jobs[j].test;
+    jobs[j] = jobs[--*count];
+    int passed = child > 0 && WIFEXITED(status) &&
+                 (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == EXIT_SKIPPED);
     if (!passed)
         printf("[FAIL] %s::%s: status %#x\n", test->category, test->name, (unsigned)status);
     return !passed;
@@ -34,12 +47,16 @@ static int run_test(const struct criterion_test *test) {
 
 int forks_main(int argc, char **argv) {
     const char *pattern = bodies_option(argc, argv, "--filter", "*");
-    int tested = 0, failed = 0;
+    int most = bodies_jobs(argc, argv), tested = 0, failed = 0, count = 0;
+    Job jobs[BODIES_MOST_JOBS];
     for (struct criterion_test **t = bodies_first(); t < bodies_end(); t++) {
         if (!*t || !body_selected(*t, pattern)) continue;
         tested++;
-        failed += run_test(*t);
+        if (count == most) failed += end_one(jobs, &count);
+        jobs[count++] = start(*t);
     }
+    while (count)
+        failed += end_one(jobs, &count);
     printf("[====] Synthesis: Tested: %d | Failing: %d\n", tested, failed);
     return failed || !tested;
 }

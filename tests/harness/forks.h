@@ -4,7 +4,7 @@
 
 /**
  * A test runner for the thread sanitizer, whose memory map has no room for the memory that
- * Criterion shares with its workers. Forks once for each test; the one option is --filter PATTERN.
+ * Criterion shares with its workers. Forks once for each test; its options are --filter PATTERN and -jN.
  */
 
 int forks_main(int argc, char **argv);

@@ -17,7 +17,7 @@
 #include "tests/harness/process.h"
 #include "tests/harness/ranked.h"
 
-enum { MOST_TESTS = 4096, MOST_JOBS = 64, REPORT = 3 };
+enum { MOST_TESTS = 4096, REPORT = 3 };
 
 static const char *const words[] = {"PASS", "FAIL", "SKIP"};
 
@@ -135,16 +135,9 @@ static void *work(void *context) {
     }
 }
 
-static int jobs_of(int argc, char **argv) {
-    int jobs = 1;
-    for (int i = 1; i < argc; i++)
-        if (strncmp(argv[i], "-j", 2) == 0) jobs = atoi(argv[i] + 2);
-    return jobs < 1 ? 1 : jobs > MOST_JOBS ? MOST_JOBS : jobs;
-}
-
 static int run_all(const char *pattern, int jobs) {
     static Suites s = {.mutex = PTHREAD_MUTEX_INITIALIZER};
-    pthread_t workers[MOST_JOBS];
+    pthread_t workers[BODIES_MOST_JOBS];
     s.pattern = pattern;
     for (struct criterion_test **t = bodies_first(); t < bodies_end(); t++)
         if (*t && body_selected(*t, pattern) && !has_suite(&s, (*t)->category))
@@ -172,7 +165,7 @@ int suites_main(int argc, char **argv) {
     if (suite) return run_suite(suite, atoi(bodies_option(argc, argv, "--from", "0")), pattern);
     if (ranked_is()) return run_rank(pattern);
     if (GPU_MISSING()) return 0;
-    return run_all(pattern, jobs_of(argc, argv));
+    return run_all(pattern, bodies_jobs(argc, argv));
 }
 
 #else

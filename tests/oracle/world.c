@@ -257,17 +257,17 @@ World *world_new(const Case *c) {
     return world;
 }
 
-void world_free(World *world) {
+void world_free(const World *world) {
     for (int r = 0; r < world->c.ranks; r++) {
-        RankWorld *me = &world->rank[r];
-        void *owned[] = {me->index,     me->token,      me->scale,       me->weight,
-                         me->sent,      me->sent_scale, me->count,       me->from,
-                         me->padded,    me->offset,     me->row,         me->position,
-                         me->grad_out,  me->expert_out, me->slot_weight, me->grad_slot_weight,
-                         me->from_rows, me->bias[0],    me->bias[1]};
+        const RankWorld *me = &world->rank[r];
+        void *owned[] = {me->index,    me->token,      me->scale,       me->weight,
+                         me->sent,     me->sent_scale, me->count,       me->from,
+                         me->padded,   me->offset,     me->row,         me->position,
+                         me->grad_out, me->expert_out, me->slot_weight, me->grad_slot_weight,
+                         me->from_rows};
         for (size_t i = 0; i < sizeof(owned) / sizeof(owned[0]); i++)
             free(owned[i]);
     }
     free(world->rank);
-    free(world);
+    free((void *)(uintptr_t)world);
 }

@@ -66,7 +66,7 @@ typedef struct World {
 } World;
 
 World *world_new(const Case *c);
-void world_free(World *world);
+void world_free(const World *world);
 
 /** Returns the rank that owns an expert. */
 int world_owner(const Case *c, int64_t expert);

@@ -5,11 +5,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
+#include "tests/harness/bootstraps.h"
 #include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
 
@@ -18,12 +18,6 @@ enum { RANKS = 3, ABORTED = 0, ABSENT = 2 };
 #define DEADLINE 100.0 /* no wait of these tests ends by itself */
 #define SOON (TESTS_ON_GPU ? 30.0 : 10.0)
 #define WHY "the store at 10.0.0.7 is gone"
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static int arrived;
 
@@ -36,7 +30,7 @@ static void wait_for(int ranks) {
 
 /* Failed groups log a warning. */
 static void set_up(void) {
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    be_quiet();
     arrived = 0;
 }
 
@@ -52,28 +46,17 @@ TestSuite(runtime_abort, .init = set_up);
 
 /* ---- a rank, and a thread that aborts it ---- */
 
-typedef struct Rank {
-    EpGroup *group;
-    World *world;
-    Step step;
-} Rank;
-
-static Rank rank_open(const EpBootstrap *bootstrap, EpMode mode) {
-    Case c = {.ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3, .mode = mode};
-    Rank rank = {.world = world_new(&c)};
-    EpGroupConfig config = case_group_config(&rank.world->c);
-    config.timeout_seconds = DEADLINE;
-    CHECK_OK(ep_group_create(bootstrap, &config, &rank.group));
-    EpHandle *handle = rank.group ? open_handle(rank.group, &rank.world->c) : NULL;
-    rank.step = (Step){rank.group, handle, rank.world, bootstrap->rank, NULL};
-    return rank;
+static Step rank_open(const EpBootstrap *bootstrap, EpMode mode) {
+    Case c = case_of("ranks=%d spread=full experts=6 top_k=3 mode=%d", RANKS, mode);
+    c.timeout = DEADLINE;
+    return open_step(bootstrap, &c);
 }
 
-static void rank_close(Rank *rank) {
-    double begin = now();
-    ep_group_destroy(rank->group);
-    CHECK(now() - begin < SOON, "destroying an aborted group took %.1f s", now() - begin);
-    world_free(rank->world);
+static void rank_close(Step *rank) {
+    double begin = seconds_now();
+    close_step(rank);
+    CHECK(seconds_now() - begin < SOON, "destroying an aborted group took %.1f s",
+          seconds_now() - begin);
 }
 
 typedef struct Aborter {
@@ -102,35 +85,35 @@ static void aborter_end(Aborter *aborter) {
 }
 
 /* Check that all calls on the group are refused, with `part` in their sentence. */
-static void check_refuses(const Rank *rank, EpStatus status, const char *part) {
+static void check_refuses(const Step *rank, EpStatus status, const char *part) {
     EpFinding found = EP_FINDING_INIT;
     void *memory = &found;
     for (int i = 0; i < NUM_CALLS; i++)
-        CHECK_REFUSED(calls[i](&rank->step), status, part, WHY);
+        CHECK_REFUSED(calls[i](rank), status, part, WHY);
     CHECK_REFUSED(ep_mem_alloc(rank->group, 64, &memory), status, part, WHY);
     CHECK(memory == &found, "an output was written");
     CHECK_REFUSED(ep_group_status(rank->group, &found), status, part, WHY);
-    CHECK(found.status == status && found.rank == rank->step.rank, "%d on rank %d",
-          (int)found.status, (int)found.rank);
+    CHECK(found.status == status && found.rank == rank->rank, "%d on rank %d", (int)found.status,
+          (int)found.rank);
     CHECK(found.peer == (status == EP_ERR_PEER ? ABORTED : -1), "peer %d", (int)found.peer);
 }
 
-static int rank_nodes(const Rank *rank) {
+static int rank_nodes(const Step *rank) {
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     CHECK_OK(ep_group_query(rank->group, &info));
     return info.num_nodes;
 }
 
-static void check_aborted(const Rank *rank, EpStatus status) {
+static void check_aborted(const Step *rank, EpStatus status) {
     CHECK_REFUSED(status, EP_ERR_ABORTED, "rank 0: ", "the group was aborted: " WHY);
     check_refuses(rank, EP_ERR_ABORTED, "the group was aborted: ");
 }
 
 /* Check what a peer is told. It may have learnt it from another rank that has; on several nodes of
  * GPUs, before it is in the operation. */
-static void check_told(const Rank *rank, EpStatus status, const char *phase) {
+static void check_told(const Step *rank, EpStatus status, const char *phase) {
     char self[16];
-    snprintf(self, sizeof(self), "rank %d: ", rank->step.rank);
+    snprintf(self, sizeof(self), "rank %d: ", rank->rank);
     if (TESTS_ON_GPU && rank_nodes(rank) > 1) phase = "";
     CHECK_REFUSED(status, EP_ERR_PEER, self, phase, "rank 0", "given up on the group", WHY);
     check_refuses(rank, EP_ERR_PEER, "given up on the group");
@@ -140,100 +123,75 @@ static void check_told(const Rank *rank, EpStatus status, const char *phase) {
 
 /* Ranks 0 and 1 wait for rank 2, which never comes, until rank 0 is aborted. Then rank 2 calls. */
 static void while_waiting_in(const EpBootstrap *bootstrap, int call, EpMode mode) {
-    Rank rank = rank_open(bootstrap, mode);
+    Step rank = rank_open(bootstrap, mode);
     Aborter aborter;
-    REQUIRE(rank.step.handle, "no handle");
-    if (call > 0) CHECK_OK(call_prepare(&rank.step));
-    if (call > 1 && mode == EP_MODE_LATENCY) CHECK_OK(call_dispatch(&rank.step));
+    REQUIRE(rank.handle, "no handle");
+    if (call > 0) CHECK_OK(call_prepare(&rank));
+    if (call > 1 && mode == EP_MODE_LATENCY) CHECK_OK(call_dispatch(&rank));
     bootstrap->barrier(bootstrap->context, 60);
-    double begin = now();
+    double begin = seconds_now();
     if (bootstrap->rank == ABORTED) {
         aborter_start(&aborter, rank.group, 100000);
-        EpStatus status = call_outcome(calls[call], &rank.step);
-        CHECK(now() - begin > 0.05, "it did not wait");
+        EpStatus status = call_outcome(calls[call], &rank);
+        CHECK(seconds_now() - begin > 0.05, "it did not wait");
         aborter_end(&aborter);
         check_aborted(&rank, status);
         /* On several nodes of GPUs it waited in NCCL, which does not know. */
         CHECK((TESTS_ON_GPU && rank_nodes(&rank) > 1) || strstr(ep_last_error(), call_phases[call]),
               "%s", ep_last_error());
     } else if (bootstrap->rank != ABSENT) {
-        check_told(&rank, call_outcome(calls[call], &rank.step), call_phases[call]);
+        check_told(&rank, call_outcome(calls[call], &rank), call_phases[call]);
     }
     bootstrap->barrier(bootstrap->context, 60);
     /* Ranks 0 and 1 may have sent enough for a first operation, but not for a second. */
     if (bootstrap->rank == ABSENT) {
-        EpStatus status = call_outcome(calls[call], &rank.step);
-        if (status == EP_OK) status = call_outcome(calls[call], &rank.step);
+        EpStatus status = call_outcome(calls[call], &rank);
+        if (status == EP_OK) status = call_outcome(calls[call], &rank);
         check_told(&rank, status, call_phases[call]);
     }
-    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    CHECK(seconds_now() - begin < SOON, "it took %.1f s", seconds_now() - begin);
     rank_close(&rank);
 }
 
-ThreadTest(runtime_abort, while_waiting_in_prepare, RANKS) {
-    while_waiting_in(bootstrap, 0, EP_MODE_THROUGHPUT);
-}
-ThreadTest(runtime_abort, while_waiting_in_dispatch, RANKS) {
-    while_waiting_in(bootstrap, 1, EP_MODE_THROUGHPUT);
-}
-ThreadTest(runtime_abort, while_waiting_in_combine, RANKS) {
-    while_waiting_in(bootstrap, 2, EP_MODE_THROUGHPUT);
-}
-ThreadTest(runtime_abort, while_waiting_in_combine_backward, RANKS) {
-    while_waiting_in(bootstrap, 3, EP_MODE_THROUGHPUT);
-}
-ThreadTest(runtime_abort, while_waiting_in_dispatch_backward, RANKS) {
-    while_waiting_in(bootstrap, 4, EP_MODE_THROUGHPUT);
-}
-ThreadTest(runtime_abort, while_waiting_in_dispatch_in_latency_mode, RANKS) {
-    NEEDS_LATENCY();
-    while_waiting_in(bootstrap, 1, EP_MODE_LATENCY);
-}
-ThreadTest(runtime_abort, while_waiting_in_combine_in_latency_mode, RANKS) {
-    NEEDS_LATENCY();
-    while_waiting_in(bootstrap, 2, EP_MODE_LATENCY);
-}
+#define WaitTest(name, call, mode)                              \
+    ThreadTest(runtime_abort, while_waiting_in_##name, RANKS) { \
+        if ((mode) == EP_MODE_LATENCY) NEEDS_LATENCY();         \
+        while_waiting_in(bootstrap, (call), (mode));            \
+    }
 
-/* All ranks run steps, and rank 0 is aborted at some moment. */
-static void while_running(const EpBootstrap *bootstrap, uint64_t seed) {
-    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+WaitTest(prepare, 0, EP_MODE_THROUGHPUT) WaitTest(dispatch, 1, EP_MODE_THROUGHPUT)
+    WaitTest(combine, 2, EP_MODE_THROUGHPUT) WaitTest(combine_backward, 3, EP_MODE_THROUGHPUT)
+        WaitTest(dispatch_backward, 4, EP_MODE_THROUGHPUT)
+            WaitTest(dispatch_in_latency_mode, 1, EP_MODE_LATENCY)
+                WaitTest(combine_in_latency_mode, 2, EP_MODE_LATENCY)
+
+    /* All ranks run steps, and rank 0 is aborted at some moment. */
+    static void while_running(const EpBootstrap *bootstrap, uint64_t seed) {
+    Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     Random random = random_stream(seed, 0, 0);
     Aborter aborter;
     EpStatus status = EP_OK;
-    REQUIRE(rank.step.handle, "no handle");
+    REQUIRE(rank.handle, "no handle");
     check_note("seed %d", (int)seed);
-    double begin = now();
+    double begin = seconds_now();
     if (bootstrap->rank == ABORTED)
         aborter_start(&aborter, rank.group, (useconds_t)random_below(&random, 20000));
     for (int i = 0; status == EP_OK; i++)
-        status = call_outcome(calls[i % NUM_CALLS], &rank.step);
+        status = call_outcome(calls[i % NUM_CALLS], &rank);
     if (bootstrap->rank == ABORTED) aborter_end(&aborter);
     if (bootstrap->rank == ABORTED)
         check_aborted(&rank, status);
     else
         check_told(&rank, status, "");
-    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    CHECK(seconds_now() - begin < SOON, "it took %.1f s", seconds_now() - begin);
     rank_close(&rank);
-}
-
-static EpBootstrap all[RANKS];
-
-/* Returns a new bootstrap: after an abort ranks may be out of step. */
-static EpBootstrap next_bootstrap(const EpBootstrap *bootstrap) {
-    if (bootstrap->rank == 0) {
-        all[0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
-        CHECK_OK(ep_bootstrap_local(RANKS, all));
-    }
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-    return all[bootstrap->rank];
 }
 
 OnThreads(while_running) {
     for (uint64_t seed = 0; seed < (TESTS_ON_GPU ? 3 : 20) && !check_failure()[0]; seed++) {
         EpBootstrap next = next_bootstrap(bootstrap);
         while_running(&next, seed);
-        CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-        ep_bootstrap_destroy(&next);
+        end_bootstraps(bootstrap);
     }
 }
 
@@ -241,26 +199,26 @@ OnThreads(while_running) {
 
 /* Rank 0 is aborted by its own thread while nobody waits; the others call later. */
 ThreadTest(runtime_abort, while_nobody_waits, RANKS) {
-    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
-    REQUIRE(rank.step.handle, "no handle");
-    step_all(&rank.step);
+    Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    REQUIRE(rank.handle, "no handle");
+    step_all(&rank);
     bootstrap->barrier(bootstrap->context, 60);
-    double begin = now();
+    double begin = seconds_now();
     if (bootstrap->rank == ABORTED) CHECK_OK(ep_group_abort(rank.group, WHY));
     bootstrap->barrier(bootstrap->context, 60);
-    EpStatus status = call_outcome(call_dispatch, &rank.step);
+    EpStatus status = call_outcome(call_dispatch, &rank);
     if (bootstrap->rank == ABORTED)
         check_aborted(&rank, status);
     else
         check_told(&rank, status, "dispatch");
-    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    CHECK(seconds_now() - begin < SOON, "it took %.1f s", seconds_now() - begin);
     rank_close(&rank);
 }
 
 /* The first abort counts, and one by each rank is none of the others'. */
 ThreadTest(runtime_abort, twice, RANKS) {
-    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
-    REQUIRE(rank.step.handle, "no handle");
+    Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    REQUIRE(rank.handle, "no handle");
     CHECK_OK(ep_group_abort(rank.group, WHY));
     CHECK_OK(ep_group_abort(rank.group, "too late"));
     check_refuses(&rank, EP_ERR_ABORTED, "the group was aborted: ");
@@ -271,13 +229,13 @@ ThreadTest(runtime_abort, twice, RANKS) {
 
 /* A group that has failed keeps its failure. */
 ThreadTest(runtime_abort, of_a_failed_group, RANKS) {
-    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
-    REQUIRE(rank.step.handle, "no handle");
-    CHECK_OK(call_prepare(&rank.step));
+    Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    REQUIRE(rank.handle, "no handle");
+    CHECK_OK(call_prepare(&rank));
     Call call = bootstrap->rank == ABSENT ? call_combine : call_dispatch;
-    CHECK_STATUS(call_outcome(call, &rank.step), EP_ERR_ORDER);
+    CHECK_STATUS(call_outcome(call, &rank), EP_ERR_ORDER);
     CHECK_OK(ep_group_abort(rank.group, WHY));
-    CHECK_STATUS(call_dispatch(&rank.step), EP_ERR_ORDER);
+    CHECK_STATUS(call_dispatch(&rank), EP_ERR_ORDER);
     CHECK(!strstr(ep_last_error(), WHY), "%s", ep_last_error());
     CHECK_STATUS(ep_group_status(rank.group, NULL), EP_ERR_ORDER);
     rank_close(&rank);
@@ -309,13 +267,13 @@ ThreadTest(runtime_abort, by_many_threads, 1) {
 
 /* Ranks 0 and 1 make a call about windows, rank 2 does not. */
 static void while_meeting(const EpBootstrap *bootstrap, int frees) {
-    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     Aborter aborter;
     void *memory = NULL, *out = &memory;
-    REQUIRE(rank.step.handle, "no handle");
+    REQUIRE(rank.handle, "no handle");
     REQUIRE_OK(ep_mem_alloc(rank.group, 64, &memory));
     bootstrap->barrier(bootstrap->context, 60);
-    double begin = now();
+    double begin = seconds_now();
     if (bootstrap->rank == ABORTED) aborter_start(&aborter, rank.group, 100000);
     if (bootstrap->rank != ABSENT) {
         EpStatus status =
@@ -328,9 +286,8 @@ static void while_meeting(const EpBootstrap *bootstrap, int frees) {
         CHECK(out == &memory, "an output was written");
     }
     wait_for(RANKS);
-    if (bootstrap->rank == ABSENT)
-        check_told(&rank, call_outcome(call_prepare, &rank.step), "prepare");
-    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    if (bootstrap->rank == ABSENT) check_told(&rank, call_outcome(call_prepare, &rank), "prepare");
+    CHECK(seconds_now() - begin < SOON, "it took %.1f s", seconds_now() - begin);
     rank_close(&rank);
 }
 
@@ -343,32 +300,32 @@ OnThreads(while_meeting_in_mem_free) {
 
 /* Rank 0 is aborted first; the others then meet without it, or destroy their groups. */
 OnThreads(before_the_others_meet) {
-    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     void *out = &rank;
-    REQUIRE(rank.step.handle, "no handle");
+    REQUIRE(rank.handle, "no handle");
     if (bootstrap->rank == ABORTED) CHECK_OK(ep_group_abort(rank.group, WHY));
     bootstrap->barrier(bootstrap->context, 60);
-    double begin = now();
+    double begin = seconds_now();
     if (bootstrap->rank == 1) check_told(&rank, ep_mem_alloc(rank.group, 64, &out), "bootstrap");
     rank_close(&rank);
-    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    CHECK(seconds_now() - begin < SOON, "it took %.1f s", seconds_now() - begin);
 }
 
 /* Ranks 0 and 1 destroy their groups, rank 2 does not, until they have ended. */
 OnThreads(while_destroying) {
-    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     Aborter aborter;
-    REQUIRE(rank.step.handle, "no handle");
-    step_all(&rank.step);
+    REQUIRE(rank.handle, "no handle");
+    step_all(&rank);
     bootstrap->barrier(bootstrap->context, 60);
-    double begin = now();
+    double begin = seconds_now();
     /* Ranks that meet to destroy the group must not reach others' windows any more. So on GPUs each
      * has to be aborted, unless it hears of the other's abort over the network. */
     int aborts = bootstrap->rank == ABORTED || (bootstrap->rank != ABSENT && TESTS_ON_GPU);
     if (aborts) aborter_start(&aborter, rank.group, 100000);
     if (bootstrap->rank != ABSENT) {
         rank_close(&rank);
-        CHECK(now() - begin > 0.05, "it did not wait");
+        CHECK(seconds_now() - begin > 0.05, "it did not wait");
     }
     if (aborts) pthread_join(aborter.thread, NULL);
     int is_late = aborts && bootstrap->rank != ABORTED && aborter.status == EP_ERR_DESTROYED;
@@ -376,10 +333,10 @@ OnThreads(while_destroying) {
     wait_for(RANKS);
     if (bootstrap->rank != ABSENT) return;
     if (TESTS_ON_GPU) CHECK_OK(ep_group_abort(rank.group, WHY));
-    EpStatus status = call_outcome(call_prepare, &rank.step);
+    EpStatus status = call_outcome(call_prepare, &rank);
     CHECK_REFUSED(status, TESTS_ON_GPU ? EP_ERR_ABORTED : EP_ERR_PEER, WHY);
     rank_close(&rank);
-    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    CHECK(seconds_now() - begin < SOON, "it took %.1f s", seconds_now() - begin);
 }
 
 /* ---- many ranks ---- */
@@ -403,7 +360,7 @@ static void crowd_body(const EpBootstrap *bootstrap, void *arg) {
     config.timeout_seconds = DEADLINE;
     CHECK_OK(ep_group_create(bootstrap, &config, &group));
     pthread_barrier_wait(&crowd->ready);
-    double begin = now();
+    double begin = seconds_now();
     if (bootstrap->rank == ABORTED) aborter_start(&aborter, group, 100 + 400 * crowd->sample);
     while (status == EP_OK) {
         void *memory = NULL;
@@ -412,7 +369,7 @@ static void crowd_body(const EpBootstrap *bootstrap, void *arg) {
     }
     if (bootstrap->rank == ABORTED) aborter_end(&aborter);
     CHECK_REFUSED(status, bootstrap->rank == ABORTED ? EP_ERR_ABORTED : EP_ERR_PEER, WHY);
-    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    CHECK(seconds_now() - begin < SOON, "it took %.1f s", seconds_now() - begin);
     ep_group_destroy(group);
 }
 
@@ -441,25 +398,25 @@ Test(runtime_abort, in_a_crowd_on_two_nodes, .timeout = 120) {
  * waits for rank 2 (`waits`), or while it does not. */
 static void on_several_nodes(const EpBootstrap *bootstrap, int waits) {
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "3");
-    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     EpStatus status = EP_OK;
     Aborter aborter;
-    REQUIRE(rank.step.handle, "no handle");
-    step_all(&rank.step);
-    double begin = now();
+    REQUIRE(rank.handle, "no handle");
+    step_all(&rank);
+    double begin = seconds_now();
     if (bootstrap->rank == ABORTED) {
         aborter_start(&aborter, rank.group, 100000);
         if (!waits) usleep(200000);
-        status = waits ? call_outcome(call_prepare, &rank.step) : ep_group_status(rank.group, NULL);
+        status = waits ? call_outcome(call_prepare, &rank) : ep_group_status(rank.group, NULL);
         aborter_end(&aborter);
         check_aborted(&rank, status);
     }
     if (bootstrap->rank != 1 && waits) wait_for(2);
     /* Rank 0 may have taken part in a first prepare, but not in a second. */
     for (int i = 0; i < 2 && status == EP_OK; i++)
-        status = call_outcome(call_prepare, &rank.step);
+        status = call_outcome(call_prepare, &rank);
     if (bootstrap->rank != ABORTED) check_told(&rank, status, "prepare");
-    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    CHECK(seconds_now() - begin < SOON, "it took %.1f s", seconds_now() - begin);
     rank_close(&rank);
 }
 
@@ -472,49 +429,33 @@ OnThreads(on_several_nodes_while_nobody_waits) {
 
 /* ---- a bootstrap of the caller ---- */
 
-/* A gather that waits for nobody: it polls until it is told to give up. */
-static EpStatus endless_gather(void *context, const void *in, void *out, size_t bytes,
-                               double timeout) {
-    (void)context, (void)in, (void)out, (void)bytes, (void)timeout;
+/* A gather that waits for nobody, once it is endless: it polls until it is told to give up. */
+static EpStatus gather_or_poll(void *test, const Wrapped *wrapped, const void *in, void *out,
+                               size_t bytes, double timeout) {
+    const int *endless = test;
     EpStatus status;
+    if (!in || !*endless) return forward_gather(wrapped, in, out, bytes, timeout);
     while ((status = ep_poll_abort()) == EP_OK)
         usleep(1000);
     return status;
 }
 
-typedef struct Switched {
-    EpBootstrap whole;
-    int endless;
-} Switched;
-
-static EpStatus switched_gather(void *context, const void *in, void *out, size_t bytes,
-                                double timeout) {
-    const Switched *s = context;
-    return (s->endless ? endless_gather : s->whole.allgather)(s->whole.context, in, out, bytes,
-                                                              timeout);
-}
-
-static EpStatus switched_barrier(void *context, double timeout) {
-    const Switched *s = context;
-    return s->whole.barrier(s->whole.context, timeout);
-}
-
 ThreadTest(runtime_abort, in_a_callback_that_polls, 1) {
-    Switched s = {.whole = *bootstrap};
-    EpBootstrap mine = EP_BOOTSTRAP_INIT;
-    mine.size = 1, mine.context = &s;
-    mine.allgather = switched_gather, mine.barrier = switched_barrier;
+    int endless = 0;
+    Wrapped wrapped = {.gather = gather_or_poll, .test = &endless};
+    EpBootstrap mine = gathers_alone(bootstrap);
+    wrap_bootstrap(&mine, &wrapped);
     CHECK_OK(ep_poll_abort());
     Case c = case_complete((Case){.ranks = 1});
     EpGroup *group = open_group(&mine, &c);
     Aborter aborter;
-    void *out = &s;
+    void *out = &endless;
     REQUIRE(group, "no group");
-    s.endless = 1;
+    endless = 1;
     aborter_start(&aborter, group, 50000);
     CHECK_REFUSED(ep_mem_alloc(group, 64, &out), EP_ERR_ABORTED, "rank 0: mem_alloc: ", WHY);
     aborter_end(&aborter);
-    CHECK(out == &s, "an output was written");
+    CHECK(out == &endless, "an output was written");
     CHECK_OK(ep_poll_abort());
     ep_group_destroy(group);
 }

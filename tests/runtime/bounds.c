@@ -108,8 +108,8 @@ SoloTest(runtime_bounds, no_routing_exceeds_the_bound) {
     }
 }
 
-static void check_attained(const Case *shape) {
-    Case c = case_complete(*shape);
+static void check_attained(Case c) {
+    c = case_complete(c);
     World *world = world_new(&c);
     int64_t rows = world->rank[c.target].needed_rows, bound = rows_bound(&c, c.target);
     CHECK(rows == bound, "%lld rows, bound %lld: %s", (long long)rows, (long long)bound,
@@ -117,52 +117,27 @@ static void check_attained(const Case *shape) {
     world_free(world);
 }
 
-/* Every token goes to all experts of one rank: L * ceil(G / A) * A rows. */
-SoloTest(runtime_bounds, attained_when_all_experts_are_wanted) {
+SoloTest(runtime_bounds, attained) {
+    /* Every token goes to all experts of one rank: L * ceil(G / A) * A rows. */
     for (int alignment = 1; alignment <= 64; alignment *= 2)
-        check_attained(&(Case){.ranks = 3,
-                               .experts = 6,
-                               .top_k = 2,
-                               .max_tokens = 7,
-                               .alignment = alignment,
-                               .spread = SPREAD_FULL,
-                               .routing = ROUTING_ONE_RANK,
-                               .target = 1});
-}
-
-/* Every token names the same expert K times. */
-SoloTest(runtime_bounds, attained_with_duplicates) {
-    check_attained(&(Case){.ranks = 2,
-                           .experts = 2,
-                           .top_k = 4,
-                           .max_tokens = 5,
-                           .alignment = 8,
-                           .spread = SPREAD_FULL,
-                           .routing = ROUTING_ONE_EXPERT,
-                           .target = 1,
-                           .duplicates = 1});
-}
-
-SoloTest(runtime_bounds, attained_by_flat_and_batched) {
+        check_attained(case_of("ranks=3 experts=6 max_tokens=7 alignment=%d spread=full "
+                               "routing=one-rank target=1",
+                               alignment));
+    /* Every token names the same expert K times. */
+    check_attained(case_of("ranks=2 experts=2 top_k=4 max_tokens=5 alignment=8 spread=full "
+                           "routing=one-expert target=1 duplicates=1"));
     for (int layout = EP_LAYOUT_FLAT; layout <= EP_LAYOUT_BATCHED; layout++)
-        check_attained(&(Case){.ranks = 3,
-                               .experts = 3,
-                               .top_k = 1,
-                               .max_tokens = 7,
-                               .alignment = 4,
-                               .layout = (EpLayout)layout,
-                               .spread = SPREAD_FULL,
-                               .routing = ROUTING_ONE_EXPERT,
-                               .target = 2,
-                               .rows_per_expert = 64});
+        check_attained(case_of("ranks=3 experts=3 top_k=1 max_tokens=7 alignment=4 layout=%d "
+                               "spread=full routing=one-expert target=2 rows_per_expert=64",
+                               layout));
 }
 
 /* Each slab holds one slot more than a multiple of A: ceil((M + (A - 1) * n) / A) * A rows. Eight
  * tokens go to four experts as 5 + 1 + 1 + 1, with alignment 4. */
 ThreadTest(runtime_bounds, attained_by_padding, 1) {
-    Case c = case_complete((Case){.experts = 4, .top_k = 1, .max_tokens = 8, .alignment = 4});
-    EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    Case c = case_complete(case_of("experts=4 top_k=1 max_tokens=8 alignment=4"));
+    Step step = open_step(bootstrap, &c);
+    EpHandle *handle = step.handle;
     REQUIRE(handle, "no handle");
     int32_t index[8] = {0, 0, 0, 0, 0, 1, 2, 3};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 8, 1);
@@ -172,16 +147,13 @@ ThreadTest(runtime_bounds, attained_by_padding, 1) {
     int64_t bound = rows_bound(&c, 0);
     CHECK(info.needed_rows == bound && bound == 20, "%lld rows, bound %lld",
           (long long)info.needed_rows, (long long)bound);
-    ep_group_destroy(group);
+    close_step(&step);
 }
 
 /* The largest allowed numbers do not overflow, and are refused where they do not fit 31 bits. */
 SoloTest(runtime_bounds, huge_configurations) {
-    Case c = case_complete((Case){.ranks = 1024,
-                                  .experts = EP_MAX_EXPERTS,
-                                  .top_k = 32,
-                                  .max_tokens = INT32_MAX,
-                                  .alignment = 1 << 20});
+    Case c = case_complete(case_of("ranks=1024 experts=%d top_k=32 max_tokens=%d alignment=%d",
+                                   EP_MAX_EXPERTS, INT32_MAX, 1 << 20));
     __int128 g = (__int128)c.ranks * c.max_tokens, m = g * 32, local = EP_MAX_EXPERTS / 1024,
              a = c.alignment;
     __int128 by_expert = local * ((g + a - 1) / a) * a;

@@ -52,12 +52,9 @@ static void call_all(const Calls *c) {
 }
 
 static void check_calls(const EpBootstrap *bootstrap, EpMode mode) {
-    Case c = {.ranks = RANKS, .experts = 7, .top_k = 3, .max_tokens = 20, .mode = mode, .seed = 5};
-    World *world = world_new(&c);
-    EpGroup *group = open_group(bootstrap, &world->c);
-    EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
-    REQUIRE(handle, "no handle");
-    Step step = {group, handle, world, bootstrap->rank, NULL};
+    Case c = case_of("ranks=%d experts=7 top_k=3 max_tokens=20 mode=%d seed=5", RANKS, mode);
+    Step step = open_step(bootstrap, &c);
+    REQUIRE(step.handle, "no handle");
     Calls calls = calls_new(&step);
     Watch before = watch_now();
     for (int i = 0; i < 3; i++)
@@ -66,8 +63,7 @@ static void check_calls(const EpBootstrap *bootstrap, EpMode mode) {
     CHECK(after.allocations == before.allocations, "%d allocations",
           after.allocations - before.allocations);
     CHECK(after.look_ups == before.look_ups, "%d look-ups", after.look_ups - before.look_ups);
-    ep_group_destroy(group);
-    world_free(world);
+    close_step(&step);
 }
 
 ThreadTest(runtime_calls, nothing_is_asked_of_the_system, RANKS) {

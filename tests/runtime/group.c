@@ -5,99 +5,28 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "tests/cases/refusals.h"
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
 
-#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
-
 /* ---- wrong configurations ---- */
 
-typedef enum Field {
-    STRUCT_SIZE,
-    NUM_EXPERTS,
-    MAX_TOKENS,
-    MAX_TOP_K,
-    MAX_ROW_BYTES,
-    MAX_SCALE_BYTES,
-    ALIGNMENT,
-    MAX_RECV_ROWS,
-    OVERFLOW_POLICY,
-    BACKEND,
-    TIMEOUT,
-    DEVICE,
-    MODE,
-    NUM_SMS,
-    DUPLICATES
-} Field;
-
-static const char *const field_names[] = {
-    "config",          "num_experts", "max_tokens",    "max_top_k", "max_row_bytes",
-    "max_scale_bytes", "alignment",   "max_recv_rows", "overflow",  "backend",
-    "timeout_seconds", "device",      "mode",          "num_sms",   "duplicates"};
-
-static void set_field(EpGroupConfig *config, Field field, double value) {
-    if (field == STRUCT_SIZE) config->struct_size = (size_t)value;
-    if (field == NUM_EXPERTS) config->num_experts = (int32_t)value;
-    if (field == MAX_TOKENS) config->max_tokens = (int32_t)value;
-    if (field == MAX_TOP_K) config->max_top_k = (int32_t)value;
-    if (field == MAX_ROW_BYTES) config->max_row_bytes = (int64_t)value;
-    if (field == MAX_SCALE_BYTES) config->max_scale_bytes = (int64_t)value;
-    if (field == ALIGNMENT) config->alignment = (int32_t)value;
-    if (field == MAX_RECV_ROWS) config->max_recv_rows = (int64_t)value;
-    if (field == OVERFLOW_POLICY) config->overflow = (EpOverflow)(int)value;
-    if (field == BACKEND) config->backend = (EpBackend)(int)value;
-    if (field == TIMEOUT) config->timeout_seconds = value;
-    if (field == DEVICE) config->device = (int32_t)value;
-    if (field == MODE) config->mode = (EpMode)(int)value;
-    if (field == NUM_SMS) config->num_sms = (int32_t)value;
-    if (field == DUPLICATES) config->duplicates = (EpDuplicates)(int)value;
-}
-
-typedef struct WrongField {
-    Field field;
-    double value;
-    EpStatus status;
-    const char *got;
-} WrongField;
-
-static const WrongField wrong_fields[] = {
-    {STRUCT_SIZE, 0, EP_ERR_STRUCT_SIZE, "got 0"},
-    {STRUCT_SIZE, 4, EP_ERR_STRUCT_SIZE, "got 4"},
-    {STRUCT_SIZE, 5000, EP_ERR_STRUCT_SIZE, "got 5000"},
-    {NUM_EXPERTS, 0, EP_ERR_RANGE, "got 0"},
-    {NUM_EXPERTS, -3, EP_ERR_RANGE, "got -3"},
-    {NUM_EXPERTS, EP_MAX_EXPERTS + 1, EP_ERR_RANGE, "1 .. 16777216, got 16777217"},
-    {NUM_EXPERTS, INT32_MAX - 1, EP_ERR_RANGE, "1 .. 16777216, got 2147483646"},
-    {MAX_TOKENS, 0, EP_ERR_RANGE, "got 0"},
-    {MAX_TOKENS, -1, EP_ERR_RANGE, "got -1"},
-    {MAX_TOP_K, 0, EP_ERR_TOP_K, "got 0"},
-    {MAX_TOP_K, 33, EP_ERR_TOP_K, "got 33"},
-    {MAX_TOP_K, -1, EP_ERR_TOP_K, "got -1"},
-    {MAX_ROW_BYTES, 0, EP_ERR_ROW_BYTES, "got 0"},
-    {MAX_ROW_BYTES, 24, EP_ERR_ROW_BYTES, "got 24"},
-    {MAX_ROW_BYTES, -16, EP_ERR_ROW_BYTES, "got -16"},
-    {MAX_ROW_BYTES, EP_MAX_ROW_BYTES + 16, EP_ERR_ROW_BYTES, "got 65552"},
-    {MAX_SCALE_BYTES, -4, EP_ERR_ROW_BYTES, "got -4"},
-    {MAX_SCALE_BYTES, 6, EP_ERR_ROW_BYTES, "got 6"},
-    {ALIGNMENT, 0, EP_ERR_ALIGNMENT, "got 0"},
-    {ALIGNMENT, 3, EP_ERR_ALIGNMENT, "got 3"},
-    {ALIGNMENT, 96, EP_ERR_ALIGNMENT, "got 96"},
-    {ALIGNMENT, -8, EP_ERR_ALIGNMENT, "got -8"},
-    {MAX_RECV_ROWS, -1, EP_ERR_RANGE, "got -1"},
-    {OVERFLOW_POLICY, 0, EP_ERR_RANGE, "got 0"},
-    {OVERFLOW_POLICY, 3, EP_ERR_RANGE, "got 3"},
-    {BACKEND, 0, EP_ERR_RANGE, "got 0"},
-    {BACKEND, 4, EP_ERR_RANGE, "got 4"},
-    {TIMEOUT, 0, EP_ERR_RANGE, "got 0"},
-    {TIMEOUT, -3, EP_ERR_RANGE, "got -3"},
-    {DEVICE, -2, EP_ERR_RANGE, "got -2"},
-    {DEVICE, INT32_MIN, EP_ERR_RANGE, "got -2147483648"},
-    {MODE, 0, EP_ERR_RANGE, "got 0"},
-    {MODE, 4, EP_ERR_RANGE, "got 4"},
-    {NUM_SMS, 1, EP_ERR_RANGE, "got 1"},
-    {NUM_SMS, -7, EP_ERR_RANGE, "got -7"},
-    {DUPLICATES, 0, EP_ERR_RANGE, "got 0"},
-    {DUPLICATES, 3, EP_ERR_RANGE, "got 3"},
+static const TextField config_fields[] = {
+    TEXT_FIELD(EpGroupConfig, struct_size, NULL),
+    TEXT_FIELD(EpGroupConfig, num_experts, NULL),
+    TEXT_FIELD(EpGroupConfig, max_tokens, NULL),
+    TEXT_FIELD(EpGroupConfig, max_top_k, NULL),
+    TEXT_FIELD(EpGroupConfig, max_row_bytes, NULL),
+    TEXT_FIELD(EpGroupConfig, max_scale_bytes, NULL),
+    TEXT_FIELD(EpGroupConfig, alignment, NULL),
+    TEXT_FIELD(EpGroupConfig, max_recv_rows, NULL),
+    TEXT_FIELD(EpGroupConfig, overflow, TEXT_OVERFLOWS),
+    TEXT_FIELD(EpGroupConfig, backend, "|auto|host|cuda"),
+    TEXT_FIELD(EpGroupConfig, timeout_seconds, NULL),
+    TEXT_FIELD(EpGroupConfig, device, NULL),
+    TEXT_FIELD(EpGroupConfig, mode, TEXT_MODES),
+    TEXT_FIELD(EpGroupConfig, num_sms, NULL),
+    TEXT_FIELD(EpGroupConfig, duplicates, "|keep|merge"),
 };
 
 static EpGroupConfig plain_config(int ranks) {
@@ -105,61 +34,48 @@ static EpGroupConfig plain_config(int ranks) {
     return case_group_config(&c);
 }
 
+typedef struct Configured {
+    const EpBootstrap *bootstrap;
+    EpGroupConfig config;
+    EpGroup *group;
+    EpGroupMemory memory;
+} Configured;
+
+static void reset_config(void *context, const char *call) {
+    Configured *c = context;
+    (void)call;
+    *c = (Configured){c->bootstrap, plain_config(1), NULL, EP_GROUP_MEMORY_INIT};
+}
+
+static Part find_config(void *context, const char *call, const char *name) {
+    (void)call, (void)name;
+    return PART(config_fields, &((Configured *)context)->config);
+}
+
+static EpStatus call_with_config(void *context, const char *call) {
+    Configured *c = context;
+    return strcmp(call, "ep_group_create") ? ep_group_memory(&c->config, 2, &c->memory)
+                                           : ep_group_create(c->bootstrap, &c->config, &c->group);
+}
+
+static void check_config_outputs(void *context, const char *call) {
+    const Configured *c = context;
+    (void)call;
+    CHECK(!c->group && !c->memory.feasible && !c->memory.shared_bytes, "outputs were written");
+}
+
 ThreadTest(runtime_group, wrong_configurations, 1) {
-    for (int i = 0; i < LENGTH(wrong_fields); i++) {
-        const WrongField *wrong = &wrong_fields[i];
-        EpGroupConfig config = plain_config(1);
-        EpGroup *group = NULL;
-        check_note("%s = %g", field_names[wrong->field], wrong->value);
-        set_field(&config, wrong->field, wrong->value);
-        CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), wrong->status, "ep_group_create",
-                      field_names[wrong->field], wrong->got);
-        CHECK(group == NULL, "a group was made");
-    }
-    EpGroupConfig config = plain_config(1);
-    EpGroup *group = NULL;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
-    ep_group_destroy(group);
-}
-
-/* ep_group_memory refuses the same configurations. */
-SoloTest(runtime_group, wrong_configurations_of_memory) {
-    for (int i = 0; i < LENGTH(wrong_fields); i++) {
-        const WrongField *wrong = &wrong_fields[i];
-        EpGroupConfig config = plain_config(1);
-        EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
-        check_note("%s = %g", field_names[wrong->field], wrong->value);
-        set_field(&config, wrong->field, wrong->value);
-        CHECK_REFUSED(ep_group_memory(&config, 2, &memory), wrong->status, "ep_group_memory",
-                      field_names[wrong->field], wrong->got);
-        CHECK(memory.feasible == 0 && memory.shared_bytes == 0, "outputs were written");
-    }
-}
-
-/* A program compiled before the structs grew: the library neither reads nor writes the new
- * fields. */
-ThreadTest(runtime_group, structs_of_an_earlier_version, 1) {
-    EpGroupConfig config = plain_config(1);
-    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
-    EpGroup *group = NULL;
-    int64_t rows = 0;
-    config.struct_size = offsetof(EpGroupConfig, device);
-    config.device = -77;
-    CHECK_OK(ep_group_memory(&config, 1, &memory));
-    CHECK(memory.feasible, "%s", memory.reason);
-    CHECK_OK(ep_max_recv_rows(&config, 1, 0, EP_LAYOUT_FLAT, 0, &rows));
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    info.struct_size = offsetof(EpGroupInfo, device);
-    info.device = -77, info.reason[0] = 'x';
-    CHECK_OK(ep_group_query(group, &info));
-    CHECK(info.size == 1 && info.library_bytes > 0, "not filled in");
-    CHECK(info.struct_size == offsetof(EpGroupInfo, device), "%zu", info.struct_size);
-    CHECK(info.device == -77 && info.reason[0] == 'x', "more was written than there is");
-    ep_group_destroy(group);
-    config.struct_size = sizeof(config);
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_RANGE, "config.device",
-                  "got -77");
+    static const char *const calls[] = {"ep_group_create", "ep_group_memory", NULL};
+    static const Subject subject = {.reset = reset_config,
+                                    .find = find_config,
+                                    .call = call_with_config,
+                                    .check = check_config_outputs,
+                                    .calls = calls};
+    Configured c = {.bootstrap = bootstrap};
+    check_refusals("group_config", &subject, &c);
+    reset_config(&c, "");
+    CHECK_OK(ep_group_create(bootstrap, &c.config, &c.group));
+    ep_group_destroy(c.group);
 }
 
 /* Structs may have grown more than once: every size between the first version's and today's is that
@@ -169,6 +85,11 @@ ThreadTest(runtime_group, structs_of_all_versions, 1) {
     EpGroup *group = NULL;
     config.struct_size = offsetof(EpGroupConfig, mode);
     config.mode = (EpMode)-77;
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    int64_t rows = 0;
+    CHECK_OK(ep_group_memory(&config, 1, &memory));
+    CHECK(memory.feasible, "%s", memory.reason);
+    CHECK_OK(ep_max_recv_rows(&config, 1, 0, EP_LAYOUT_FLAT, 0, &rows));
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
     for (size_t size = offsetof(EpGroupInfo, device); size <= sizeof(EpGroupInfo); size++) {
         union {
@@ -229,36 +150,31 @@ ThreadTest(runtime_group, missing_arguments, 1) {
 
 /* ---- ranks that disagree ---- */
 
-typedef struct Difference {
-    Field field;
-    double of_rank_0, of_rank_2;
-    const char *first, *second;
-} Difference;
-
-static const Difference differences[] = {
-    {NUM_EXPERTS, 12, 13, "12", "13"},
-    {MAX_TOKENS, 64, 65, "64", "65"},
-    {MAX_TOP_K, 3, 7, "3", "7"},
-    {MAX_ROW_BYTES, 1024, 2048, "1024", "2048"},
-    {MAX_SCALE_BYTES, 0, 16, "0", "16"},
-    {ALIGNMENT, 16, 128, "16", "128"},
-    {MAX_RECV_ROWS, 0, 999, "0", "999"},
-    {OVERFLOW_POLICY, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP, "EP_OVERFLOW_ERROR", "EP_OVERFLOW_DROP"},
-    {BACKEND, EP_BACKEND_AUTO, EP_BACKEND_HOST, "EP_BACKEND_AUTO", "EP_BACKEND_HOST"},
-    {MODE, EP_MODE_AUTO, EP_MODE_LATENCY, "EP_MODE_AUTO", "EP_MODE_LATENCY"},
-    {DUPLICATES, EP_DUPLICATES_KEEP, EP_DUPLICATES_MERGE, "EP_DUPLICATES_KEEP",
-     "EP_DUPLICATES_MERGE"},
+/* A field, its values on ranks 0 and 2, and what a sentence calls them. */
+static const char *const differences[][5] = {
+    {"num_experts", "12", "13", "12", "13"},
+    {"max_tokens", "64", "65", "64", "65"},
+    {"max_top_k", "3", "7", "3", "7"},
+    {"max_row_bytes", "1024", "2048", "1024", "2048"},
+    {"max_scale_bytes", "0", "16", "0", "16"},
+    {"alignment", "16", "128", "16", "128"},
+    {"max_recv_rows", "0", "999", "0", "999"},
+    {"overflow", "error", "drop", "EP_OVERFLOW_ERROR", "EP_OVERFLOW_DROP"},
+    {"backend", "auto", "host", "EP_BACKEND_AUTO", "EP_BACKEND_HOST"},
+    {"mode", "auto", "latency", "EP_MODE_AUTO", "EP_MODE_LATENCY"},
+    {"duplicates", "keep", "merge", "EP_DUPLICATES_KEEP", "EP_DUPLICATES_MERGE"},
 };
 
 ThreadTest(runtime_group, ranks_that_disagree, 3) {
     for (int i = 0; i < LENGTH(differences); i++) {
-        const Difference *d = &differences[i];
+        const char *const *d = differences[i];
         EpGroupConfig config = plain_config(3);
         EpGroup *group = NULL;
-        check_note("%s differs", field_names[d->field]);
-        set_field(&config, d->field, bootstrap->rank == 2 ? d->of_rank_2 : d->of_rank_0);
-        CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH,
-                      field_names[d->field], d->first, d->second, "rank 0", "rank 2");
+        check_note("%s differs", d[0]);
+        text_set(&config, config_fields, LENGTH(config_fields), d[0],
+                 d[bootstrap->rank == 2 ? 2 : 1]);
+        CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, d[0], d[3],
+                      d[4], "rank 0", "rank 2");
         CHECK(group == NULL, "a group was made");
     }
     /* Ranks that agree can still create a group over the same bootstrap. */
@@ -395,12 +311,8 @@ ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
 }
 
 static void check_promise(const EpBootstrap *bootstrap, int64_t capacity) {
-    Case c = case_complete((Case){.ranks = 2,
-                                  .experts = 20,
-                                  .top_k = 8,
-                                  .max_tokens = 500,
-                                  .hidden = 512,
-                                  .capacity = capacity});
+    Case c = case_complete(
+        case_of("ranks=2 experts=20 top_k=8 max_tokens=500 hidden=512 capacity=%d", (int)capacity));
     EpGroupConfig config = case_group_config(&c);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     CHECK_OK(ep_group_memory(&config, 2, &memory));
@@ -427,19 +339,6 @@ static void check_promise(const EpBootstrap *bootstrap, int64_t capacity) {
 ThreadTest(runtime_group, memory_as_promised, 2) {
     check_promise(bootstrap, 0);
     check_promise(bootstrap, 400);
-}
-
-/* Where the CUDA backend is not available, it is refused with a reason. */
-ThreadTest(runtime_group, cuda_where_there_is_none, 1) {
-    EpGroupConfig config = plain_config(1);
-    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
-    config.backend = EP_BACKEND_CUDA;
-    CHECK_OK(ep_group_memory(&config, 1, &memory));
-    if (memory.feasible) return; /* this machine has a GPU */
-    CHECK(memory.reason[0], "no reason is given");
-    EpGroup *group = NULL;
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "backend");
-    CHECK(group == NULL, "a group was made");
 }
 
 ThreadTest(runtime_group, a_communicator_on_the_host_backend, 1) {
@@ -470,15 +369,12 @@ ThreadTest(runtime_group, backend_auto, 2) {
 
 /* Each rank is in two groups over one bootstrap and interleaves their calls. */
 ThreadTest(runtime_group, two_groups_of_the_same_ranks, 3) {
-    Case small = {.ranks = 3, .experts = 5, .hidden = 16, .weighted = 1, .seed = 1};
-    Case large = {.ranks = 3, .experts = 11, .top_k = 5, .alignment = 8, .seed = 2};
-    World *worlds[] = {world_new(&small), world_new(&large)};
+    Case cases[] = {case_of("ranks=3 experts=5 hidden=16 weighted=1 seed=1"),
+                    case_of("ranks=3 experts=11 top_k=5 alignment=8 seed=2")};
     Step step[2];
     for (int i = 0; i < 2; i++) {
-        EpGroup *group = open_group(bootstrap, &worlds[i]->c);
-        EpHandle *handle = group ? open_handle(group, &worlds[i]->c) : NULL;
-        REQUIRE(handle, "no handle");
-        step[i] = (Step){group, handle, worlds[i], bootstrap->rank, NULL};
+        step[i] = open_step(bootstrap, &cases[i]);
+        REQUIRE(step[i].handle, "no handle");
     }
     void (*const operations[])(const Step *) = {step_prepare, step_dispatch, step_combine,
                                                 step_combine_backward, step_dispatch_backward};
@@ -486,9 +382,7 @@ ThreadTest(runtime_group, two_groups_of_the_same_ranks, 3) {
         for (int i = 0; i < 2; i++)
             operations[op](&step[i]);
     for (int i = 0; i < 2; i++)
-        ep_group_destroy(step[i].group);
-    for (int i = 0; i < 2; i++)
-        world_free(worlds[i]);
+        close_step(&step[i]);
 }
 
 /* Two sets of threads, a group each, run at the same time; neither waits for the other. */

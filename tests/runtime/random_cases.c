@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Random small cases. A failure prints its case, seed included. LIBEP_TEST_SEED=N begins with case
- * N; LIBEP_TEST_CASES=M runs M cases. */
+ * N; LIBEP_TEST_CASES=M runs M cases; LIBEP_TEST_CASE runs one that was printed. */
 #include <stdlib.h>
 
 #include "tests/cases/run.h"
@@ -32,7 +32,6 @@ static void draw_rows(Case *c, Random *random) {
     c->sum_type = (EpType)PICK(random, EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32);
     c->weighted = PICK(random, 0, 1);
     c->scale_bytes = PICK(random, 0, 4, 20);
-    if (!TESTS_HAVE_QUANT) return;
     c->quant = (EpQuant)PICK(random, 1, 1, 2, 3, 4, 5);
     c->scale_order = (EpScaleOrder)PICK(random, EP_SCALES_BY_ROW, EP_SCALES_BY_COLUMN);
 }
@@ -63,8 +62,7 @@ static Case draw_case(uint64_t seed) {
     c.global_ids = PICK(&random, 0, 1);
     c.all_weights = PICK(&random, 0, 1);
     c.weights_at_combine = PICK(&random, 0, 0, 1);
-    if (TESTS_HAVE_QUANT)
-        c.sum_quant = (EpQuant)PICK(&random, EP_QUANT_NONE, EP_QUANT_NONE, EP_QUANT_FP8);
+    c.sum_quant = (EpQuant)PICK(&random, EP_QUANT_NONE, EP_QUANT_NONE, EP_QUANT_FP8);
     c.padding = (EpPadding)PICK(&random, EP_PADDING_ZERO, EP_PADDING_KEEP);
     c.biases = PICK(&random, 0, 0, 1, 2);
     c.spare_tokens = PICK(&random, 0, 0, 1, 7);
@@ -80,15 +78,11 @@ static void draw_nodes(Case *c) {
         c->nodes[r] = (char)('0' + random_below(&random, nodes));
 }
 
-static uint64_t number_from(const char *name, uint64_t standard) {
-    const char *text = getenv(name);
-    return text ? strtoull(text, NULL, 10) : standard;
-}
-
 /* Each case creates a group, and on GPUs a communicator, which is slow: hence few cases there. */
 static void run_cases(uint64_t salt, int several_nodes) {
-    uint64_t first = number_from("LIBEP_TEST_SEED", salt);
-    uint64_t count = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED || TESTS_ON_GPU ? 25 : 200);
+    uint64_t first = environment_number("LIBEP_TEST_SEED", salt);
+    uint64_t count =
+        environment_number("LIBEP_TEST_CASES", TESTS_SANITIZED || TESTS_ON_GPU ? 25 : 80);
     for (uint64_t seed = first; seed < first + count; seed++) {
         Case c = draw_case(seed);
         if (several_nodes) draw_nodes(&c);
@@ -114,4 +108,10 @@ Test(runtime_random, several_nodes_and_a_tiny_stage, .timeout = 300) {
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
     setenv("LIBEP_NODE_CHUNK", "3000", 1);
     run_cases(3001, 1);
+}
+
+Test(runtime_random, one_that_was_printed, .timeout = 300) {
+    const char *text = getenv("LIBEP_TEST_CASE");
+    Case c = case_of("%s", text ? text : "ranks=2 layout=flat");
+    run_case_on_threads(&c);
 }

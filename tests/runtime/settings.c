@@ -80,6 +80,7 @@ static const Malformed malformed[] = {
     {"LIBEP_STAGE_BYTES", "99999999999999G"},
     {"LIBEP_BACKEND", "gpu"},
     {"LIBEP_BACKEND", "HOST"},
+    {"LIBEP_BACKEND", "hos"},
     {"LIBEP_LOG", "loud"},
     {"LIBEP_BIND", "cpu"},
     {"LIBEP_BIND", "GPU"},
@@ -211,14 +212,11 @@ SoloTest(runtime_settings, silent_on_success) {
 
 SoloTest(runtime_settings, log_into_a_file) {
     static char text[65536], errors[65536];
-    char path[] = "/tmp/ep_tests_log_XXXXXX";
-    close(mkstemp(path));
+    const char *path = temporary_file();
     setenv("LIBEP_LOG", "trace", 1);
     setenv("LIBEP_LOG_FILE", path, 1);
     capture(make_a_group, errors, sizeof(errors));
-    FILE *file = fopen(path, "r");
-    text[fread(text, 1, sizeof(text) - 1, file)] = 0;
-    fclose(file);
+    read_file(path, text, sizeof(text));
     unlink(path);
     CHECK(text[0] != 0, "the log is empty");
     CHECK(errors[0] == 0, "stderr has: '%s'", errors);

@@ -1,9 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What ep_bench writes as JSON: keys, phases, and the bytes that each phase moves. */
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "tests/tools/run_bench.h"
 
@@ -26,16 +24,10 @@ SoloTest(tools_bench, json_has_the_documented_keys) {
                                        "\"floor_us\"",
                                        "\"mem_us\"",
                                        "\"memory_bytes\""};
-    static char text[65536], line[256];
-    char path[] = "/tmp/ep_tests_json_XXXXXX";
-    close(mkstemp(path));
-    snprintf(line, sizeof(line),
-             QUICK "--floor 1 --threads 2 --tokens 10 --zero-copy --backend host -J %s", path);
-    check_run(line, 0, "#wrong 0", NULL);
-    read_file(path, text, sizeof(text));
-    unlink(path);
-    for (int i = 0; i < LENGTH(keys); i++)
-        CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
+    const char *text =
+        run_json("ep_bench", QUICK "--floor 1 --threads 2 --tokens 10 --zero-copy --backend host",
+                 "#wrong 0");
+    check_words(text, keys, LENGTH(keys));
     CHECK(!strstr(text, "\"wire_us\""), "the host has no wire: %s", text);
 }
 
@@ -43,58 +35,40 @@ SoloTest(tools_bench, json_has_the_documented_keys) {
 SoloTest(tools_bench, new_handles_are_timed) {
     static const char *const modes[] = {"throughput", "latency", "latency --split",
                                         "latency --layout rank-major --quant fp8"};
-    static char text[65536], line[256];
-    char path[] = "/tmp/ep_tests_json_XXXXXX";
-    close(mkstemp(path));
+    char line[256];
     for (int i = 0; i < LENGTH(modes); i++) {
         double step_us = -1, destroy_us = -1;
-        snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 6 -n 3 --mode %s -J %s", modes[i],
-                 path);
+        snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 6 -n 3 --mode %s", modes[i]);
         check_note("--mode %s", modes[i]);
-        check_run(line, 0, "\n# tokens 6: new handle, prepare and dispatch ", NULL);
-        read_file(path, text, sizeof(text));
+        const char *text =
+            run_json("ep_bench", line, "\n# tokens 6: new handle, prepare and dispatch ");
         const char *at = strstr(text, "\"new_handle\"");
         CHECK(at && sscanf(at, "\"new_handle\": { \"median_us\": %lf, \"destroy_us\": %lf }",
                            &step_us, &destroy_us) == 2,
               "no times: %s", text);
         CHECK(step_us > 0 && destroy_us >= 0, "%g and %g us", step_us, destroy_us);
     }
-    unlink(path);
 }
 
 /* With --split each send and wait call is also timed alone. */
 SoloTest(tools_bench, send_and_wait_are_reported) {
-    static const char *const calls[] = {"dispatch_send", "dispatch_wait", "combine_send",
-                                        "combine_wait"};
-    static char text[65536], line[256];
-    char path[] = "/tmp/ep_tests_json_XXXXXX";
-    close(mkstemp(path));
-    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 4 --mode latency --split -J %s", path);
-    check_run(line, 0, "# split: dispatch_send ", NULL);
-    read_file(path, text, sizeof(text));
-    CHECK(strstr(text, "\"chain\": 20"), "no chain: %s", text);
-    for (int i = 0; i < LENGTH(calls); i++) {
-        snprintf(line, sizeof(line), "\"name\": \"%s\"", calls[i]);
-        CHECK(strstr(text, line), "no %s: %s", line, text);
-    }
-    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 4 --mode latency -J %s", path);
-    check_run(line, 0, "#wrong 0", NULL);
-    read_file(path, text, sizeof(text));
+    static const char *const calls[] = {"\"chain\": 20", "\"name\": \"dispatch_send\"",
+                                        "\"name\": \"dispatch_wait\"", "\"name\": \"combine_send\"",
+                                        "\"name\": \"combine_wait\""};
+    const char *text = run_json("ep_bench", QUICK "--threads 2 --tokens 4 --mode latency --split",
+                                "# split: dispatch_send ");
+    check_words(text, calls, LENGTH(calls));
+    text = run_json("ep_bench", QUICK "--threads 2 --tokens 4 --mode latency", "#wrong 0");
     CHECK(!strstr(text, "split_phases\": [") && !strstr(text, "dispatch_send"),
           "unexpected phases: %s", text);
-    unlink(path);
 }
 
 /* The remote bytes of dispatch. */
 static long long dispatch_bytes(const char *options) {
-    static char text[65536], line[256];
-    char path[] = "/tmp/ep_tests_json_XXXXXX";
+    char line[256];
     long long bytes = -1;
-    close(mkstemp(path));
-    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 16 %s -J %s", options, path);
-    check_run(line, 0, "#wrong 0", NULL);
-    read_file(path, text, sizeof(text));
-    unlink(path);
+    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 16 %s", options);
+    const char *text = run_json("ep_bench", line, "#wrong 0");
     const char *at = strstr(text, "\"dispatch\"");
     if (at) at = strstr(at, "\"remote_bytes\"");
     CHECK(at && sscanf(at, "\"remote_bytes\": %lld", &bytes) == 1, "no bytes: %s", text);
@@ -161,15 +135,12 @@ static void check_memory_bytes(const char *text, const char *phase, long long ex
 
 /* What each phase reads from and writes to a GPU's memory follows from the routing. */
 SoloTest(tools_bench, memory_bytes_are_counted) {
-    static char text[65536], line[256];
-    char path[] = "/tmp/ep_tests_json_XXXXXX";
-    close(mkstemp(path));
+    char line[256];
     for (int i = 0; i < LENGTH(memory_cases); i++) {
         const MemoryCase *m = &memory_cases[i];
-        snprintf(line, sizeof(line), QUICK "--routing uniform --threads 2 --tokens 16 %s -J %s",
-                 m->options, path);
-        check_run(line, 0, "#wrong 0", NULL);
-        read_file(path, text, sizeof(text));
+        snprintf(line, sizeof(line), QUICK "--routing uniform --threads 2 --tokens 16 %s",
+                 m->options);
+        const char *text = run_json("ep_bench", line, "#wrong 0");
         check_note("%s", m->options);
         check_memory_bytes(text, "prepare", 0);
         check_memory_bytes(text, "dispatch", m->dispatch);
@@ -177,5 +148,4 @@ SoloTest(tools_bench, memory_bytes_are_counted) {
         check_memory_bytes(text, "combine_backward", m->combine_backward);
         check_memory_bytes(text, "dispatch_backward", m->dispatch_backward);
     }
-    unlink(path);
 }

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_bench --models: the shapes of a file, in both modes; invalid files are refused. */
-#include <fcntl.h>
-#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,90 +30,35 @@ static const char *with_models(const char *options) {
     return line;
 }
 
-/* One table with a row for each model, mode, size and phase; one JSON file with a list. */
+/* A row for each model, mode, size and phase; one JSON file with a list. One mode on request. */
 SoloTest(tools_models, both_modes_of_each) {
-    static char text[262144], line[512];
-    static const char *const rows[] = {
-        "\ntiny                 throughput        16  dispatch ",
-        "\ntiny                 throughput        32  combine_backward ",
-        "\ntiny                 latency           32  combine ",
-        "\nother                throughput        16  prepare ",
-        "\nother                latency           16  dispatch ",
-    };
-    static const char *const lines[] = {"\n# 16 tokens, throughput: median_us, ",
-                                        "\n# 32 tokens, latency: median_us, ",
-                                        "\n# tiny                     64     2       4   ",
-                                        "\n# other                   128     1       3   "};
     static const char *const keys[] = {
         "\"models\": [",         "\"model\": \"tiny\"", "\"model\": \"other\"", "\"hidden\": 128",
         "\"mode\": \"latency\"", "\"sweep\": [",        "\"wrong\": 0",         "\"models_file\""};
-    char path[] = "/tmp/ep_tests_json_XXXXXX";
-    close(mkstemp(path));
     write_file(models_path, TWO_MODELS);
-    snprintf(line, sizeof(line), MODELS "-b 16 -e 32 -J %s --models=%s", path, models_path);
-    ProcessResult result = run_bench(line);
-    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
-    CHECK(strstr(result.out, "\n#wrong 0\n"), "%s", result.out);
-    CHECK(!strstr(result.out, "latency           16  prepare"), "%s", result.out);
-    CHECK(result.err[0] == 0, "progress on what is no terminal: %s", result.err);
-    for (int i = 0; i < LENGTH(rows); i++)
-        CHECK(strstr(result.out, rows[i]), "no '%s' in: %s", rows[i], result.out);
-    for (int i = 0; i < LENGTH(lines); i++)
-        CHECK(strstr(result.out, lines[i]), "no '%s' in: %s", lines[i], result.out);
-    process_result_free(&result);
-    read_file(path, text, sizeof(text));
-    unlink(path);
-    for (int i = 0; i < LENGTH(keys); i++)
-        CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
+    check_words(run_json("ep_bench", with_models("-b 16 -e 32"), "\n#wrong 0\n"), keys,
+                LENGTH(keys));
+    const char *text =
+        run_json("ep_bench", with_models("--mode latency --split -b 8 -e 8"), "\n#wrong 0\n");
+    CHECK(strstr(text, "\"latency\"") && !strstr(text, "\"throughput\""), "%s", text);
 }
 
-/* Tokens of its own, with floors: the table has ratios, and the share of padding. One of 128 rows
- * of the only expert is a slot. */
-SoloTest(tools_models, table_with_floors) {
-    static char text[262144];
-    char path[] = "/tmp/ep_tests_json_XXXXXX", line[256];
-    close(mkstemp(path));
+/* Tokens of its own, with floors. Of 128 rows of the only expert one is a slot: 127 of 512 bytes
+ * are padding. */
+SoloTest(tools_models, floors) {
+    static const char *const keys[] = {"\"zero_bytes\": 65024", "\"floor_is\": \"memory\""};
+    char line[256];
     write_file(models_path, "one 256 1 1\n");
-    snprintf(line, sizeof(line), "-n 1 -w 0 --threads 1 --tokens 1 -J %s --models=%s", path,
-             models_path);
-    ProcessResult result = run_bench(line);
-    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
-    const char *row = strstr(result.out, "\n# one                     256     1       1   99.2  ");
-    CHECK(row, "%s", result.out);
-    double us = 0, ratio = 0;
-    char bound = 0;
-    CHECK(row && sscanf(strstr(row, "99.2") + 4, "%lf %lf%c", &us, &ratio, &bound) == 3 && us > 0 &&
-              ratio > 0 && bound == 'm',
-          "%g %g %c", us, ratio, bound);
-    process_result_free(&result);
-    read_file(path, text, sizeof(text));
-    unlink(path);
-    CHECK(strstr(text, "\"zero_bytes\": 65024"), "%s", text); /* 127 rows of 512 bytes */
-    CHECK(strstr(text, "\"floor_is\": \"memory\""), "%s", text);
+    snprintf(line, sizeof(line), "-n 1 -w 0 --threads 1 --tokens 1 --models=%s", models_path);
+    check_words(run_json("ep_bench", line, NULL), keys, LENGTH(keys));
 }
 
 SoloTest(tools_models, from_128_to_8192_tokens) {
+    static const char *const keys[] = {"\"tokens\": 128", "\"tokens\": 1024", "\"tokens\": 8192"};
     write_file(models_path, "tiny 8 1 2\n");
-    ProcessResult result = run_bench(with_models("-c 0"));
-    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
-    for (int tokens = 128; tokens <= 8192; tokens *= 2) {
-        char row[96];
-        snprintf(row, sizeof(row), "\ntiny                 throughput %9d  dispatch ", tokens);
-        CHECK(strstr(result.out, row), "no '%s' in: %s", row, result.out);
-        snprintf(row, sizeof(row), "\ntiny                 latency    %9d  dispatch ", tokens);
-        CHECK(strstr(result.out, row), "no '%s' in: %s", row, result.out);
-    }
-    CHECK(!strstr(result.out, " 16384  ") && !strstr(result.out, " 64  "), "%s", result.out);
-    process_result_free(&result);
-}
-
-SoloTest(tools_models, one_mode_on_request) {
-    write_file(models_path, TWO_MODELS);
-    ProcessResult result = run_bench(with_models("--mode latency --split -b 8 -e 8"));
-    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
-    CHECK(strstr(result.out, "\ntiny                 latency "), "%s", result.out);
-    CHECK(!strstr(result.out, "\ntiny                 throughput "), "%s", result.out);
-    process_result_free(&result);
+    const char *text = run_json("ep_bench", with_models("-c 0"), NULL);
+    check_words(text, keys, LENGTH(keys));
+    CHECK(!strstr(text, "\"tokens\": 64,") && !strstr(text, "\"tokens\": 16384"), "%s", text);
 }
 
 /* The file of this tree has the ten models, and is found without a name. */
@@ -188,38 +131,4 @@ SoloTest(tools_models, bad_lines_are_refused) {
     static const char zero[] = "x 64 1 4\0 5\n";
     write_bytes(models_path, zero, sizeof(zero) - 1);
     check_run(with_models(""), 2, NULL, "zero byte");
-}
-
-/* Read what has been written to a terminal, up to what follows `last`. The kernel passes it on in
- * its own time. */
-static void read_terminal(int terminal, const char *last, char *text, size_t bytes) {
-    size_t length = 0;
-    struct pollfd wait = {terminal, POLLIN, 0};
-    text[0] = 0;
-    while (!strstr(text, last) && length + 1 < bytes && poll(&wait, 1, 10000) > 0) {
-        ssize_t got = read(terminal, text + length, bytes - 1 - length);
-        if (got <= 0) break;
-        text[length += (size_t)got] = 0;
-    }
-}
-
-/* Where stderr is a terminal, a line says what is being measured. */
-SoloTest(tools_models, progress_on_a_terminal) {
-    char command[16384], text[4096];
-    int terminal = posix_openpt(O_RDWR | O_NOCTTY);
-    REQUIRE(terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0, "no terminal");
-    int other = open(ptsname(terminal), O_RDWR | O_NOCTTY);
-    write_file(models_path, TWO_MODELS);
-    snprintf(command, sizeof(command), "%s %s 2>%s", build_path("ep_bench"),
-             with_models("-b 4 -e 8"), ptsname(terminal));
-    const char *argv[] = {"sh", "-c", command, NULL};
-    ProcessResult result = process_run(argv, 0);
-    read_terminal(terminal, "8 of 8: other, latency, 8 tokens", text, sizeof(text));
-    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, text);
-    CHECK(strstr(text, "1 of 8: tiny, throughput, 4 tokens"), "%s", text);
-    CHECK(strstr(text, "8 of 8: other, latency, 8 tokens"), "%s", text);
-    CHECK(!strstr(result.out, " of 8: "), "%s", result.out);
-    process_result_free(&result);
-    close(other);
-    close(terminal);
 }

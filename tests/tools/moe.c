@@ -4,7 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "tests/tools/run_bench.h"
 
@@ -68,40 +67,21 @@ SoloTest(tools_moe, several_nodes) {
 
 /* What any phase writes matters to some result, and the check sees it. */
 SoloTest(tools_moe, faults_are_found) {
-    static const char *const phases[] = {
-        "router",
-        "dispatch",
-        "gather_w1",
-        "gather_w2",
-        "gemm1",
-        "activation",
-        "gemm2",
-        "combine",
-        "reduce_w1",
-        "combine_backward",
-        "gather_w2_backward",
-        "gather_w1_backward",
-        "gemm2_grad_input",
-        "gemm2_grad_weight",
-        "reduce_w2",
-        "gemm1_grad_input",
-        "activation_backward",
-        "gemm1_grad_weight",
-        "dequantise",
-        "dispatch_backward",
-        "router_backward",
-        "dequantise_backward",
-        "reduce_router",
-    };
-    for (int i = 0; i < LENGTH(phases); i++) {
-        const char *quant = strstr(phases[i], "dequantise") ? "--quant fp8 --blocks rows" : "";
+    char phases[] = "router dispatch gather_w1 gather_w2 gemm1 activation gemm2 combine reduce_w1 "
+                    "combine_backward gather_w2_backward gather_w1_backward gemm2_grad_input "
+                    "gemm2_grad_weight reduce_w2 gemm1_grad_input activation_backward "
+                    "gemm1_grad_weight dequantise dispatch_backward router_backward "
+                    "dequantise_backward reduce_router";
+    char *rest = phases, *phase;
+    while ((phase = strsep(&rest, " "))) {
+        const char *quant = strstr(phase, "dequantise") ? "--quant fp8 --blocks rows" : "";
         char line[320];
         snprintf(line, sizeof(line),
                  SMALL
                  "--threads 4 --mesh fsdp=2,expert=2 --experts 4 --dtype fp32 --regather 1 %s",
                  quant);
-        setenv("LIBEP_TEST_MOE_FAULT", phases[i], 1);
-        check_note("a fault in %s", phases[i]);
+        setenv("LIBEP_TEST_MOE_FAULT", phase, 1);
+        check_note("a fault in %s", phase);
         check_tool("ep_moe", line, 1, "\n# wrong: ", "elements are wrong");
     }
     unsetenv("LIBEP_TEST_MOE_FAULT");
@@ -153,35 +133,26 @@ SoloTest(tools_moe, help_and_version) {
 }
 
 SoloTest(tools_moe, json_has_the_documented_keys) {
-    static const char *const keys[] = {
-        "\"format\": \"ep_moe 1\"",
-        "\"version\"",
-        "\"wrong\": 0",
-        "\"mesh\": \"expert=2\"",
-        "\"machine\"",
-        "\"median_us\"",
-        "\"name\": \"gemm1_grad_input\"",
-        "\"floor_us\"",
-        "\"floor_ratio\"",
-        "\"spec\": \"expert,_,_\"",
-        "\"bytes\"",
-        "\"flops\": ",
-        "\"gemm_flops_per_second\"",
-        "\"overlap\": false",
-        "\"overlaps\"",
-        "\"step\"",
-        "\"checks\"",
-        "\"largest_error\"",
-    };
-    static char text[65536], line[256];
-    char path[] = "/tmp/ep_tests_moe_XXXXXX";
-    close(mkstemp(path));
-    snprintf(line, sizeof(line), SMALL "--threads 2 --floor 1 -J %s", path);
-    check_tool("ep_moe", line, 0, "\n#wrong 0\n", NULL);
-    read_file(path, text, sizeof(text));
-    unlink(path);
-    for (int i = 0; i < LENGTH(keys); i++)
-        CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
+    static const char *const keys[] = {"\"format\": \"ep_moe 1\"",
+                                       "\"version\"",
+                                       "\"wrong\": 0",
+                                       "\"mesh\": \"expert=2\"",
+                                       "\"machine\"",
+                                       "\"median_us\"",
+                                       "\"name\": \"gemm1_grad_input\"",
+                                       "\"floor_us\"",
+                                       "\"floor_ratio\"",
+                                       "\"spec\": \"expert,_,_\"",
+                                       "\"bytes\"",
+                                       "\"flops\": ",
+                                       "\"gemm_flops_per_second\"",
+                                       "\"overlap\": false",
+                                       "\"overlaps\"",
+                                       "\"step\"",
+                                       "\"checks\"",
+                                       "\"largest_error\""};
+    check_words(run_json("ep_moe", SMALL "--threads 2 --floor 1", "\n#wrong 0\n"), keys,
+                LENGTH(keys));
 }
 
 static long long number_of(const char *text, const char *key) {
@@ -191,13 +162,8 @@ static long long number_of(const char *text, const char *key) {
 
 /* What the EP group and its plan take was promised. */
 SoloTest(tools_moe, memory_is_as_promised) {
-    static char text[65536], line[256];
-    char path[] = "/tmp/ep_tests_moe_XXXXXX";
-    close(mkstemp(path));
-    snprintf(line, sizeof(line), SMALL "--threads 4 --mesh data=2,expert=2 -J %s", path);
-    check_tool("ep_moe", line, 0, "\n# memory: EP group and plan, promised ", NULL);
-    read_file(path, text, sizeof(text));
-    unlink(path);
+    const char *text = run_json("ep_moe", SMALL "--threads 4 --mesh data=2,expert=2",
+                                "\n# memory: EP group and plan, promised ");
     long long taken = number_of(text, "\"library_bytes\": ");
     CHECK(taken > 0 && taken == number_of(text, "\"promised_bytes\": "), "%s", text);
     /* The router is the same on four ranks, which divide its gradient's sum: 16 x 64 in fp32. */

@@ -3,6 +3,7 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { MOST_WORDS = 40 };
 
@@ -36,12 +37,19 @@ void check_run(const char *line, int exit_status, const char *in_out, const char
     check_tool("ep_bench", line, exit_status, in_out, in_err);
 }
 
-void read_file(const char *path, char *text, size_t size) {
-    FILE *file = fopen(path, "r");
-    text[0] = 0;
-    REQUIRE(file, "no file %s", path);
-    text[fread(text, 1, size - 1, file)] = 0;
-    fclose(file);
+const char *run_json(const char *tool, const char *line, const char *in_out) {
+    static char text[262144], words[1024];
+    const char *path = temporary_file();
+    snprintf(words, sizeof(words), "%s -J %s", line, path);
+    check_tool(tool, words, 0, in_out, NULL);
+    read_file(path, text, sizeof(text));
+    unlink(path);
+    return text;
+}
+
+void check_words(const char *text, const char *const *words, int n) {
+    for (int i = 0; i < n; i++)
+        CHECK(strstr(text, words[i]), "no %s: %s", words[i], text);
 }
 
 void write_bytes(const char *path, const char *text, size_t bytes) {

@@ -11,8 +11,6 @@
 #include "tests/harness/check.h"
 #include "tests/harness/process.h"
 
-#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
-
 /** Options of small and quick runs. The check is on by default. */
 #define QUICK "-n 1 -w 0 --hidden 64 --experts 12 --top-k 3 --floor 0 "
 
@@ -28,8 +26,12 @@ void check_tool(const char *tool, const char *line, int exit_status, const char 
 /** The same with ep_bench. */
 void check_run(const char *line, int exit_status, const char *in_out, const char *in_err);
 
-/** Read at most size - 1 bytes of a file as a string. */
-void read_file(const char *path, char *text, size_t size);
+/** Run a tool, which succeeds and prints `in_out`. Returns what it writes as JSON, in static
+ * memory. */
+const char *run_json(const char *tool, const char *line, const char *in_out);
+/** Check that the JSON has each of these words. */
+void check_words(const char *text, const char *const *words, int n);
+
 void write_file(const char *path, const char *text);
 void write_bytes(const char *path, const char *text, size_t bytes);
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, byref, c_void_p, sizeof
+from ctypes import POINTER, byref, c_int32, c_void_p, cast, sizeof
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import _abi
@@ -11,6 +11,7 @@ from ._abi import Mode, Status, Type
 from ._config import handle_config
 from ._group import Group, public_name
 from ._library import EpError, last_error, library
+from ._operations import calls_library
 from ._tensor import Tensor, read, written
 
 if TYPE_CHECKING:
@@ -229,10 +230,14 @@ class Handle:
         to = [_host_row(ranks, "ranks"), _host_row(tokens, "tokens")]
         rows = min(made.shape[0] for made in to)
         self._call(
-            library.ep_plan_sources, read(plan, "plan"), stream, rows, to[0].data, to[1].data
+            library.ep_plan_sources,
+            read(plan, "plan"),
+            stream,
+            rows,
+            *(cast(made.data, POINTER(c_int32)) for made in to),
         )
 
-    # ---- the five operations ------------------------------------------------------------------
+    # ---- the five operations: calls_library makes their bodies ---------------------------------
 
     def prepare(
         self,
@@ -257,6 +262,7 @@ class Handle:
         if self.mode is Mode.LATENCY:
             self._recorded = (topk_idx, num_tokens, idx, tokens, out)
 
+    @calls_library
     def dispatch(
         self,
         tokens: TensorLike,
@@ -282,20 +288,8 @@ class Handle:
         recv_topk_idx      output, FLAT and RANK_MAJOR: [rows, K] INT32 or INT64, or None
         prepare            latency mode: the routing, or None for that of the last prepare
         """
-        self._call(
-            library.ep_dispatch,
-            written(plan, "plan"),
-            prepare,
-            read(tokens, "tokens"),
-            read(topk_weights, "topk_weights"),
-            read(scales, "scales"),
-            stream,
-            written(recv_tokens, "recv_tokens"),
-            written(recv_topk_weights, "recv_topk_weights"),
-            written(recv_scales, "recv_scales"),
-            written(recv_topk_idx, "recv_topk_idx"),
-        )
 
+    @calls_library
     def combine(
         self,
         expert_out: TensorLike,
@@ -313,16 +307,8 @@ class Handle:
         topk_weights  latency mode, in place of slot_weights: [T, K] FP32 at the token's rank
         out           output [T, H] of the same type: sum of weight times row over the token's slots
         """
-        self._call(
-            library.ep_combine,
-            read(plan, "plan"),
-            read(expert_out, "expert_out"),
-            read(slot_weights, "slot_weights"),
-            read(topk_weights, "topk_weights"),
-            stream,
-            written(out, "out"),
-        )
 
+    @calls_library
     def dispatch_backward(
         self,
         grad_recv_tokens: TensorLike,
@@ -340,16 +326,8 @@ class Handle:
         grad_tokens        output [T, H]
         grad_topk_weights  output [T, K] FP32; required with grad_slot_weights, otherwise None
         """
-        self._call(
-            library.ep_dispatch_backward,
-            read(plan, "plan"),
-            read(grad_recv_tokens, "grad_recv_tokens"),
-            read(grad_slot_weights, "grad_slot_weights"),
-            stream,
-            written(grad_tokens, "grad_tokens"),
-            written(grad_topk_weights, "grad_topk_weights"),
-        )
 
+    @calls_library
     def combine_backward(
         self,
         grad_out: TensorLike,
@@ -369,19 +347,10 @@ class Handle:
         grad_expert_out    output shaped like expert_out
         grad_slot_weights  output shaped like slot_weights, FP32, or None
         """
-        self._call(
-            library.ep_combine_backward,
-            read(plan, "plan"),
-            read(grad_out, "grad_out"),
-            read(slot_weights, "slot_weights"),
-            read(expert_out, "expert_out"),
-            stream,
-            written(grad_expert_out, "grad_expert_out"),
-            written(grad_slot_weights, "grad_slot_weights"),
-        )
 
     # ---- send and receive phases, in latency mode ---------------------------------------------
 
+    @calls_library
     def dispatch_send(
         self,
         tokens: TensorLike,
@@ -393,17 +362,8 @@ class Handle:
         stream: int = 0,
     ) -> None:
         """The send phase of dispatch. Inputs may be overwritten once it has run."""
-        self._call(
-            library.ep_dispatch_send,
-            written(plan, "plan"),
-            prepare,
-            read(tokens, "tokens"),
-            read(topk_weights, "topk_weights"),
-            read(scales, "scales"),
-            stream,
-        )
-        self._sent = prepare
 
+    @calls_library
     def dispatch_wait(
         self,
         *,
@@ -414,16 +374,8 @@ class Handle:
         stream: int = 0,
     ) -> None:
         """The receive phase of dispatch, with the plan of the send phase."""
-        self._call(
-            library.ep_dispatch_wait,
-            stream,
-            written(recv_tokens, "recv_tokens"),
-            written(recv_topk_weights, "recv_topk_weights"),
-            written(recv_scales, "recv_scales"),
-            written(recv_topk_idx, "recv_topk_idx"),
-        )
-        self._sent = None
 
+    @calls_library
     def combine_send(
         self,
         expert_out: TensorLike,
@@ -434,18 +386,10 @@ class Handle:
         stream: int = 0,
     ) -> None:
         """The send phase of combine. Inputs may be overwritten once it has run."""
-        self._call(
-            library.ep_combine_send,
-            read(plan, "plan"),
-            read(expert_out, "expert_out"),
-            read(slot_weights, "slot_weights"),
-            read(topk_weights, "topk_weights"),
-            stream,
-        )
 
+    @calls_library
     def combine_wait(self, *, out: TensorLike, stream: int = 0) -> None:
         """The receive phase of combine."""
-        self._call(library.ep_combine_wait, stream, written(out, "out"))
 
     # ---- the end ------------------------------------------------------------------------------
 

@@ -4,9 +4,15 @@
 from __future__ import annotations
 
 import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.join(HERE, "../common")]
+
+import base  # noqa: E402
+from base import DEVICE, SECONDS, make_nodes  # noqa: E402
 
 DEVICES = 8
-DEVICE = os.environ.get("LIBEP_TEST_DEVICE", "cpu")
 os.environ["JAX_PLATFORMS"] = DEVICE
 if DEVICE == "cpu":
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
@@ -22,10 +28,11 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import libep.jax  # noqa: E402
 
-# GPUs would multiply float32 with fewer bits: then a router may choose other experts than the dense one.
+# GPUs would multiply float32 with fewer bits: then a router may choose other experts than the
+# dense one.
 jax.config.update("jax_default_matmul_precision", "highest")
 
-SECONDS = 20  # deadline of waits
+seed, nodes = base.seed, make_nodes("one_node", "two_nodes")
 EXPERTS, TOKENS, HIDDEN, INNER, TOP_K = 8, 12, 16, 32, 3
 
 
@@ -35,19 +42,6 @@ def make_mesh(*sizes, names=("ep",)):
     if devices.size < np.prod(sizes):
         pytest.skip(f"needs {np.prod(sizes)} devices")
     return Mesh(devices.reshape(sizes), names)
-
-
-NODES = {"one_node": "", "two_nodes": "2"}  # LIBEP_TOPOLOGY
-
-
-@pytest.fixture(params=NODES)
-def nodes(request, monkeypatch):
-    """Pretended nodes. Sums have other roundings there."""
-    if DEVICE != "cpu" and NODES[request.param]:
-        pytest.skip("pretended nodes are for CPUs")
-    monkeypatch.setenv("LIBEP_TOPOLOGY", NODES[request.param])
-    monkeypatch.setenv("LIBEP_INTERFACE", "lo")
-    return request.param
 
 
 @pytest.fixture

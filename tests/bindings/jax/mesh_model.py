@@ -12,7 +12,7 @@ from conftest import EXPERTS, HIDDEN, INNER, TOKENS, TOP_K, make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from libep._jax_weights import dequantise, quantise
+from libep.jax._weights import dequantise, quantise
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,9 +50,8 @@ from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import libep.jax  # noqa: E402
-from libep import _jax_calls as calls  # noqa: E402
 from libep._handle import PlanTensors  # noqa: E402
-from libep._jax_operations import _vary_alike  # noqa: E402
+from libep.jax._operations import _vary_alike  # noqa: E402
 from libep._library import check, library  # noqa: E402
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 16, 2, 8
@@ -211,12 +210,12 @@ def programs_of(ep, mesh, count):
 
     def prepare(x, idx, w, received):
         operands = _vary_alike(operations.axes, idx, operations._place())
-        return operations._bind(calls.prepare, *operands, outputs=operations._plan_types())
+        return operations._bind("prepare", *operands, outputs=operations._plan_types())
 
     def dispatch(x, idx, w, received):
         recv, recv_w, plan = received
         outputs = [(array.shape, array.dtype.name) for array in (recv, recv_w)]
-        return operations._bind(calls.dispatch, plan.bytes, x, w, outputs=outputs)
+        return operations._bind("dispatch", plan.bytes, x, w, outputs=outputs)
 
     def combine(x, idx, w, received):
         recv, recv_w, plan = received

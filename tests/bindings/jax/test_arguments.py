@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,30 +15,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from base import refused
 from conftest import (
-    DEVICE,
-    EXPERTS,
-    HIDDEN,
-    SECONDS,
-    TOKENS,
-    TOP_K,
-    make_mesh,
-    moe,
-    parameters,
-    specs,
-    tokens,
-)
+    DEVICE, EXPERTS, HIDDEN, SECONDS, TOKENS, TOP_K, make_mesh, moe, parameters, specs, tokens
+)  # fmt: skip
 from jax._src.dispatch import runtime_tokens
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import libep.jax
-from libep import EpError, Status
+from libep import EpError
 
 
 def indices(devices):
     return jnp.tile(jnp.arange(TOP_K, dtype=jnp.int32), (devices * TOKENS, 1))
+
+
+def on_mesh(mesh, body, **options):
+    """A program of body on each device of a mesh."""
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), **options))
 
 
 def round_trip(ep, mesh):
@@ -46,139 +44,80 @@ def round_trip(ep, mesh):
         rows, _, plan = ep.dispatch(x, idx)
         return ep.combine(rows, plan)
 
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    return on_mesh(mesh, body)
 
 
 # ---- bootstrap ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "fields, status, sentence",
-    [
-        ({"axis": "expert"}, "RANGE", r"expected one of the mesh's axes \('ep',\), got 'expert'"),
-        ({"num_experts": 7}, "RANGE", "expected a multiple of the 2 devices along 'ep', got 7"),
-        ({"top_k": 33}, "TOP_K", r"top_k: expected 1 \.\. 32, got 33"),
-        ({"hidden": 3}, "ROW_BYTES", "hidden: expected .* multiple of 16 .*, got 3 of float32: 12"),
-        ({"hidden": 2**40}, "ROW_BYTES", "hidden: expected rows of .* up to 65536, got"),
-        ({"dtype": jnp.int8}, "TYPE", "dtype: expected float32 or bfloat16 or float16, got int8"),
-        ({"dtype": np.float64}, "TYPE", "dtype: expected float32 or .*, got float64"),
-        ({"dtype": "wide"}, "TYPE", "dtype: expected float32 or .*, got 'wide'"),
-        ({"num_experts": True}, "TYPE", "num_experts: expected an integer, got True"),
-        ({"alignment": 3}, "ALIGNMENT", "alignment"),
-        ({"axis": None}, "TYPE", "axis: expected an axis of the mesh or a tuple .*, got None"),
-        ({"num_experts": "8"}, "TYPE", "num_experts: expected an integer, got '8'"),
-        ({"max_recv_rows": 8.0}, "TYPE", "max_recv_rows: expected an integer, got 8.0"),
-        ({"max_recv_rows": 0}, "UNSUPPORTED", "max_recv_rows: expected a number of rows, got 0"),
-        ({"backend": libep.Backend.HOST}, "UNSUPPORTED", "backend: expected none, since .* mesh"),
-        ({"device": 0}, "UNSUPPORTED", "device: expected none, since it follows from mesh, got 0"),
-        ({"max_row_bytes": 64}, "UNSUPPORTED", "max_row_bytes: expected none, since .* hidden"),
-        ({"mode": libep.Mode.LATENCY}, "UNSUPPORTED", "mode: expected Mode.THROUGHPUT, got"),
-        ({"mode": "latency"}, "UNSUPPORTED", "mode: .*THROUGHPUT, got Mode.LATENCY"),
-        ({"mode": "auto"}, "UNSUPPORTED", "mode: .*THROUGHPUT, got Mode.AUTO"),
-        ({"mode": "fast"}, "RANGE", "mode: expected one of auto, .*, got 'fast'"),
-        ({"layout": "flat"}, "UNSUPPORTED", "layout: expected none, since libep.jax sets it, got"),
-    ],
-)
-def test_bootstrap(bootstrap, fields, status, sentence):
-    with pytest.raises(EpError, match=sentence) as caught:
-        bootstrap(make_mesh(2), **fields)
-    assert caught.value.status is Status[status]
-    bootstrap(make_mesh(2))  # nothing was left behind
-
-
-def test_what_is_no_mesh(bootstrap):
-    for mesh in (None, make_mesh(2).abstract_mesh):
-        with pytest.raises(EpError, match="mesh: expected a jax.sharding.Mesh, got") as caught:
-            bootstrap(mesh)
-        assert caught.value.status is Status.TYPE
-
-
-def test_unknown_field(bootstrap):
-    with pytest.raises(TypeError, match="max_tokenz"):
-        bootstrap(make_mesh(2), max_tokenz=3)
+@pytest.mark.parametrize("text, fields", [
+    (r"RANGE expected one of the mesh's axes \('ep',\), got 'expert'", {"axis": "expert"}),
+    ("RANGE expected a multiple of the 2 devices along 'ep', got 7", {"num_experts": 7}),
+    (r"TOP_K top_k: expected 1 \.\. 32, got 33", {"top_k": 33}),
+    ("ROW_BYTES hidden: .* multiple of 16 .*, got 3 of float32: 12", {"hidden": 3}),
+    ("ROW_BYTES hidden: expected rows of .* up to 65536, got", {"hidden": 2**40}),
+    ("TYPE dtype: expected float32 or bfloat16 or float16, got int8", {"dtype": jnp.int8}),
+    ("TYPE dtype: expected float32 or .*, got float64", {"dtype": np.float64}),
+    ("TYPE dtype: expected float32 or .*, got 'wide'", {"dtype": "wide"}),
+    ("TYPE num_experts: expected an integer, got True", {"num_experts": True}),
+    ("TYPE num_experts: expected an integer, got '8'", {"num_experts": "8"}),
+    ("TYPE max_recv_rows: expected an integer, got 8.0", {"max_recv_rows": 8.0}),
+    ("ALIGNMENT alignment", {"alignment": 3}),
+    ("TYPE axis: expected an axis of the mesh or a tuple .*, got None", {"axis": None}),
+    ("UNSUPPORTED max_recv_rows: expected a number of rows, got 0", {"max_recv_rows": 0}),
+    ("UNSUPPORTED backend: expected none, since .* mesh", {"backend": libep.Backend.HOST}),
+    ("UNSUPPORTED device: expected none, since it follows from mesh, got 0", {"device": 0}),
+    ("UNSUPPORTED max_row_bytes: expected none, since .* hidden", {"max_row_bytes": 64}),
+    ("UNSUPPORTED mode: expected Mode.THROUGHPUT, got", {"mode": libep.Mode.LATENCY}),
+    ("UNSUPPORTED mode: .*THROUGHPUT, got Mode.LATENCY", {"mode": "latency"}),
+    ("UNSUPPORTED mode: .*THROUGHPUT, got Mode.AUTO", {"mode": "auto"}),
+    ("RANGE mode: expected one of auto, .*, got 'fast'", {"mode": "fast"}),
+    ("UNSUPPORTED layout: expected none, since libep.jax sets it, got", {"layout": "flat"}),
+    ("TYPE mesh: expected a jax.sharding.Mesh, got", {"mesh": None}),
+    ("TYPE mesh: expected a jax.sharding.Mesh, got", {"mesh": "abstract"}),
+    ("TypeError max_tokenz", {"max_tokenz": 3}),
+])  # fmt: skip
+def test_bootstrap(bootstrap, text, fields):
+    mesh = make_mesh(2)
+    given = {"mesh": mesh, **fields}
+    if given["mesh"] == "abstract":
+        given["mesh"] = mesh.abstract_mesh
+    with refused(text):
+        bootstrap(**given)
+    bootstrap(mesh)  # nothing was left behind
 
 
 # ---- operations --------------------------------------------------------------------------------
 
-GOOD = {
-    "x": ((TOKENS, HIDDEN), "float32"),
-    "idx": ((TOKENS, TOP_K), "int32"),
-    "weights": ((TOKENS, TOP_K), "float32"),
-    "counts": ((1,), "int32"),
-}
-BAD = [
-    ("x", ((TOKENS, HIDDEN), "int32"), "TYPE", "tokens: expected float32 or bfloat16"),
-    ("x", ((TOKENS,), "float32"), "SHAPE", r"tokens: expected shape \[any, any\], got \[12\]"),
-    ("x", ((TOKENS, HIDDEN), "int8"), "TYPE", "tokens: expected float32 or .*, got int8"),
-    (
-        "x",
-        ((TOKENS, 2 * HIDDEN), "float32"),
-        "ROW_BYTES",
-        r"up to 64 \(bootstrap's hidden, 16 of float32\), got 128 \(32 of float32\)",
-    ),
-    ("x", ((TOKENS, 6), "bfloat16"), "ROW_BYTES", "multiple of 16 bytes up to 64 .*, got 12"),
-    ("x", ((TOKENS + 1, HIDDEN), "float32"), "TOKENS", "at most 12 tokens .*, got 13"),
-    ("idx", ((TOKENS, TOP_K), "float32"), "TYPE", "topk_idx: expected int32 or int64, got float32"),
-    ("idx", ((TOKENS, TOP_K + 1), "int32"), "SHAPE", r"expected shape \[12, 3\], got \[12, 4\]"),
-    ("idx", ((TOKENS - 1, TOP_K), "int32"), "SHAPE", r"expected shape \[12, 3\], got \[11, 3\]"),
-    ("weights", ((TOKENS, TOP_K), "bfloat16"), "TYPE", "topk_weights: expected float32"),
-    ("weights", ((TOKENS,), "float32"), "SHAPE", r"expected shape \[12, 3\], got \[12\]"),
-    ("counts", ((TOKENS,), "int32"), "SHAPE", r"num_tokens: expected shape \[1\], got \[12\]"),
-    ("counts", ((1,), "float32"), "TYPE", "num_tokens: expected int32 or int64, got float32"),
-]
-
-
-@pytest.mark.parametrize("name, kind, status, sentence", BAD)
-def test_dispatch(bootstrap, name, kind, status, sentence):
-    """Refused while JAX traces, so that no device has begun; the group goes on."""
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
-
-    def body():
-        arguments = (jnp.zeros(*k) for k in {**GOOD, name: kind}.values())
-        return ep.dispatch(*arguments)[0]
-
-    with pytest.raises(EpError, match=sentence) as caught:
-        jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=P("ep")))()
-    assert caught.value.status is Status[status]
-    x = tokens(1, 2)
-    np.testing.assert_array_equal(round_trip(ep, mesh)(x, indices(2)), TOP_K * x)
-
-
-@pytest.mark.parametrize(
-    "rows, weights, sentence",
-    [
-        (((5, HIDDEN), "float32"), None, r"expert_out: expected shape \[72, any\], got \[5, 16\]"),
-        (((72, HIDDEN), "int32"), None, "expert_out: expected float32"),
-        (((72, HIDDEN), "float32"), ((5,), "float32"), r"recv_weights: expected shape \[72\]"),
-        (((72, HIDDEN), "float32"), ((72,), "float16"), "recv_weights: expected float32"),
-    ],
-)
-def test_combine(bootstrap, rows, weights, sentence):
+@pytest.mark.parametrize("text, rows, weights", [
+    (r"SHAPE expert_out: expected shape \[72, any\], got \[5, 16\]",
+     ((5, HIDDEN), "float32"), None),
+    ("TYPE expert_out: expected float32", ((72, HIDDEN), "int32"), None),
+    (r"SHAPE recv_weights: expected shape \[72\]", ((72, HIDDEN), "float32"), ((5,), "float32")),
+    ("TYPE recv_weights: expected float32", ((72, HIDDEN), "float32"), ((72,), "float16")),
+])  # fmt: skip
+def test_combine(bootstrap, text, rows, weights):
     mesh = make_mesh(2)
     ep = bootstrap(mesh)
     assert ep.max_recv_rows == 72
 
     def body(x, idx):
         _, _, plan = ep.dispatch(x, idx)
-        given = None if weights is None else jnp.zeros(*weights)
-        return ep.combine(jnp.zeros(*rows), plan, given)
+        return ep.combine(jnp.zeros(*rows), plan, weights and jnp.zeros(*weights))
 
-    with pytest.raises(EpError, match=sentence):
-        jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(
-            tokens(1, 2), indices(2)
-        )
+    with refused(text):
+        on_mesh(mesh, body)(tokens(1, 2), indices(2))
 
 
 def test_another_shard_map(bootstrap):
     ep = bootstrap(make_mesh(2))
     other = make_mesh(2, names=("other",))
     call = lambda x, idx: ep.dispatch(x, idx)[0]  # noqa: E731
-    with pytest.raises(EpError, match=r"dispatch: expected a call inside shard_map over .*'other'"):
+    with refused(r"EpError dispatch: expected a call inside shard_map over .*'other'"):
         jax.shard_map(call, mesh=other, in_specs=P("other"), out_specs=P("other"))(
             tokens(1, 2), indices(2)
         )
-    with pytest.raises(EpError, match="expected 2 devices along .*, got 4"):
+    with refused("EpError expected 2 devices along .*, got 4"):
         jax.shard_map(call, mesh=make_mesh(4), in_specs=P("ep"), out_specs=P("ep"))(
             tokens(1, 4), indices(4)
         )
@@ -187,16 +126,16 @@ def test_another_shard_map(bootstrap):
 def test_arguments_that_are_no_arrays(bootstrap):
     ep = bootstrap(make_mesh(2))
     x, idx = tokens(1, 2), indices(2)
-    with pytest.raises(EpError, match="dispatch: expected arrays, got int"):
+    with refused("EpError dispatch: expected arrays, got int"):
         ep.dispatch(x, idx.tolist())
-    with pytest.raises(EpError, match="dispatch: topk_idx: expected an array, got NoneType"):
+    with refused("EpError dispatch: topk_idx: expected an array, got NoneType"):
         ep.dispatch(x, None)
     rows, _, plan = ep.dispatch(x, idx)
     for name, call in {
         "combine": lambda: ep.combine(rows, plan.bytes),
         "experts": lambda: ep.experts(lambda *a: a[0], rows, plan.bytes, (), ()),
     }.items():
-        with pytest.raises(EpError, match=rf"{name}: plan: expected the Plan of .*, got uint8\["):
+        with refused(rf"EpError {name}: plan: expected the Plan of .*, got uint8\["):
             call()
 
 
@@ -208,9 +147,8 @@ def test_another_mesh(bootstrap, devices):
     ep = bootstrap(mesh)
     other, x = Mesh(np.array(jax.devices())[devices], ("ep",)), tokens(1, 2)
     sentence = "prepare: expected a shard_map whose .*, got devices " + re.escape(str(devices))
-    with pytest.raises(EpError, match=sentence) as caught:
+    with refused(f"FOREIGN {sentence}"):
         round_trip(ep, other)(x, indices(2))
-    assert caught.value.status is Status.FOREIGN
     with jax.set_mesh(other), pytest.raises(EpError, match=sentence):
         round_trip(ep, None)(x, indices(2))
     np.testing.assert_array_equal(round_trip(ep, mesh)(x, indices(2)), TOP_K * x)
@@ -229,7 +167,7 @@ def test_a_mesh_of_the_same_groups(bootstrap):
     )
     assert jax.jit(program)(tokens(1, 4), indices(4)).shape == (4 * ep.max_recv_rows, HIDDEN)
     crossed = Mesh(np.stack([one.devices[0], one.devices[1, ::-1]]), ("data", "ep"))
-    with pytest.raises(EpError, match=r"got devices \[3, 2\]"):
+    with refused(r"EpError got devices \[3, 2\]"):
         round_trip(ep, crossed)(tokens(1, 2), indices(2))
 
 
@@ -276,7 +214,7 @@ def test_a_plan_that_is_none(bootstrap):
     sentence = "EP_ERR_NOT_PREPARED|given up|expected a plan, which ep_prepare writes"
     with pytest.raises((JaxRuntimeError, EpError), match=sentence):
         jax.block_until_ready(
-            jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(
+            on_mesh(mesh, body)(
                 tokens(1, 2), indices(2)
             )
         )
@@ -289,9 +227,8 @@ def test_routing_errors(bootstrap):
     idx = indices(2).at[5, 1].set(EXPERTS)
     y = round_trip(ep, mesh)(tokens(1, 2), idx).block_until_ready()
     np.testing.assert_array_equal(y[5], 2 * tokens(1, 2)[5])  # the entry counts as "no expert"
-    with pytest.raises(EpError, match="token 5") as caught:
+    with refused("ROUTING token 5"):
         ep.check()
-    assert caught.value.status is Status.ROUTING
     ep.check()
 
 
@@ -303,9 +240,8 @@ def test_routing_errors_of_several_ranks(bootstrap):
     round_trip(ep, mesh)(tokens(1, 2), idx).block_until_ready()
     places = [rf"group \d+, device {d.id} \(ep={r}\): rank {r}" for r, d in enumerate(mesh.devices)]
     sentence = f"{places[0]}: .*token 5.*; {places[1]}: .*token 7"
-    with pytest.raises(EpError, match=sentence) as caught:
+    with refused(f"ROUTING {sentence}"):
         ep.check()
-    assert caught.value.status is Status.ROUTING
     ep.check()
 
 
@@ -329,7 +265,7 @@ def test_what_is_not_supported(bootstrap):
         (mapped, NotImplementedError, "Batching rule for 'ep_prepare' not implemented"),
     ]:
         with pytest.raises(error, match=sentence):
-            jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x)
+            on_mesh(mesh, body)(x)
 
 
 # ---- the end of a group ------------------------------------------------------------------------
@@ -346,7 +282,7 @@ def test_closed(bootstrap):
     np.testing.assert_array_equal(y, TOP_K * x)
     with pytest.raises(JaxRuntimeError, match=r"rank \d: prepare: the group is closed"):
         program(x, indices(2)).block_until_ready()
-    with pytest.raises(EpError, match="closed"):
+    with refused("EpError closed"):
         ep.check()
 
 
@@ -368,9 +304,7 @@ def held_program(ep, mesh):
         rows = jax.pure_callback(hold, rows, jax.lax.axis_index("ep"), rows)
         return ep.combine(rows, plan)
 
-    program = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
-    )
+    program = on_mesh(mesh, body, check_vma=False)
     return program, begun, go
 
 
@@ -426,15 +360,14 @@ def test_a_callback_that_fails_on_one_device(bootstrap):
         rows = jax.pure_callback(fail, rows, jax.lax.axis_index("ep"), rows)
         return ep.combine(rows, plan)
 
-    program = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    program = on_mesh(mesh, body, check_vma=False)
     start = time.monotonic()
     with pytest.raises(JaxRuntimeError, match="no such rows"):
-        jax.jit(program)(x, indices(2)).block_until_ready()
+        program(x, indices(2)).block_until_ready()
     assert time.monotonic() - start < SECONDS / 2
     sentence = r"a program failed on group \d+, device 1 \(ep=1\): .*no such rows"
-    with pytest.raises(EpError, match=sentence) as caught:
+    with refused(f"ABORTED {sentence}"):
         ep.check()
-    assert caught.value.status is Status.ABORTED
     np.testing.assert_array_equal(round_trip(other, mesh)(x, indices(2)), TOP_K * x)
     runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
 
@@ -444,15 +377,11 @@ def test_fresh_after_a_failure(bootstrap):
     """A program that failed takes its group with it, and no other. Nobody need ask."""
     mesh, x = make_mesh(2), tokens(1, 2)
     ep, other = bootstrap(mesh), bootstrap(mesh)
-    plan_of = jax.jit(
-        jax.shard_map(
-            lambda x, idx: ep.dispatch(x, idx)[2], mesh=mesh, in_specs=P("ep"), out_specs=P("ep")
-        )
-    )
+    plan_of = on_mesh(mesh, lambda x, idx: ep.dispatch(x, idx)[2])
     plan = jax.tree.map(jnp.zeros_like, plan_of(x, indices(2)))
-    failing = jax.shard_map(ep.combine, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    failing = on_mesh(mesh, ep.combine)
     with pytest.raises(JaxRuntimeError, match="combine: plan"):
-        jax.block_until_ready(jax.jit(failing)(jnp.zeros((2 * ep.max_recv_rows, HIDDEN)), plan))
+        jax.block_until_ready(failing(jnp.zeros((2 * ep.max_recv_rows, HIDDEN)), plan))
     np.testing.assert_array_equal(round_trip(other, mesh)(x, indices(2)), TOP_K * x)
 
 
@@ -468,9 +397,6 @@ def test_copies(bootstrap):
 
 def test_import_alone():
     """`import libep` brings no JAX."""
-    import subprocess
-    import sys
-
     code = "import sys, libep; assert 'jax' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert libep.jax.bootstrap

@@ -29,7 +29,7 @@ from mesh_model import (
     tokens,
 )
 
-from libep._jax_weights import BLOCK, dequantise, quantise
+from libep.jax._weights import BLOCK, dequantise, quantise
 
 SINGLE = 1e-5
 STEPS, RATE = 10, 0.2

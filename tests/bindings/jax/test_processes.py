@@ -6,20 +6,18 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from base import DEVICE, TREE
+from processes import free_port
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-TREE = os.path.join(HERE, "..", "..", "..")
 SECONDS = 300
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("LIBEP_TEST_DEVICE", "cpu") != "cpu", reason="starts CPU devices of its own"
-)
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="starts CPU devices of its own")
 
 
 def clean_environment():
@@ -39,38 +37,33 @@ def run(*arguments):
     return done.stdout.splitlines()
 
 
-def free_address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return "127.0.0.1:%d" % free.getsockname()[1]
-
-
-@pytest.mark.parametrize("processes, devices", [(2, 1), (2, 2)])
-def test_processes(processes, devices, nodes):
-    address = free_address()
-    started = [
+def start_two(arguments):
+    """Start two processes of Python. arguments(address, number): the address is where they meet."""
+    address, clean = f"127.0.0.1:{free_port()}", clean_environment()
+    return [
         subprocess.Popen(
-            [
-                sys.executable,
-                os.path.join(HERE, "process.py"),
-                address,
-                *map(str, (processes, number, devices)),
-            ],
-            env=clean_environment(),
+            [sys.executable, *arguments(address, str(number))],
+            env=clean,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for number in range(processes)
+        for number in range(2)
     ]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_processes(devices, nodes):
+    program = os.path.join(HERE, "process.py")
+    started = start_two(lambda address, number: [program, address, "2", number, str(devices)])
     try:
         printed = [process.communicate(timeout=SECONDS)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * processes
+    assert [process.returncode for process in started] == [0, 0]
     # The line before may be that of a library which JAX uses.
     assert [text.splitlines()[-1] for text in printed] == [
-        f"process {n}: {devices} of {processes * devices} devices" for n in range(processes)
+        f"process {n}: {devices} of {2 * devices} devices" for n in range(2)
     ]
 
 
@@ -100,16 +93,7 @@ finally:
 
 def test_ctrl_c_in_a_wait():
     """A process that waits for another one in a program ends within seconds after SIGINT."""
-    address = free_address()
-    first, second = (
-        subprocess.Popen(
-            [sys.executable, "-c", WAITING, address, str(number)],
-            env=clean_environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    )
+    first, second = start_two(lambda *where: ["-c", WAITING, *where])
     try:
         assert first.stdout.readline() == "waiting\n"
         time.sleep(3)  # until it waits
@@ -133,7 +117,7 @@ def test_ctrl_c_in_a_wait():
     ],
 )
 def test_examples(arguments):
-    lines = run(os.path.join(TREE, "bindings/python/examples", arguments[0]), *arguments[1:])
+    lines = run(os.path.join(TREE, "bindings/jax/examples", arguments[0]), *arguments[1:])
     losses = [float(line.split()[-1]) for line in lines]
     assert len(losses) >= 4 and losses[-1] < 0.8 * losses[0]
 

@@ -106,6 +106,11 @@ def trace_text(trace, experts=7, top_k=4):
     return "\n".join(lines) + "\n"
 
 
+def write_trace(folder, name, trace):
+    (folder / name).write_text(trace_text(trace))
+    return str(folder / name)
+
+
 # ---- the page ----------------------------------------------------------------------------------
 
 

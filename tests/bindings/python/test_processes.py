@@ -10,7 +10,7 @@ import sys
 import time
 
 import processes
-from processes import run
+from processes import good, run
 
 STEP = """
 with group() as g:
@@ -23,14 +23,6 @@ with group() as g:
     assert (out == x).all()
     say("rows", layer.info().recv_rows)
 """
-
-
-def good(result):
-    """What a rank printed that ended well. On stderr there may be the library's log alone."""
-    status, out, err = result
-    assert status == 0, err
-    assert [line for line in err.splitlines() if not line.startswith("libep: warn: ")] == []
-    return out
 
 
 # ---- bootstraps --------------------------------------------------------------------------------
@@ -75,40 +67,27 @@ with group(boot) as g, group(boot, num_experts=2) as h:
     assert [good(r) for r in run(tmp_path, source, source)] == ["FOREIGN\n", "FOREIGN\n"]
 
 
-def test_callable_that_raises(tmp_path):
+def test_callables_that_fail(tmp_path):
     source = """
 def allgather(data, timeout):
     raise ConnectionError("the store is gone")
-boot = Bootstrap.from_callables(0, 2, allgather, lambda timeout: None)
-try:
-    group(boot)
-except EpError as error:
-    say(error.status.name, "|", error, "|", repr(error.__cause__))
+for gather in allgather, lambda data, timeout: data:
+    boot = Bootstrap.from_callables(0, 2, gather, lambda timeout: None)
+    try:
+        group(boot)
+    except EpError as error:
+        say(error.status.name, "|", error, "|", repr(error.__cause__))
 """
-    out = good(run(tmp_path, source)[0])
-    assert out.startswith("BOOTSTRAP | ")
-    assert "ConnectionError: the store is gone" in out
-    assert out.endswith("| ConnectionError('the store is gone')\n")
-
-
-def test_callable_that_returns_nonsense(tmp_path):
-    source = """
-boot = Bootstrap.from_callables(0, 2, lambda data, timeout: data, lambda timeout: None)
-try:
-    group(boot)
-except EpError as error:
-    say(error.status.name, error)
-"""
-    out = good(run(tmp_path, source)[0])
-    assert "BOOTSTRAP" in out and "expected" in out and "bytes of all ranks" in out
+    raises, nonsense = good(processes.finish(processes.start(tmp_path, 0, 1, source))).splitlines()
+    assert raises.startswith("BOOTSTRAP | ")
+    assert "ConnectionError: the store is gone" in raises
+    assert raises.endswith("| ConnectionError('the store is gone')")
+    assert "BOOTSTRAP" in nonsense and "expected" in nonsense and "bytes of all ranks" in nonsense
 
 
 def test_missing_rank(tmp_path):
     source = """
-try:
-    group(timeout_seconds=0.5)
-except EpError as error:
-    say(error.status.name, error)
+tell(lambda: group(timeout_seconds=0.5))
 """
     out = good(processes.finish(processes.start(tmp_path, 0, 2, source)))
     assert out.startswith("TIMEOUT") and "rank 1 did not arrive within 0.5 s" in out
@@ -126,10 +105,7 @@ g = group(timeout_seconds=3)
 layer = Handle(g)
 layer.prepare(idx)
 begin = time.monotonic()
-try:
-    layer.prepare(idx)
-except EpError as error:
-    say(error.status.name, error)
+tell(lambda: layer.prepare(idx))
 g.close()
 say(time.monotonic() - begin)
 """
@@ -153,10 +129,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 g = group(timeout_seconds=1)
 layer = Handle(g)
 layer.prepare(idx)
-try:
-    layer.prepare(idx)
-except EpError as error:
-    say(error.status.name, error)
+tell(lambda: layer.prepare(idx))
 g.close()
 """
     ranks = [processes.start(tmp_path, r, 3, s) for r, s in enumerate((source, stopped, source))]
@@ -179,10 +152,7 @@ with group() as g:
 """
     waiting = """
 with group() as g:
-    try:
-        Handle(g).prepare(idx)
-    except EpError as error:
-        say(error.status.name, error)
+    tell(lambda: Handle(g).prepare(idx))
 """
     (status, _, err), peer = run(tmp_path, failing, waiting)
     assert status == 1 and "ValueError: no more tokens" in err
@@ -224,11 +194,7 @@ with group() as g:
     peer = f"""
 g = group(){WHEN_RELEASED}
 layer = Handle(g)
-try:
-    layer.prepare(idx)
-    layer.prepare(idx)
-except EpError as error:
-    say(error.status.name, error)
+tell(lambda: layer.prepare(idx), lambda: layer.prepare(idx))
 g.close()
 """
     first, second = interrupt(tmp_path, source, peer)
@@ -316,10 +282,7 @@ sys.stdout.flush()
 child = os.fork()
 if child == 0:
     for call in (lambda: layer.prepare(idx), g.query, lambda: Handle(g), g.status):
-        try:
-            call()
-        except EpError as error:
-            say(error.status.name, error)
+        tell(lambda: call())
     g.abort("nobody hears this")
     layer.close()
     g.close()
@@ -393,10 +356,7 @@ say("done")
 """
     peer = f"""
 g = group(){WHEN_RELEASED}
-try:
-    Handle(g).prepare(idx)
-except EpError as error:
-    say(error.status.name, error)
+tell(lambda: Handle(g).prepare(idx))
 """
     first, second = (processes.start(tmp_path, r, 2, s) for r, s in enumerate((source, peer)))
     result = processes.finish(first)
@@ -413,10 +373,7 @@ raise ValueError("a fault of the program")
 """
     peer = """
 g = group()
-try:
-    Handle(g).prepare(idx)
-except EpError as error:
-    say(error.status.name, error)
+tell(lambda: Handle(g).prepare(idx))
 """
     (status, _, err), second = run(tmp_path, source, peer)
     assert status == 1 and err.endswith("ValueError: a fault of the program\n")
@@ -461,11 +418,7 @@ say("done")
 with group() as g:
     layer = Handle(g)
     time.sleep(1)
-    try:
-        layer.prepare(idx)
-        layer.prepare(idx)
-    except EpError as error:
-        say(error.status.name, error)
+    tell(lambda: layer.prepare(idx), lambda: layer.prepare(idx))
 """
     first, second = run(tmp_path, source, peer)
     assert good(first) == "done\n"

@@ -17,8 +17,8 @@ from report_files import (
     make_result,
     make_trace,
     timings,
-    trace_text,
     write_json,
+    write_trace,
 )
 
 pytest.importorskip("matplotlib", reason="reports need matplotlib")
@@ -63,29 +63,34 @@ def check_timing(row, timing):
 # ---- results -----------------------------------------------------------------------------------
 
 
-def test_times_table(report, tmp_path, seed):
-    result = make_result(seed)
-    page = report(write_json(tmp_path, "a.json", result))
+def test_result(report, tmp_path, seed):
+    """One file: its facts, the table of times, bars as long as medians, sweeps as points."""
+    result = make_result(seed, (16, 64, 128, 4096), routing="zipf:0.5", num_sms=24)
+    folder = tmp_path / "pictures"
+    page = report(write_json(tmp_path, "a.json", result), pictures=str(folder))
     rows = page.table("result1", "Times")
     expected = [(size["tokens"], timing) for size in result["sweep"] for timing in timings(size)]
     assert len(rows) == len(expected)
     for row, (tokens, timing) in zip(rows, expected):
         assert (row["tokens"], row["operation"]) == (str(tokens), timing["name"])
         check_timing(row, timing)
-
-
-def test_facts(report, tmp_path, seed):
-    result = make_result(seed, routing="zipf:0.5", num_sms=24)
-    page = report(write_json(tmp_path, "a.json", result))
-    for fact in ("node-1", "64 cores", "256.0 GiB", "2026-11-22T12:00:00Z", "libep 0.2.0",
-                 "cuda: 4 GPUs", "top-8 of 256 experts", "zipf:0.5", "2.25 times as fast"):
-        assert fact in page.texts["result1"], fact
+    facts = """node-1|64 cores|256.0 GiB|2026-11-22T12:00:00Z|libep 0.2.0|cuda: 4 GPUs|zipf:0.5|
+top-8 of 256 experts|2.25 times as fast""".replace("\n", "").split("|")
+    facts += [f"{t['median_us'] / floor(t):.2f}× floor" for t in timings(result) if floor(t)]
+    assert [fact for fact in facts if fact not in page.texts["result1"]] == []
     options = {row["option"]: row["value"] for row in page.table("result1", "Configuration")}
     assert options["num_sms"] == "24" and options["zero_copy"] == "no"
     sizes = page.table("result1", "Sizes")
-    assert [row["tokens"] for row in sizes] == ["128", "512", "2048"]
-    assert sizes[0]["most slots"] == str(9 * 128)
+    assert [row["tokens"] for row in sizes] == ["16", "64", "128", "4096"]
+    assert sizes[0]["most slots"] == str(9 * 16)
     assert sizes[2]["library memory (bytes)"] == "4325360"
+    check_bars(page, result)
+    for name in OPERATIONS:
+        check_points(page, result, name)
+    assert sorted(os.listdir(folder)) == ["result1-sweep.svg", "result1-times.svg"]
+    for name in os.listdir(folder):
+        content = (folder / name).read_text(encoding="utf-8")
+        assert content.startswith("<?xml") and "var(--" not in content
 
 
 @pytest.mark.parametrize("change, sentence", [
@@ -100,10 +105,8 @@ def test_warnings(report, tmp_path, seed, change, sentence):
     assert sentence is None or sentence in page.texts["result1"]
 
 
-# The bars are as long as the medians, from one common zero.
-def test_lengths_of_bars(report, tmp_path, seed):
-    result = make_result(seed, (2048,))
-    page = report(write_json(tmp_path, "a.json", result))
+def check_bars(page, result):
+    """All begin at one common zero."""
     scales = []
     for timing in timings(result):
         name = timing["name"].replace("_", "-")
@@ -113,38 +116,25 @@ def test_lengths_of_bars(report, tmp_path, seed):
     assert max(scale for _, scale in scales) == pytest.approx(min(s for _, s in scales), rel=1e-3)
 
 
-# On logarithmic axes, ratios of times and of tokens are distances.
-def test_points_of_sweeps(report, tmp_path, seed):
-    result = make_result(seed, (16, 64, 128, 4096))
-    page = report(write_json(tmp_path, "a.json", result))
-    for name in OPERATIONS:
-        check_points(page, result, name)
-
-
 def check_points(page, result, name):
+    """On logarithmic axes, ratios of times and of tokens are distances."""
+    sizes = [size["tokens"] for size in result["sweep"]]
     medians = [next(p["median_us"] for p in size["phases"] if p["name"] == name)
                for size in result["sweep"]]
     points = page.path(f"result1-sweep-median-{name.replace('_', '-')}-0")
-    assert len(points) == 4
-    (x0, y0), (x1, y1) = points[0], points[3]
-    for (x, y), size, median in zip(points, result["sweep"], medians):
-        along = math.log(size["tokens"] / 16) / math.log(4096 / 16)
+    assert len(points) == len(sizes)
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    for (x, y), tokens, median in zip(points, sizes, medians):
+        along = math.log(tokens / sizes[0]) / math.log(sizes[-1] / sizes[0])
         assert x - x0 == pytest.approx(along * (x1 - x0), abs=0.01)
-        up = math.log(median / medians[0]) / math.log(medians[3] / medians[0])
+        up = math.log(median / medians[0]) / math.log(medians[-1] / medians[0])
         assert y - y0 == pytest.approx(up * (y1 - y0), abs=0.01)
 
 
-def test_ratios_are_written_at_the_bars(report, tmp_path, seed):
-    result = make_result(seed, (2048,))
-    page = report(write_json(tmp_path, "a.json", result))
-    for timing in timings(result):
-        if floor(timing):
-            assert f"{timing['median_us'] / floor(timing):.2f}× floor" in page.texts["result1"]
-
-
 def test_models(report, tmp_path, seed):
-    result = make_models(seed)
-    page = report(write_json(tmp_path, "m.json", result))
+    """Two files of --models: the tables of the first, and the comparison of what both have."""
+    result, new = make_models(seed), make_models(seed + 1, ("large", "other"))
+    page = report(write_json(tmp_path, "old.json", result), write_json(tmp_path, "new.json", new))
     assert {"result1-throughput", "result1-latency"} <= set(page.ids)
     for mode in ("throughput", "latency"):
         rows = page.table("result1", f"Times of models, {mode}")
@@ -155,6 +145,13 @@ def test_models(report, tmp_path, seed):
         for row, (model, tokens, timing) in zip(rows, expected):
             assert (row["model"], row["tokens"]) == (model, str(tokens))
             check_timing(row, timing)
+    runs = [[run for run in file["models"] if run["model"] == "large"] for file in (result, new)]
+    expected = [(run["config"]["mode"], size["tokens"], t["name"], t["median_us"], u["median_us"])
+                for run, other in zip(*runs) for size, same in zip(run["sweep"], other["sweep"])
+                for t, u in zip(timings(size), timings(same))]
+    assert [list(row.values()) for row in page.table("models1", "Medians compared")] == [
+        ["large", mode, str(tokens), name, text(before), text(after), text(after / before, 2)]
+        for mode, tokens, name, before, after in expected]
 
 
 # ---- comparisons -------------------------------------------------------------------------------
@@ -218,19 +215,6 @@ def test_curve_over_an_option(report, tmp_path, seed, key, values):
         assert x - points[0][0] == pytest.approx(along * (points[-1][0] - points[0][0]), abs=0.01)
 
 
-def test_comparison_of_models(report, tmp_path, seed):
-    old, new = make_models(seed), make_models(seed + 1, ("large", "other"))
-    page = report(write_json(tmp_path, "old.json", old), write_json(tmp_path, "new.json", new))
-    rows = page.table("models1", "Medians compared")
-    runs = [[run for run in result["models"] if run["model"] == "large"] for result in (old, new)]
-    expected = [(run["config"]["mode"], size["tokens"], t["name"], t["median_us"], u["median_us"])
-                for run, other in zip(*runs) for size, same in zip(run["sweep"], other["sweep"])
-                for t, u in zip(timings(size), timings(same))]
-    assert [list(row.values()) for row in rows] == [
-        ["large", mode, str(tokens), name, text(before), text(after), text(after / before, 2)]
-        for mode, tokens, name, before, after in expected]
-
-
 # ---- traces ------------------------------------------------------------------------------------
 
 
@@ -242,9 +226,8 @@ def owner_of(expert, experts, ranks):
 
 
 def test_trace(report, tmp_path, seed):
-    trace, path = make_trace(seed), tmp_path / "t.trace"
-    path.write_text(trace_text(trace))
-    page = report(str(path))
+    trace = make_trace(seed)
+    page = report(write_trace(tmp_path, "t.trace", trace))
     experts, ranks = [0] * 7, range(3)
     slots, rows = ([[0] * 3 for _ in ranks] for _ in "12")
     fan_out = [0] * 4
@@ -282,11 +265,8 @@ def test_trace(report, tmp_path, seed):
 
 
 def test_series_of_traces(report, tmp_path, seed):
-    paths, traces = [], [make_trace(seed + i) for i in range(3)]
-    for i, trace in enumerate(traces):
-        paths.append(tmp_path / f"layer{i}.trace")
-        paths[-1].write_text(trace_text(trace))
-    page = report(*map(str, paths))
+    traces = [make_trace(seed + i) for i in range(3)]
+    page = report(*[write_trace(tmp_path, f"{i}.trace", trace) for i, trace in enumerate(traces)])
     for row, trace in zip(page.table("series1", "Traces in order"), traces):
         live = [e for tokens in trace for token in tokens for e in token if e >= 0]
         most = max(live.count(e) for e in range(7))
@@ -308,21 +288,19 @@ def test_trace_without_experts(report, tmp_path):
 
 def everything(tmp_path, seed):
     """A page with every kind of section."""
-    trace = tmp_path / "t.trace"
-    trace.write_text(trace_text(make_trace(seed)))
-    again = tmp_path / "u.trace"
-    again.write_text(trace_text(make_trace(seed + 1)))
-    return [write_json(tmp_path, "old.json", make_result(seed)),
-            write_json(tmp_path, "new.json", make_result(seed + 1, (1, 128, 512))),
-            write_json(tmp_path, "zero.json", make_result(seed + 2, (0, 1, 128))),
-            write_json(tmp_path, "m.json", make_models(seed, ("small",))),
-            write_json(tmp_path, "n.json", make_models(seed + 1, ("small",))),
-            str(trace), str(again)]
+    results = {"old": make_result(seed), "new": make_result(seed + 1, (1, 128, 512)),
+               "zero": make_result(seed + 2, (0, 1, 128))}
+    results.update({name: make_models(seed + i, ("small",), (128,)) for i, name in enumerate("mn")})
+    paths = [write_json(tmp_path, f"{name}.json", result) for name, result in results.items()]
+    return paths + [write_trace(tmp_path, f"{i}.trace", make_trace(seed + i)) for i in range(2)]
 
 
-# Every reference is to a part of the page, and every part has a name of its own.
+# Every reference is to a part of the page, and every part has a name of its own. The same files
+# make the same page.
 def test_page_refers_to_nothing_outside(report, tmp_path, seed):
-    page = report(*everything(tmp_path, seed))
+    paths = everything(tmp_path, seed)
+    page = report(*paths)
+    assert report(*paths).source == page.source
     assert len(page.ids) == len(set(page.ids))
     references = [value for _, name, value in page.attributes
                   if name in ("href", "xlink:href", "src", "action", "data")]
@@ -335,13 +313,6 @@ def test_page_refers_to_nothing_outside(report, tmp_path, seed):
     assert urls and all(url[0] == "#" and url[1:] in page.ids for url in urls)
 
 
-def test_same_files_make_the_same_page(report, tmp_path, seed):
-    paths = [write_json(tmp_path, "m.json", make_models(seed, ("small",), (128,)))]
-    paths.append(str(tmp_path / "t.trace"))
-    (tmp_path / "t.trace").write_text(trace_text(make_trace(seed)))
-    assert report(*paths).source == report(*paths).source
-
-
 def test_texts_of_files_are_escaped(report, tmp_path, seed):
     result = make_result(seed, device="<b>&amp; $x^$", backend_reason="caf\u00c3\u00a9",
                          routing="\ud800\x00.")
@@ -352,15 +323,6 @@ def test_texts_of_files_are_escaped(report, tmp_path, seed):
         assert tag not in page.source
     assert "<b>&amp; $x^$" in page.texts["result1"] and "café" in page.texts["result1"]
     assert "??." in page.texts["result1"]
-
-
-def test_pictures_as_files(report, tmp_path, seed):
-    folder = tmp_path / "pictures"
-    report(write_json(tmp_path, "a.json", make_result(seed)), pictures=str(folder))
-    assert sorted(os.listdir(folder)) == ["result1-sweep.svg", "result1-times.svg"]
-    for name in os.listdir(folder):
-        content = (folder / name).read_text(encoding="utf-8")
-        assert content.startswith("<?xml") and "var(--" not in content
 
 
 # What ep_bench of this build writes is what the report reads.

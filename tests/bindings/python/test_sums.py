@@ -6,7 +6,8 @@ from __future__ import annotations
 import libep
 import numpy as np
 import pytest
-from conftest import config, run_threads
+from base import run_threads
+from face import config
 from libep import Group, Handle, Padding, Quant
 from reference import World, expert_major
 from test_quantise import e4m3_values, quantise

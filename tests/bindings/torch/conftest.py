@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
-import threading
 
 import pytest
 import torch
@@ -15,16 +13,16 @@ import libep
 import libep.torch as ep
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, HERE)
-sys.path.insert(1, os.path.join(HERE, "../python"))  # reference.py
-sys.path.insert(2, os.path.join(HERE, "../../../bindings/python/examples"))
+EXAMPLES = os.path.join(HERE, "../../../bindings/torch/examples")
+sys.path[:0] = [HERE, os.path.join(HERE, "../common"), EXAMPLES]
 
-DEVICE = os.environ.pop("LIBEP_TEST_DEVICE", "cpu")  # libep warns about settings it does not know
-SEED = os.environ.pop("LIBEP_TEST_SEED", None)
+import base  # noqa: E402
+from base import DEVICE, NODES, SECONDS, make_nodes  # noqa: E402
+
 DEEP_EP = os.environ.pop("LIBEP_TEST_DEEP_EP", None)  # a folder with DeepEP's sources
 BACKEND = libep.Backend.CUDA if DEVICE == "cuda" else libep.Backend.HOST
-SECONDS = 20  # deadline of waits
 
+seed, nodes = base.seed, make_nodes(*NODES)
 torch.set_num_threads(1)
 
 
@@ -53,34 +51,16 @@ def use_gpu(ordinal):
 
 
 def run_threads(size, body, *arguments):
-    """Call body(bootstrap, *arguments) on `size` threads, one for each rank. Return their results.
-
-    Rank r has GPU r. The first error is raised; those of ranks whose peer has failed come last.
-    """
-    if DEVICE == "cuda" and torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
-    results, errors = [None] * size, []
+    """base.run_threads. Rank r has GPU r."""
 
     def play(bootstrap):
-        try:
-            if DEVICE == "cuda":
-                use_gpu(bootstrap.rank)
-            results[bootstrap.rank] = body(bootstrap, *arguments)
-        except BaseException as error:
-            errors.append(error)
+        if DEVICE == "cuda":
+            use_gpu(bootstrap.rank)
+        return body(bootstrap, *arguments)
 
-    bootstraps = libep.Bootstrap.local(size)
-    threads = [threading.Thread(target=play, args=(b,)) for b in bootstraps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for bootstrap in bootstraps:
-        bootstrap.close()
-    errors.sort(key=lambda error: getattr(error, "status", None) == libep.Status.PEER)
-    if errors:
-        raise errors[0]
-    return results
+    if DEVICE == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    return base.run_threads(size, play)
 
 
 @pytest.fixture
@@ -101,26 +81,13 @@ def alone():
         bootstrap.close()
 
 
-# LIBEP_TOPOLOGY: one node, two, and one for each rank of the groups here.
-NODES = {"one_node": "", "two_nodes": "2", "a_node_each": "8"}
-
-
-@pytest.fixture(params=NODES)
-def nodes(request, monkeypatch):
-    """Pretended nodes of CPUs. Sums of multiples of 1/4 do not depend on them."""
-    if DEVICE == "cuda" and NODES[request.param]:
-        pytest.skip("pretended nodes are for CPUs")
-    monkeypatch.setenv("LIBEP_TOPOLOGY", NODES[request.param])
-    monkeypatch.setenv("LIBEP_INTERFACE", "lo")
-    return request.param
-
-
-@pytest.fixture
-def seed():
-    """A random seed; LIBEP_TEST_SEED=N repeats a run. pytest shows it if the test fails."""
-    chosen = int(SEED) if SEED else random.SystemRandom().randrange(1 << 30)
-    print(f"LIBEP_TEST_SEED={chosen}")
-    return chosen
+def quarters(seed, tokens, hidden, experts, top_k, device):
+    """Tokens, routing without repeats, and weights: multiples of 1/4, so that sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-16, 17, (tokens, hidden), generator=generator) / 4
+    idx = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].contiguous()
+    weights = torch.randint(1, 9, (tokens, top_k), generator=generator) / 4
+    return x.to(device), idx.to(device), weights.to(device)
 
 
 def other_device():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import sys
@@ -23,24 +24,19 @@ TOKENS = (MOST, 5)
 called = pytest.mark.parametrize("caller", CALLERS, ids=lambda caller: caller.program)
 
 
-def find(name):
-    """The function that a call of the table is of; None for those of this file."""
-    if name in ("wait", "run"):
-        return None
-    return Buffer if name == "Buffer" else getattr(Buffer, name)
-
-
 @called
 def test_signatures(caller):
-    for call in caller.calls:
-        function = find(call.name)
-        if function is None:
+    """Keywords that Buffer does not know are those that it ignores by name alone."""
+    for call in ast.walk(ast.parse(caller.calls)):
+        if not isinstance(call, ast.Call):
             continue
-        signature = inspect.signature(function)
-        arguments = list(call.args)
-        if "self" in signature.parameters:
-            arguments.insert(0, "buffer")
-        bound = signature.bind(*arguments, **call.keywords)
+        where, _, name = ast.unparse(call.func).rpartition(".")
+        if name != "Buffer" and where not in ("buffer", "Buffer"):
+            continue
+        signature = inspect.signature(Buffer if name == "Buffer" else getattr(Buffer, name))
+        itself = ["buffer"] if "self" in signature.parameters else []
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        bound = signature.bind(*itself, *call.args, **keywords)
         unknown = bound.arguments.get("unknown", {})
         assert set(unknown) <= {"overlap", "src_signals", "src_signal_expect_value"}
 
@@ -66,6 +62,7 @@ def names(bootstrap, seed):
         size=SIZE,
         experts=EXPERTS,
         hidden=HIDDEN,
+        Buffer=Buffer,
         most=MOST,
         num_sms=Buffer.num_sms,
         x=x,
@@ -82,32 +79,18 @@ def names(bootstrap, seed):
     )
 
 
-def make(call, known):
-    """Make a call of the table, and keep its results under their names."""
-    args = [eval(text, {}, known) for text in call.args]
-    keywords = {name: eval(text, {}, known) for name, text in call.keywords.items()}
-    if call.name == "wait":
-        args[0].current_stream_wait()
-    elif call.name == "run":
-        args[0]()
-    else:
-        function = (
-            Buffer if call.name == "Buffer" else getattr(known.get("buffer", Buffer), call.name)
-        )
-        known["results"] = function(*args, **keywords)
-        if call.results:
-            exec(f"{call.results} = results", {}, known)
-
-
 @called
 def test_calls(seed, caller):
     def body(bootstrap):
         known = names(bootstrap, seed)
         with contextlib.ExitStack() as stack:
-            for call in caller.calls:
-                make(call, known)
-                if call.name == "Buffer":
-                    stack.enter_context(destroyed(known["buffer"]))
+
+            def make_buffer(*arguments, **keywords):
+                return stack.enter_context(destroyed(Buffer(*arguments, **keywords)))
+
+            before, after = caller.calls.split("buffer = Buffer(")
+            known["make_buffer"] = make_buffer
+            exec(f"{before}buffer = make_buffer({after}", known)
         # The experts leave rows as they are: in low latency each token comes back times its
         # weights, in normal mode times the number of ranks that own experts of it.
         idx = known["idx"]

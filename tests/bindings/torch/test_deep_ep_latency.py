@@ -6,13 +6,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, assert_equal, off, on_device, refuse_each
-from reference import World, expert_major
-from test_deep_ep_normal import inputs, make_world, play
+from base import refused
+from conftest import DEVICE, assert_equal, off, refuse_each
+from reference import expert_major
+from test_deep_ep_normal import inputs, make_world, on_ranks, play, send
 from test_quant import quantise
 
 import libep
-from libep import EpError, Quant
+from libep import Quant
 from libep.deep_ep import Buffer
 
 MAX_TOKENS = 8  # of a rank
@@ -59,6 +60,11 @@ def run(call, is_split, *arguments, **options):
     return results
 
 
+def dispatch(buffer, world, x, idx, is_split=False, **options):
+    given = x, idx, MAX_TOKENS, world.experts
+    return run(buffer.low_latency_dispatch, is_split, *given, use_fp8=False, **options)
+
+
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("tokens", [None, [4, 0, 1]])
 def test_step(seed, tokens, is_split, nodes):
@@ -68,15 +74,8 @@ def test_step(seed, tokens, is_split, nodes):
         x, idx, weights = inputs(world, rank)
         stats = torch.full((2,), 100, dtype=torch.int32, device=DEVICE)
         for step in (1, 2):
-            rx, counts, handle, event = run(
-                buffer.low_latency_dispatch,
-                is_split,
-                x,
-                idx,
-                MAX_TOKENS,
-                world.experts,
-                use_fp8=False,
-                cumulative_local_expert_recv_stats=stats,
+            rx, counts, handle, event = dispatch(
+                buffer, world, x, idx, is_split, cumulative_local_expert_recv_stats=stats
             )
             assert event.event is None and isinstance(handle, tuple)
             assert handle[2:5] == (MAX_TOKENS, world.hidden, world.experts)
@@ -127,15 +126,8 @@ def test_quantised(seed, quant, options, is_split, dtype):
 
     def body(buffer, rank):
         _, idx, _ = inputs(world, rank)
-        (values, scales), counts, handle, _ = run(
-            buffer.low_latency_dispatch,
-            is_split,
-            xs[rank].to(DEVICE),
-            idx,
-            MAX_TOKENS,
-            world.experts,
-            **options,  # use_fp8 is the default
-        )
+        given = xs[rank].to(DEVICE), idx, MAX_TOKENS, world.experts  # use_fp8 is the default
+        (values, scales), *_ = run(buffer.low_latency_dispatch, is_split, *given, **options)
         assert values.dtype == torch.float8_e4m3fn and values.shape == (2, rows, hidden)
         assert scales.shape[:2] == (2, rows)
         assert scales.stride() == (rows * scales.shape[2], 1, rows)  # column-major
@@ -175,127 +167,91 @@ def test_two_in_flight(seed):
             for world, (out, _, hook) in zip(worlds, combined):
                 hook()
                 assert_equal(out, world.forward(rank))
-                with pytest.raises(EpError, match="one call"):
+                with refused("EpError one call"):
                     hook()
 
     play(worlds[0], body)
 
 
-def test_zero_copy(seed):
+@on_ranks()
+def test_zero_copy(buffer, rank, world):
     """The experts write to the buffer that the next combine reads."""
-    world = make_world(seed)
-
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        rx, counts, handle, _ = run(
-            buffer.low_latency_dispatch, False, x, idx, MAX_TOKENS, world.experts, use_fp8=False
-        )
-        rows = buffer.get_next_low_latency_combine_buffer(handle)
-        assert rows.shape == rx.shape and rows.dtype == rx.dtype
-        rows[:, :, :] = rx * expert_factors(world, rank, x.device)
-        out, _ = run(buffer.low_latency_combine, True, rx, idx, weights, handle, zero_copy=True)
-        assert_equal(out, world.forward(rank))
-
-    play(world, body)
+    x, idx, weights = inputs(world, rank)
+    rx, counts, handle, _ = dispatch(buffer, world, x, idx)
+    rows = buffer.get_next_low_latency_combine_buffer(handle)
+    assert rows.shape == rx.shape and rows.dtype == rx.dtype
+    rows[:, :, :] = rx * expert_factors(world, rank, x.device)
+    out, _ = run(buffer.low_latency_combine, True, rx, idx, weights, handle, zero_copy=True)
+    assert_equal(out, world.forward(rank))
 
 
-def test_both_modes_on_one_buffer(seed):
+@on_ranks()
+def test_both_modes_on_one_buffer(buffer, rank, world):
     """As servers do: normal mode for prefill, low latency for decoding."""
-    world = make_world(seed)
-
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        for _ in range(2):
-            per_rank, _, per_expert, is_in, _ = buffer.get_dispatch_layout(idx, world.experts)
-            rx, *_, handle, _ = buffer.dispatch(
-                x,
-                topk_idx=idx,
-                topk_weights=weights,
-                num_tokens_per_rank=per_rank,
-                is_token_in_rank=is_in,
-                num_tokens_per_expert=per_expert,
-            )
-            buffer.combine(rx, handle)
-            buffer.clean_low_latency_buffer(MAX_TOKENS, world.hidden, world.experts)
-            rx, _, handle, event = run(
-                lambda *a, **o: buffer.low_latency_dispatch(*a, async_finish=True, **o),
-                False,
-                x,
-                idx,
-                MAX_TOKENS,
-                world.experts,
-                use_fp8=False,
-            )
-            event.current_stream_wait()
-            rows = rx * expert_factors(world, rank, x.device)
-            out, event = run(
-                lambda *a, **o: buffer.low_latency_combine(*a, async_finish=True, **o),
-                False,
-                rows,
-                idx,
-                weights,
-                handle,
-            )
-            event.current_stream_wait()
-            assert_equal(out, world.forward(rank))
-
-    play(world, body)
+    x, idx, weights = inputs(world, rank)
+    for _ in range(2):
+        rx, *_, handle, _ = send(buffer, x, idx, weights, world.experts)
+        buffer.combine(rx, handle)
+        buffer.clean_low_latency_buffer(MAX_TOKENS, world.hidden, world.experts)
+        rx, _, handle, event = dispatch(buffer, world, x, idx, async_finish=True)
+        event.current_stream_wait()
+        rows = rx * expert_factors(world, rank, x.device)
+        given = rows, idx, weights, handle
+        out, event = run(buffer.low_latency_combine, False, *given, async_finish=True)
+        event.current_stream_wait()
+        assert_equal(out, world.forward(rank))
 
 
 # ---- errors -------------------------------------------------------------------------------------
 
 
-def test_a_refused_call_took_no_part(seed):
+@on_ranks(tokens=[3, 3, 3])
+def test_a_refused_call_took_no_part(buffer, rank, world):
     """One rank is refused, corrects its call, and calls again; the others notice nothing."""
-    world = make_world(seed, tokens=[3, 3, 3])
-
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        far, most, options = "meta", MAX_TOKENS, dict(use_fp8=False, num_experts=6)
-        good = dict(
-            x=x,
-            topk_idx=idx,
-            num_max_dispatch_tokens_per_rank=most,
-            cumulative_local_expert_recv_stats=torch.zeros(2, dtype=torch.int32, device=x.device),
-            return_recv_hook=True,
-            **options,
-        )
-        stats = "cumulative_local_expert_recv_stats"
-        some = [x.double(), x[None], x[:, :3].contiguous(), off(x), x.to(far), x.tolist()]
-        bad = [dict(x=given) for given in some]
-        some = [idx.short(), idx.float(), idx[:1], idx[0], idx.to(far), idx[:, :0], None]
-        bad += [dict(topk_idx=given) for given in some]
-        bad += [{stats: given} for given in (weights[0, :2], idx.int(), idx[0].to(far))]
-        bad += [dict(num_max_dispatch_tokens_per_rank=given) for given in (0, None)]
-        for _ in range(2):  # before there is a group, and with one
-            if rank == 1:
-                refuse_each(buffer.low_latency_dispatch, good, bad)
-            rx, _, handle, _, hook = buffer.low_latency_dispatch(**good)
-            hook()
-        out = torch.empty_like(x)
-        good = dict(
-            x=rx * expert_factors(world, rank, x.device),
-            topk_idx=idx,
-            topk_weights=weights,
-            handle=handle,
-            out=out,
-            return_recv_hook=True,
-        )
-        some = [rx.double(), rx[:1], rx[0], off(rx), rx.to(far), None]
-        bad = [dict(x=given) for given in some]
-        some = [weights.double(), weights[:1], weights[:, :1], weights.to(far), 1.0]
-        bad += [dict(topk_weights=given) for given in some]
-        some = [out.half(), out[:1], off(out), out.to(far), torch.cat([out, out], 1)[:, ::2]]
-        bad += [dict(out=given) for given in some]
-        bad += [dict(handle=None), dict(handle=tuple(handle))]
-        for _ in range(2):
-            if rank == 1:
-                refuse_each(buffer.low_latency_combine, good, bad)
-            out.fill_(torch.nan)
-            buffer.low_latency_combine(**good)[2]()
-            assert_equal(out, world.forward(rank))
-
-    play(world, body)
+    x, idx, weights = inputs(world, rank)
+    far, most, options = "meta", MAX_TOKENS, dict(use_fp8=False, num_experts=6)
+    good = dict(
+        x=x,
+        topk_idx=idx,
+        num_max_dispatch_tokens_per_rank=most,
+        cumulative_local_expert_recv_stats=torch.zeros(2, dtype=torch.int32, device=x.device),
+        return_recv_hook=True,
+        **options,
+    )
+    stats = "cumulative_local_expert_recv_stats"
+    some = [x.double(), x[None], x[:, :3].contiguous(), off(x), x.to(far), x.tolist()]
+    bad = [dict(x=given) for given in some]
+    some = [idx.short(), idx.float(), idx[:1], idx[0], idx.to(far), idx[:, :0], None]
+    bad += [dict(topk_idx=given) for given in some]
+    bad += [{stats: given} for given in (weights[0, :2], idx.int(), idx[0].to(far))]
+    bad += [dict(num_max_dispatch_tokens_per_rank=given) for given in (0, None)]
+    for _ in range(2):  # before there is a group, and with one
+        if rank == 1:
+            refuse_each(buffer.low_latency_dispatch, good, bad)
+        rx, _, handle, _, hook = buffer.low_latency_dispatch(**good)
+        hook()
+    out = torch.empty_like(x)
+    good = dict(
+        x=rx * expert_factors(world, rank, x.device),
+        topk_idx=idx,
+        topk_weights=weights,
+        handle=handle,
+        out=out,
+        return_recv_hook=True,
+    )
+    some = [rx.double(), rx[:1], rx[0], off(rx), rx.to(far), None]
+    bad = [dict(x=given) for given in some]
+    some = [weights.double(), weights[:1], weights[:, :1], weights.to(far), 1.0]
+    bad += [dict(topk_weights=given) for given in some]
+    some = [out.half(), out[:1], off(out), out.to(far), torch.cat([out, out], 1)[:, ::2]]
+    bad += [dict(out=given) for given in some]
+    bad += [dict(handle=None), dict(handle=tuple(handle))]
+    for _ in range(2):
+        if rank == 1:
+            refuse_each(buffer.low_latency_combine, good, bad)
+        out.fill_(torch.nan)
+        buffer.low_latency_combine(**good)[2]()
+        assert_equal(out, world.forward(rank))
 
 
 def test_sentences(caplog):
@@ -304,23 +260,29 @@ def test_sentences(caplog):
     x = torch.ones(2, 128, device=DEVICE)
     idx = torch.tensor([[0, 1], [2, -1]], device=DEVICE)
     weights = torch.ones(2, 2, device=DEVICE)
-    with pytest.raises(EpError, match="async_finish or return_recv_hook"):
-        buffer.low_latency_dispatch(x, idx, 4, 4, async_finish=True, return_recv_hook=True)
-    with pytest.raises(EpError, match="use_ue8m0.*round_scale"):
-        buffer.low_latency_dispatch(x, idx, 4, 4, use_ue8m0=True)
-    with pytest.raises(EpError, match="multiple of 512.*got 128"):
-        buffer.low_latency_dispatch(x, idx, 4, 4, round_scale=True, use_ue8m0=True)
-    with pytest.raises(EpError, match="cost of waiting"):
-        buffer.low_latency_dispatch(x, idx, 4, 4, dispatch_wait_recv_cost_stats=idx)
-    with pytest.raises(EpError, match="bf16 or fp8"):
-        buffer.low_latency_dispatch(x, idx, 4, 4, use_nvfp4=True)
     rx, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False)
-    with pytest.raises(EpError, match="max_tokens = 4 tokens, got 5"):
-        buffer.low_latency_dispatch(x.repeat(3, 1)[:5], idx.repeat(3, 1)[:5], 4, 4, use_fp8=False)
-    with pytest.raises(EpError, match="one that low_latency_dispatch returned"):
-        buffer.low_latency_combine(rx, idx, weights, (None, None, 4, 128, 4))
-    with pytest.raises(EpError, match="signals of single blocks"):
-        buffer.low_latency_combine(rx, idx, weights, handle, overlap=True)
+    more = x.repeat(3, 1)[:5], idx.repeat(3, 1)[:5]
+    for call, arguments, table in [
+        (buffer.low_latency_dispatch, (x, idx, 4, 4), {
+            "async_finish or return_recv_hook": dict(async_finish=True, return_recv_hook=True),
+            "use_ue8m0.*round_scale": dict(use_ue8m0=True),
+            "multiple of 512.*got 128": dict(round_scale=True, use_ue8m0=True),
+            "cost of waiting": dict(dispatch_wait_recv_cost_stats=idx),
+            "bf16 or fp8": dict(use_nvfp4=True),
+        }),
+        (buffer.low_latency_dispatch, (*more, 4, 4), {
+            "max_tokens = 4 tokens, got 5": dict(use_fp8=False),
+        }),
+        (buffer.low_latency_combine, (rx, idx, weights, (None, None, 4, 128, 4)), {
+            "one that low_latency_dispatch returned": {},
+        }),
+        (buffer.low_latency_combine, (rx, idx, weights, handle), {
+            "signals of single blocks": dict(overlap=True),
+        }),
+    ]:  # fmt: skip
+        for words, options in table.items():
+            with refused(f"EpError {words}"):
+                call(*arguments, **options)
     assert not caplog.records
     for _ in range(2):
         out, _, _ = buffer.low_latency_combine(

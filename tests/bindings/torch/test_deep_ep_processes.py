@@ -4,46 +4,23 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 from conftest import DEEP_EP, DEVICE, HERE
-from processes import finish
-from torch_processes import good
+from processes import finish, finish_all, free_port, good, spawn
 
 PROGRAM = os.path.join(HERE, "deep_ep_program.py")
 
 
 def start(*arguments, **environment):
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "LIBEP_SHARE_GPUS": "yes", **environment},
-    )
+    return spawn(*arguments, GLOO_SOCKET_IFNAME="lo", LIBEP_SHARE_GPUS="yes", **environment)
 
 
 def run_ranks(size, *options, **environment):
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    started = [
-        start(
-            "-m", "libep.deep_ep", PROGRAM, str(r), str(size), str(port), DEVICE, *options,
-            **environment,
-        )
-        for r in range(size)
-    ]  # fmt: skip
-    try:
-        return [finish(process, 120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    end = str(size), str(free_port()), DEVICE, *options
+    program = "-m", "libep.deep_ep", PROGRAM
+    return finish_all([start(*program, str(r), *end, **environment) for r in range(size)], 120)
 
 
 def test_program(nodes):
@@ -97,15 +74,12 @@ def test_deepep_own_tests(program):
     sizes = dict(processes=2, tokens=32, hidden=512, topk=4, experts=8)
     options = [word for name, size in sizes.items() for word in (f"--num-{name}", str(size))]
     options[options.index("--num-hidden")] = "--hidden"
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     process = start(
         "-m",
         "libep.deep_ep",
         os.path.join(DEEP_EP, "tests", "legacy", program),
         *options,
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(free_port()),
         PYTHONPATH=os.path.join(HERE, "cuda_on_cpus") + os.pathsep + os.getenv("PYTHONPATH", ""),
     )
     good(finish(process, 400))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_equal, on_device, run_threads
+from base import refused
+from conftest import assert_equal, on_device
 from reference import World
-from test_step import play
+from suite import Case, check
 
 import libep
 import libep.torch as ep
@@ -36,21 +37,16 @@ def test_pytorch_has_the_interface():
 @needs_fast
 def test_step_at_once(monkeypatch):
     seen = count_calls(monkeypatch)
-    world = World(size=2, seed=7)
-    run_threads(2, play, world, "combine", {}, {})
-    wanted = (
-        _fast.PREPARE,
-        _fast.DISPATCH,
-        _fast.COMBINE,
-        _fast.COMBINE_BACKWARD,
-        _fast.DISPATCH_BACKWARD,
-    )
+    check(World(size=2, seed=7), Case(capacity=0))
+    wanted = [form for name, form in _fast.FORMS.items() if name != "dispatch_routed"]
     assert sorted(seen) == sorted((operation, 0) for operation in wanted for _ in range(2))
 
 
 def test_step_tensor_by_tensor(monkeypatch):
     monkeypatch.setattr(_fast, "call", None)
-    run_threads(2, play, World(size=2, seed=7), "combine", {}, {})
+    check(World(size=2, seed=7), Case(capacity=0))
+    for dtype in ("float16", "bfloat16"):
+        check(World(size=2, seed=7), Case(weights="none", dtype=dtype))
 
 
 def latency_step(handle, x, idx, weights):
@@ -68,7 +64,7 @@ def test_latency_mode(alone, monkeypatch):
     weights = torch.rand(5, 2, device=group.device)
     seen = count_calls(monkeypatch)
     at_once = latency_step(handle, x, idx, weights)
-    assert seen == [(_fast.DISPATCH_ROUTED, 0), (_fast.COMBINE, 0)]
+    assert seen == [(_fast.FORMS["dispatch_routed"], 0), (_fast.FORMS["combine"], 0)]
     monkeypatch.setattr(_fast, "call", None)
     for one, other in zip(at_once, latency_step(handle, x, idx, weights)):
         assert_equal(one, other)
@@ -92,10 +88,9 @@ def test_left_to_python(alone):
         (plan.bytes, "rows", None, None, out),
         (plan.bytes, x, None, None),  # too few
     ]:
-        assert not handle.call_fast(_fast.COMBINE, *tensors)
-    numbers = plan.numbers[:-1]
-    assert not handle.call_fast(_fast.PREPARE, idx, None, plan.bytes, numbers)
-    assert not handle.call_fast(_fast.PREPARE, idx, None, plan.bytes, plan.numbers.long())
+        assert not handle.call_fast(_fast.FORMS["combine"], tensors)
+    for wrong in (plan.numbers[:-1], plan.numbers.long()):
+        assert not handle.call_fast(_fast.FORMS["prepare"], (idx, None, plan.bytes, wrong))
     assert torch.all(out == 5)
 
 
@@ -120,7 +115,7 @@ def test_closed(alone):
     x = torch.ones(4, 16, device=group.device)
     plan = ep.prepare(handle, torch.zeros(4, 2, dtype=torch.int64, device=group.device))
     handle.close()
-    with pytest.raises(libep.EpError, match="closed"):
+    with refused("EpError closed"):
         ep.combine(handle, plan, x)
 
 
@@ -130,6 +125,5 @@ def test_refusal_has_the_sentence(alone):
     handle = ep.Handle(group)
     x = torch.ones(4, 16, device=group.device)
     plan = ep.prepare(handle, torch.zeros(4, 2, dtype=torch.int64, device=group.device))
-    with pytest.raises(libep.EpError, match="expert_out") as caught:
-        handle.call_fast(_fast.COMBINE, plan.bytes, x[:2], None, None, x)
-    assert caught.value.status == libep.Status.BUFFER_SIZE
+    with refused("BUFFER_SIZE expert_out"):
+        handle.call_fast(_fast.FORMS["combine"], (plan.bytes, x[:2], None, None, x))

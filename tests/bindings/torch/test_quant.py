@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from base import refused
 from conftest import make_group, run_threads
 
 import libep.torch as ep
-from libep import Blocks, EpError, Layout, Mode, Quant, ScaleOrder, Status
+from libep import Blocks, EpError, Layout, Mode, Quant, ScaleOrder
 
 HIDDEN, TOKENS, EXPERTS = 400, 9, 4  # 400: the last block is not full
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
@@ -129,10 +130,9 @@ def test_tiles_between_experts(alone, seed):
     x[1, 5:] = 0
     amax = torch.stack([x[..., :128].abs().amax((1, 2)), x[..., 128:].abs().amax((1, 2))], 1)
     assert torch.equal(scales.cpu(), (amax / 448)[:, None])
-    with pytest.raises(EpError) as caught:
+    with refused("ALIGNMENT"):
         ep.quantise_rows(alone(), x[0].to(group.device), transposed=True)
-    assert caught.value.status == Status.ALIGNMENT
-    with pytest.raises(TypeError, match="rows.*float64"):
+    with refused("TypeError rows.*float64"):
         ep.quantise_rows(group, x.double().to(group.device))
 
 
@@ -158,9 +158,8 @@ def test_no_gradient(alone):
     handle = ep.Handle(group, quant=Quant.FP8)
     x = torch.ones(2, 128, device=group.device, requires_grad=True)
     idx = torch.tensor([[0, 1]] * 2, device=group.device)
-    with pytest.raises(EpError, match="without gradient") as caught:
+    with refused("UNSUPPORTED without gradient"):
         ep.dispatch(handle, x, idx)
-    assert caught.value.status == Status.UNSUPPORTED
     received = ep.dispatch(handle, x.detach(), idx)
     assert received.scales.shape[1] == 1
     # The way for autograd functions of one's own: gradients travel as they are.

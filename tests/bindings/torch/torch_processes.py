@@ -3,15 +3,8 @@
 
 from __future__ import annotations
 
-import os
-import re
-import socket
-import subprocess
-import sys
-
 from conftest import DEVICE
-from processes import finish, restore_ctrl_c
-
+from processes import finish_all, free_port, spawn
 
 PREAMBLE = """
 import os, signal, sys, threading, time
@@ -36,49 +29,27 @@ def layer(handle, x):
     return ep.combine(handle, received.plan, received.tokens, received.topk_weights)
 def say(*words):
     print(*words, flush=True)
+def tell(call):
+    try:
+        call()
+    except EpError as error:
+        say(error.status.name, error)
 """
 
 
-def start(rank, size, source, port):
-    """Start a rank: `source` runs after PREAMBLE. Its stdout and stderr are pipes."""
-    backend = f"libep.Backend.{'CUDA' if DEVICE == 'cuda' else 'HOST'}"
-    text = PREAMBLE.format(rank=rank, size=size, port=port, device=DEVICE, backend=backend)
-    environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
+def start_all(*sources):
+    """Start one rank for each source, which runs after PREAMBLE."""
+    facts = dict(size=len(sources), port=free_port(), device=DEVICE)
+    facts["backend"] = f"libep.Backend.{'CUDA' if DEVICE == 'cuda' else 'HOST'}"
+    environment = dict(GLOO_SOCKET_IFNAME="lo")
     if DEVICE == "cuda":
         environment["LIBEP_SHARE_GPUS"] = "yes"  # there may be fewer GPUs than ranks
-    return subprocess.Popen(
-        [sys.executable, "-c", text + source],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=restore_ctrl_c,
-    )
+    return [
+        spawn("-c", PREAMBLE.format(rank=rank, **facts) + source, **environment)
+        for rank, source in enumerate(sources)
+    ]
 
 
-def start_all(*sources):
-    """Start one rank for each source."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    return [start(r, len(sources), source, port) for r, source in enumerate(sources)]
-
-
-def run(*sources, seconds=120):
+def run(*sources):
     """Run one rank for each source and return their results, each (status, stdout, stderr)."""
-    started = start_all(*sources)
-    try:
-        return [finish(process, seconds) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-
-
-def good(result):
-    """What a rank printed that ended well. On stderr there may be warnings of libep and PyTorch."""
-    status, out, err = result
-    assert status == 0, err
-    allowed = re.compile(r"$|libep: warn: |(\[rank\d\]:)?\[?W\d|\[Gloo\]")
-    assert [line for line in err.splitlines() if not allowed.match(line)] == [], err
-    return out
+    return finish_all(start_all(*sources), 120)

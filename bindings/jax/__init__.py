@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libep in JAX: dispatch and combine as differentiable functions, inside shard_map or outside.
+
+    ep = libep.jax.bootstrap(mesh, "expert", num_experts=64, max_tokens=512, hidden=1024, top_k=4)
+
+    def layer(x, experts):
+        weights, idx = router(x)
+        rows, row_weights, plan = ep.dispatch(x, idx, weights)
+        rows = ep.experts(mlp, rows, plan, experts, P("expert", "fsdp", None))
+        return ep.combine(rows, plan, row_weights)
+
+Works under jit, grad, scan and checkpoint. docs/jax.md of the source tree is the manual.
+
+Order. All ranks of a group make the same calls in the same order. XLA runs independent calls in any
+order, so the calls of a program, of all groups, form a chain: they run in the order in which they
+were traced, on every device, forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .._abi import MAX_ROW_BYTES, MAX_TOP_K, Duplicates, Mode, Rows, Status
+from .._config import GroupFields, HandleFields, name_members
+from .._config import max_recv_rows as worst_case_rows
+from .._library import EpError
+from . import _gradients, _program  # noqa: F401 (derivatives, and the order of calls)
+from . import _weights as sharded
+from ._operations import ROW_TYPES, Operations, Plan
+from ._ranks import Ranks
+from ._regions import Regions, product
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn, Optional, Union
+
+    from .._mesh import Spec
+
+    _: Spec = PartitionSpec()  # mypy checks here that libep.Mesh takes one
+
+__all__ = ["Ep", "Plan", "bootstrap", "jit"]
+
+# Fields of a group that bootstrap sets, and what they follow from.
+_OWN_FIELDS = {
+    "backend": "mesh",
+    "device": "mesh",
+    "max_top_k": "top_k",
+    "max_row_bytes": "hidden and dtype",
+}
+_PLAN_ALIGNMENT = 256  # a plan in an array of plans is aligned like a buffer of XLA
+
+
+def bootstrap(
+    mesh: jax.sharding.Mesh,
+    axis: Union[str, tuple[str, ...]],
+    *,
+    num_experts: int,
+    max_tokens: int,
+    hidden: int,
+    top_k: int,
+    token_axes: Optional[tuple[str, ...]] = None,
+    max_recv_rows: Optional[int] = None,
+    dtype: Any = jnp.float32,
+    **fields: Any,
+) -> Ep:
+    """Create the groups of a mesh: the devices along `axis` share the experts. Collective.
+
+    axis           the name of a mesh axis, or several names, outermost first. Devices that differ
+                   in another axis belong to different groups.
+    num_experts    experts of a group, a multiple of its devices; device r owns the r-th block
+    max_tokens     most tokens of a device in one call
+    hidden, dtype  the largest row, and its type
+    top_k          experts per token, in every call
+    token_axes     the axes that split the tokens in calls outside shard_map, outermost first: those
+                   of `axis`, and others along which devices have other tokens. None: all axes
+    max_recv_rows  rows of the receive buffer; None: so many that no row is ever lost, also where
+                   tokens name an expert more than once, unless duplicates="merge"
+    fields         more of the group's configuration (libep.GroupFields): alignment, overflow,
+                   timeout_seconds, ...
+
+    With several processes (jax.distributed) each of them calls this, in the same order relative to
+    other calls of bootstrap. EpError if the configuration is refused.
+    """
+    if not isinstance(mesh, jax.sharding.Mesh):
+        _refuse(Status.TYPE, "mesh", "a jax.sharding.Mesh", type(mesh).__name__)
+    axes = _check_axes(mesh, "axis", axis)
+    tokens = _check_axes(mesh, "token_axes", mesh.axis_names if token_axes is None else token_axes)
+    numbers = dict(num_experts=num_experts, max_tokens=max_tokens, hidden=hidden, top_k=top_k)
+    if max_recv_rows is not None:
+        numbers["max_recv_rows"] = max_recv_rows
+    _check_numbers(numbers)
+    _check_fields(fields)
+    row = _row_type(hidden, dtype)
+    if not 1 <= top_k <= MAX_TOP_K:
+        _refuse(Status.TOP_K, "top_k", f"1 .. {MAX_TOP_K}", top_k)
+    if max_recv_rows == 0:
+        _refuse(Status.UNSUPPORTED, "max_recv_rows", "a number of rows", "0 for exact sizes")
+    if not set(axes) <= set(tokens):
+        _refuse(Status.RANGE, "token_axes", f"{axes} among them", tokens)
+    size = product(mesh, axes)
+    if num_experts % size:
+        expected = f"a multiple of the {size} devices along {axis!r}"
+        _refuse(Status.RANGE, "num_experts", expected, num_experts)
+    config = dict(
+        fields,
+        num_experts=num_experts,
+        max_tokens=max_tokens,
+        max_top_k=top_k,
+        max_row_bytes=hidden * row.itemsize,
+    )
+    if max_recv_rows is None:
+        merges = fields.get("duplicates") == Duplicates.MERGE
+        flags = Rows(0) if merges else Rows.DUPLICATES
+        max_recv_rows = worst_case_rows(size, 0, flags=flags, **config)
+    config["max_recv_rows"] = max_recv_rows
+    ranks = Ranks(mesh, axes, top_k, config)
+    return Ep(ranks, Regions(mesh, axes, tokens), config, f"{hidden} of {row.name}")
+
+
+jit = jax.jit
+"""Another name of jax.jit, which is all that programs need."""
+
+
+def _refuse(status: Status, field: str, expected: str, got: object) -> NoReturn:
+    raise EpError(status, f"bootstrap: {field}: expected {expected}, got {got}")
+
+
+def _check_axes(
+    mesh: jax.sharding.Mesh, field: str, given: Union[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """The axes as a tuple."""
+    if not isinstance(given, (str, tuple, list)):
+        _refuse(Status.TYPE, field, "an axis of the mesh or a tuple of them", repr(given))
+    axes = (given,) if isinstance(given, str) else tuple(given)
+    for name in axes:
+        if name not in mesh.axis_names:
+            _refuse(Status.RANGE, field, f"one of the mesh's axes {mesh.axis_names}", repr(name))
+    if len(set(axes)) < max(1, len(axes)):
+        _refuse(Status.RANGE, field, "one or more axes, each once", axes)
+    return axes
+
+
+def _check_numbers(numbers: dict[str, int]) -> None:
+    for field, number in numbers.items():
+        if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
+            _refuse(Status.TYPE, field, "an integer", repr(number))
+
+
+def _check_fields(fields: dict[str, Any]) -> None:
+    """Refuse what bootstrap sets itself, and what operations do not support."""
+    for field in fields:
+        if field in _OWN_FIELDS:
+            expected = f"none, since it follows from {_OWN_FIELDS[field]}"
+            _refuse(Status.UNSUPPORTED, field, expected, repr(fields[field]))
+        if field in HandleFields.__annotations__ and field not in GroupFields.__annotations__:
+            _refuse(Status.UNSUPPORTED, field, "none, since libep.jax sets it", repr(fields[field]))
+    try:
+        name_members(fields)
+    except ValueError as error:
+        raise EpError(Status.RANGE, f"bootstrap: {error}") from None
+    mode = Mode(fields.get("mode", Mode.THROUGHPUT))
+    if mode is not Mode.THROUGHPUT:
+        _refuse(Status.UNSUPPORTED, "mode", "Mode.THROUGHPUT", f"Mode.{mode.name}")
+
+
+def _row_type(hidden: int, dtype: Any) -> np.dtype[Any]:
+    """The type of rows. EpError if rows of it, or of this length, are not supported."""
+    expected = " or ".join(ROW_TYPES)
+    try:
+        row: np.dtype[Any] = np.dtype(dtype)
+    except TypeError:
+        _refuse(Status.TYPE, "dtype", expected, repr(dtype))
+    if row.name not in ROW_TYPES:
+        _refuse(Status.TYPE, "dtype", expected, row.name)
+    size = hidden * row.itemsize
+    if size % 16 or not 16 <= size <= MAX_ROW_BYTES:
+        expected = f"rows of a multiple of 16 bytes up to {MAX_ROW_BYTES}"
+        _refuse(Status.ROW_BYTES, "hidden", expected, f"{hidden} of {row.name}: {size}")
+    return row
+
+
+class Ep:
+    """The groups of a mesh axis, and the operations. Made by bootstrap.
+
+    Shapes are those of one device: T tokens, K = top_k, H elements per row, L local experts, and
+    `rows` = max_recv_rows. The operations are called inside shard_map over the axis, with such
+    arrays, or outside of any shard_map, with arrays of all devices: those of one device after the
+    other along the first dimension, sharded by P(token_axes). Outside, a Plan has such arrays, too.
+    """
+
+    def __init__(
+        self, ranks: Ranks, regions: Regions, config: dict[str, Any], largest: str
+    ) -> None:
+        self._ranks = ranks
+        self._regions = regions
+        self.num_ranks = product(regions.mesh, regions.axes)
+        self.num_experts: int = config["num_experts"]
+        self.num_local_experts = self.num_experts // self.num_ranks
+        self.max_tokens: int = config["max_tokens"]
+        self.top_k: int = config["max_top_k"]
+        self.max_recv_rows: int = config["max_recv_rows"]
+        self.max_row_bytes: int = config["max_row_bytes"]
+        self.plan_bytes = -(-ranks.plan_bytes // _PLAN_ALIGNMENT) * _PLAN_ALIGNMENT
+        self._operations = Operations(
+            key=ranks.key,
+            axes=regions.axes,
+            on_host=ranks.on_host,
+            num_local_experts=self.num_local_experts,
+            max_tokens=self.max_tokens,
+            top_k=self.top_k,
+            max_recv_rows=self.max_recv_rows,
+            max_row_bytes=self.max_row_bytes,
+            largest=largest,
+            plan_bytes=self.plan_bytes,
+        )
+
+    def __deepcopy__(self, _: object) -> Ep:
+        """The Ep itself: copies of a model share its groups, since plans are values."""
+        return self
+
+    def __copy__(self) -> Ep:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a libep.jax.Ep belongs to its process: save the arrays of a model, and call bootstrap "
+            "anew"
+        )
+
+    # ---- operations ---------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        tokens: jax.Array,
+        topk_idx: jax.Array,
+        topk_weights: Optional[jax.Array] = None,
+        num_tokens: Optional[jax.Array] = None,
+    ) -> tuple[jax.Array, Optional[jax.Array], Plan]:
+        """Send each token's row to its experts. Return (recv_tokens, recv_weights, plan).
+
+        tokens        [T, H] float32, bfloat16 or float16
+        topk_idx      [T, K] int32 or int64: the expert of each entry; negative: none
+        topk_weights  [T, K] float32, or None
+        num_tokens    [1] int32 or int64: only so many tokens count, from the first; None: all. The
+                      others are not sent, and become zero in combine's out and in gradients
+        recv_tokens   [rows, H]: the rows of the first local expert, of the second, ..., then zeros
+        recv_weights  [rows] float32, the weight of each row; None without topk_weights
+
+        Differentiable in tokens and topk_weights.
+        """
+        operands = (tokens, topk_idx, topk_weights, num_tokens)
+        return self._regions.run("dispatch", self._operations.dispatch, operands)
+
+    def combine(
+        self,
+        expert_out: jax.Array,
+        plan: Plan,
+        recv_weights: Optional[jax.Array] = None,
+    ) -> jax.Array:
+        """Return each expert's rows to their tokens and add them up.
+
+        expert_out    [rows, H], where recv_tokens had the experts' inputs
+        plan          of the dispatch
+        recv_weights  [rows] float32: each row's factor, or None for 1
+        out           [T, H]
+
+        Differentiable in expert_out and recv_weights.
+        """
+        self._operations.check_plan("combine", plan)
+        operands = (expert_out, plan, recv_weights)
+        return self._regions.run("combine", self._operations.combine, operands)
+
+    def experts(
+        self,
+        function: Callable[[jax.Array, jax.Array, Any], Any],
+        rows: jax.Array,
+        plan: Plan,
+        weights: Any,
+        specs: Any,
+        *,
+        quantise: bool = False,
+    ) -> Any:
+        """Apply the experts to received rows, each device its own. Return what function returns.
+
+        function  function(rows, group_sizes, weights), which runs on one device: rows [rows, H],
+                  group_sizes [L] int32 for jax.lax.ragged_dot, weights [L, ...]. It returns an
+                  array with a leading dimension, such as [rows, H], or a tree of such.
+        rows      recv_tokens, or what was computed from it
+        plan      of the dispatch
+        weights   a tree of arrays [E, ...]
+        specs     how the weights are sharded: a PartitionSpec for all, or a tree of them. The
+                  first dimension begins with the group's axes, P("expert", "fsdp") or
+                  P(("expert", "fsdp")). Other axes that split the tokens are gathered for use, and
+                  the gradient is reduce-scattered over them. Axes that do not split the tokens
+                  stay.
+        quantise  weights of three dimensions or more are quantised to e4m3 before they are
+                  gathered, with a float32 scale for each 128 elements along the last dimension. The
+                  gradient is that of the weights without quantising.
+        """
+        self._operations.check_plan("experts", plan)
+        tree: Any
+        leaves, tree = jax.tree.flatten(weights)
+        specs = sharded.specs_of(weights, specs)
+        is_shard = self._regions.is_inside("experts")
+        gathers = [
+            sharded.gather_of(
+                self._regions, name, weight.shape, spec, self.num_experts, is_shard, quantise
+            )
+            for name, weight, spec in zip(sharded.names_of(weights), leaves, specs)
+        ]
+
+        def body(rows: jax.Array, sizes: jax.Array, *shards: jax.Array) -> Any:
+            whole = [sharded.gather(self._regions, *pair) for pair in zip(shards, gathers)]
+            with sharded.explained(gathers):
+                return function(rows, sizes, tree.unflatten(whole))
+
+        operands = (rows, plan.expert_padded)
+        return self._regions.run("experts", body, operands, leaves, specs)
+
+    def per_device(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """Return function(*arrays), called on each device with its own part of the arrays.
+
+        For what XLA does not split: it gathers all tokens for jax.lax.top_k, for instance. Each
+        array, and each result, has the tokens or rows as first dimension.
+        """
+        return self._regions.run("per_device", function, arrays)
+
+    # ---- the group ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise EpError for what went wrong on the devices of this process since the last check.
+
+        Indices out of range and lost rows are reported here alone. Call it where the loss is read.
+        """
+        self._ranks.check()
+
+    def close(self) -> None:
+        """Destroy the groups. A second call does nothing. All processes close together.
+
+        Waits for the arrays that programs are computing on the devices of this process, no longer
+        than timeout_seconds. Programs that call afterwards get an error. Arrays stay valid.
+        """
+        self._ranks.wait()
+        self._ranks.close()
+
+    def __enter__(self) -> Ep:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._ranks.close()  # programs may wait for a rank that does not come

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derivatives of the calls.
+
+A call's derivative is a linear call, such as ep_dispatch_tangent. It never runs: JAX transposes it,
+and its transpose is libep's backward call.
+
+This is not jax.custom_vjp, since jax.checkpoint would not find the rule of _calls inside a
+custom_vjp that is not differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from .._abi import Status
+from .._library import EpError
+from .._operations import OPERATIONS, Operation
+from . import _calls as calls
+
+
+def _is_zero(tangent: Any) -> bool:
+    return type(tangent) is ad.Zero
+
+
+def _zero(output: jax.Array) -> Any:
+    return ad.Zero(jax.typeof(output).to_tangent_aval())
+
+
+def _types(arrays: Iterable[Any]) -> calls.Outputs:
+    """The types of arrays, or of the unknowns of a transpose."""
+    avals = [array.aval if ad.is_undefined_primal(array) else array for array in arrays]
+    return tuple((aval.shape, aval.dtype.name) for aval in avals)
+
+
+def _make_tangent(name: str, backward: Primitive) -> Primitive:
+    """The derivative of a call. Operands: the plan, others that are kept, the linear ones."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise EpError(
+            Status.UNSUPPORTED,
+            f"{name}: expected reverse mode (jax.grad, jax.vjp), got forward mode",
+        )
+
+    def transpose(
+        gradients: Sequence[Any], *operands: Any, key: int, num_kept: int, **_: Any
+    ) -> list[Any]:
+        (plan, *others), linear = operands[:num_kept], operands[num_kept:]
+        grads = map(ad.instantiate_zeros, gradients)
+        results = backward.bind(plan, *grads, *others, key=key, outputs=_types(linear))
+        pairs = zip(linear, results)
+        return [None] * num_kept + [g if ad.is_undefined_primal(x) else None for x, g in pairs]
+
+    tangent = Primitive(f"ep_{name}_tangent")
+    tangent.multiple_results = True
+    tangent.def_impl(refuse)
+    tangent.def_abstract_eval(calls.type_outputs)
+    mlir.register_lowering(tangent, refuse)
+    ad.primitive_transposes[tangent] = transpose
+    return tangent
+
+
+def _bind_tangent(
+    tangent: Primitive, kept: Sequence[Any], linear: list[Any], key: int, outputs: calls.Outputs
+) -> list[Any]:
+    results: list[Any] = tangent.bind(
+        *kept,
+        *map(ad.instantiate_zeros, linear),
+        key=key,
+        num_kept=len(kept),
+        outputs=outputs,
+    )
+    return results
+
+
+def _differentiate_prepare(
+    primals: Sequence[Any], _: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    numbers = calls.CALLS["prepare"].bind(*primals, **params)
+    return numbers, list(map(_zero, numbers))
+
+
+def _differentiable(operation: Operation) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """The derivative of a call. Its operands are the plan, rows, and weights if there are any."""
+    call, backward = calls.CALLS[operation.name], OPERATIONS[operation.backward]
+    tangent = _make_tangent(operation.name, calls.CALLS[backward.name])
+    names = [argument.name for argument in operation.inputs]
+    rows = names[1]
+
+    def differentiate(
+        primals: Sequence[Any], tangents: Sequence[Any], key: int, outputs: calls.Outputs
+    ) -> tuple[list[Any], list[Any]]:
+        results = call.bind(*primals, key=key, outputs=outputs)
+        _, t_rows, *t_weights = tangents
+        linear = [t_rows, *[t for t in t_weights if not _is_zero(t)]]
+        given = dict(zip(names, primals))
+        if len(linear) == 1:
+            del given[rows]  # backward reads the rows for the gradient of the weights
+        kept = [given[each.name] for each in backward.inputs if each.name in given]
+        found = _bind_tangent(tangent, kept, linear, key, outputs[: len(linear)])
+        return results, found + [_zero(result) for result in results[len(found) :]]
+
+    return differentiate
+
+
+ad.primitive_jvps[calls.CALLS["prepare"]] = _differentiate_prepare
+for _operation in OPERATIONS.values():
+    if _operation.backward:
+        ad.primitive_jvps[calls.CALLS[_operation.name]] = _differentiable(_operation)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine on one device: arguments are checked, and calls of _calls are made.
+
+libep.jax.Ep describes the arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from .._abi import Status
+from .._library import EpError
+from ._calls import CALLS
+from ._regions import axes_of, is_array, kind_of, vary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, Optional
+
+ROW_TYPES = ("float32", "bfloat16", "float16")
+_PLAN_ARRAYS = ("bytes", "expert_counts", "expert_padded", "expert_offsets", "totals")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A step's routing, made by dispatch: an ordinary value, which may be saved and passed on.
+
+    bytes           uint8, what libep reads
+    expert_counts   [L] int32: rows of each local expert, without padding and lost rows
+    expert_padded   [L] int32: rows of each local expert, padding included. Expert after expert they
+                    fill recv_tokens from its start: the group sizes of jax.lax.ragged_dot
+    expert_offsets  [L + 1] int32: first row of each expert, then the number of rows filled
+    totals          [3] int32: rows filled, rows needed, slots lost to the capacity
+    num_tokens      T, a Python int
+    group           a number of the Ep that made it
+    """
+
+    bytes: jax.Array
+    expert_counts: jax.Array
+    expert_padded: jax.Array
+    expert_offsets: jax.Array
+    totals: jax.Array
+    num_tokens: int = dataclasses.field(metadata=dict(static=True))
+    group: int = dataclasses.field(metadata=dict(static=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Operations:
+    """The operations of a group, by its sizes. Programs find the group by `key`."""
+
+    key: int
+    axes: tuple[str, ...]
+    on_host: bool
+    num_local_experts: int
+    max_tokens: int
+    top_k: int
+    max_recv_rows: int
+    max_row_bytes: int
+    largest: str  # the largest row, as bootstrap got it
+    plan_bytes: int
+
+    def dispatch(
+        self,
+        tokens: jax.Array,
+        topk_idx: jax.Array,
+        topk_weights: Optional[jax.Array],
+        num_tokens: Optional[jax.Array],
+    ) -> tuple[jax.Array, Optional[jax.Array], Plan]:
+        self._check_routing(tokens, topk_idx, topk_weights, num_tokens)
+        tokens, topk_idx, *weights = _vary_alike(self.axes, tokens, topk_idx, topk_weights)
+        routing = _vary_alike(self.axes, topk_idx, self._place(), num_tokens)
+        numbers = self._bind("prepare", *routing, outputs=self._plan_types())
+        arrays = dict(zip(_PLAN_ARRAYS, numbers))
+        plan = Plan(**arrays, num_tokens=tokens.shape[0], group=self.key)
+        rows = self.max_recv_rows
+        received = [((rows, tokens.shape[1]), tokens.dtype.name), ((rows,), "float32")]
+        recv_tokens, *recv_weights = self._bind(
+            "dispatch",
+            plan.bytes,
+            tokens,
+            *weights,
+            outputs=received[: 1 + len(weights)],
+        )
+        return recv_tokens, recv_weights[0] if recv_weights else None, plan
+
+    def combine(
+        self,
+        expert_out: jax.Array,
+        plan: Plan,
+        recv_weights: Optional[jax.Array],
+    ) -> jax.Array:
+        self._check_rows(expert_out, recv_weights)
+        operands = _vary_alike(self.axes, plan.bytes, expert_out, recv_weights)
+        outputs = [((plan.num_tokens, expert_out.shape[1]), expert_out.dtype.name)]
+        return self._bind("combine", *operands, outputs=outputs)[0]
+
+    def _place(self) -> jax.Array:
+        """The device's place in its group, as shard_map has it. prepare compares it on CPUs.
+
+        On GPUs it would be in device memory, and prepare would wait for the stream to read it.
+        """
+        return jax.lax.axis_index(self.axes) if self.on_host else jnp.int32(0)
+
+    def _bind(
+        self, name: str, *operands: jax.Array, outputs: Sequence[Any]
+    ) -> list[jax.Array]:
+        results: list[jax.Array] = CALLS[name].bind(*operands, key=self.key, outputs=tuple(outputs))
+        return results
+
+    def _plan_types(self) -> list[tuple[tuple[int, ...], str]]:
+        experts = self.num_local_experts
+        return [
+            ((self.plan_bytes,), "uint8"),
+            ((experts,), "int32"),
+            ((experts,), "int32"),
+            ((experts + 1,), "int32"),
+            ((3,), "int32"),
+        ]
+
+    def check_plan(self, name: str, plan: Plan) -> None:
+        """Refuse what is no plan, or that of another group."""
+        if not isinstance(plan, Plan):
+            raise EpError(
+                Status.TYPE, f"{name}: plan: expected the Plan of dispatch, got {kind_of(plan)}"
+            )
+        if plan.group != self.key:
+            raise EpError(
+                Status.FOREIGN,
+                f"{name}: plan: expected one of this Ep's dispatch, got another Ep's",
+            )
+
+    def _check_routing(
+        self,
+        tokens: jax.Array,
+        topk_idx: jax.Array,
+        topk_weights: Optional[jax.Array],
+        num_tokens: Optional[jax.Array],
+    ) -> None:
+        _check("dispatch: tokens", tokens, ROW_TYPES, (None, None))
+        self._check_row("dispatch: tokens", tokens)
+        count = tokens.shape[0]
+        if count > self.max_tokens:
+            raise EpError(
+                Status.TOKENS,
+                f"dispatch: tokens: expected at most {self.max_tokens} "
+                f"tokens (max_tokens), got {count}",
+            )
+        _check("dispatch: topk_idx", topk_idx, ("int32", "int64"), (count, self.top_k))
+        if topk_weights is not None:
+            _check("dispatch: topk_weights", topk_weights, ("float32",), (count, self.top_k))
+        if num_tokens is not None:
+            _check("dispatch: num_tokens", num_tokens, ("int32", "int64"), (1,))
+
+    def _check_rows(self, expert_out: jax.Array, recv_weights: Optional[jax.Array]) -> None:
+        _check("combine: expert_out", expert_out, ROW_TYPES, (self.max_recv_rows, None))
+        self._check_row("combine: expert_out", expert_out)
+        if recv_weights is not None:
+            _check("combine: recv_weights", recv_weights, ("float32",), (self.max_recv_rows,))
+
+    def _check_row(self, name: str, array: jax.Array) -> None:
+        size = array.shape[1] * array.dtype.itemsize
+        if size % 16 or not 16 <= size <= self.max_row_bytes:
+            raise EpError(
+                Status.ROW_BYTES,
+                f"{name}: expected rows of a multiple of 16 bytes up to {self.max_row_bytes} "
+                f"(bootstrap's hidden, {self.largest}), got {size} ({array.shape[1]} of "
+                f"{array.dtype.name})",
+            )
+
+
+def _check(name: str, array: jax.Array, types: tuple[str, ...], shape: tuple[Any, ...]) -> None:
+    if not is_array(array):
+        raise EpError(Status.TYPE, f"{name}: expected an array, got {kind_of(array)}")
+    if array.dtype.name not in types:
+        raise EpError(Status.TYPE, f"{name}: expected {' or '.join(types)}, got {array.dtype.name}")
+    given = array.shape
+    if len(given) != len(shape) or any(w not in (None, g) for g, w in zip(given, shape)):
+        wanted = ", ".join("any" if length is None else str(length) for length in shape)
+        raise EpError(Status.SHAPE, f"{name}: expected shape [{wanted}], got {list(given)}")
+
+
+# ---- varying axes --------------------------------------------------------------------------------
+
+# shard_map knows over which mesh axes a value may vary. What a call returns varies over the axis of
+# the group, and over those over which any operand varies. So operands are first made to vary alike,
+# which also gives their gradients the sums that they need.
+
+
+def _vary_alike(axes: tuple[str, ...], *arrays: Optional[jax.Array]) -> list[jax.Array]:
+    """The arrays without None, varying over the same axes."""
+    given = [array for array in arrays if array is not None]
+    union = sorted(frozenset(axes).union(*map(axes_of, given)))
+    return [vary(array, union) for array in given]

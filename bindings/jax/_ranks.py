@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a mesh: one group for each line of devices along the axis, one rank per device."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+
+from .. import _abi, _process
+from .._abi import Backend, Plans, Status, Tail
+from .._bootstrap import Bootstrap
+from .._group import Group
+from .._handle import Handle
+from .._info import settings
+from .._library import EpError, last_error
+from . import _calls
+from ._regions import lines, remember_devices
+
+if TYPE_CHECKING:
+    from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
+
+CLOSE_SECONDS = 1.0
+"""How long closing waits for a call that is waiting for other ranks."""
+
+_POLL_SECONDS = 0.001
+_WATCH_SECONDS = 0.5  # how long a call waits for others before this module looks for the reason
+
+_keys = itertools.count(1)
+_open: dict[int, Ranks] = {}
+
+
+class _Rank(NamedTuple):
+    group: Group
+    handle: Handle
+    device: Any
+    ordinal: int  # XLA's number of the device
+
+
+class Ranks:
+    """The ranks of this process. Programs name them by `key`."""
+
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        axes: tuple[str, ...],
+        top_k: int,
+        fields: Mapping[str, Any],
+    ) -> None:
+        self.key = next(_keys)
+        self.bootstraps: list[Bootstrap] = []
+        self.ranks: list[_Rank] = []
+        makers = []
+        for number, devices in enumerate(lines(mesh, axes)):
+            for bootstrap in _bootstraps(f"libep/jax/{self.key}/{number}", devices):
+                device = devices[bootstrap.rank]
+                self.bootstraps.append(bootstrap)
+                makers.append(functools.partial(_make_rank, bootstrap, device, top_k, fields))
+        if not makers:
+            raise EpError(Status.RANGE, "bootstrap: mesh: expected a device of this process")
+        # They stay: Python starts no threads when the process ends, and closing needs one per rank.
+        self._threads = ThreadPoolExecutor(len(makers), "libep-jax")
+        try:
+            self.ranks = self._run(makers)
+        except BaseException:
+            self._close_groups()
+            raise
+        self.plan_bytes: int = self.ranks[0].handle.plan_bytes
+        self.on_host = self.ranks[0].group.query().backend is Backend.HOST
+        for rank in self.ranks:
+            _add(self.key, rank)
+        self._mesh = mesh
+        self._devices = set(mesh.local_devices)
+        timeout = fields.get("timeout_seconds") or settings()["LIBEP_TIMEOUT"].value
+        self._wait_seconds = float(timeout)
+        remember_devices(self.key, mesh, axes)
+        _open[self.key] = self
+        _process.listen()  # the groups were created by other threads
+        if self.on_host and len(self.ranks) > 1:
+            _watch_programs()
+
+    def check(self) -> None:
+        """Raise what ep_group_status reports on the ranks of this process."""
+        found = [(rank, error) for rank in self.ranks if (error := _rank_error(self.key, rank))]
+        if found:
+            # All in one: a rank reports a finding once, and the next check is about later steps.
+            sentences = [f"{self._name(rank.device)}: {error}" for rank, error in found]
+            raise EpError(found[0][1].status, "; ".join(sentences))
+
+    def _name(self, device: Any) -> str:
+        """How sentences call a device: its place in the mesh says to which group it belongs."""
+        place = np.argwhere(self._mesh.devices == device)[0]
+        at = ", ".join(f"{axis}={i}" for axis, i in zip(self._mesh.axis_names, place))
+        return f"group {self.key}, device {device.id} ({at})"
+
+    def release(self) -> None:
+        """Let programs use the groups no more."""
+        self._run([functools.partial(_close_rank, self.key, rank) for rank in self.ranks])
+
+    def wait(self) -> None:
+        """Wait for the arrays that programs are computing on the groups' devices.
+
+        No longer than a rank waits for its peers. It asks, since a wait of JAX has no deadline.
+        """
+        if self.key not in _open:
+            return
+        deadline = time.monotonic() + self._wait_seconds
+        for array in jax.live_arrays(next(iter(self._devices)).platform):
+            while _is_computed(array, self._devices) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Destroy the groups. A second call does nothing."""
+        if _open.pop(self.key, None) is not None:
+            self.release()
+            self._close_groups()
+
+    def interrupt(self, sent: float) -> None:
+        """Abort a group where a call has been waiting since before a signal.
+
+        JAX would go on waiting for its program, and Python cannot raise KeyboardInterrupt meanwhile.
+        """
+        for rank in self.ranks:
+            if _calls.library.ep_jax_rank_waits(self.key, rank.ordinal, sent):
+                rank.group.abort(_process.INTERRUPTED)
+
+    def abort_failed(self) -> None:
+        """Abort the groups if a program has failed on one device, and another waits in a call.
+
+        The failed device makes no more calls, and JAX tells the program's caller nothing before all
+        devices have ended. All groups: those that wait for nobody would soon wait in a collective
+        of XLA.
+        """
+        before = time.time() - _WATCH_SECONDS
+        waits = _calls.library.ep_jax_rank_waits
+        waiting = {rank.device for rank in self.ranks if waits(self.key, rank.ordinal, before)}
+        if not waiting:
+            return
+        failed = _failed_beside(waiting)
+        for device in [rank.device for rank in self.ranks if rank.device in failed][:1]:
+            for rank in self.ranks:
+                rank.group.abort(f"a program failed on {self._name(device)}: {failed[device]}")
+
+    def _close_groups(self) -> None:
+        self._run([rank.group.close for rank in self.ranks])
+        self._threads.shutdown(wait=False)
+        for bootstrap in self.bootstraps:
+            bootstrap.close()
+
+    def _run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run functions side by side, return what they return, and raise the first error.
+
+        The error of a rank whose peer has failed comes last.
+        """
+        futures = [self._threads.submit(body) for body in bodies]
+        errors = [error for future in futures if (error := future.exception())]
+        errors.sort(key=lambda error: isinstance(error, EpError) and error.status is Status.PEER)
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
+
+
+def _is_computed(array: Any, devices: set[Any]) -> bool:
+    """Whether a program on one of the devices is computing an array."""
+    # The manual of JAX does not have is_ready. Should it go, there is no wait.
+    is_ready = getattr(array, "is_ready", lambda: True)
+    try:
+        return not is_ready() and not devices.isdisjoint(array.sharding.device_set)
+    except RuntimeError:
+        return False  # another thread has deleted it
+
+
+def _failed_beside(waiting: set[Any]) -> dict[Any, str]:
+    """The devices where programs have failed that go on on one of the `waiting`, and why."""
+    failed = {}
+    for array in jax.live_arrays("cpu"):
+        try:
+            if len(array.sharding.device_set) > 1 and _is_computed(array, waiting):
+                failed.update(_failures(array, waiting))
+        except RuntimeError:
+            pass  # another thread has deleted it
+    return failed
+
+
+def _failures(array: Any, waiting: set[Any]) -> dict[Any, str]:
+    """If an array is being computed on one of the `waiting`: where that has failed, and why."""
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    ended = {device for device, shard in shards.items() if shard.is_ready()}
+    failed = {}
+    for device in ended if waiting & (shards.keys() - ended) else ():
+        try:
+            shards[device].block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            failed[device] = str(error).strip().splitlines()[-1][:200]
+    return failed
+
+
+@functools.cache
+def _watch_programs() -> None:
+    """Start the thread that calls abort_failed."""
+
+    def watch() -> None:
+        while True:
+            time.sleep(_WATCH_SECONDS)
+            for ranks in list(_open.values()):
+                ranks.abort_failed()
+
+    threading.Thread(target=watch, name="libep-jax", daemon=True).start()
+
+
+def _rank_error(key: int, rank: _Rank) -> Optional[EpError]:
+    finding = _abi.initialized(_abi.EpFinding)
+    status = _calls.library.ep_jax_rank_status(key, rank.ordinal, ctypes.byref(finding))
+    if status == Status.OVERFLOW:
+        return EpError(
+            Status.OVERFLOW,
+            f"rank {finding.rank}: dispatch: expected at most {finding.expected} receive rows "
+            f"(max_recv_rows), needed {finding.seen}; {finding.count} were lost",
+        )
+    return last_error(status) if status else None
+
+
+def _close_rank(key: int, rank: _Rank) -> None:
+    _calls.library.ep_jax_rank_close(key, rank.ordinal, CLOSE_SECONDS)
+
+
+def _bootstraps(prefix: str, devices: Sequence[Any]) -> Iterable[Bootstrap]:
+    """Bootstraps for those of the devices that are this process's."""
+    here = [r for r, d in enumerate(devices) if d.process_index == jax.process_index()]
+    if len(here) == len(devices):
+        return Bootstrap.local(len(devices))
+    return [_store_bootstrap(prefix, rank, len(devices)) for rank in here]
+
+
+def _store_bootstrap(prefix: str, rank: int, size: int) -> Bootstrap:
+    # JAX has no public name for the store that its processes share.
+    from jax._src.distributed import global_state
+
+    client: Any = global_state.client
+
+    def get(key: str, seconds: float) -> bytes:
+        try:
+            return bytes(client.blocking_key_value_get_bytes(key, max(1, int(seconds * 1000))))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                raise TimeoutError from None
+            raise
+
+    return Bootstrap.from_store(
+        rank, size, client.key_value_set_bytes, get, client.key_value_delete, prefix
+    )
+
+
+def _make_rank(bootstrap: Bootstrap, device: Any, top_k: int, fields: Mapping[str, Any]) -> _Rank:
+    on_host = device.platform == "cpu"
+    ordinal = device.id if on_host else device.local_hardware_id
+    place = {"backend": Backend.HOST} if on_host else {"backend": Backend.CUDA, "device": ordinal}
+    group = Group(bootstrap, **place, **fields)
+    try:
+        # Experts may read every row, and XLA's buffers are not cleared.
+        handle = Handle(group, top_k=top_k, plans=Plans.NAMED, zero_tail=Tail.ZERO)
+    except BaseException as error:
+        group.abort(str(error))
+        group.close()
+        raise
+    return _Rank(group, handle, device, ordinal)
+
+
+def _add(key: int, rank: _Rank) -> None:
+    on_host = rank.group.query().backend is Backend.HOST
+    added = _calls.library.ep_jax_rank_add(
+        key, rank.ordinal, rank.group.rank, on_host, rank.group.require(), rank.handle._require()
+    )
+    if not added:
+        raise MemoryError("libep.jax: no memory for a rank")
+
+
+def _close_local() -> None:
+    """At the end of the process: close the groups that have no ranks elsewhere."""
+    for ranks in list(_open.values()):
+        if all(bootstrap.is_thread for bootstrap in ranks.bootstraps):
+            ranks.close()
+
+
+def _leave() -> None:
+    """At the end of the process: keep programs out of the other groups. _process closes them."""
+    for ranks in _open.values():
+        for rank in ranks.ranks:
+            _close_rank(ranks.key, rank)
+
+
+def _interrupt(sent: float) -> None:
+    for ranks in list(_open.values()):
+        ranks.interrupt(sent)
+
+
+_process.interrupts.append(_interrupt)
+# Functions of atexit come too late: concurrent.futures ends its threads by this one, earlier. Those
+# registered later are called first.
+threading._register_atexit(_close_local)  # type: ignore[attr-defined]
+atexit.register(_leave)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handles of libep.torch: a core handle that knows its device and the shapes of its tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._abi import Layout, Mode, Plans, Quant, Rows, ScaleOrder, Status, Tail, Type
+from .._config import max_recv_rows, name_members
+from .._handle import Handle as CoreHandle
+from .._handle import PlanTensors
+from .._library import EpError, last_error
+from .._tensor import Tensor as CoreTensor
+from . import _fast
+from ._group import Group, current_stream
+
+if TYPE_CHECKING:
+    from typing import NoReturn, Optional
+
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+    from .._config import HandleFields
+
+_keys = itertools.count(1)
+_handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+
+
+def find_handle(key: int) -> Handle:
+    """The handle of a key. EpError DESTROYED if nothing refers to it any more."""
+    handle = _handles.get(key)
+    if handle is None:
+        raise EpError(
+            Status.DESTROYED,
+            f"handle {key} is gone: keep the libep.torch.Handle as long as programs use it",
+        )
+    return handle
+
+
+def _describe(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).replace("torch.", "")
+    return f"<{dtype} {list(tensor.shape)} on {tensor.device}>"
+
+
+class Plan(NamedTuple):
+    """A step's routing, made by dispatch: tensors and two ints, which may be saved and passed on.
+
+    Any number may be live. libep reads `bytes` alone, and writes neither after dispatch.
+    """
+
+    bytes: Tensor
+    """[plan_bytes] uint8: what the operations read. Do not change it."""
+
+    numbers: Tensor
+    """int32: the tensors below, one after the other; on the group's device."""
+
+    num_tokens: int
+    """T: rows of the tokens, and of combine's output."""
+
+    num_local_experts: int
+    """L."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan(num_tokens={self.num_tokens}, num_local_experts={self.num_local_experts}, "
+            f"bytes={_describe(self.bytes)}, numbers={_describe(self.numbers)})"
+        )
+
+    @property
+    def expert_counts(self) -> Tensor:
+        """[L] rows of each local expert, without padding and lost rows."""
+        return self.numbers[: self.num_local_experts]
+
+    @property
+    def expert_padded(self) -> Tensor:
+        """[L] rows of each local expert, padding included. They fill the rows from the start."""
+        return self.numbers[self.num_local_experts : 2 * self.num_local_experts]
+
+    @property
+    def expert_offsets(self) -> Tensor:
+        """[L + 1] first row of each expert, then the number of rows filled."""
+        return self.numbers[2 * self.num_local_experts : 3 * self.num_local_experts + 1]
+
+    @property
+    def expert_ends(self) -> Tensor:
+        """[L] row after the last of each expert: the `offs` of torch.nn.functional.grouped_mm."""
+        return self.numbers[2 * self.num_local_experts + 1 : 3 * self.num_local_experts + 1]
+
+    @property
+    def totals(self) -> Tensor:
+        """[3] rows filled, rows needed, slots lost to the capacity."""
+        return self.numbers[3 * self.num_local_experts + 1 : 3 * self.num_local_experts + 4]
+
+    @property
+    def source_rows(self) -> Tensor:
+        """[R] rows that each source rank's tokens fill; RANK_MAJOR: rows of each block."""
+        return self.numbers[3 * self.num_local_experts + 4 :]
+
+
+class Handle(CoreHandle):
+    """A configuration of a layer or micro-batch, for the functions of libep.torch. Local.
+
+    group   a libep.torch.Group, which the handle keeps alive
+    fields  the configuration (libep.HandleFields). Differences from ep.h's defaults: plans are
+            named by the calls (Plans.NAMED), and in throughput mode rows past the last slab become
+            zero (Tail.ZERO), so that NaNs in unused memory do not get into products with zero.
+
+    Compiled programs name a handle by its number `key`: keep the object as long as they run.
+    """
+
+    def __init__(self, group: Group, **fields: Unpack[HandleFields]) -> None:
+        if not isinstance(group, Group):
+            kind = type(group)
+            raise TypeError(
+                f"group: expected a libep.torch.Group, got {kind.__module__}.{kind.__qualname__}"
+            )
+        name_members(fields)
+        fields.setdefault("plans", Plans.NAMED)
+        if fields.get("mode", group.fields.get("mode", Mode.THROUGHPUT)) == Mode.THROUGHPUT:
+            fields.setdefault("zero_tail", Tail.ZERO)
+        super().__init__(group, **fields)
+        self.key = next(_keys)
+        """The number by which ops name the handle."""
+        self.group = group
+        self.device = group.device
+        self.ordinal = group.ordinal
+        self.is_latency = self.mode is Mode.LATENCY
+        self.layout = fields.get("layout", Layout.EXPERT_MAJOR)
+        self.top_k = _given(fields.get("top_k"), group.fields["max_top_k"])
+        self.capacity = _given(fields.get("max_recv_rows"), group.fields.get("max_recv_rows", 0))
+        self.quant = fields.get("quant", Quant.NONE)
+        self._by_column = fields.get("scale_order") == ScaleOrder.BY_COLUMN
+        # What calls ask for is computed once: comparing enums takes as long as half a call.
+        self.quantises = self.quant != Quant.NONE
+        """Whether dispatch quantises."""
+        self.is_exact = self.capacity == 0 and self.layout in (Layout.EXPERT_MAJOR, Layout.FLAT)
+        """Whether sizes are exact: dispatch reads the number of rows on the host."""
+        self.most_rows = self._count_most_rows(fields) if self.is_exact else self.capacity
+        """No step has more receive rows."""
+        self.is_per_token = self.layout in (Layout.FLAT, Layout.RANK_MAJOR)
+        """Whether a receive row is one of a (token, rank), so that it has K weights."""
+        self._own_lead: Optional[tuple[int, ...]] = None
+        if self.layout == Layout.BATCHED:
+            self._own_lead = (group.num_local_experts, fields.get("rows_per_expert", 0))
+        elif self.layout == Layout.RANK_MAJOR:
+            self._own_lead = (group.size, group.fields["max_tokens"])
+        self.has_blocks = self._own_lead is not None
+        """Whether blocks of receive rows have a fixed size."""
+        self.max_row_bytes = group.fields["max_row_bytes"]
+        """Most bytes of a row of tokens."""
+        self.num_numbers = 3 * group.num_local_experts + 4 + group.size
+        """Elements of Plan.numbers."""
+        self._outputs = threading.local()
+        self._facts = _fast.HandleFacts(
+            _fast.exchange, self._pointer, self.ordinal, group.num_local_experts, group.size
+        )
+        self._facts_at = ctypes.addressof(self._facts)
+        _handles[self.key] = self
+
+    def __deepcopy__(self, _: object) -> Handle:
+        """The handle itself: copies of a layer share its configuration, since plans are named."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a libep.torch.Handle belongs to its process: save the state_dict of a layer, and make "
+            "handles anew"
+        )
+
+    def _count_most_rows(self, fields: HandleFields) -> int:
+        given = self.group.fields.copy()
+        given["max_top_k"] = self.top_k
+        given["alignment"] = _given(fields.get("alignment"), given.get("alignment", 1))
+        return max_recv_rows(
+            self.group.size, self.group.rank, self.layout, Rows.DUPLICATES, **given
+        )
+
+    def stream(self) -> int:
+        """The current stream of the group's device, a cudaStream_t as an int; 0 on CPUs."""
+        return current_stream(self.ordinal)
+
+    def call_fast(self, form: int, tensors: tuple[Optional[Tensor], ...]) -> bool:
+        """Run one of _fast.FORMS on the current stream, by _fast.call.
+
+        False: it must go the slower way.
+        """
+        if _fast.call is None or self._pointer is None or self.group.pointer is None:
+            return False
+        status = self.group.run(_fast.call, self._facts_at, form, tensors)
+        if status > 0:
+            raise last_error(status)
+        return status != _fast.LEFT
+
+    def read_sources(self, plan: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Which token each of `rows` receive rows is of. Waits for the current stream. Local.
+
+        plan  Plan.bytes, after the dispatch
+
+        Returns the source ranks and the tokens' numbers there, [rows] int32; -1: no token.
+        """
+        ranks, tokens = torch.empty((2, rows), dtype=torch.int32, device="cpu")
+        self.plan_sources(ranks=ranks, tokens=tokens, plan=plan, stream=self.stream())
+        return ranks.to(self.device), tokens.to(self.device)
+
+    def outputs(self, numbers: Optional[CoreTensor]) -> Optional[PlanTensors]:
+        """The outputs of prepare that make up Plan.numbers.
+
+        Made once per thread, since making them costs more than a call.
+        """
+        if numbers is None:
+            return None
+        if numbers.type != Type.INT32 or numbers.ndim != 1 or numbers.shape[0] != self.num_numbers:
+            raise TypeError(
+                f"numbers: expected an int32 tensor of shape [{self.num_numbers}], got {numbers}"
+            )
+        cached = getattr(self._outputs, "cached", None)
+        if cached is None:
+            cached = self._outputs.cached = self._make_outputs()
+        plan_tensors, parts = cached
+        for part, offset in parts:
+            part.data = numbers.data + offset
+        return plan_tensors
+
+    def _make_outputs(self) -> tuple[PlanTensors, list[tuple[CoreTensor, int]]]:
+        local = self.group.num_local_experts
+        lengths = {
+            "expert_counts": local,
+            "expert_padded": local,
+            "expert_offsets": local + 1,
+            "totals": 3,
+            "source_rows": self.group.size,
+        }
+        tensors, parts, offset = {}, [], 0
+        for name, length in lengths.items():
+            tensors[name] = CoreTensor(0, Type.INT32, (length,))
+            parts.append((tensors[name], 4 * offset))
+            offset += length
+        return PlanTensors(**tensors), parts
+
+    # ---- shapes of what dispatch delivers -------------------------------------------------------
+
+    def lead(self, rows: int) -> tuple[int, ...]:
+        """The dimensions of receive tensors before the elements of a row.
+
+        rows  of the receive buffer; BATCHED and RANK_MAJOR have their own number
+        """
+        return (rows,) if self._own_lead is None else self._own_lead
+
+    def weights_shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of recv_topk_weights."""
+        return self.lead(rows) + ((self.top_k,) if self.is_per_token else ())
+
+    def scales_shape(self, rows: int, count: int) -> tuple[int, ...]:
+        """The shape of recv_scales, with `count` scales per row."""
+        lead = self.lead(rows)
+        return (*lead[:-1], count, lead[-1]) if self._by_column else (*lead, count)
+
+
+def _given(value: Optional[int], default: int) -> int:
+    """A field of the handle's configuration, where EP_DEFAULT (-1) means the group's."""
+    return default if value is None or value < 0 else value

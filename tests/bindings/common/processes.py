@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as processes that share only a key-value store: here files in a folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+PREAMBLE = """
+import os, signal, sys, threading, time
+sys.path.insert(0, {here!r})
+import numpy as np
+import libep
+from libep import Bootstrap, EpError, Group, Handle, Status
+from processes import Store
+rank, size = {rank}, {size}
+store = Store({folder!r})
+def bootstrap(**options):
+    return Bootstrap.from_store(rank, size, store.set, store.get, **options)
+def group(boot=None, **fields):
+    given = dict(num_experts=4, max_tokens=4, max_top_k=1, max_row_bytes=16,
+                 backend=libep.Backend.HOST, timeout_seconds=60)
+    return Group(boot or bootstrap(), **dict(given, **fields))
+idx = np.array([[0], [1], [2], [3]], np.int32)
+def say(*words):
+    print(*words, flush=True)
+def tell(*calls):
+    try:
+        for call in calls:
+            call()
+    except EpError as error:
+        say(error.status.name, error)
+"""
+
+
+class Store:
+    """set and blocking get, as frameworks have it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def path(self, key):
+        return os.path.join(self.folder, key.replace("/", "."))
+
+    def set(self, key, value):
+        with open(self.path(key) + ".new", "wb") as file:
+            file.write(value)
+        os.rename(self.path(key) + ".new", self.path(key))
+
+    def get(self, key, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                with open(self.path(key), "rb") as file:
+                    return file.read()
+            except FileNotFoundError:
+                time.sleep(0.002)
+        return None
+
+    def delete(self, key):
+        os.unlink(self.path(key))
+
+
+def restore_ctrl_c():
+    """Let Ctrl-C reach a rank, also where the tests run in the background of a shell, which ignores
+    it: Python leaves an ignored signal alone."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def spawn(*arguments, **environment):
+    """Start Python. Its stdin, stdout and stderr are pipes."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        preexec_fn=restore_ctrl_c,
+    )
+
+
+def finish(process, seconds=30):
+    """Wait for a rank. Return (exit status, stdout, stderr). A rank that hangs is killed."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"a rank did not end within {seconds} s: {out}\n{err}") from None
+    return process.returncode, out, err
+
+
+def finish_all(started, seconds=30):
+    """Wait for all ranks and return their results."""
+    try:
+        return [finish(process, seconds) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def good(result):
+    """What a rank printed that ended well. On stderr there may be warnings of libep and PyTorch."""
+    status, out, err = result
+    assert status == 0, err
+    allowed = re.compile(r"$|libep: warn: |(\[rank\d\]:)?\[?W\d|\[Gloo\]")
+    assert [line for line in err.splitlines() if not allowed.match(line)] == [], err
+    return out
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+# ---- ranks that meet in a folder -----------------------------------------------------------------
+
+
+def start(folder, rank, size, source):
+    """Start a rank: `source` runs after PREAMBLE."""
+    text = PREAMBLE.format(here=HERE, rank=rank, size=size, folder=str(folder))
+    return spawn("-c", text + source)
+
+
+def run(folder, *sources):
+    """Run one rank for each source and return their results, each (status, stdout, stderr)."""
+    return finish_all([start(folder, r, len(sources), s) for r, s in enumerate(sources)])

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of all ranks by brute force, in loops over NumPy arrays. Uses nothing of libep.
+
+Values are small multiples of 1/4, so that every sum is exact in FP32, in any order.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+
+class World:
+    """The inputs of all ranks: routing, weights, tokens and gradients of a random step."""
+
+    def __init__(self, seed, size=3, experts=7, top_k=2, max_tokens=6, hidden=8, tokens=None):
+        self.size, self.experts, self.top_k, self.hidden = size, experts, top_k, hidden
+        self.max_tokens = max_tokens
+        choose = random.Random(seed)
+        numbers = np.random.default_rng(seed)
+        self.tokens = tokens or [choose.randint(0, max_tokens) for _ in range(size)]
+        self.idx = [
+            numbers.integers(-1, experts, (t, top_k)).astype(choose.choice([np.int32, np.int64]))
+            for t in self.tokens
+        ]
+        self.weights = [self._quarters(numbers, (t, top_k)) for t in self.tokens]
+        self.x = [self._quarters(numbers, (t, hidden)) for t in self.tokens]
+        self.grad_out = [self._quarters(numbers, (t, hidden)) for t in self.tokens]
+
+    @staticmethod
+    def _quarters(numbers, shape):
+        return (numbers.integers(-16, 17, shape) / 4).astype(np.float32)
+
+    def experts_of(self, rank):
+        """The experts of a rank: equally many, and one more for the first ranks."""
+        each, more = divmod(self.experts, self.size)
+        first = rank * each + min(rank, more)
+        return range(first, first + each + (rank < more))
+
+    def factor(self, expert):
+        """An expert multiplies its rows by this."""
+        return np.float32(expert % 5 + 1)
+
+    def forward(self, rank):
+        """The output of the layer for the tokens of a rank."""
+        out = np.zeros_like(self.x[rank])
+        for t, k, expert in self.entries(rank):
+            out[t] += self.weights[rank][t, k] * self.factor(expert) * self.x[rank][t]
+        return out
+
+    def backward(self, rank):
+        """The gradients of the tokens and of the weights of a rank."""
+        grad_x, grad_w = np.zeros_like(self.x[rank]), np.zeros_like(self.weights[rank])
+        for t, k, expert in self.entries(rank):
+            grad_x[t] += self.weights[rank][t, k] * self.factor(expert) * self.grad_out[rank][t]
+            grad_w[t, k] = self.factor(expert) * (self.x[rank][t] * self.grad_out[rank][t]).sum()
+        return grad_x, grad_w
+
+    def entries(self, rank):
+        """(token, k, expert) of a rank's routing, without entries that name no expert."""
+        for t in range(self.tokens[rank]):
+            for k in range(self.top_k):
+                if self.idx[rank][t, k] >= 0:
+                    yield t, k, int(self.idx[rank][t, k])
+
+
+def expert_major(world, rank, alignment):
+    """(slabs, offsets): for each local expert the (source, token, k) of its slots, in slot order,
+    and the first row of its slab; then the number of rows."""
+    slabs, offsets, row = [], [], 0
+    for expert in world.experts_of(rank):
+        slab = [(s, t, k) for s in range(world.size) for t, k, e in world.entries(s) if e == expert]
+        slabs.append(slab)
+        offsets.append(row)
+        row += -(-len(slab) // alignment) * alignment
+    return slabs, offsets + [row]
+
+
+def flat(world, rank):
+    """(source, token) of each row, one for each token that has an expert here."""
+    mine = world.experts_of(rank)
+    return [
+        (s, t)
+        for s in range(world.size)
+        for t in range(world.tokens[s])
+        if any(e in mine for e in world.idx[s][t])
+    ]
+
+
+class Received:
+    """What dispatch delivers to a rank, in any layout.
+
+    tokens, weights, idx  as dispatch writes them; idx: FLAT and RANK_MAJOR alone
+    scale                 shaped like weights: what the experts multiply by. NaN: nobody may read it
+    is_written            the rows that dispatch writes, padding included
+    """
+
+    def __init__(self, world, rank, layout, alignment=1, most=0):
+        """most: rows of an expert in BATCHED."""
+        self.world, self.mine = world, world.experts_of(rank)
+        places = {"flat": self._flat, "rank_major": self._rank_major}
+        self.is_per_token = layout in places
+        if self.is_per_token:
+            lead, rows = places[layout](rank)
+        else:
+            lead, rows = self._slots(rank, layout, alignment, most)
+        entries = (world.top_k,) if self.is_per_token else ()
+        self.tokens = np.zeros((*lead, world.hidden), np.float32)
+        self.weights = np.zeros((*lead, *entries), np.float32)
+        self.scale = np.full((*lead, *entries), np.nan, np.float32)
+        self.idx = np.full((*lead, *entries), -1) if self.is_per_token else None
+        self.is_written = np.full(lead, layout in ("expert_major", "flat"))
+        for at, source, token, k in rows:
+            self._fill(at, source, token, k)
+
+    def _fill(self, at, source, token, k):
+        self.tokens[at], self.is_written[at] = self.world.x[source][token], True
+        experts, weights = self.world.idx[source][token], self.world.weights[source][token]
+        if not self.is_per_token:
+            self.weights[at], self.scale[at] = weights[k], self.world.factor(experts[k])
+            return
+        for k, expert in enumerate(experts):
+            is_here = expert in self.mine
+            self.scale[at][k] = self.world.factor(expert) if is_here else 0
+            if is_here:
+                self.weights[at][k], self.idx[at][k] = weights[k], expert - self.mine[0]
+
+    def _slots(self, rank, layout, alignment, most):
+        slabs, offsets = expert_major(self.world, rank, alignment)
+        if layout == "batched":
+            lead, places = (len(slabs), most), [(i, 0) for i in range(len(slabs))]
+        else:
+            lead, places = offsets[-1:], [(first,) for first in offsets]
+        rows = (
+            ((*place[:-1], place[-1] + row), *slot)
+            for place, slab in zip(places, slabs)
+            for row, slot in enumerate(slab)
+        )
+        return tuple(lead), rows
+
+    def _flat(self, rank):
+        rows = flat(self.world, rank)
+        return (len(rows),), [((i,), *row, 0) for i, row in enumerate(rows)]
+
+    def _rank_major(self, rank):
+        rows, seen = [], [0] * self.world.size
+        for source, token in flat(self.world, rank):
+            rows.append(((source, seen[source]), source, token, 0))
+            seen[source] += 1
+        return (self.world.size, self.world.max_tokens), rows

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of all faces against the brute-force reference. test_suite.py of a face runs these tests.
+
+The module `face` is that of the folder: it says what the face can do, and `step` makes a step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import face
+import numpy as np
+import pytest
+from reference import Received, World, expert_major
+
+
+class Case(NamedTuple):
+    """How a step is made. Its results do not depend on it."""
+
+    layout: str = "expert_major"
+    alignment: int = 1
+    capacity: int = 200  # 0: exact sizes
+    weights: str = "combine"  # who applies them: combine, experts, home (the token's rank), none
+    dtype: str = "float32"
+    is_split: bool = False  # latency mode in send and receive phases
+    steps: int = 1  # each with the plan and the outputs of its own
+
+
+STEPS = [
+    Case(alignment=alignment, capacity=capacity, weights=weights, steps=2 if capacity else 1)
+    for alignment in (1, 4)
+    for capacity in (0, 200)
+    for weights in ("combine", "experts")
+]
+STEPS += [Case(weights="none"), Case(layout="flat", capacity=0)]
+STEPS += [Case(layout="flat", weights="experts")]
+LATENCY = [
+    Case(layout="batched", capacity=0, weights=weights, is_split=is_split, steps=2)
+    for weights in ("combine", "home")
+    for is_split in (False, True)
+]
+LATENCY += [Case(layout="rank_major", capacity=0, is_split=split) for split in (False, True)]
+
+
+def name_of(case):
+    default = Case()
+    return "-".join(f"{k}={v}" for k, v in case._asdict().items() if v != getattr(default, k))
+
+
+def cases(rows):
+    """The rows that the face has."""
+    has = [row for row in rows if row.layout in face.LAYOUTS and row.dtype in face.DTYPES]
+    return pytest.mark.parametrize(
+        "case", [r for r in has if r.capacity or face.HAS_EXACT_SIZES], ids=name_of
+    )
+
+
+def make_world(seed, size, **fields):
+    """A World whose experts the face can place."""
+    experts = fields.pop("experts", 7)
+    if not face.HAS_UNEVEN_EXPERTS:
+        experts = -(-experts // size) * size
+    return World(seed, size=size, experts=experts, **fields)
+
+
+def check(world, case):
+    most = getattr(face, "BATCHED_ROWS", 0)
+    expected = [
+        Received(world, rank, case.layout, case.alignment, most) for rank in range(world.size)
+    ]
+    for rank, got in enumerate(face.step(world, case, expected)):
+        check_received(got, expected[rank], case)
+        check_numbers(world, rank, got, case)
+        check_results(world, rank, got, case)
+
+
+def check_received(got, expected, case):
+    where = expected.is_written
+    rows = slice(len(where)) if where.ndim == 1 else slice(None)  # with static sizes there are more
+    if where.ndim == 1 and not case.capacity:
+        assert len(got["recv"]) == len(where)
+    np.testing.assert_array_equal(got["recv"][rows][where], expected.tokens[where])
+    if case.weights in ("combine", "experts"):
+        np.testing.assert_array_equal(got["recv_w"][rows][where], expected.weights[where])
+    else:
+        assert got["recv_w"] is None
+    if expected.idx is not None:
+        np.testing.assert_array_equal(got["recv_idx"][rows][where], expected.idx[where])
+
+
+def check_numbers(world, rank, got, case):
+    """What prepare says of the plan. Faces may leave numbers out."""
+    slabs, offsets = expert_major(world, rank, case.alignment)
+    counts = [len(slab) for slab in slabs]
+    everyone = range(world.size)
+    sources = [[sum(s == source for s, *_ in slab) for source in everyone] for slab in slabs]
+    wanted = dict(expert_counts=counts)
+    if case.layout == "expert_major":
+        wanted.update(
+            expert_padded=list(np.diff(offsets)),
+            expert_offsets=offsets,
+            totals=[offsets[-1], offsets[-1], 0],
+            source_counts=sources,
+            source_rows=list(np.sum(sources, 0)) if sources else [0] * world.size,
+            recv_rows=[offsets[-1]],
+        )
+        if offsets[-1]:
+            wanted["expert_ends"] = offsets[1:]
+    elif case.layout == "rank_major":
+        found = Received(world, rank, case.layout)
+        wanted["source_rows"] = list(found.is_written.sum(1))
+    for name, numbers in wanted.items():
+        if name in got:
+            numbers = np.array(numbers).reshape(got[name].shape)
+            np.testing.assert_array_equal(got[name], numbers, name)
+
+
+def check_results(world, rank, got, case):
+    out = world.forward(rank)
+    grad_x, grad_w = world.backward(rank)
+    if case.weights == "none":
+        count = (world.idx[rank] >= 0).sum(1, keepdims=True)
+        out, grad_x, grad_w = count * world.x[rank], count * world.grad_out[rank], None
+    assert got.get("dtypes", {case.dtype}) == {case.dtype}  # of results and gradients
+    np.testing.assert_array_equal(got["out"], out)
+    if got["grad_x"] is not None:
+        np.testing.assert_array_equal(got["grad_x"], grad_x)
+        if grad_w is not None:
+            np.testing.assert_array_equal(got["grad_w"], grad_w)
+
+
+@cases(STEPS)
+@pytest.mark.parametrize("size", [size for size in face.SIZES if size in (1, 3, 4)])
+def test_step(seed, size, case, nodes):
+    check(make_world(seed, size), case)
+
+
+if "batched" in face.LAYOUTS:
+
+    @cases(LATENCY)
+    @pytest.mark.parametrize("size", [size for size in face.SIZES if size in (1, 3, 4)])
+    def test_latency(seed, size, case, nodes):
+        check(make_world(seed, size), case)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_large_step(seed, size):
+    sizes = dict(experts=13, top_k=5, max_tokens=150, hidden=1028)
+    check(make_world(seed, size, **sizes), Case(alignment=8, capacity=2 * 150 * 5 + 13 * 8))
+
+
+@pytest.mark.parametrize("tokens", [[0, 4, 1], [3, 0, 0], [0, 0, 0]])
+@pytest.mark.parametrize("experts", [1, 2, 7])
+def test_ranks_without_tokens_or_experts(seed, tokens, experts):
+    world = make_world(seed, 3, experts=experts, tokens=tokens)
+    check(world, Case(capacity=0 if face.HAS_EXACT_SIZES else 200))
+
+
+@cases([Case(dtype=dtype, weights="none") for dtype in ("bfloat16", "float16")])
+def test_half_precision(seed, case, nodes):
+    """Values are small multiples of 1/4: the sums of two such rows are exact in these types."""
+    check(make_world(seed, 2), case)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The face of libep itself for the common suite: its calls on NumPy arrays, through ctypes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import libep
+import numpy as np
+from base import SECONDS, run_threads
+from libep import Group, Handle, PlanTensors, Prepare
+
+NAME = "ctypes"
+LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
+DTYPES = ("float32", "float16")
+SIZES = (1, 2, 3, 4)
+HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = True
+BATCHED_ROWS = 48
+
+
+def config(world, **fields):
+    """The configuration of a group for a World."""
+    given = dict(
+        num_experts=world.experts,
+        max_tokens=world.max_tokens,
+        max_top_k=world.top_k,
+        max_row_bytes=world.hidden * 4,
+        backend=libep.Backend.HOST,
+        timeout_seconds=SECONDS,
+    )
+    return {**given, **fields}
+
+
+def rows(*shape, dtype=np.float32):
+    """Memory for an output, of which no byte is right before the call."""
+    return np.full(shape, np.nan, dtype)
+
+
+class Step:
+    """A step of a rank, in calls that may lie apart. `expected` is the reference's Received."""
+
+    def __init__(self, world, rank, handle, expected, **plan):
+        self.world, self.rank, self.handle, self.plan = world, rank, handle, plan
+        self.scale, self.is_per_token = expected.scale, expected.is_per_token
+        self.x, self.w = world.x[rank], world.weights[rank]
+
+    def outputs(self, case, lead):
+        scale = self.scale
+        if case.layout in ("expert_major", "flat"):  # the rows behind belong to nobody
+            tail = np.full((lead - len(scale), *scale.shape[1:]), np.nan, np.float32)
+            self.scale = np.concatenate([scale, tail])
+        lead = self.scale.shape[: 1 + (case.layout in ("batched", "rank_major"))]
+        self.x = self.x.astype(case.dtype)
+        self.recv = rows(*lead, self.world.hidden, dtype=case.dtype)
+        self.recv_w = None if case.weights in ("none", "home") else rows(*self.scale.shape)
+        self.idx = np.full(self.scale.shape, -7, np.int64) if self.is_per_token else None
+        self.out = rows(*self.x.shape, dtype=case.dtype)
+
+    def received(self):
+        return dict(
+            recv_tokens=self.recv, recv_topk_weights=self.recv_w, recv_topk_idx=self.idx
+        )
+
+    def given(self):
+        return self.x, None if self.recv_w is None else self.w
+
+    def experts(self, weights):
+        """What the experts return, and the slots' weights."""
+        if self.is_per_token:
+            factors = (self.recv_w * self.scale).sum(-1)
+            return (self.recv, factors) if weights == "combine" else (
+                self.recv * factors[..., None], None)  # fmt: skip
+        scale = 1 if weights == "none" else self.scale[..., None]
+        if weights == "experts":
+            return self.recv * scale * self.recv_w[..., None], None
+        return (self.recv * scale).astype(self.recv.dtype), self.recv_w
+
+    def combine(self, weights, call=None):
+        home = dict(topk_weights=self.w) if weights == "home" else {}
+        done, slot_w = self.experts(weights)
+        call = call or (lambda *a, **o: self.handle.combine(*a, out=self.out, **o))
+        call(done, slot_w, **home, **self.plan)
+        return done, slot_w
+
+    def backward(self, weights, done, slot_w):
+        """The gradients of tokens and weights."""
+        grad, grad_slot = rows(*self.recv.shape), None if slot_w is None else rows(*slot_w.shape)
+        self.handle.combine_backward(
+            self.world.grad_out[self.rank], slot_w, None if slot_w is None else done,
+            grad_expert_out=grad, grad_slot_weights=grad_slot, **self.plan,
+        )  # fmt: skip
+        recv, grad_w = self.recv, None
+        if self.is_per_token:
+            factors = (self.recv_w * self.scale).sum(-1)
+            if weights == "experts":
+                grad_slot, grad = (grad * recv).sum(-1), grad * factors[..., None]
+            grad_w = grad_slot[..., None] * self.scale
+        elif weights == "experts":
+            grad_w = (grad * recv).sum(-1) * self.scale
+            grad = grad * (self.scale * self.recv_w)[..., None]
+        elif weights == "combine":
+            grad_w, grad = grad_slot, grad * self.scale[..., None]
+        grad_x, grad_topk = rows(*self.x.shape), None if grad_w is None else rows(*self.w.shape)
+        self.handle.dispatch_backward(
+            grad, grad_w, grad_tokens=grad_x, grad_topk_weights=grad_topk, **self.plan
+        )
+        return grad_x, grad_topk
+
+
+def plan_outputs(world, rank, kind):
+    """Memory for what prepare writes, by the names of PlanTensors."""
+    local = len(world.experts_of(rank))
+    sizes = dict(
+        expert_counts=local, expert_padded=local, expert_offsets=local + 1, totals=3, recv_rows=1,
+        source_rows=world.size, source_counts=(local, world.size),
+    )  # fmt: skip
+    return {name: np.full(size, -7, kind) for name, size in sizes.items()}
+
+
+def play(bootstrap, world, case, expected):
+    rank = bootstrap.rank
+    is_latency = case.layout in ("batched", "rank_major")
+    fields = config(world, mode="latency" if is_latency else "throughput")
+    if case.capacity:
+        fields["max_recv_rows"] = case.capacity
+    if case.layout == "expert_major":
+        fields["alignment"] = case.alignment
+    options = dict(rows_per_expert=BATCHED_ROWS) if case.layout == "batched" else {}
+    with Group(bootstrap, **fields) as group:
+        handle = Handle(group, layout=case.layout, **options)
+        for _ in range(case.steps):
+            numbers = plan_outputs(world, rank, np.int64 if case.alignment == 1 else np.int32)
+            out = PlanTensors(**numbers)
+            step = Step(world, rank, handle, expected[rank])
+            routing = world.idx[rank].copy()
+            if is_latency:
+                step.outputs(case, 0)
+                if case.is_split:
+                    send(step, Prepare(routing, out=out))
+                    handle.dispatch_wait(**step.received())
+                else:  # prepare records its arrays, and the dispatch reads them
+                    handle.prepare(routing, out=out)
+                    handle.dispatch(*step.given(), **step.received())
+            else:
+                handle.prepare(routing, out=out)
+                info = handle.info()
+                step.outputs(case, case.capacity or info.recv_rows)
+                assert info.expert_counts == tuple(numbers["expert_counts"])
+                assert info.expert_padded == tuple(numbers["expert_padded"])
+                assert info.expert_offsets == tuple(numbers["expert_offsets"])
+                assert info.recv_rows == numbers["recv_rows"][0]
+                handle.dispatch(*step.given(), **step.received())
+            call = handle.combine_send if case.is_split else None
+            done, slot_w = step.combine(case.weights, call)
+            if case.is_split:
+                handle.combine_wait(out=step.out)
+            grads = None, None
+            if not is_latency and case.dtype == "float32":
+                grads = step.backward(case.weights, done, slot_w)
+        assert group.status().status is libep.Status.OK
+        return dict(recv=step.recv, recv_w=step.recv_w, recv_idx=step.idx, out=step.out,
+                    grad_x=grads[0], grad_w=grads[1], **numbers)  # fmt: skip
+
+
+def send(step, routing):
+    """The send phase of a dispatch, whose inputs may then be overwritten."""
+    x, w = (None if a is None else a.copy() for a in step.given())
+    step.handle.dispatch_send(x, w, prepare=routing, **step.plan)
+    for array in (x, w):
+        if array is not None:
+            array[:] = np.nan
+
+
+def step(world, case, expected):
+    """A step of all ranks. Returns for each rank what the suite compares."""
+    return run_threads(world.size, play, world, case, expected)
+
+
+@contextlib.contextmanager
+def dispatcher():
+    """Dispatches on one rank."""
+    fields = dict(num_experts=6, max_tokens=8, max_top_k=2, max_row_bytes=64)
+    with libep.Bootstrap.local(1)[0] as bootstrap:
+        with Group(bootstrap, backend="host", **fields) as group, Handle(group) as handle:
+
+            def call(tokens, topk_idx, topk_weights, num_tokens):
+                recv, recv_w = rows(6, 16), rows(6)
+                handle.prepare(topk_idx, num_tokens)
+                handle.dispatch(
+                    tokens, topk_weights, recv_tokens=recv, recv_topk_weights=recv_w
+                )
+                out = np.empty_like(tokens)
+                handle.combine(recv, recv_w, out=out)
+                return out
+
+            yield call

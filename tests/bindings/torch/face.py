@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The face of libep.torch for the common suite: its calls under autograd."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import torch
+from conftest import DEVICE, make_group, on_device, run_threads, use_gpu
+
+import libep
+import libep.torch as ep
+
+NAME = "torch"
+LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
+DTYPES = ("float32", "float16", "bfloat16")
+SIZES = (1, 2, 3)
+HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = True
+BATCHED_ROWS = 24
+NUMBERS = "expert_counts expert_padded expert_offsets expert_ends totals source_rows".split()
+
+
+def world_group(bootstrap, world, **fields):
+    given = dict(
+        num_experts=world.experts,
+        max_tokens=world.max_tokens,
+        hidden=world.hidden,
+        top_k=world.top_k,
+        max_recv_rows=0,
+    )
+    return make_group(bootstrap, **{**given, **fields})
+
+
+def experts(received, scale, weights):
+    """What the experts return, and the slots' weights."""
+    rows, given = received.tokens, received.topk_weights
+    if received.topk_idx is not None:  # one row for all local experts of a token
+        factors = (given * scale).sum(-1)
+        return (rows, factors) if weights == "combine" else (rows * factors[..., None], None)
+    if weights == "none":
+        return rows, None
+    rows = rows * scale[..., None]
+    return (rows * given[..., None], None) if weights == "experts" else (rows, given)
+
+
+def play(bootstrap, world, case, expected):
+    rank, is_latency = bootstrap.rank, case.layout in ("batched", "rank_major")
+    fields = dict(max_recv_rows=case.capacity, mode="latency" if is_latency else "throughput")
+    options = dict(rows_per_expert=BATCHED_ROWS) if case.layout == "batched" else {}
+    with world_group(bootstrap, world, **fields) as group:
+        handle = ep.Handle(group, layout=case.layout, alignment=case.alignment, **options)
+        for _ in range(case.steps):
+            x = on_device(world.x[rank]).to(getattr(torch, case.dtype))
+            x.requires_grad_(not is_latency)
+            w = on_device(world.weights[rank], grad=not is_latency)
+            inputs = x, on_device(world.idx[rank])
+            sent = () if case.weights in ("none", "home") else (w,)
+            home = dict(topk_weights=w) if case.weights == "home" else {}
+            if case.is_split:
+                received, hook = ep.dispatch_send(handle, *inputs, *sent)
+                hook()
+            else:
+                received = ep.dispatch(handle, *inputs, *sent)
+            scale = torch.full((*received.tokens.shape[:-1], *expected[rank].scale.shape[
+                received.tokens.ndim - 1 :]), torch.nan)  # fmt: skip
+            known = torch.from_numpy(expected[rank].scale)
+            scale[: len(known)] = known
+            done, slot_w = experts(received, scale.to(group.device), case.weights)
+            if case.is_split:
+                out, hook = ep.combine_send(handle, received.plan, done, slot_w, **home)
+                hook()
+            else:
+                out = ep.combine(handle, received.plan, done, slot_w, **home)
+            if not is_latency:
+                out.backward(on_device(world.grad_out[rank]).to(out.dtype))
+        assert group.status().status == libep.Status.OK
+        got = dict(recv=received.tokens, recv_w=received.topk_weights, recv_idx=received.topk_idx,
+                   out=out, grad_x=x.grad, grad_w=w.grad)  # fmt: skip
+        got.update({name: getattr(received.plan, name) for name in NUMBERS})
+        dtypes = {str(t.dtype).split(".")[1] for t in (out, out if is_latency else x.grad)}
+        del received, done, slot_w, out
+        return dict({name: as_numpy(tensor) for name, tensor in got.items()}, dtypes=dtypes)
+
+
+def as_numpy(tensor):
+    if tensor is None:
+        return None
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def step(world, case, expected):
+    """A step of all ranks. Returns for each rank what the suite compares."""
+    return run_threads(world.size, play, world, case, expected)
+
+
+
+
+@contextlib.contextmanager
+def dispatcher():
+    """Dispatches on one rank, with gradients where these are given."""
+    if DEVICE == "cuda":
+        use_gpu(0)
+    (bootstrap,) = libep.Bootstrap.local(1)
+    with make_group(bootstrap, max_recv_rows=None) as group:
+        handle = ep.Handle(group)
+
+        def call(tokens, topk_idx, topk_weights, num_tokens):
+            given = [
+                torch.from_numpy(a).to(group.device) if isinstance(a, np.ndarray) else a
+                for a in (tokens, topk_idx, topk_weights, num_tokens)
+            ]
+            for tensor in (given[0], given[2]):
+                if torch.is_tensor(tensor) and tensor.is_floating_point():
+                    tensor.requires_grad_()
+            errors = []
+            for arguments in (given, [t.detach() if torch.is_tensor(t) else t for t in given]):
+                try:
+                    received = ep.dispatch(handle, *arguments[:3], num_tokens=arguments[3])
+                    out = ep.combine(
+                        handle, received.plan, received.tokens, received.topk_weights
+                    )
+                except (TypeError, libep.EpError) as error:
+                    errors.append(error)
+            assert len({(type(e), str(e).split(":")[-1]) for e in errors}) < 2, errors
+            if errors:
+                assert len(errors) == 2, errors
+                raise errors[0]
+            return as_numpy(out)
+
+        yield call
+    bootstrap.close()

@@ -1,0 +1,146 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Groups whose creation fails: the emulated NCCL refuses to split or to connect on one rank, or a
+ * rank departs. The others give up at the deadline. */
+#include <stdio.h>
+
+#include "tests/gpu/communicator.h"
+#include "tests/gpu/failing.h"
+#include "tests/harness/ranked.h"
+
+/* On two nodes, or on the nodes that the test runs on. */
+static Case failures_case(const EpBootstrap *bootstrap, const char *topology) {
+    if (topology[0]) set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", topology);
+    Case c = {.ranks = bootstrap->size, .experts = 5 * bootstrap->size, .top_k = 3, .hidden = 200};
+    c.max_tokens = 131, c.weighted = 1, c.capacity = 1700;
+    return case_complete(c);
+}
+
+/* ---- NCCL fails on rank 1, whatever it does on the others ---------------------------------- */
+
+/* `bootstraps`: whether the bootstrap is of the lent communicator. */
+static void fail_to_split(const EpBootstrap *harness, int blocking, int bootstraps) {
+    NcclRank rank;
+    EpGroup *group = NULL;
+    EpBootstrap lent = EP_BOOTSTRAP_INIT;
+    const EpBootstrap *bootstrap = bootstraps ? &lent : harness;
+    EpStatus expected = harness->rank == 1 ? EP_ERR_SYSTEM : EP_ERR_TIMEOUT;
+    if (!nccl_rank_open(&rank, harness, blocking)) return;
+    if (bootstraps) REQUIRE_OK(ep_bootstrap_nccl(rank.comm, &lent));
+    Case c = failures_case(harness, "2");
+    EpGroupConfig config = case_group_config(&c);
+    ep_group_config_set_nccl(&config, rank.comm);
+    config.timeout_seconds = FAILING_TIMEOUT;
+    set_on_ranks(harness, "EMULATED_SPLIT_FAILS", "1");
+    double begin = gpu_now();
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), expected, "ncclCommSplit");
+    CHECK(!group, "a group was made");
+    if (bootstraps) CHECK_REFUSED(lent.barrier(lent.context, 60), expected, "ncclCommSplit");
+    failing_check_soon(begin);
+    nccl_rank_abort(&rank);
+    if (bootstraps) ep_bootstrap_destroy(&lent);
+}
+
+GpuTest(gpu_nccl_split, fails_4, 4, fail_to_split(bootstrap, 1, 0));
+GpuTest(gpu_nccl_split, fails_without_blocking_4, 4, fail_to_split(bootstrap, 0, 0));
+GpuTest(gpu_nccl_split, fails_with_bootstrap_4, 4, fail_to_split(bootstrap, 1, 1));
+GpuTest(gpu_nccl_split, fails_with_bootstrap_without_blocking_4, 4, fail_to_split(bootstrap, 0, 1));
+
+/* NCCL holds the other ranks while it connects them, and one does not come: they give up at the
+ * deadline, and another group can be made. */
+static void fail_to_connect(const EpBootstrap *bootstrap) {
+    Case c = failures_case(bootstrap, "2");
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    double begin = gpu_now();
+    silence_log();
+    config.timeout_seconds = FAILING_TIMEOUT;
+    set_on_ranks(bootstrap, "EMULATED_CONNECT_FAILS", "1");
+    EpStatus status = ep_group_create(bootstrap, &config, &group);
+    if (bootstrap->rank == 1)
+        CHECK_REFUSED(status, EP_ERR_SYSTEM, "ncclGroupEnd");
+    else
+        CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
+              ep_last_error());
+    CHECK(!group, "a group was made");
+    failing_check_soon(begin);
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    set_on_ranks(bootstrap, "EMULATED_CONNECT_FAILS", "-1");
+    snprintf(c.nodes, sizeof(c.nodes), "0011");
+    group = open_group(bootstrap, &c);
+    REQUIRE(group, "no group");
+    device_step_run(group, &c, bootstrap->rank, NULL);
+    ep_group_destroy(group);
+}
+
+GpuTest(gpu_nodes, fails_to_connect_4, 4, fail_to_connect(bootstrap));
+
+/* ---- a rank departs -------------------------------------------------------------------------- */
+
+/* A bootstrap whose rank departs after some collective calls. */
+typedef struct Departing {
+    EpBootstrap whole;
+    int left; /* collective calls that it still takes part in */
+} Departing;
+
+static EpStatus depart(void) {
+    return ep_set_last_error(EP_ERR_BOOTSTRAP, "this rank has departed");
+}
+
+static EpStatus departing_allgather(void *context, const void *in, void *out, size_t bytes,
+                                    double timeout) {
+    Departing *d = context;
+    if (d->left-- <= 0) return depart();
+    return d->whole.allgather(d->whole.context, in, out, bytes, timeout);
+}
+
+static EpStatus departing_barrier(void *context, double timeout) {
+    Departing *d = context;
+    if (d->left-- <= 0) return depart();
+    return d->whole.barrier(d->whole.context, timeout);
+}
+
+/* Create a group while rank 1 departs after `calls` collective calls. Returns 1 if all ranks have a
+ * group. */
+static int create_departing(const EpBootstrap *harness, int calls, int borrows) {
+    NcclRank rank;
+    EpBootstrap lent = EP_BOOTSTRAP_INIT;
+    int made = 0, each[8] = {0}, count = 0;
+    if (!nccl_rank_open(&rank, harness, 0)) return 1;
+    CHECK_OK(ep_bootstrap_nccl(rank.comm, &lent));
+    Departing departing = {lent, calls};
+    EpBootstrap own = lent;
+    if (own.rank == 1)
+        own.context = &departing, own.allgather = departing_allgather,
+        own.barrier = departing_barrier;
+    Case c = failures_case(harness, "");
+    EpGroup *group = NULL;
+    EpGroupConfig config = case_group_config(&c);
+    config.timeout_seconds = 0.5;
+    if (borrows) ep_group_config_set_nccl(&config, rank.comm);
+    double begin = gpu_now();
+    EpStatus status = ep_group_create(&own, &config, &group);
+    check_note("the last of %d calls", calls);
+    CHECK(status == EP_OK || status == (own.rank == 1 ? EP_ERR_BOOTSTRAP : EP_ERR_TIMEOUT),
+          "%d: %s", (int)status, ep_last_error());
+    made = status == EP_OK, departing.left = 1 << 20;
+    CHECK_OK(harness->allgather(harness->context, &made, each, sizeof(made), 60));
+    for (int r = 0; r < harness->size; r++)
+        count += each[r];
+    ep_group_destroy(group);
+    failing_check_soon(begin);
+    nccl_rank_abort(&rank);
+    ep_bootstrap_destroy(&lent);
+    CHECK_CUDA(cudaDeviceSynchronize());
+    nccl_rank_meet(&rank);
+    return count == harness->size;
+}
+
+static void create_departing_each(const EpBootstrap *harness, int borrows) {
+    int calls = 0;
+    while (calls < 60 && !create_departing(harness, calls, borrows))
+        calls++;
+    CHECK(calls > 3 && calls < 60, "all ranks have a group after %d calls", calls);
+}
+
+GpuTest(gpu_nccl_bootstrap, departs_during_create, 3, create_departing_each(bootstrap, 1));
+GpuTest(gpu_nccl_bootstrap, departs_during_create_own, 2, create_departing_each(bootstrap, 0));
