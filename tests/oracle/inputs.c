@@ -177,8 +177,9 @@ static void make_biases(World *world, int rank) {
     const Case *c = &world->c;
     RankWorld *me = &world->rank[rank];
     Random random = stream_of(world, rank, STREAM_BIAS);
-    for (int i = 0; i < 2; i++) {
-        me->bias[i] = new_array(me->rows, case_sum_bytes(c));
+    for (int i = 0; i < 2; i++)
+        me->bias[i] = new_array(i < c->biases ? me->rows : 0, case_sum_bytes(c));
+    for (int i = 0; i < c->biases; i++) {
         memset(me->bias[i], 0xff, (size_t)me->rows * case_sum_bytes(c));
         fill_numbers(me->bias[i], c->sum_type, (int64_t)me->tokens * c->hidden, &random);
     }
