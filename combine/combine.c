@@ -3,17 +3,19 @@
  * ep_combine, whole and in two phases, and ep_combine_backward: check the arguments, describe the
  * movement, hand it to the backend.
  */
-#include "handles/operation.h"
+#include "handles/extras.h"
 
 /* ---- forward ------------------------------------------------------------------------------- */
 
 /* Describe the inputs, which have been checked. Both weights may be NULL. */
-static EpGatherTensors describe_inputs(const EpHandle *handle, const EpTensor *expert_out,
+static EpGatherTensors describe_inputs(const EpOperation *o, const EpTensor *expert_out,
                                        const EpTensor *slot_weights, const EpTensor *topk_weights) {
+    const EpHandle *handle = o->handle;
     int64_t slots = ep_slot_capacity(handle, expert_out);
     if (slot_weights) slots = ep_min(slots, ep_slot_capacity(handle, slot_weights));
     return (EpGatherTensors){.rows = expert_out->data,
                              .num_slots = slots,
+                             .block_rows = o->block_rows,
                              .type = expert_out->type,
                              .row_bytes = ep_tensor_row_bytes(expert_out),
                              .row_elements = ep_tensor_row_elements(expert_out),
@@ -51,18 +53,37 @@ static EpStatus check_weights(EpOperation *o, const EpTensor *slot_weights,
     return topk_weights ? check_topk_weights(o, slot_weights, topk_weights) : EP_OK;
 }
 
-EpStatus ep_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
-                    const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
-                    const EpTensor *out) {
+/* Combine, under the name of the public call. */
+static EpStatus combine(const char *name, EpHandle *handle, const EpTensor *plan,
+                        const EpTensor *expert_out, const EpTensor *slot_weights,
+                        const EpTensor *topk_weights, EpStream stream, const EpTensor *out,
+                        const EpExtras *given) {
     EpOperation o;
-    EP_TRY(ep_operation_begin(&o, "ep_combine", handle, plan));
+    EpExtras extras;
+    EP_TRY(ep_operation_begin(&o, name, handle, plan));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS, &extras));
     EP_TRY(ep_arg_summed_rows(&o, "expert_out", expert_out, "out", out));
     EP_TRY(ep_arg_sum_elements(&o, "expert_out", expert_out));
     EP_TRY(check_weights(&o, slot_weights, topk_weights));
     EpGather gather = {.op = &ep_op_combine, .stream = stream};
-    gather.t = describe_inputs(handle, expert_out, slot_weights, topk_weights);
+    gather.t = describe_inputs(&o, expert_out, slot_weights, topk_weights);
     gather.t.out_rows = out->data, gather.t.out_num_rows = out->shape[0];
+    EP_TRY(ep_extras_bias(&o, &extras, out, &gather.t));
     return ep_run_gather(&o, &gather);
+}
+
+EpStatus ep_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                    const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
+                    const EpTensor *out) {
+    return combine("ep_combine", handle, plan, expert_out, slot_weights, topk_weights, stream, out,
+                   NULL);
+}
+
+EpStatus ep_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                         const EpTensor *slot_weights, const EpTensor *topk_weights,
+                         EpStream stream, const EpTensor *out, const EpExtras *extras) {
+    return combine("ep_combine_with", handle, plan, expert_out, slot_weights, topk_weights, stream,
+                   out, extras);
 }
 
 /* A named plan does not say to the host how many rows `out` will have: the kernel finds it. */
@@ -73,29 +94,54 @@ EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor 
     EP_TRY(ep_operation_begin_plan(&o, "ep_combine_send", handle, plan));
     EP_TRY(ep_handle_check_phases(&o.call, handle));
     EP_TRY(ep_handle_read(&o.call, handle, o.plan, &o.step));
+    EP_TRY(ep_arg_blocks(&o, "expert_out", expert_out));
     EP_TRY(ep_arg_slot_rows(&o, "expert_out", expert_out, -1, NULL));
     EP_TRY(ep_arg_summable(&o.call, "expert_out", expert_out));
     EP_TRY(ep_arg_token_bytes(&o, "expert_out", expert_out));
     EP_TRY(ep_arg_sum_elements(&o, "expert_out", expert_out));
     EP_TRY(check_weights(&o, slot_weights, topk_weights));
     EpGather gather = {.op = &ep_op_combine_send, .phase = EP_PHASE_SEND, .stream = stream};
-    gather.t = describe_inputs(handle, expert_out, slot_weights, topk_weights);
+    gather.t = describe_inputs(&o, expert_out, slot_weights, topk_weights);
     gather.t.out_num_rows = o.step.num_rows;
     return ep_run_gather(&o, &gather);
 }
 
-EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {
+/* Where the send phase did not know T, its tensors may have had too few rows for each source. */
+static EpStatus check_sent_blocks(const EpOperation *o, const EpTensor *out,
+                                  const EpGatherTensors *t) {
+    if (!ep_has_source_blocks(&o->handle->shape) || out->shape[0] <= t->block_rows) return EP_OK;
+    return ep_refuse(&o->call, EP_ERR_SHAPE, "out",
+                     "expected at most %lld tokens, since expert_out had as many rows for each "
+                     "source, got %lld",
+                     (long long)t->block_rows, (long long)out->shape[0]);
+}
+
+static EpStatus combine_wait(const char *name, EpHandle *handle, EpStream stream,
+                             const EpTensor *out, const EpExtras *given) {
     EpOperation o;
-    EP_TRY(ep_operation_begin_receive(&o, "ep_combine_wait", handle, EP_PENDING_COMBINE));
+    EpExtras extras;
+    EP_TRY(ep_operation_begin_receive(&o, name, handle, EP_PENDING_COMBINE));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS, &extras));
     EpGather gather = handle->pending.gather;
     EP_TRY(ep_arg_token_rows(&o, "out", out, gather.t.row_elements, "H"));
     EP_TRY(ep_arg_type(&o.call, "out", out, gather.t.type));
     EP_TRY(ep_arg_token_bytes(&o, "out", out));
+    EP_TRY(check_sent_blocks(&o, out, &gather.t));
+    EP_TRY(ep_extras_bias(&o, &extras, out, &gather.t));
     gather.phase = EP_PHASE_RECEIVE;
     gather.t.out_rows = out->data, gather.t.out_num_rows = out->shape[0];
     gather.num_rows = out->shape[0];
     gather.stream = stream;
     return ep_run_gather(&o, &gather);
+}
+
+EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {
+    return combine_wait("ep_combine_wait", handle, stream, out, NULL);
+}
+
+EpStatus ep_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
+                              const EpExtras *extras) {
+    return combine_wait("ep_combine_wait_with", handle, stream, out, extras);
 }
 
 /* ---- backward ------------------------------------------------------------------------------ */
@@ -138,7 +184,8 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
                                 .out_rows = grad_expert_out->data,
                                 .out_weights = grad_slot_weights ? grad_slot_weights->data : NULL,
                                 .out_capacity = capacity,
-                                .num_slots = slots};
+                                .num_slots = slots,
+                                .block_rows = o.block_rows};
     EpScatter scatter = {.op = &ep_op_combine_backward, .t = tensors, .stream = stream};
     return ep_run_scatter(&o, &scatter);
 }

@@ -3,7 +3,7 @@
  * ep_dispatch, whole and in two phases, and ep_dispatch_backward: check the arguments, describe the
  * movement, hand it to the backend.
  */
-#include "handles/operation.h"
+#include "handles/extras.h"
 #include "runtime/quant.h"
 
 typedef struct Inputs {
@@ -90,8 +90,10 @@ static EpStatus describe_inputs(EpOperation *o, const Inputs *in, EpScatter *sca
 
 /* ---- outputs ------------------------------------------------------------------------------- */
 
-static EpStatus describe_recv_tokens(const EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
+static EpStatus describe_recv_tokens(EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
     int64_t width = s->row_bytes / (int64_t)ep_type_bytes(s->type);
+    EP_TRY(ep_arg_blocks(o, "recv_tokens", t));
+    s->block_rows = o->block_rows;
     EP_TRY(ep_arg_slot_rows(o, "recv_tokens", t, width, "H"));
     EP_TRY(ep_arg_type(&o->call, "recv_tokens", t, s->type));
     EP_TRY(ep_arg_token_bytes(o, "recv_tokens", t));
@@ -142,7 +144,7 @@ static EpStatus describe_recv_idx(const EpOperation *o, const EpTensor *t, EpSca
 }
 
 /* Check and describe the outputs. The shortest one limits zero_tail (out_capacity). */
-static EpStatus describe_outputs(const EpOperation *o, const Outputs *out, EpScatterTensors *s) {
+static EpStatus describe_outputs(EpOperation *o, const Outputs *out, EpScatterTensors *s) {
     EP_TRY(describe_recv_tokens(o, out->tokens, s));
     EP_TRY(describe_recv_weights(o, out->topk_weights, s));
     EP_TRY(describe_recv_scales(o, out->scales, s));
@@ -210,6 +212,7 @@ static EpStatus begin_dispatch(EpOperation *o, const char *name, EpHandle *handl
 /* Give the movement its stream and, in latency mode, its routing. */
 static void set_routing(const EpOperation *o, Route *route, EpStream stream, EpScatter *scatter) {
     scatter->stream = route->routing.stream = stream;
+    route->routing.block_rows = scatter->t.block_rows;
     scatter->routing = ep_handle_is_latency(o->handle) ? &route->routing : NULL;
 }
 
@@ -274,12 +277,15 @@ static EpStatus check_weights(EpOperation *o, const EpTensor *grad_slot_weights,
     return ep_arg_float(&o->call, "grad_topk_weights", grad_topk_weights);
 }
 
-EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
-                              const EpTensor *grad_recv_tokens, const EpTensor *grad_slot_weights,
-                              EpStream stream, const EpTensor *grad_tokens,
-                              const EpTensor *grad_topk_weights) {
+static EpStatus dispatch_backward(const char *name, EpHandle *handle, const EpTensor *plan,
+                                  const EpTensor *grad_recv_tokens,
+                                  const EpTensor *grad_slot_weights, EpStream stream,
+                                  const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
+                                  const EpExtras *given) {
     EpOperation o;
-    EP_TRY(ep_operation_begin_backward(&o, "ep_dispatch_backward", handle, plan));
+    EpExtras extras;
+    EP_TRY(ep_operation_begin_backward(&o, name, handle, plan));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS, &extras));
     EP_TRY(
         ep_arg_summed_rows(&o, "grad_recv_tokens", grad_recv_tokens, "grad_tokens", grad_tokens));
     EP_TRY(ep_arg_sum_elements(&o, "grad_recv_tokens", grad_recv_tokens));
@@ -288,6 +294,7 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
     if (grad_slot_weights) slots = ep_min(slots, ep_slot_capacity(handle, grad_slot_weights));
     EpGatherTensors tensors = {.rows = grad_recv_tokens->data,
                                .num_slots = slots,
+                               .block_rows = o.block_rows,
                                .type = grad_recv_tokens->type,
                                .row_bytes = ep_tensor_row_bytes(grad_recv_tokens),
                                .row_elements = ep_tensor_row_elements(grad_recv_tokens),
@@ -298,5 +305,23 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
                                .out_num_rows = grad_tokens->shape[0],
                                .out_values = grad_topk_weights ? grad_topk_weights->data : NULL};
     EpGather gather = {.op = &ep_op_dispatch_backward, .t = tensors, .stream = stream};
+    EP_TRY(ep_extras_bias(&o, &extras, grad_tokens, &gather.t));
     return ep_run_gather(&o, &gather);
+}
+
+EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
+                              const EpTensor *grad_recv_tokens, const EpTensor *grad_slot_weights,
+                              EpStream stream, const EpTensor *grad_tokens,
+                              const EpTensor *grad_topk_weights) {
+    return dispatch_backward("ep_dispatch_backward", handle, plan, grad_recv_tokens,
+                             grad_slot_weights, stream, grad_tokens, grad_topk_weights, NULL);
+}
+
+EpStatus ep_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
+                                   const EpTensor *grad_recv_tokens,
+                                   const EpTensor *grad_slot_weights, EpStream stream,
+                                   const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
+                                   const EpExtras *extras) {
+    return dispatch_backward("ep_dispatch_backward_with", handle, plan, grad_recv_tokens,
+                             grad_slot_weights, stream, grad_tokens, grad_topk_weights, extras);
 }

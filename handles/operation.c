@@ -90,10 +90,27 @@ typedef struct RecvBlocks {
     const char *count_name, *rows_name;
 } RecvBlocks;
 
-static RecvBlocks recv_blocks(const EpPlanShape *s) {
+static RecvBlocks recv_blocks(const EpOperation *o) {
+    const EpPlanShape *s = &o->handle->shape;
     const EpLayoutFacts *layout = ep_layout_facts(s->layout);
-    return (RecvBlocks){s->has_rows ? s->num_ranks : s->num_local, s->block_rows, layout->blocks,
-                        layout->rows};
+    int by_source = ep_has_source_blocks(s);
+    return (RecvBlocks){by_source ? s->num_ranks : s->num_local,
+                        by_source ? o->block_rows : s->block_rows, layout->blocks, layout->rows};
+}
+
+EpStatus ep_arg_blocks(EpOperation *o, const char *argument, const EpTensor *t) {
+    const EpPlanShape *s = &o->handle->shape;
+    if (!ep_has_source_blocks(s)) return EP_OK;
+    EP_TRY(ep_arg_tensor(&o->call, argument, t, 3));
+    int64_t rows = t->shape[1];
+    int64_t least = ep_max(1, o->step.num_rows);
+    if (rows < least || rows > s->max_tokens)
+        return ep_refuse(&o->call, EP_ERR_SHAPE, argument,
+                         "expected room for T = %lld to max_tokens = %d rows of each source in "
+                         "dimension 1, got %lld",
+                         (long long)least, s->max_tokens, (long long)rows);
+    o->block_rows = rows;
+    return EP_OK;
 }
 
 /* Check dimension `dim`, the rows of a receive buffer. With a static capacity it must hold all of
@@ -102,7 +119,7 @@ static EpStatus check_rows_in(const EpOperation *o, const char *argument, const 
                               int dim) {
     const EpPlanShape *s = &o->handle->shape;
     if (s->is_fixed) {
-        RecvBlocks blocks = recv_blocks(s);
+        RecvBlocks blocks = recv_blocks(o);
         EP_TRY(ep_arg_dim(&o->call, argument, t, 0, blocks.count, blocks.count_name));
         return ep_arg_dim(&o->call, argument, t, dim, blocks.rows, blocks.rows_name);
     }
@@ -172,6 +189,7 @@ EpStatus ep_arg_summed_rows(EpOperation *o, const char *slots_argument, const Ep
     EP_TRY(ep_arg_token_rows(o, tokens_argument, tokens, -1, NULL));
     EP_TRY(ep_arg_summable(&o->call, tokens_argument, tokens));
     EP_TRY(ep_arg_token_bytes(o, tokens_argument, tokens));
+    EP_TRY(ep_arg_blocks(o, slots_argument, slots));
     EP_TRY(ep_arg_slot_rows(o, slots_argument, slots, ep_tensor_row_elements(tokens), "H"));
     EP_TRY(ep_arg_type(&o->call, slots_argument, slots, tokens->type));
     return ep_arg_token_bytes(o, slots_argument, slots);

@@ -17,6 +17,7 @@ typedef struct EpOperation {
     EpHandle *handle;
     EpPlanRef plan;
     EpStep step;
+    int64_t block_rows; /**< blocks of sources: of this call's tensors, see ep_arg_blocks */
 } EpOperation;
 
 /** Begin an operation that reads a plan. Each begin function checks handle and group, and sets all
@@ -53,8 +54,12 @@ EpStatus ep_numbers_describe(const EpOperation *o, const EpPrepare *given, EpPla
 EpStatus ep_arg_token_rows(EpOperation *o, const char *argument, const EpTensor *t, int64_t columns,
                            const char *what);
 
+/** Find how many rows a source's block has in the tensors of this call, from the first of them. It
+ *  must hold T rows. Does nothing in layouts without such blocks. */
+EpStatus ep_arg_blocks(EpOperation *o, const char *argument, const EpTensor *t);
+
 /** Check a tensor of receive rows: [rows, columns], [L, rows_per_expert, columns] if batched, or
- *  [R, max_tokens, columns] if rank-major. */
+ *  [R, block_rows, columns] if rank-major. */
 EpStatus ep_arg_slot_rows(const EpOperation *o, const char *argument, const EpTensor *t,
                           int64_t columns, const char *what);
 
@@ -63,7 +68,7 @@ EpStatus ep_arg_slot_rows(const EpOperation *o, const char *argument, const EpTe
 EpStatus ep_arg_slot_scales(const EpOperation *o, const char *argument, const EpTensor *t,
                             int64_t columns);
 
-/** Check one FP32 per receive row: [rows], [L, rows_per_expert] or [R, max_tokens]. */
+/** Check one FP32 per receive row: [rows], [L, rows_per_expert] or [R, block_rows]. */
 EpStatus ep_arg_slot_values(const EpOperation *o, const char *argument, const EpTensor *t);
 
 /** Check weights as dispatch delivers them: one FP32 per receive row; K if it has one slot for all

@@ -143,17 +143,10 @@ static void set_layout(const EpHandleConfig *c, EpPlanShape *s) {
 /* Choose the mode from values that are equal on all ranks, so that all choose the same. */
 static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsigned offers,
                             const EpHandleConfig *c, EpPlanShape *s) {
-    const EpLayoutFacts *layout = ep_layout_facts(s->layout);
     int static_size = s->is_fixed || s->capacity > 0;
     EpMode wish = (EpMode)inherit(c->mode, group->mode);
     if (wish == EP_MODE_AUTO && !ep_config_latency_sets(group, offers)) wish = EP_MODE_THROUGHPUT;
     s->mode = ep_config_mode(wish, s->max_tokens, static_size, offers);
-    if (s->mode == EP_MODE_THROUGHPUT && !(layout->modes & 1u << EP_MODE_THROUGHPUT))
-        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
-                         "expected latency mode in the %s layout (EP_MODE_AUTO selects it for "
-                         "max_tokens up to %d on one node, in a group with buffers for it), got "
-                         "throughput mode",
-                         layout->name, EP_LATENCY_TOKENS);
     if (s->mode == EP_MODE_THROUGHPUT) return EP_OK;
     if (!(offers & EP_OFFERS_LATENCY))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",

@@ -215,7 +215,7 @@ typedef struct EpPlanShape {
     int32_t has_rows;   /**< a row has one slot, which holds all its entries; else each entry has a
                              slot of its own */
     int32_t is_fixed;   /**< each block has block_rows slots; else blocks follow one another */
-    int64_t block_rows; /**< 0: not fixed */
+    int64_t block_rows; /**< 0: not fixed; blocks of sources: max_tokens */
     int32_t alignment;
     int64_t capacity; /**< receive rows; 0: exact sizing. is_fixed: the rows of all blocks */
     EpOverflow overflow;
@@ -271,6 +271,20 @@ EP_HOST_DEVICE static inline int64_t ep_agreed_rows(const EpPlanShape *s) {
 EP_HOST_DEVICE static inline int64_t ep_block_begin(const EpPlanShape *s, int32_t block,
                                                     int64_t packed) {
     return s->is_fixed ? block * s->block_rows : packed;
+}
+
+/** Returns whether each source has a block, whose rows tensors choose: a call's own block_rows is
+ *  then at most the plan's. */
+EP_HOST_DEVICE static inline int ep_has_source_blocks(const EpPlanShape *s) {
+    return s->has_rows && s->is_fixed;
+}
+
+/** Returns the position of a plan's slot in tensors whose blocks of sources have `block_rows` rows,
+ *  0: as in the plan. */
+EP_HOST_DEVICE static inline int64_t ep_slot_position(const EpPlanShape *s, int64_t block_rows,
+                                                      int64_t slot) {
+    if (!block_rows || block_rows == s->block_rows) return slot;
+    return slot / s->block_rows * block_rows + slot % s->block_rows;
 }
 
 /** Returns the end of all slots, lost ones excluded. */

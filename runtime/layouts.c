@@ -4,18 +4,15 @@
 #include <stdio.h>
 #include <string.h>
 
-#define LATENCY (1u << EP_MODE_LATENCY)
-#define BOTH (1u << EP_MODE_THROUGHPUT | LATENCY)
-
 #define LAYOUT(symbol, ...) [symbol] = {#symbol, __VA_ARGS__}
 
 static const EpLayoutFacts table[] = {
-    LAYOUT(EP_LAYOUT_EXPERT_MAJOR, "expert-major", 0, BOTH, NULL, NULL),
-    LAYOUT(EP_LAYOUT_FLAT, "flat", EP_SLOTS_OF_ROWS, BOTH, NULL, NULL),
-    LAYOUT(EP_LAYOUT_BATCHED, "batched", EP_SLOTS_FIXED | EP_SLOTS_SIZED, BOTH, "local experts",
+    LAYOUT(EP_LAYOUT_EXPERT_MAJOR, "expert-major", 0, NULL, NULL),
+    LAYOUT(EP_LAYOUT_FLAT, "flat", EP_SLOTS_OF_ROWS, NULL, NULL),
+    LAYOUT(EP_LAYOUT_BATCHED, "batched", EP_SLOTS_FIXED | EP_SLOTS_SIZED, "local experts",
            "rows_per_expert"),
     LAYOUT(EP_LAYOUT_RANK_MAJOR, "rank-major", EP_SLOTS_OF_ROWS | EP_SLOTS_FIXED | EP_SLOTS_WEIGHED,
-           LATENCY, "ranks", "max_tokens"),
+           "ranks", "rows of a source"),
 };
 
 #define LAST ((int)(sizeof(table) / sizeof(table[0])) - 1)

@@ -20,7 +20,8 @@
 typedef enum EpLayoutBits {
     EP_SLOTS_OF_ROWS = 1, /**< blocks of sources: a row has one slot */
     EP_SLOTS_FIXED = 2,   /**< blocks have a fixed number of slots */
-    EP_SLOTS_SIZED = 4,   /**< rows_per_expert sets that number; else it is max_tokens */
+    EP_SLOTS_SIZED = 4,   /**< rows_per_expert sets that number; else tensors choose one, up to
+                               max_tokens, which a plan counts with */
     EP_SLOTS_WEIGHED = 8  /**< EP_WEIGHTS_ALL is possible */
 } EpLayoutBits;
 
@@ -28,7 +29,6 @@ typedef struct EpLayoutFacts {
     const char *symbol; /**< "EP_LAYOUT_RANK_MAJOR" */
     const char *name;   /**< "rank-major" */
     uint32_t bits;      /**< of EpLayoutBits */
-    uint32_t modes;     /**< 1 << EpMode for each mode in which it exists */
     const char *blocks; /**< EP_SLOTS_FIXED: what dimension 0 of receive tensors counts ... */
     const char *rows;   /**< ... and what dimension 1 does */
 } EpLayoutFacts;

@@ -54,6 +54,7 @@ typedef struct EpRouting {
     EpType num_tokens_type;
     const EpPlanTensors *out; /**< may be NULL */
     EpStream stream;
+    int64_t block_rows;    /**< blocks of sources: of the dispatch's tensors; 0: not known yet */
     const struct EpOp *op; /**< the operation that ranks announce */
     const char *call;      /**< the public call, for sentences */
 } EpRouting;
@@ -66,7 +67,7 @@ typedef struct EpScaleMap {
     int32_t element_bytes;
     int64_t count;     /**< scales of a row */
     int64_t slab_rows; /**< by column: rows of the tensor; BATCHED: rows_per_expert; RANK_MAJOR:
-                            max_tokens */
+                            rows of a source */
 } EpScaleMap;
 
 /** Returns the byte offset of scale `i` of a receive row. */
@@ -107,6 +108,7 @@ typedef struct EpScatterTensors {
     void *out_idx;        /**< flat and rank-major: [rows, K] experts of this rank, or -1 */
     int64_t out_capacity; /**< rows of the shortest output; zero_tail reaches up to there */
     int64_t num_slots;    /**< rows of the shortest tensor of slots, inputs included */
+    int64_t block_rows;   /**< blocks of sources: rows of a block in these tensors; else 0 */
     EpType idx_type;      /**< of out_idx */
     int32_t first_id;     /**< number that out_idx has for this rank's first expert */
     EpType scale_type;
@@ -130,10 +132,13 @@ typedef struct EpScatter {
 
 /* ---- gather -------------------------------------------------------------------------------- */
 
+#define EP_MAX_BIASES 2
+
 /** The tensors of a gather. */
 typedef struct EpGatherTensors {
-    const char *rows;  /**< [rows, row_bytes] */
-    int64_t num_slots; /**< rows of the shortest tensor of slots */
+    const char *rows;   /**< [rows, row_bytes] */
+    int64_t num_slots;  /**< rows of the shortest tensor of slots */
+    int64_t block_rows; /**< blocks of sources: rows of a block in these tensors; else 0 */
     EpType type;
     int64_t row_bytes;
     int64_t row_elements;
@@ -148,7 +153,10 @@ typedef struct EpGatherTensors {
     const float *slot_values;  /**< [rows] ([rows, K] if flat): carried back to [T, K] */
     char *out_rows;            /**< [out_num_rows, row_bytes]; zero past the step's tokens */
     int64_t out_num_rows;
-    float *out_values; /**< [T, K] */
+    float *out_values;               /**< [T, K] */
+    const char *bias[EP_MAX_BIASES]; /**< [num_biases]: rows like out_rows, added to the sums last
+                                          and in this order */
+    int32_t num_biases;
 } EpGatherTensors;
 
 typedef struct EpGather {

@@ -22,7 +22,7 @@ const EpOp ep_op_dispatch = {2,
                               {"element type", EP_NAMES_TYPE},
                               {"bytes of scales", EP_NUMBERS},
                               {"number of topk_weights", EP_NUMBERS},
-                              {"", EP_NUMBERS}},
+                              {"rows of a source", EP_NUMBERS}},
                              EP_OP_FACTS};
 #define COMBINE                                                                              \
     {                                                                                        \
@@ -47,7 +47,7 @@ const EpOp ep_op_combine_backward = {5,
                                       {"element type", EP_NAMES_TYPE},
                                       {"bytes of scales", EP_NUMBERS},
                                       {"", EP_NUMBERS},
-                                      {"", EP_NUMBERS}},
+                                      {"rows of a source", EP_NUMBERS}},
                                      EP_OP_FACTS};
 /* Of weights. Their configurations were compared when they were created: these are arguments. */
 #define OF_WEIGHT(argument, names)                                                            \

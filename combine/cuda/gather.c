@@ -31,7 +31,7 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
     EpSpread s = ep_spread(&args->group, args->top_k);
     double sum = (double)travelling_bytes(&args->t) / (double)args->t.row_bytes;
     EpTraffic traffic = {.sent = s.other + sum * s.ranks,
-                         .received = s.own + sum * s.ranks + 1,
+                         .received = s.own + sum * s.ranks + args->t.num_biases + 1,
                          .least_send = LEAST_SENDING,
                          .most_send = MOST_SENDING,
                          .ranks = s.ranks,
@@ -42,7 +42,8 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
                  &traffic);
     EpDivision division = ep_divide(blocks, args->top_k, args->t.row_bytes,
                                     (int32_t)ep_max(LEAST_CHUNK, granularity.chunk), traffic);
-    EpWorkNeeds needs = {args->top_k, args->top_k, 1, granularity.active};
+    int32_t loads = args->top_k + args->t.num_biases;
+    EpWorkNeeds needs = {loads, loads, 1, granularity.active};
     args->chunk = division.claim;
     args->receivers = division.receivers, args->schedulers = division.schedulers;
     int64_t unit = is_quantised(&args->t) ? EP_PACKED_ELEMENTS * element_bytes(&args->t) : 16;
@@ -59,17 +60,18 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
     const EpGroup *group = handle->group;
     const EpCuda *cuda = ep_cuda(group);
     const EpGatherTensors *t = &g->t;
-    EpGatherArgs args = {.group = ep_cuda_launch_group(handle),
-                         .plan = ep_cuda_plan(handle, g->plan, g->top_k, g->num_rows, t->num_slots),
-                         .shape = handle->shape,
-                         .t = *t,
-                         .record =
-                             ep_record(travelling_bytes(t), t->carries_values ? g->top_k : 0, 0),
-                         .owners = group->nodes.sizes.ranks,
-                         .target = {t->row_bytes, g->top_k * (int64_t)sizeof(float)},
-                         .top_k = (int32_t)g->top_k};
-    const int64_t agreed[] = {g->top_k, t->row_bytes, t->type, t->carries_values, t->format.quant};
-    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 5);
+    EpGatherArgs args = {
+        .group = ep_cuda_launch_group(handle),
+        .plan = ep_cuda_plan(handle, g->plan, g->top_k, g->num_rows, t->num_slots, t->block_rows),
+        .shape = handle->shape,
+        .t = *t,
+        .record = ep_record(travelling_bytes(t), t->carries_values ? g->top_k : 0, 0),
+        .owners = group->nodes.sizes.ranks,
+        .target = {t->row_bytes, g->top_k * (int64_t)sizeof(float)},
+        .top_k = (int32_t)g->top_k};
+    const int64_t agreed[] = {g->top_k,          t->row_bytes,    t->type,
+                              t->carries_values, t->format.quant, t->block_rows};
+    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 6);
     if (handle->shape.nodes.nodes > 1) return ep_cuda_gather_nodes(handle, g, &args);
     if (!ep_partition_gather(&args, cuda->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);

@@ -6,7 +6,8 @@
  * sent, a sending block adds up the row's slots, and pushes the sum, rounded to the rows' type or
  * packed, through the ring back to that rank. A receiving block takes this
  * rank's tokens: it waits for the sums of all ranks that a token went to, adds them in ascending
- * rank, this rank's own slots unrounded in their turn, and writes the token's row.
+ * rank, this rank's own slots unrounded in their turn, then the token's biases, and writes the
+ * token's row.
  * runtime/cuda/pipeline.cuh describes the warps of a block; runtime/cuda/device.h how blocks divide
  * the work, why there is no circular wait, and the memory order of records, heads and credits.
  *
@@ -30,9 +31,14 @@
  * not free: the compiler then orders the rest worse, and blocks wait longer for instructions. */
 enum Form {
     ONE_NODE,
-    NODES, /* of this node for another one; and with the sums of other nodes */
-    PACKED /* either, with sums that travel packed */
+    NODES,  /* of this node for another one; and with the sums of other nodes */
+    PACKED, /* either, with sums that travel packed */
+    PACKED_BIASED
 };
+
+__device__ constexpr int is_packed_form(Form form) {
+    return form == PACKED || form == PACKED_BIASED;
+}
 
 /* Load VECTORS vectors of a stage; each has an element for each compute thread. */
 template <int VECTORS>
@@ -62,7 +68,7 @@ __device__ __forceinline__ void add_terms(EpVector<T> sum[VECTORS], NextTerm<VEC
         float weight = next->weight;
         for (int v = 0; v < VECTORS; v++)
             term[v] = ep_unpack<T>(next->x[v]);
-        if (++i < item.terms) {
+        if (++i < item.loaded) {
             next->stage = stage_of(s, next->stage, 1);
             next->weight = ep_load_shared_float(weights + i * (int)sizeof(float));
             load_vectors<VECTORS>(next->x, next->stage, at);
@@ -74,7 +80,7 @@ __device__ __forceinline__ void add_terms(EpVector<T> sum[VECTORS], NextTerm<VEC
 
 /* Compute VECTORS vectors of a sum, in place of its last term. The terms of the run are weighted
  * and summed on their own, rounded if `rounds`, then added to the total; every other term has
- * weight 1. */
+ * weight 1, and so have the biases behind the terms. */
 template <typename T, int VECTORS>
 __device__ __forceinline__ void sum_vectors(const Stages &s, const WorkItem &item, uint32_t first,
                                             uint32_t weights, int rounds, int at) {
@@ -89,7 +95,7 @@ __device__ __forceinline__ void sum_vectors(const Stages &s, const WorkItem &ite
         for (int v = 0; v < VECTORS; v++)
             ep_add(&total[v], rounds ? ep_unpack<T>(ep_pack(run[v])) : run[v]);
     }
-    add_terms<T, VECTORS>(total, &next, item.run_end, item.terms, s, item, weights, at);
+    add_terms<T, VECTORS>(total, &next, item.run_end, item.loaded, s, item, weights, at);
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
         ep_store_shared(next.stage + at + v * COMPUTE_THREADS * 16, ep_pack(total[v]));
@@ -145,17 +151,17 @@ __device__ __forceinline__ int16_t packed_units(const EpGatherArgs &a, int32_t b
 }
 
 /* Post the work items of a team's sum, one for each fragment. The sum goes `to`; `index` is its
- * token, or its row of `source`. PACKED: sums of other ranks and nodes, and for them, are packed.
- */
+ * token, which has `biases`, or its row of `source`. PACKED: sums of other ranks and nodes, and for
+ * them, are packed. */
 template <Form FORM>
 __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, const Team &t,
                                          uint32_t number, const Term &term, char *to, int index,
-                                         int source, int valid) {
+                                         int source, int biases, int valid) {
     int terms, signals, fragments = a.pipeline.fragments;
     team_rank(t, term.from != NULL, &terms);
     int signal = team_rank(t, term.peer >= 0, &signals), is_last = team_is_last(t, valid);
-    int is_packed = FORM == PACKED && (term.at < term.run || term.at >= term.run_end);
-    int packs = FORM == PACKED && (source != a.group.rank || a.rounds);
+    int is_packed = is_packed_form(FORM) && (term.at < term.run || term.at >= term.run_end);
+    int packs = is_packed_form(FORM) && (source != a.group.rank || a.rounds);
     for (int fragment = 0; fragment < fragments; fragment++) {
         uint32_t n = number + fragment;
         int j = n % PIPELINE_ENTRIES, cell = j * a.pipeline.width;
@@ -170,15 +176,19 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, con
             p->peer[cell + signal] = term.peer, p->row[cell + signal] = term.row;
         if (valid && t.k == 0) {
             if (!terms) p->from[cell] = NULL; /* an empty sum needs a stage, too */
+#pragma unroll 1
+            for (int i = 0; i < biases; i++)
+                p->from[cell + terms + i] = a.t.bias[i] + index * a.t.row_bytes + offset,
+                                       p->weight[cell + terms + i] = 1;
             p->to[cell] = to + (packs ? packed_offset : offset);
-            p->item[j] = WorkItem{(int16_t)max(1, terms),
-                                  (int16_t)terms,
+            p->item[j] = WorkItem{(int16_t)max(1, terms + biases),
+                                  (int16_t)(terms + biases),
                                   1,
                                   (int16_t)terms,
                                   bytes,
                                   (int8_t)term.run,
                                   (int8_t)term.run_end,
-                                  FORM == PACKED ? packed_units(a, bytes) : (int16_t)0};
+                                  is_packed_form(FORM) ? packed_units(a, bytes) : (int16_t)0};
             p->signals[j] = pipeline_signals(signals, fragment, fragments, is_last);
             p->fragment[j] = fragment, p->index[j] = index, p->source[j] = source;
         }
@@ -255,6 +265,19 @@ __device__ __forceinline__ void add_packed(SumUnit<T> *sum, const Stages &s, con
     }
 }
 
+/* Add a unit of the biases, which lie behind the terms. */
+template <typename T>
+__device__ __forceinline__ void add_biases(SumUnit<T> *sum, const Stages &s, const WorkItem &item,
+                                           uint32_t first, int unit) {
+#pragma unroll 1
+    for (int i = item.terms; i < item.loaded; i++) {
+        EpUnit<T> x = ep_load_unit<T>(stage_of(s, first, i) + unit * (uint32_t)sizeof(x));
+#pragma unroll
+        for (int p = 0; p < EpUnit<T>::PARTS; p++)
+            ep_add(&sum->part[p], ep_unpack<T>(x.part[p]));
+    }
+}
+
 /* Replace a unit by what its receiver makes of it. By a warp. */
 template <typename T> __device__ __forceinline__ void requantise(SumUnit<T> *sum, int valid) {
     EpQuantScale scale;
@@ -271,9 +294,9 @@ typedef struct PackedItem {
     uint32_t first, weights, to;
 } PackedItem;
 
-/* Returns a unit of an item's sum: the packed sums of lower ranks, this rank's own slots, and the
- * packed sums of higher ranks. `rounds`: its own sum is requantised. By a warp. */
-template <typename T>
+/* Returns a unit of an item's sum: the packed sums of lower ranks, this rank's own slots, the
+ * packed sums of higher ranks, and biases. `rounds`: its own sum is requantised. By a warp. */
+template <typename T, Form FORM>
 __device__ __forceinline__ SumUnit<T> sum_unit(const Stages &s, const PackedItem &x, int rounds,
                                                int unit, int valid) {
     const WorkItem &item = x.item;
@@ -285,6 +308,7 @@ __device__ __forceinline__ SumUnit<T> sum_unit(const Stages &s, const PackedItem
     for (int p = 0; p < EpUnit<T>::PARTS; p++)
         ep_add(&total.part[p], own.part[p]);
     if (valid) add_packed(&total, s, item, x.first, item.run_end, item.terms, unit);
+    if (FORM == PACKED_BIASED && valid) add_biases(&total, s, item, x.first, unit);
     return total;
 }
 
@@ -309,7 +333,7 @@ __device__ __forceinline__ void store_unit(const SumUnit<T> &sum, uint32_t to, i
 }
 
 /* Sum the terms of all work items. By the compute warps. */
-template <typename T>
+template <typename T, Form FORM>
 __device__ void sum_packed_rows(Pipeline *p, int rounds, int packs, int thread) {
     Stages s = pipeline_stages(p);
     uint32_t weights = ep_smem(p->weight.begin()), width = (uint32_t)p->shape.width;
@@ -324,7 +348,7 @@ __device__ void sum_packed_rows(Pipeline *p, int rounds, int packs, int thread) 
 #pragma unroll 1
         for (int base = 0; base < units; base += COMPUTE_THREADS) {
             int unit = base + thread, valid = unit < units;
-            SumUnit<T> sum = sum_unit<T>(s, x, rounds, unit, valid);
+            SumUnit<T> sum = sum_unit<T, FORM>(s, x, rounds, unit, valid);
             store_unit(sum, x.to, packs, unit, valid);
         }
         pipeline_computed(p, n);
@@ -332,14 +356,15 @@ __device__ void sum_packed_rows(Pipeline *p, int rounds, int packs, int thread) 
 }
 
 /* `rounds`: this rank's own sums are requantised; `packs`: sums are packed. */
+template <Form FORM>
 __device__ __forceinline__ void sum_packed(const EpGatherArgs &a, Pipeline *p, int rounds,
                                            int packs, int thread) {
     if (a.t.type == EP_TYPE_BF16)
-        sum_packed_rows<__nv_bfloat16>(p, rounds, packs, thread);
+        sum_packed_rows<__nv_bfloat16, FORM>(p, rounds, packs, thread);
     else if (a.t.type == EP_TYPE_FP16)
-        sum_packed_rows<__half>(p, rounds, packs, thread);
+        sum_packed_rows<__half, FORM>(p, rounds, packs, thread);
     else
-        sum_packed_rows<float>(p, rounds, packs, thread);
+        sum_packed_rows<float, FORM>(p, rounds, packs, thread);
 }
 
 /* ==== sending blocks ======================================================================== */
@@ -401,7 +426,7 @@ __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, c
     char *to = r.valid ? ep_ring(a.group, r.source, a.group.rank, r.row) : NULL;
     int fragments = a.pipeline.fragments;
     uint32_t number = pipeline_take(p, r.count * fragments) + t.index * fragments;
-    post_sum<FORM>(a, p, t, number, term, to, r.row, r.source, r.valid);
+    post_sum<FORM>(a, p, t, number, term, to, r.row, r.source, 0, r.valid);
 }
 
 /* A scheduler warp. */
@@ -435,14 +460,15 @@ __device__ void send_values(const EpGatherArgs &a, Pipeline *p, Gate *gate, int 
 template <Form FORM>
 __device__ void send(const EpGatherArgs &a, Pipeline *p, Sending *s, const FirstClaim &first_claim,
                      uint32_t epoch, int blocks) {
-    constexpr PipelineWork work = FORM == PACKED ? WORK_PACKED : WORK_COMPUTE;
+    constexpr PipelineWork work = is_packed_form(FORM) ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, FORM == PACKED, await_gate(&s->gate));
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, is_packed_form(FORM),
+                       await_gate(&s->gate));
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, open_gate(a, &s->gate, epoch) ? LATE_HEADS : NO_SIGNALS);
     else if (warp >= FIRST_METADATA_WARP && a.t.carries_values)
@@ -569,7 +595,7 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstC
         uint32_t number = pipeline_take(p, __popc(posted) * fragments) + before * fragments;
         post_sum<FORM>(a, p, t, number, held.term,
                        a.t.out_rows + (int64_t)held.token * a.target.row_stride, held.token, g.rank,
-                       ready);
+                       FORM == PACKED ? 0 : a.t.num_biases, ready);
         if (ready) held.token = -1;
         timeout = EpTimeout{0, 0};
     }
@@ -623,14 +649,14 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
 template <Form FORM>
 __device__ void receive(const EpGatherArgs &a, Pipeline *p, const FirstClaim &first_claim,
                         uint32_t epoch, int blocks) {
-    constexpr PipelineWork work = FORM == PACKED ? WORK_PACKED : WORK_COMPUTE;
+    constexpr PipelineWork work = is_packed_form(FORM) ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_tokens<FORM>(a, p, first_claim, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, FORM == PACKED && a.rounds, 0);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, is_packed_form(FORM) && a.rounds, 0);
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, CREDITS);
     else if (warp >= FIRST_METADATA_WARP && a.t.carries_values)
@@ -686,8 +712,8 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     /* First, since nothing has been loaded yet that could be summed. */
     if (thread >= 0 && role.receives && a.plan.use.fills_rest) zero_extra_rows(a, role, thread);
     int rounds = FORM != ONE_NODE && role.receives && a.rounds;
-    if (thread >= 0 && FORM == PACKED)
-        sum_packed(a, &shared->pipeline, rounds, !role.receives || rounds, thread);
+    if (thread >= 0 && is_packed_form(FORM))
+        sum_packed<FORM>(a, &shared->pipeline, rounds, !role.receives || rounds, thread);
     else if (thread >= 0)
         sum(a, &shared->pipeline, rounds, thread);
     else if (role.receives)
@@ -701,14 +727,15 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
 extern "C" int ep_cuda_open_gather(int shared_bytes) {
     int error = ep_open_kernel(gather_kernel<ONE_NODE>, shared_bytes);
     if (!error) error = ep_open_kernel(gather_kernel<NODES>, shared_bytes);
-    return error ? error : ep_open_kernel(gather_kernel<PACKED>, shared_bytes);
+    if (!error) error = ep_open_kernel(gather_kernel<PACKED>, shared_bytes);
+    return error ? error : ep_open_kernel(gather_kernel<PACKED_BIASED>, shared_bytes);
 }
 
 extern "C" int ep_cuda_launch_gather(const void *args, int blocks, void *stream) {
     const EpGatherArgs *a = (const EpGatherArgs *)args;
     int has_nodes = a->rounds || a->nodes.order || a->nodes.records;
-    auto kernel = a->t.format.bits ? gather_kernel<PACKED>
-                  : has_nodes      ? gather_kernel<NODES>
-                                   : gather_kernel<ONE_NODE>;
+    auto packed = a->t.num_biases ? gather_kernel<PACKED_BIASED> : gather_kernel<PACKED>;
+    auto rounded = has_nodes ? gather_kernel<NODES> : gather_kernel<ONE_NODE>;
+    auto kernel = a->t.format.bits ? packed : rounded;
     return ep_launch(kernel, blocks, GATHER_THREADS, pipeline_bytes(a->pipeline), stream, *a);
 }

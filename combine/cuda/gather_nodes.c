@@ -29,6 +29,7 @@ static EpStatus sum_chunk(Operation *o, int32_t chunk) {
     char *records = o->run.relay->send[chunk % 2];
     args.t.out_rows = records, args.t.out_values = (float *)(records + args.record.weights);
     args.target = (EpTarget){args.record.bytes, args.record.bytes};
+    args.t.num_biases = 0;
     args.rounds = 1, args.stamp = o->run.relay->stamp;
     EP_TRY(gather_chunk(o, EP_CHUNK_RELAYED, chunk, &args));
     return ep_relay_set_ready(&o->run, chunk);
@@ -46,6 +47,8 @@ static EpStatus finish_chunk(Operation *o, int32_t chunk) {
                               .order = tables->order};
     args.marks = ep_relay_marks(&o->run, chunk, EP_FROM_RELAYS);
     args.t.out_rows += first * args.target.row_stride;
+    for (int i = 0; i < args.t.num_biases; i++)
+        args.t.bias[i] += first * args.t.row_bytes;
     if (args.t.carries_values)
         args.t.out_values = (float *)((char *)args.t.out_values + first * args.target.value_stride);
     EP_TRY(ep_relay_exchange(&o->run, chunk, EP_FROM_RELAYS));

@@ -38,18 +38,18 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     const EpGroup *group = handle->group;
     EpCudaLatency *latency = ep_cuda(group)->latency;
     int64_t tokens = g->num_rows >= 0 ? g->num_rows : handle->shape.max_tokens;
-    EpLatencyGatherArgs args = {
-        .group = ep_cuda_launch_group(handle),
-        .plan = ep_cuda_plan(handle, g->plan, g->top_k, g->num_rows, g->t.num_slots),
-        .shape = handle->shape,
-        .latency = latency->device,
-        .t = g->t,
-        .top_k = (int32_t)g->top_k,
-        .row_units = (int32_t)ep_units(g->t.row_bytes),
-        .steps = (int32_t)count_steps(&g->t)};
-    const int64_t agreed[] = {g->top_k, g->t.row_bytes, g->t.type, g->t.weighs_entries,
-                              g->t.format.quant};
-    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 5);
+    EpLatencyGatherArgs args = {.group = ep_cuda_launch_group(handle),
+                                .plan = ep_cuda_plan(handle, g->plan, g->top_k, g->num_rows,
+                                                     g->t.num_slots, g->t.block_rows),
+                                .shape = handle->shape,
+                                .latency = latency->device,
+                                .t = g->t,
+                                .top_k = (int32_t)g->top_k,
+                                .row_units = (int32_t)ep_units(g->t.row_bytes),
+                                .steps = (int32_t)count_steps(&g->t)};
+    const int64_t agreed[] = {g->top_k,          g->t.row_bytes, g->t.type, g->t.weighs_entries,
+                              g->t.format.quant, g->t.block_rows};
+    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 6);
     args.latency.awaits_weights = g->t.weighs_entries;
     int blocks = ep_latency_blocks(&args.group, g->phase, tokens, args.steps,
                                    percent_of_senders(group, g->top_k), &args.latency);

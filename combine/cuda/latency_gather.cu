@@ -277,9 +277,12 @@ typedef struct Terms {
     unsigned slot_lanes; /* lanes that have a slot */
 } Terms;
 
-/* Find the terms of a row. `own_token`: the token, if it is one of this rank's, else -1: then
- * weights that were given at its rank are still to come. */
-__device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int slot, int own_token) {
+/* Find the terms of a source's row. `own_token`: the token, if it is one of this rank's, else -1:
+ * then weights that were given at its rank are still to come. */
+__device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int source, int slot,
+                                            int own_token) {
+    int rows = a.plan.use.block_rows;
+    if (rows) slot -= source * (a.plan.use.plan_block_rows - rows);
     slot = ep_check_slot(a.plan, slot);
     int has_weight = a.t.weighs && slot >= 0, lane = threadIdx.x % 32;
     const float *weight = (const float *)a.plan.begins;
@@ -351,7 +354,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
     const EpLatency &l = a.latency;
     FetchedWeights f;
     if (awaits_weights(a)) f = fetch_weights(a, s.source, s.token, flag);
-    Terms t = find_terms(a, s.slot, -1);
+    Terms t = find_terms(a, s.source, s.slot, -1);
     if (s.row == EP_ROW_NONE) return 1;
     if (awaits_weights(a)) {
         AwaitedWeights w = await_weights(a, s.source, s.token, flag, f);
@@ -401,7 +404,7 @@ template <typename T, int PACKED>
 __device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
                               uint64_t flag) {
     constexpr int PARTS = StepParts<T, PACKED>::COUNT;
-    Terms t = find_terms(a, s.slot, s.token);
+    Terms t = find_terms(a, a.group.rank, s.slot, s.token);
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
         EpVector<T> sum[PARTS] = {};
@@ -558,6 +561,13 @@ __device__ __forceinline__ int count_parts(const EpLatencyGatherArgs &a) {
 typedef struct TokenWords {
     int owner, slot;
 } TokenWords;
+
+/* Returns a source's number of tokens. A damaged plan must not lead past this rank's weights. */
+__device__ __forceinline__ int count_source_tokens(const EpLatencyGatherArgs &a, int source) {
+    int count = a.plan.use.is_read ? ep_check_count(a.group, __ldg(a.plan.tokens + source)) : 0;
+    if (awaits_weights(a) && source == a.group.rank) count = min(count, (int)a.plan.use.num_rows);
+    return max(0, count);
+}
 
 /* Load the plan's words for a token; a row past this step's tokens has none. By a warp. */
 __device__ __forceinline__ TokenWords load_token(const EpLatencyGatherArgs &a, int tokens,
@@ -739,6 +749,20 @@ __device__ __forceinline__ void add_incoming(const Incoming<STEPS> &c, int rank,
     }
 }
 
+/* Add the biases of a token; a row past this step's tokens has none. */
+template <typename T, int UNITS>
+__device__ __forceinline__ void add_biases(const EpLatencyGatherArgs &a, int token,
+                                           const int unit[UNITS], EpVector<T> sum[UNITS]) {
+    if (token >= count_source_tokens(a, a.group.rank)) return;
+#pragma unroll 1
+    for (int b = 0; b < a.t.num_biases; b++) {
+        const uint4 *row = (const uint4 *)a.t.bias[b] + (int64_t)token * a.row_units;
+#pragma unroll
+        for (int u = 0; u < UNITS; u++)
+            if (unit[u] >= 0) ep_add(&sum[u], ep_unpack<T>(__ldg(row + unit[u])));
+    }
+}
+
 /* Sum up and write some steps of a token, or return those that have not arrived in time. This
  * rank's own sum is computed while other ranks' sums are loaded. Ranks beyond the first few have a
  * loop of their own, so that no total takes registers meanwhile. */
@@ -747,7 +771,7 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
                                                  int slot, uint64_t flag) {
     constexpr int STEPS = ReducedShape<T, PACKED>::STEPS, UNITS = ReducedShape<T, PACKED>::UNITS;
     EpVector<T> own[UNITS] = {};
-    Terms t = find_terms(a, slot, s.token);
+    Terms t = find_terms(a, a.group.rank, slot, s.token);
     Incoming<STEPS> c;
     int unit[UNITS], last = -1, has_own = s.has_own;
     find_units<T, PACKED, UNITS>(a, s.step, 1, 0, unit);
@@ -771,6 +795,7 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
         last = c.rank[AWAITED_AT_ONCE - 1];
     }
     if (has_own) add_own<T, UNITS>(own, sum);
+    if (a.t.num_biases) add_biases<T, UNITS>(a, s.token, unit, sum);
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
         if (unit[u] >= 0)
@@ -847,13 +872,6 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
 }
 
 /* ==== kernel ================================================================================ */
-
-/* Returns a source's number of tokens. A damaged plan must not lead past this rank's weights. */
-__device__ __forceinline__ int count_source_tokens(const EpLatencyGatherArgs &a, int source) {
-    int count = a.plan.use.is_read ? ep_check_count(a.group, __ldg(a.plan.tokens + source)) : 0;
-    if (awaits_weights(a) && source == a.group.rank) count = min(count, (int)a.plan.use.num_rows);
-    return max(0, count);
-}
 
 template <typename T, int PACKED>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)

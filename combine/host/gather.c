@@ -35,6 +35,8 @@ typedef struct Gather {
     const EpRowMath *math;
     int has_rows; /* whether a row has one slot for all its entries */
     int32_t rank, size;
+    EpType out_type;             /* of the sums that are written: FP32 in a send phase */
+    int64_t out_bytes;           /* of a row of them */
     const int32_t *nodes;        /* [size] node of each rank */
     int32_t order[EP_MAX_RANKS]; /* the ranks in the order of summation */
     int64_t top_k;
@@ -47,13 +49,18 @@ typedef struct Gather {
     const float *weights[EP_MAX_RANKS]; /* [rows of this round, K] topk_weights of each rank */
 } Gather;
 
-/* Partial sums of other ranks and this rank's own slots: at most K of each. */
-#define MAX_TERMS (2 * EP_MAX_TOP_K)
+/* Partial sums of other ranks and this rank's own slots, at most K of each, and the biases. */
+#define MAX_TERMS (2 * EP_MAX_TOP_K + EP_MAX_BIASES)
+
+/* Returns the position of an entry's slot in the tensors. */
+static int64_t position(const Gather *x, int64_t entry) {
+    return ep_slot_position(&x->handle->shape, x->g->block_rows, x->plan.entry_slot[entry]);
+}
 
 /* Returns the weight of an entry. `weights` [K]: topk_weights of its token; NULL if not given. */
 static float entry_weight(const Gather *x, int32_t entry, const float *weights) {
     if (weights) return weights[x->plan.entry_k[entry]];
-    return x->g->weighs ? x->g->slot_weights[x->plan.entry_slot[entry]] : 1;
+    return x->g->weighs ? x->g->slot_weights[position(x, entry)] : 1;
 }
 
 /* Store the slots of a row as terms of a sum. Returns their number. */
@@ -61,7 +68,7 @@ static int list_slots(const Gather *x, int32_t row, const float *weights, EpTerm
     int count = x->plan.row_entries[row];
     for (int i = 0; i < count; i++) {
         int32_t entry = x->plan.row_entry[row] + i;
-        terms[i] = (EpTerm){x->g->rows + x->plan.entry_slot[entry] * x->g->row_bytes,
+        terms[i] = (EpTerm){x->g->rows + position(x, entry) * x->g->row_bytes,
                             entry_weight(x, entry, weights),
                             i == 0 ? EP_RUN_BEGINS : EP_RUN_GOES_ON, NULL};
     }
@@ -74,7 +81,7 @@ static void collect_values(const Gather *x, int32_t row, float *values) {
     const EpPlan *plan = &x->plan;
     memset(values, 0, (size_t)x->top_k * sizeof(float));
     for (int32_t i = plan->row_entry[row]; i < plan->row_entry[row] + plan->row_entries[row]; i++) {
-        int64_t slot = plan->entry_slot[i];
+        int64_t slot = position(x, i);
         if (!x->has_rows) {
             values[plan->entry_k[i]] = g->slot_values[slot];
             continue;
@@ -170,6 +177,16 @@ static void order_ranks(Gather *x) {
     }
 }
 
+/* Store a token's sum. In a send phase it is not rounded, since the receive phase adds biases. */
+static void write_sum(const Gather *x, int64_t token, const EpTerm *terms, int count) {
+    const EpGatherTensors *g = x->g;
+    char *out = g->out_rows + token * x->out_bytes;
+    if (x->call->phase == EP_PHASE_SEND)
+        x->math->reduce(g->type, terms, count, x->out_type, 0, out, g->row_elements);
+    else
+        x->math->sum(g->type, out, g->row_elements, terms, count);
+}
+
 /* Write one token's sum, and its values. */
 static void finish_token(Gather *x, int64_t token) {
     const EpGatherTensors *g = x->g;
@@ -192,7 +209,9 @@ static void finish_token(Gather *x, int64_t token) {
             take_record(x, r, token, EP_RUN_GOES_ON, terms + count++);
         last_node = node;
     }
-    x->math->sum(g->type, g->out_rows + token * g->row_bytes, g->row_elements, terms, count);
+    for (int i = 0; i < g->num_biases; i++)
+        terms[count++] = (EpTerm){g->bias[i] + token * g->row_bytes, 1, EP_RUN_BEGINS, NULL};
+    write_sum(x, token, terms, count);
 }
 
 /* ---- weights of the tokens' rank ----------------------------------------------------------- */
@@ -264,7 +283,7 @@ static void zero_unused_rows(const Gather *x) {
     const EpGatherTensors *g = x->g;
     int64_t tokens = x->plan.header->num_tokens, rows = g->out_num_rows - tokens;
     if (rows <= 0) return;
-    memset(g->out_rows + tokens * g->row_bytes, 0, (size_t)(rows * g->row_bytes));
+    memset(g->out_rows + tokens * x->out_bytes, 0, (size_t)(rows * x->out_bytes));
     if (g->carries_values)
         memset(g->out_values + tokens * x->top_k, 0, (size_t)(rows * x->top_k) * sizeof(float));
 }
@@ -278,10 +297,26 @@ static EpStatus run_rounds(Gather *x) {
     return ep_exchange_flush(x->exchange, x->call->op);
 }
 
-/* Copy the sums that the send phase stored in the handle's buffer. */
-static EpStatus copy_sums(const EpGroup *group, const EpGather *gather) {
-    size_t bytes = (size_t)(gather->t.out_num_rows * gather->t.row_bytes);
-    if (bytes) memcpy(gather->t.out_rows, ep_host_set(group, gather->place.slot), bytes);
+/* Returns the bytes of a row of sums in the handle's buffer. */
+static int64_t pending_bytes(const EpGatherTensors *g) {
+    return g->row_elements * (int64_t)sizeof(float);
+}
+
+/* Round the sums that the send phase stored in the handle's buffer, with their biases. Rows past
+ * this step's tokens have none. */
+static EpStatus finish_sums(const EpHandle *handle, const EpGather *gather) {
+    const EpGatherTensors *g = &gather->t;
+    const EpRowMath *math = ep_host(handle->group)->math;
+    const char *sums = ep_host_set(handle->group, gather->place.slot);
+    int64_t tokens = ep_host_plan(handle, gather->plan).header->num_tokens;
+    for (int64_t t = 0; t < g->out_num_rows; t++, sums += pending_bytes(g)) {
+        const void *bias[EP_MAX_BIASES];
+        int count = t < tokens ? g->num_biases : 0;
+        for (int i = 0; i < count; i++)
+            bias[i] = g->bias[i] + t * g->row_bytes;
+        math->finish(g->type, g->out_rows + t * g->row_bytes, (const float *)sums, bias, count,
+                     g->row_elements);
+    }
     return EP_OK;
 }
 
@@ -294,14 +329,19 @@ static EpRecord sum_record(const EpGatherTensors *g, int64_t top_k) {
 }
 
 EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
-    if (gather->phase == EP_PHASE_RECEIVE) return copy_sums(handle->group, gather);
+    if (gather->phase == EP_PHASE_RECEIVE) return finish_sums(handle, gather);
+    const EpCall call = {gather->op->name, handle->group->rank, handle->group};
+    EP_TRY(ep_host_check_blocks(handle, &call, gather->plan, gather->t.block_rows));
     EpGatherTensors g = gather->t;
-    if (gather->phase == EP_PHASE_SEND) g.out_rows = ep_host_set(handle->group, gather->place.slot);
+    int sends = gather->phase == EP_PHASE_SEND;
+    if (sends) g.out_rows = ep_host_set(handle->group, gather->place.slot);
     EpHost *host = ep_host(handle->group);
     Gather x = {
         .handle = handle, .call = gather, .g = &g, .exchange = host->exchange, .math = host->math};
     x.plan = ep_host_plan(handle, gather->plan);
     x.has_rows = handle->shape.has_rows;
+    x.out_type = sends ? EP_TYPE_FP32 : g.type;
+    x.out_bytes = sends ? pending_bytes(&g) : g.row_bytes;
     x.rank = handle->group->rank, x.size = handle->group->size;
     x.nodes = handle->group->nodes.of;
     order_ranks(&x);

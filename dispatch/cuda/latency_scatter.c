@@ -49,6 +49,7 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
         .latency = latency->device, .t = s->t, .record = shape_record(handle, &s->t, s->top_k)};
     const EpPrepareArgs *route = &args.route;
     describe_route(handle, s, &args.route);
+    if (s->t.block_rows) args.route.shape.block_rows = s->t.block_rows;
     args.latency.token = s->place.token;
     int has_quant = s->t.format.bits != 0;
     int blocks = ep_latency_blocks(&route->group, s->phase, route->num_rows, args.record.steps,

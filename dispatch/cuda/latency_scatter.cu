@@ -748,13 +748,16 @@ __device__ __forceinline__ int flat_slot(const Entry &e) {
     return __shfl_sync(~0u, e.slot, e.slot_lanes ? __ffs((int)e.slot_lanes) - 1 : 0);
 }
 
-/* Store a row's routes and begin into the plan. By one of the warps that share its record. */
+/* Store a row's routes and begin into the plan, which counts blocks of sources at their largest. By
+ * one of the warps that share its record. */
 __device__ __forceinline__ void store_plan_row(const EpLatencyScatterArgs &a, const Entry &e,
                                                int source, int token) {
     const EpPrepareArgs &route = a.route;
     int lane = threadIdx.x % 32, flat = route.shape.has_rows, slot = flat_slot(e);
     int64_t index = (int64_t)source * route.group.layout.max_tokens + token;
     if (lane < route.top_k) route.plan.routes[index * route.top_k + lane] = flat ? e.local : e.slot;
+    int shorter = a.t.block_rows ? route.group.layout.max_tokens - (int)a.t.block_rows : 0;
+    slot += source * shorter;
     int row = !e.expert_lanes ? EP_ROW_NONE : !flat ? 0 : e.slot_lanes ? slot : EP_ROW_LOST;
     if (lane == 0) route.plan.begins[index + source] = row;
 }
@@ -1070,6 +1073,16 @@ __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int 
 
 /* ==== kernel ================================================================================ */
 
+/* Report that some source has more tokens than there is room for in its block. By all threads of a
+ * block. */
+__device__ __noinline__ void report_blocks(const EpLatencyScatterArgs &a) {
+    const EpCudaGroup &g = a.route.group;
+    if (threadIdx.x || ep_failed(g)) return;
+    ep_report(g, EP_FAULT_PLAN,
+              EpAwaited{g.rank, EP_PLAN_BLOCKS, 0, (uint32_t)workspace()->most_tokens,
+                        (uint32_t)a.t.block_rows});
+}
+
 /* Receive this rank's rows. By all threads of a block. The last block publishes the routing. If
  * flat rows are lost, the block that finishes last does so at the end. */
 __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const LatencyRole &role,
@@ -1078,6 +1091,7 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
     int blocks = max(1, role.blocks - 1), flat = a.route.shape.has_rows;
     ReceiveState state = begin_receiving(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
+    if (a.t.block_rows && workspace()->most_tokens > a.t.block_rows) return report_blocks(a);
     if (role.block < blocks) {
         receive_records(a, state, flag);
         zero_padding(a, state.warp, state.warps);

@@ -154,7 +154,7 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
     int64_t weights = t->carries_weights ? s->top_k : 0;
     EpScatterArgs args = {
         .group = ep_cuda_launch_group(handle),
-        .plan = ep_cuda_plan(handle, s->plan, s->top_k, s->num_rows, t->num_slots),
+        .plan = ep_cuda_plan(handle, s->plan, s->top_k, s->num_rows, t->num_slots, t->block_rows),
         .shape = handle->shape,
         .t = *t,
         .record = ep_record(t->row_bytes, weights, t->scale_bytes),
@@ -164,8 +164,9 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
         .source = {t->source_row_bytes, s->top_k * (int64_t)sizeof(float), t->scale_bytes}};
     int64_t unit = describe_quantising(handle, &args);
     choose_receive(group, &args);
-    const int64_t agreed[] = {s->top_k, t->row_bytes, t->type, t->scale_bytes, t->carries_weights};
-    args.group.digest = ep_cuda_digest(handle, s->op, agreed, 5);
+    const int64_t agreed[] = {s->top_k,       t->row_bytes,       t->type,
+                              t->scale_bytes, t->carries_weights, t->block_rows};
+    args.group.digest = ep_cuda_digest(handle, s->op, agreed, 6);
     if (handle->shape.nodes.nodes > 1) return ep_cuda_scatter_nodes(handle, s, &args, unit);
     if (!ep_partition_scatter(&args, cuda->shared_bytes, unit))
         return ep_cuda_refuse_rows(group, t->row_bytes);

@@ -38,7 +38,8 @@ __device__ __forceinline__ void store_flat_metadata(const EpScatterArgs &a, int6
                                                     float weight, int lane) {
     int64_t at = row * a.top_k + lane;
     if (row < 0 || lane >= a.top_k) return;
-    if (a.t.carries_weights) a.t.out_weights[at] = expert >= 0 ? weight : 0;
+    int has_weight = expert >= 0 || a.shape.row_weights == EP_WEIGHTS_ALL;
+    if (a.t.carries_weights) a.t.out_weights[at] = has_weight ? weight : 0;
     int id = expert >= 0 ? expert + a.t.first_id : -1;
     if (a.t.out_idx && a.t.idx_type == EP_TYPE_INT64)
         ((int64_t *)a.t.out_idx)[at] = id;
@@ -237,7 +238,8 @@ __device__ __forceinline__ void send_metadata(const EpScatterArgs &a, int64_t to
             *((const float *)((const char *)a.t.topk_weights + token * a.source.weight_stride) +
               lane);
     if (e.owner >= a.owners) e.owner = -1; /* damaged; now, since both loads overlap */
-    if (FORM == COPIED && e.owner == g.rank) metadata.slot = ep_check_slot(a.plan, e.slot);
+    if (FORM == COPIED && e.owner == g.rank)
+        metadata.slot = ep_check_slot(a.plan, ep_flat_position(a.plan, g.rank, e.row, e.slot));
     if (e.owner == g.rank) metadata.expert = e.expert;
     if (e.owner >= 0 && e.owner != g.rank && e.leader)
         metadata.record = ep_ring(g, e.owner, g.rank, e.row);
@@ -632,10 +634,24 @@ __device__ void zero_slabs(const EpScatterArgs &a, const Role &role, ZeroThreads
     }
 }
 
+/* Zero a receiving block's part of the rows behind those of each source. The plan knows where each
+ * source's rows would begin if they followed one another. */
+__device__ void zero_source_tails(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
+    int end = a.plan.header->rows_received + a.plan.header->rows_kept, all = a.plan.use.block_rows;
+#pragma unroll 1
+    for (int r = a.shape.num_ranks - 1; r >= 0; r--) {
+        int begin = a.plan.flat_begin[r], rows = min(max(end - begin, 0), all);
+        int part = (all - rows + role.count - 1) / role.count, first = rows + role.index * part;
+        zero_slots(a, (int64_t)r * all + first, (int64_t)r * all + min(first + part, all), z);
+        end = begin;
+    }
+}
+
 /* Zero a receiving block's part of all padding. */
 __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
     const EpPlanShape &s = a.shape;
     if (!s.has_rows) zero_slabs(a, role, z);
+    if (ep_has_source_blocks(&s) && s.tail != EP_TAIL_KEEP) zero_source_tails(a, role, z);
     int64_t tail = a.plan.header->recv_rows, rows = a.t.out_capacity - tail;
     if (s.is_fixed || s.tail == EP_TAIL_KEEP || rows <= 0) return;
     rows = (rows + role.count - 1) / role.count;

@@ -27,7 +27,8 @@ typedef struct Scatter {
     const EpScatter *call;
     const EpScatterTensors *s;
     const EpPlanShape *shape;
-    int has_rows; /* whether a row has one slot for all its entries */
+    int has_rows;       /* whether a row has one slot for all its entries */
+    int64_t block_rows; /* of the tensors' blocks of sources */
     EpPlan plan;
     EpExchange *exchange;
     const EpRowMath *math;
@@ -132,6 +133,11 @@ static void stage(Scatter *x, int64_t begin, int64_t end) {
 
 /* ---- slots --------------------------------------------------------------------------------- */
 
+/* Returns the position of an entry's slot in the tensors. */
+static int64_t position(const Scatter *x, int64_t entry) {
+    return ep_slot_position(x->shape, x->block_rows, x->plan.entry_slot[entry]);
+}
+
 /* Write the scales of one slot. `scales` NULL: zeros. */
 static void fill_scales(const Scatter *x, int64_t slot, const char *scales) {
     const EpScaleMap *map = &x->s->scale_map;
@@ -174,7 +180,7 @@ static void describe_row(const Scatter *x, int32_t entry, const Token *t) {
     const EpScatterTensors *s = x->s;
     const int32_t *experts = x->plan.entry_experts + entry * x->top_k;
     int all = x->shape->row_weights == EP_WEIGHTS_ALL;
-    for (int64_t k = 0, at = x->plan.entry_slot[entry] * x->top_k; k < x->top_k; k++, at++) {
+    for (int64_t k = 0, at = position(x, entry) * x->top_k; k < x->top_k; k++, at++) {
         int here = experts[k] >= 0;
         if (s->out_idx)
             write_index(s->out_idx, s->idx_type, at, here ? experts[k] + s->first_id : -1);
@@ -187,7 +193,7 @@ static void fill_row(const Scatter *x, int32_t row, const Token *t) {
     const EpPlan *plan = &x->plan;
     int32_t first = plan->row_entry[row], count = plan->row_entries[row];
     for (int32_t i = first; i < first + count; i++) {
-        fill_slot(x, plan->entry_slot[i], x->has_rows ? 0 : plan->entry_k[i], t);
+        fill_slot(x, position(x, i), x->has_rows ? 0 : plan->entry_k[i], t);
         if (x->has_rows) describe_row(x, i, t);
     }
 }
@@ -258,15 +264,15 @@ static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
 static void zero_source_tails(const Scatter *x) {
     for (int32_t r = 0; r < x->size; r++) {
         int64_t rows = x->plan.recv_begin[r + 1] - x->plan.recv_begin[r];
-        int64_t begin = (int64_t)r * x->shape->block_rows;
-        zero_slots(x, begin + rows, begin + x->shape->block_rows);
+        int64_t begin = (int64_t)r * x->block_rows;
+        zero_slots(x, begin + rows, begin + x->block_rows);
     }
 }
 
 static void zero_padding(const Scatter *x) {
     const EpPlanShape *shape = x->shape;
     const EpPlan *plan = &x->plan;
-    if (x->has_rows && shape->is_fixed && shape->tail) zero_source_tails(x);
+    if (ep_has_source_blocks(shape) && shape->tail) zero_source_tails(x);
     for (int32_t e = 0; e < shape->num_local && !x->has_rows; e++) {
         int64_t begin = ep_padding_begin(shape, plan->expert_offsets, plan->expert_counts,
                                          plan->expert_padded, e);
@@ -280,11 +286,11 @@ static void zero_padding(const Scatter *x) {
 
 static EpRoundHeader expected_header(const Scatter *x) {
     const EpScatterTensors *s = x->s;
-    return (EpRoundHeader){
-        .handle = x->handle->id,
-        .plan = (uint32_t)x->plan.header->generation,
-        .fact = {s->row_bytes, s->type, s->scale_bytes, s->carries_weights ? x->top_k : 0},
-        .tokens = (int32_t)x->plan.header->num_tokens};
+    return (EpRoundHeader){.handle = x->handle->id,
+                           .plan = (uint32_t)x->plan.header->generation,
+                           .fact = {s->row_bytes, s->type, s->scale_bytes,
+                                    s->carries_weights ? x->top_k : 0, s->block_rows},
+                           .tokens = (int32_t)x->plan.header->num_tokens};
 }
 
 static EpStatus run_round(Scatter *x, int64_t begin) {
@@ -320,10 +326,14 @@ static EpStatus run_rounds(Scatter *x) {
 /* Make the plan if the call has a routing. A receive phase finds the plan of its send phase, and
  * checks it, since the caller may have written there meanwhile. */
 static EpStatus begin_plan(EpHandle *handle, const EpScatter *scatter) {
-    const EpCall call = {"ep_dispatch_wait", handle->group->rank};
-    if (scatter->phase == EP_PHASE_RECEIVE)
-        return ep_host_check_plan(handle, &call, scatter->plan, scatter->top_k);
-    return scatter->routing ? ep_host_prepare(handle, scatter->routing) : EP_OK;
+    EpCall call = {scatter->op->name, handle->group->rank, handle->group};
+    if (scatter->phase == EP_PHASE_RECEIVE) {
+        call = (EpCall){"ep_dispatch_wait", handle->group->rank, NULL};
+        EP_TRY(ep_host_check_plan(handle, &call, scatter->plan, scatter->top_k));
+    }
+    if (scatter->routing && scatter->phase != EP_PHASE_RECEIVE)
+        return ep_host_prepare(handle, scatter->routing);
+    return ep_host_check_blocks(handle, &call, scatter->plan, scatter->t.block_rows);
 }
 
 EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
@@ -337,6 +347,7 @@ EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
                  .shape = &handle->shape,
                  .exchange = host->exchange};
     x.has_rows = handle->shape.has_rows;
+    x.block_rows = s->block_rows;
     x.plan = ep_host_plan(handle, scatter->plan);
     x.math = host->math;
     x.quantised = quantised;

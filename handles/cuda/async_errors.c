@@ -120,6 +120,11 @@ static EpStatus report_plan(const EpGroup *group, const volatile EpCudaFailure *
         return ep_refuse(&call, EP_ERR_BUFFER_SIZE, "plan",
                          "expected tensors of at least %d receive rows, got %d", (int)f->expected,
                          (int)f->seen);
+    if (f->awaited == EP_PLAN_BLOCKS)
+        return ep_refuse(&call, EP_ERR_SHAPE, "plan",
+                         "expected tensors with room for %d rows of each source, the tokens of a "
+                         "rank, got room for %d",
+                         (int)f->expected, (int)f->seen);
     if (f->awaited == EP_PLAN_TOP_K)
         return ep_refuse(&call, EP_ERR_HANDLE_MEMORY, "plan",
                          "expected untouched bytes, got damaged numbers");

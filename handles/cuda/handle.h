@@ -36,9 +36,9 @@ typedef struct EpCudaLatency {
 } EpCudaLatency;
 
 /** Returns the pointers into a plan, and what a kernel that reads it expects. `num_rows`: -1 if no
- *  tensor of tokens is given. */
+ *  tensor of tokens is given; `block_rows`: of the tensors' blocks of sources, 0: none. */
 static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle, EpPlanRef ref, int64_t top_k,
-                                      int64_t num_rows, int64_t num_slots) {
+                                      int64_t num_rows, int64_t num_slots, int64_t block_rows) {
     EpCudaPlan plan;
     ep_cuda_plan_map(&handle->shape, ref.memory, &plan);
     EpPlanHeader mark = ep_plan_mark(handle, top_k);
@@ -48,6 +48,8 @@ static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle, EpPlanRef ref, int
                            .num_rows = num_rows,
                            .num_slots = num_slots,
                            .most_tokens = -1,
+                           .block_rows = (int32_t)block_rows,
+                           .plan_block_rows = handle->shape.max_tokens,
                            .fills_rest = 1};
     return plan;
 }

@@ -12,9 +12,11 @@ static EpCudaVector vector_of(const EpTensor *t) {
 }
 
 /* List the facts of ep_prepare. */
-static void list_facts(const EpPlanShape *shape, int64_t top_k, int64_t facts[EP_OP_FACTS]) {
-    facts[0] = top_k, facts[1] = shape->alignment, facts[2] = shape->layout;
-    facts[3] = ep_agreed_rows(shape), facts[4] = shape->quant;
+static void list_facts(const EpPlanShape *shape, const EpRouting *routing,
+                       int64_t facts[EP_OP_FACTS]) {
+    facts[0] = routing->top_k, facts[1] = shape->alignment, facts[2] = shape->layout;
+    facts[3] = routing->block_rows ? routing->block_rows : ep_agreed_rows(shape);
+    facts[4] = shape->quant;
 }
 
 EpCudaGroup ep_cuda_launch_group(const EpHandle *handle) {
@@ -33,7 +35,7 @@ void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, 
     EpCudaGroup group = ep_cuda_launch_group(handle);
     int32_t rows = (int32_t)routing->num_rows, partitions = group.partitions;
     *args = (EpPrepareArgs){.group = group,
-                            .plan = ep_cuda_plan(handle, routing->plan, routing->top_k, -1, 0),
+                            .plan = ep_cuda_plan(handle, routing->plan, routing->top_k, -1, 0, 0),
                             .shape = handle->shape,
                             .owners = ep_placement_owners(&handle->group->placement),
                             .top_k = (int32_t)routing->top_k,
@@ -59,7 +61,7 @@ void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, 
         args->has_offset_end =
             out->expert_offsets && out->expert_offsets->shape[0] > handle->shape.num_local;
     }
-    list_facts(&handle->shape, routing->top_k, facts);
+    list_facts(&handle->shape, routing, facts);
     args->group.facts = ep_facts_pack(facts);
 }
 

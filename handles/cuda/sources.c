@@ -14,18 +14,20 @@ typedef struct Row {
 } Row;
 
 /* Latency mode: begins hold a word for each token. Returns whether the token has a row. */
-static int find_latency_row(const EpCudaPlan *plan, int32_t max_tokens, Row *row) {
-    row->slot = plan->begins[row->rank * ((int64_t)max_tokens + 1) + row->token];
-    row->route = row->rank * (int64_t)max_tokens + row->token;
+static int find_latency_row(const EpPlanShape *s, const EpCudaPlan *plan, Row *row) {
+    int64_t max_tokens = s->max_tokens;
+    row->slot = plan->begins[row->rank * (max_tokens + 1) + row->token];
+    row->route = row->rank * max_tokens + row->token;
     return row->slot >= 0;
 }
 
 /* Throughput mode: begins number the rows of a rank, by token. */
-static int find_row(const EpCudaPlan *plan, int32_t max_tokens, Row *row) {
-    const int32_t *begin = plan->begins + row->rank * ((int64_t)max_tokens + 1) + row->token;
+static int find_row(const EpPlanShape *s, const EpCudaPlan *plan, Row *row) {
+    int64_t max_tokens = s->max_tokens;
+    const int32_t *begin = plan->begins + row->rank * (max_tokens + 1) + row->token;
     if (begin[0] < 0 || begin[0] >= max_tokens || begin[1] <= begin[0]) return 0;
-    row->route = row->rank * (int64_t)max_tokens + begin[0];
-    row->slot = plan->flat_begin[row->rank] + begin[0];
+    row->route = row->rank * max_tokens + begin[0];
+    row->slot = (int32_t)ep_block_begin(s, row->rank, plan->flat_begin[row->rank]) + begin[0];
     return 1;
 }
 
@@ -54,7 +56,7 @@ static void put_rows(const EpHandle *handle, const EpCudaPlan *plan, int32_t top
         int32_t tokens = (int32_t)ep_max(0, ep_min(plan->tokens[rank], s->max_tokens));
         for (int32_t token = 0; token < tokens; token++) {
             Row row = {.rank = rank, .token = token};
-            if (!(latency ? find_latency_row : find_row)(plan, s->max_tokens, &row)) continue;
+            if (!(latency ? find_latency_row : find_row)(s, plan, &row)) continue;
             if (!s->has_rows)
                 put_entries(plan, top_k, &row, out);
             else if (row.slot < plan->header->recv_rows)

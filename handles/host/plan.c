@@ -246,6 +246,25 @@ EpStatus ep_host_check_plan(const EpHandle *handle, const EpCall *call, EpPlanRe
     return check_plan(handle, call, &plan, top_k);
 }
 
+EpStatus ep_host_check_blocks(const EpHandle *handle, const EpCall *call, EpPlanRef ref,
+                              int64_t block_rows) {
+    const EpPlanShape *s = &handle->shape;
+    const EpPlan plan = ep_host_plan(handle, ref);
+    if (!ep_has_source_blocks(s) || block_rows == s->block_rows) return EP_OK;
+    for (int32_t r = 0; r < s->num_ranks; r++)
+        if (plan.rank_tokens[r] > block_rows)
+            return ep_refuse(call, EP_ERR_SHAPE, "plan",
+                             "expected tensors with room for %d rows of each source, the tokens of "
+                             "rank %d, got room for %lld",
+                             plan.rank_tokens[r], r, (long long)block_rows);
+    for (int64_t row = 0; row < plan.recv_begin[s->num_ranks]; row++)
+        if (plan.row_entries[row] &&
+            plan.entry_slot[plan.row_entry[row]] % s->block_rows >= block_rows)
+            return ep_refuse(call, EP_ERR_HANDLE_MEMORY, "plan",
+                             "expected untouched bytes, got damaged numbers");
+    return EP_OK;
+}
+
 /* ---- numbers ------------------------------------------------------------------------------- */
 
 /* Returns K of a plan. A handle whose configuration leaves K open may have had any in its own. */
@@ -287,5 +306,6 @@ int64_t ep_host_set_bytes(const EpGroupConfig *config, int32_t num_ranks) {
     int64_t record =
         ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes;
     int64_t rows = (int64_t)num_ranks * config->max_tokens;
-    return ep_round_up(ep_max(rows * record, config->max_tokens * config->max_row_bytes), LINE);
+    int64_t sums = 2 * config->max_row_bytes * config->max_tokens; /* FP32, of rows of 16 bits */
+    return ep_round_up(ep_max(rows * record, sums), LINE);
 }

@@ -75,6 +75,11 @@ EpStatus ep_host_read_source_tokens(const EpHandle *handle, const EpCall *call, 
  *  what belongs to it: EP_ERR_NOT_PREPARED, EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY. */
 EpStatus ep_host_check_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref,
                             int64_t top_k);
+
+/** Check that tensors whose blocks of sources have `block_rows` rows hold the rows of a checked
+ *  plan. */
+EpStatus ep_host_check_blocks(const EpHandle *handle, const EpCall *call, EpPlanRef ref,
+                              int64_t block_rows);
 EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing);
 EpStatus ep_host_publish(EpHandle *handle, const EpRouting *routing);
 

@@ -25,7 +25,8 @@
  *     4. Groups                           8. Status of a group, settings
  *
  * Letters in shapes: R ranks, E experts of the group, L experts of this rank, T tokens of this
- * rank, K experts per token, H elements per row, S scales per row.
+ * rank, K experts per token, H elements per row, S scales per row, N rows of a source in tensors of
+ * the layout RANK_MAJOR.
  *
  * A first program, one rank of a group:
  *
@@ -555,10 +556,13 @@ typedef enum EpLayout {
     EP_LAYOUT_FLAT = 2,
     /** [L, rows_per_expert, H]: one slab of fixed size per local expert, filled from its start. */
     EP_LAYOUT_BATCHED = 3,
-    /** [R, max_tokens, H]: one row per (token, rank), as in FLAT, in one block for each source
-     *  rank. Row (s, i) is the i-th token of rank s, in ascending order, that has an expert here.
-     *  EpPlanTensors.source_rows has the number of rows of each block. max_tokens is the group's,
-     *  so no row is ever lost and the handle needs no capacity. Latency mode only. */
+    /** [R, N, H]: one row per (token, rank), as in FLAT, in one block for each source rank. Row
+     *  (s, i) is the i-th token of rank s, in ascending order, that has an expert here.
+     *  EpPlanTensors.source_rows has the number of rows of each block. N is the tensors' own: at
+     *  least 1 and the T of every rank, at most the group's max_tokens; the same in all tensors of
+     *  a call, and on all ranks (else EP_ERR_ORDER; EP_ERR_MISMATCH in latency mode), but a rank's
+     *  own in the receive phase of a dispatch. Another call of the same plan may have another N. No
+     *  row is ever lost and the handle needs no capacity. */
     EP_LAYOUT_RANK_MAJOR = 4
 } EpLayout;
 
@@ -574,7 +578,7 @@ typedef enum EpLayout {
  * With EP_ROWS_DUPLICATES one expert may get G * K slots and the rank M = G * K, so both terms
  * grow: min(L * ceil(GK / A) * A, ceil((M + (A - 1) * n) / A) * A). FLAT gives G, or 0 for a rank
  * without experts. BATCHED gives ceil(G / A) * A (ceil(GK / A) * A with duplicates). RANK_MAJOR
- * gives G, the rows of its receive tensors.
+ * gives G, the rows of its largest receive tensors.
  *
  * EP_ERR_RANGE (rank, layout, flags, or more than INT32_MAX rows, which no handle can have), and
  * the errors of an invalid configuration.
@@ -745,9 +749,9 @@ typedef enum EpQuant {
 /** The memory order of recv_scales. */
 typedef enum EpScaleOrder {
     EP_SCALES_BY_ROW = 1,   /**< [rows, S]; BATCHED: [L, rows_per_expert, S]; RANK_MAJOR:
-                                 [R, max_tokens, S] */
+                                 [R, N, S] */
     EP_SCALES_BY_COLUMN = 2 /**< [S, rows]; BATCHED: [L, S, rows_per_expert], as grouped GEMMs need
-                                 them; RANK_MAJOR: [R, S, max_tokens]. The stride of columns is the
+                                 them; RANK_MAJOR: [R, S, N]. The stride of columns is the
                                  tensor's own number of rows */
 } EpScaleOrder;
 
@@ -855,7 +859,7 @@ EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHa
  * the CUDA backend no stream may then be under capture, and the call may wait for the device.
  *
  * EP_ERR_RANGE, EP_ERR_TOP_K, EP_ERR_ALIGNMENT: config. EP_ERR_UNSUPPORTED: latency mode without a
- * static size, or in a group without buffers for it (latency_sets); RANK_MAJOR in throughput mode;
+ * static size, or in a group without buffers for it (latency_sets);
  * EP_IDS_GLOBAL outside FLAT and RANK_MAJOR; EP_WEIGHTS_ALL outside RANK_MAJOR. On the CUDA backend
  * also latency mode if the group's max_tokens times the handle's top_k, entries of two bytes, do
  * not fit into a multiprocessor's shared memory: the limit is about 100,000 entries.
@@ -924,7 +928,8 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
  *
  * plan    as in ep_dispatch; in latency mode after its receive phase
  * rows    of the receive buffer, at least the plan's recv_rows (EP_ERR_BUFFER_SIZE). Those of a
- *         layout with blocks count through: L * rows_per_expert, R * max_tokens
+ *         layout with blocks count through: L * rows_per_expert, R * max_tokens, whatever N the
+ *         tensors have
  * ranks, tokens  host memory, [rows] each: -1 for rows that have no token
  *
  * EP_ERR_UNSUPPORTED on several nodes of GPUs.
@@ -1041,12 +1046,12 @@ typedef struct EpPrepare {
  * topk_weights       [T, K] FP32, or NULL
  * scales             [T, S] any type, rows a multiple of 4 bytes up to max_scale_bytes, or NULL
  * recv_tokens        [rows, H] of the tokens' type; rows >= the capacity, or with exact sizing >=
- *                    recv_rows. BATCHED: [L, rows_per_expert, H]. RANK_MAJOR: [R, max_tokens, H].
+ *                    recv_rows. BATCHED: [L, rows_per_expert, H]. RANK_MAJOR: [R, N, H].
  * recv_topk_weights  [rows] FP32; FLAT: [rows, K]; BATCHED: [L, rows_per_expert]; RANK_MAJOR: [R,
- *                    max_tokens, K]. Required with topk_weights, otherwise NULL.
- * recv_scales        [rows, S] (BATCHED: [L, rows_per_expert, S]; RANK_MAJOR: [R, max_tokens, S]).
+ *                    N, K]. Required with topk_weights, otherwise NULL.
+ * recv_scales        [rows, S] (BATCHED: [L, rows_per_expert, S]; RANK_MAJOR: [R, N, S]).
  *                    Required with scales, otherwise NULL, unless the handle quantises.
- * recv_topk_idx      FLAT and RANK_MAJOR only, optional: [rows, K] or [R, max_tokens, K] INT32 or
+ * recv_topk_idx      FLAT and RANK_MAJOR only, optional: [rows, K] or [R, N, K] INT32 or
  *                    INT64, local expert or -1; with EP_IDS_GLOBAL its number in the group or -1
  *
  * The handle's scale_order sets the order of recv_scales; shapes here are for EP_SCALES_BY_ROW.
@@ -1080,10 +1085,10 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *pr
 /**
  * Return the experts' outputs and sum them: out[t] = sum over k of w * expert_out[slot(t, k)].
  *
- * expert_out    [rows, H] (BATCHED: [L, rows_per_expert, H]; RANK_MAJOR: [R, max_tokens, H]) BF16,
+ * expert_out    [rows, H] (BATCHED: [L, rows_per_expert, H]; RANK_MAJOR: [R, N, H]) BF16,
  *               FP16 or FP32. Padding and rows past the last slab are never read.
  * slot_weights  [rows] FP32 (BATCHED: [L, rows_per_expert]), as dispatch delivered them, or NULL
- *               for w = 1. FLAT and RANK_MAJOR ([R, max_tokens]): one weight per row.
+ *               for w = 1. FLAT and RANK_MAJOR ([R, N]): one weight per row.
  * topk_weights  latency mode, expert-major or batched, instead of slot_weights: [T, K] FP32, the
  *               weights at the token's rank, for a dispatch that carried none; or NULL. All ranks
  *               give them or none does (EP_ERR_ORDER). Weights of entries without a slot are not
@@ -1145,6 +1150,40 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
                              const EpTensor *grad_slot_weights);
 
 /**
+ * Tensors that a call takes besides its own: for the functions whose names end in _with, which do
+ * what the function without that ending does. A member that is NULL asks for nothing, and all of
+ * them belong to this rank alone: ranks need not give the same ones. A member that a call does not
+ * take is refused with EP_ERR_UNSUPPORTED; the list below names the calls that do.
+ *
+ * bias0, bias1  [T, H] of the rows' type, like the output that they are added to. Each token's sum
+ *               is out = round(sum + bias0 + bias1): added in FP32 in this order, and rounded once.
+ *               Nothing of them travels. With num_tokens, rows past it are zero and their biases
+ *               are not read. The gradient of a bias is the gradient of the output. Taken by
+ *               ep_combine_with, ep_combine_wait_with and ep_dispatch_backward_with.
+ */
+typedef struct EpExtras {
+    size_t struct_size;
+    const EpTensor *bias0;
+    const EpTensor *bias1;
+} EpExtras;
+
+#define EP_EXTRAS_INIT \
+    { sizeof(EpExtras), NULL, NULL }
+
+/** As ep_combine. extras: may be NULL. */
+EpStatus ep_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                         const EpTensor *slot_weights, const EpTensor *topk_weights,
+                         EpStream stream, const EpTensor *out, const EpExtras *extras);
+
+/** As ep_dispatch_backward. extras: may be NULL. With a bias it is a combine that also returns
+ *  values, one for each entry. */
+EpStatus ep_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
+                                   const EpTensor *grad_recv_tokens,
+                                   const EpTensor *grad_slot_weights, EpStream stream,
+                                   const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
+                                   const EpExtras *extras);
+
+/**
  * The send and receive phases of ep_dispatch and ep_combine, in latency mode only (otherwise
  * EP_ERR_UNSUPPORTED). When the send phase has run, in the stream's order, its inputs may be
  * overwritten. The receive phase (..._wait) completes the outputs, those of ep_prepare included.
@@ -1185,6 +1224,11 @@ EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor 
                          const EpTensor *slot_weights, const EpTensor *topk_weights,
                          EpStream stream);
 EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out);
+
+/** As ep_combine_wait. extras: may be NULL. A bias is read by this phase, so it may be computed
+ *  between the two. */
+EpStatus ep_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
+                              const EpExtras *extras);
 
 /* ---- 8. Status of a group, settings -------------------------------------------------------- */
 

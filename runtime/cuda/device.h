@@ -147,7 +147,8 @@ enum EpPlanFault {
     EP_PLAN_MARK,   /**< it is none, or another one's */
     EP_PLAN_TOP_K,  /**< it has another K than the handle: it is damaged */
     EP_PLAN_TOKENS, /**< it has another T than the token tensors */
-    EP_PLAN_ROWS    /**< it has more receive rows than the tensors */
+    EP_PLAN_ROWS,   /**< it has more receive rows than the tensors */
+    EP_PLAN_BLOCKS  /**< a source has more tokens than the tensors have rows for it */
 };
 
 /** The words of a plan that identify it; see EpPlanHeader. */

@@ -115,7 +115,7 @@ enum PipelineWork {
     WORK_CONVERT, /* likewise, after compute warps have replaced its contents */
     WORK_COMPUTE, /* compute warps leave a stage for each store, the last ones, and free the others
                    */
-    WORK_PACKED   /* likewise; loads outside of the run are packed, and stores may be */
+    WORK_PACKED   /* likewise; terms outside of the run are packed, and stores may be */
 };
 
 /** A work item as the scheduler warp writes it. */
@@ -123,7 +123,7 @@ struct alignas(16) WorkItem {
     int16_t loads;  /* stages that it holds, or PIPELINE_END */
     int16_t loaded; /* how many of them are loaded */
     int16_t stores;
-    int16_t terms;       /* rows to add, or slots to multiply for */
+    int16_t terms;       /* rows to add, biases excepted, or slots to multiply for */
     int32_t bytes;       /* of each load; a store has bytes >> shrink (EpPipelineShape) */
     int8_t run, run_end; /* terms [run, run_end): weighted, summed on their own */
     int16_t packed;      /* WORK_PACKED: 16-byte units of a packed fragment */
@@ -368,12 +368,13 @@ __device__ __forceinline__ uint32_t pipeline_packed_offset(const WorkItem &item)
 
 /* Returns whether load `i` of an item is packed. */
 __device__ __forceinline__ bool pipeline_is_packed(const WorkItem &item, int i, PipelineWork work) {
-    return work == WORK_PACKED && (i < item.run || i >= item.run_end);
+    return work == WORK_PACKED && (i < item.run || (i >= item.run_end && i < item.terms));
 }
 
 /* Returns the bytes of all loads of an item. */
 __device__ __forceinline__ uint32_t pipeline_loaded_bytes(const WorkItem &item, PipelineWork work) {
-    int whole = work == WORK_PACKED ? item.run_end - item.run : item.loaded;
+    int whole = item.loaded;
+    if (work == WORK_PACKED) whole -= item.terms - (item.run_end - item.run);
     return (uint32_t)(whole * item.bytes + (item.loaded - whole) * item.packed * 16);
 }
 

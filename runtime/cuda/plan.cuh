@@ -59,7 +59,8 @@ __device__ __forceinline__ int ep_fits_tokens(const EpPlanUse &use, const FoundP
 }
 
 __device__ __forceinline__ int ep_fits_rows(const EpPlanUse &use, const FoundPlan &found) {
-    return (uint64_t)found.recv_rows <= (uint64_t)use.num_slots;
+    /* Blocks of sources have their own sizes, which the host has checked. */
+    return ((uint64_t)found.recv_rows <= (uint64_t)use.num_slots) | (use.block_rows != 0);
 }
 
 /* Returns whether a plan is the expected one. Without branches, since every block waits for it. */
@@ -201,6 +202,17 @@ __device__ __forceinline__ int32_t ep_flat_slot(const EpCudaPlan &plan, const Ep
     return plan.row_slots[(int64_t)source * g.layout.max_tokens + row];
 }
 
+/** Returns the position in the tensors of a source's flat row with this slot: where sources have
+ *  blocks, these may be shorter than in the plan. The rows of a chunk plan come from several
+ *  sources, so there the slot tells the source. */
+__device__ __forceinline__ int32_t ep_flat_position(const EpCudaPlan &plan, int source, int row,
+                                                    int32_t slot) {
+    int rows = plan.use.block_rows, all = plan.use.plan_block_rows;
+    if (!rows || slot < 0) return slot;
+    if (plan.sizes.form != EP_ROUTES_LISTED) return source * rows + row;
+    return slot / all * rows + slot % all;
+}
+
 /** Returns the local expert of entry k of a flat row, -1 for none: also where the row is lost. */
 __device__ __forceinline__ int32_t ep_flat_expert(const EpCudaPlan &plan, const EpCudaGroup &g,
                                                   int top_k, int source, int row, int k) {
@@ -215,7 +227,8 @@ __device__ __forceinline__ EpChain ep_load_slot(const EpCudaPlan &plan, const Ep
     EpChain chain = {-1, 0};
     if (plan.sizes.form == EP_ROUTES_FLAT || plan.sizes.form == EP_ROUTES_LISTED) {
         int slot = ep_flat_slot(plan, g, source, row);
-        if (k == 0 && slot < plan.header->recv_rows) chain.slot = slot;
+        if (k == 0 && slot < plan.header->recv_rows)
+            chain.slot = ep_flat_position(plan, source, row, slot);
         return chain;
     }
     if ((uint32_t)row >= (uint32_t)g.layout.max_tokens) return chain;

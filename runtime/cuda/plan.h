@@ -33,8 +33,10 @@ typedef struct EpPlanUse {
     int64_t num_slots;   /**< rows of the shortest tensor of slots */
     int32_t most_tokens; /**< of a chunk plan: that its tensors of tokens have; -1: it is a whole
                             plan */
-    int32_t fills_rest;  /**< whether this launch also writes the rows that have no token: padding,
-                              and those past the last token */
+    int32_t block_rows;  /**< blocks of sources: rows of a block in the tensors of slots; else 0 */
+    int32_t plan_block_rows; /**< likewise of a block by which the plan counts slots */
+    int32_t fills_rest; /**< whether this launch also writes the rows that have no token: padding,
+                             and those past the last token */
 } EpPlanUse;
 
 /** How a plan stores the entries of the rows that arrive. */

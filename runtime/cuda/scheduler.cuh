@@ -78,6 +78,7 @@ __device__ __forceinline__ EpEntry load_entry(const Args &a, const Team &t, int 
 template <typename Args> __device__ __forceinline__ EpEntry check_entry(const Args &a, EpEntry e) {
     EpEntry none = {-1, 0, -1, 0, 0};
     if (e.owner >= a.owners) return none;
+    e.slot = ep_flat_position(a.plan, a.group.rank, e.row, e.slot);
     if (e.owner == a.group.rank) e.slot = ep_check_slot(a.plan, e.slot);
     return e;
 }

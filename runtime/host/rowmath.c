@@ -190,10 +190,11 @@ static void write_tile(EpType type, void *out, int64_t at, const float *sum, int
     }                                                                                              \
     static void reduce_##name(const EpTerm *terms, int count, EpType out_type, int accumulate,     \
                               void *out, int64_t n) {                                              \
-        float total[TILE], part[TILE];                                                             \
+        float total[TILE], part[TILE] = {0};                                                       \
+        int travelled = has_travelled(terms, count);                                               \
         for (int64_t at = 0; at < n; at += TILE) {                                                 \
             int left = (int)(n - at < TILE ? n - at : TILE);                                       \
-            const float *sum = add_tiles_##name(total, part, terms, count, at, left, 0);           \
+            const float *sum = add_tiles_##name(total, part, terms, count, at, left, travelled);   \
             write_tile(out_type, out, at, sum, left, accumulate);                                  \
         }                                                                                          \
     }                                                                                              \
@@ -254,6 +255,27 @@ static void reduce(EpType type, const EpTerm *terms, int count, EpType out_type,
         reduce_fp32(terms, count, out_type, accumulate, out, n);
 }
 
+/* Inlined for each type, as write_elements is. */
+static inline void finish_elements(EpType type, void *out, const float *sum,
+                                   const void *const *bias, int count, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        float value = sum[i];
+        for (int b = 0; b < count; b++)
+            value += load_element(type, bias[b], i);
+        store_element(type, out, i, value);
+    }
+}
+
+static void finish(EpType type, void *out, const float *sum, const void *const *bias, int count,
+                   int64_t n) {
+    if (type == EP_TYPE_BF16)
+        finish_elements(EP_TYPE_BF16, out, sum, bias, count, n);
+    else if (type == EP_TYPE_FP16)
+        finish_elements(EP_TYPE_FP16, out, sum, bias, count, n);
+    else
+        finish_elements(EP_TYPE_FP32, out, sum, bias, count, n);
+}
+
 static void scale(EpType type, void *out, const void *row, float weight, int64_t n) {
     if (type == EP_TYPE_BF16)
         scale_bf16(out, row, weight, n);
@@ -273,4 +295,4 @@ static float dot(EpType type, const void *a, const void *b, int64_t n) {
 #define NAME_OF(x) STRING(x)
 
 extern const EpRowMath EP_ROWMATH;
-const EpRowMath EP_ROWMATH = {NAME_OF(EP_ROWMATH), sum, sum_quantised, reduce, scale, dot};
+const EpRowMath EP_ROWMATH = {NAME_OF(EP_ROWMATH), sum, sum_quantised, reduce, finish, scale, dot};

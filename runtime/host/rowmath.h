@@ -41,10 +41,13 @@ typedef struct EpRowMath {
     /** The same sum, quantised as EP_SUM_QUANT in place of rounded. Terms are of `type`. */
     void (*sum_quantised)(EpType type, uint8_t *out, float *scales, int64_t n, const EpTerm *terms,
                           int count);
-    /** The same with weights of 1, no run rounded, rounded to the type `out_type`: BF16, FP16 or
-     *  FP32. `accumulate`: what out[i] holds is added to the sum before it is rounded. */
+    /** The same sum, rounded to the type `out_type`: BF16, FP16 or FP32. `accumulate`: what out[i]
+     * holds is added to the sum before it is rounded. */
     void (*reduce)(EpType type, const EpTerm *terms, int count, EpType out_type, int accumulate,
                    void *out, int64_t n);
+    /** out[i] = round(sum[i] + bias[0][i] + bias[1][i] ...), with `count` biases of `type`. */
+    void (*finish)(EpType type, void *out, const float *sum, const void *const *bias, int count,
+                   int64_t n);
     /** out[i] = round(weight * row[i]) */
     void (*scale)(EpType type, void *out, const void *row, float weight, int64_t n);
     /** Returns the sum of a[i] * b[i], in 64 interleaved chains of fmaf. Chains restart every 4096

@@ -53,7 +53,7 @@ Case case_complete(Case c) {
         if (c.row_type > EP_TYPE_FP32) c.row_type = EP_TYPE_BF16;
     }
     const CaseLayout *layout = case_layout(&c);
-    if (!c.mode) c.mode = layout->latency_only ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
+    if (!c.mode) c.mode = EP_MODE_THROUGHPUT;
     if (c.mode != EP_MODE_LATENCY || layout->has_rows) c.weights_at_combine = 0;
     if (c.weights_at_combine) c.weighted = 0;
     if (c.zero_tail == EP_TAIL_IDS && !layout->has_rows) c.zero_tail = EP_TAIL_KEEP;
@@ -72,6 +72,7 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, top_k, NULL),
     TEXT_FIELD(Case, hidden, NULL),
     TEXT_FIELD(Case, max_tokens, NULL),
+    TEXT_FIELD(Case, spare_tokens, NULL),
     TEXT_FIELD(Case, spread, "random|full|none|hole|alone"),
     TEXT_FIELD(Case, routing, "uniform|skewed|one-expert|one-rank|nobody"),
     TEXT_FIELD(Case, target, NULL),
@@ -104,6 +105,7 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, named, NULL),
     TEXT_FIELD(Case, phases, NULL),
     TEXT_FIELD(Case, global_ids, NULL),
+    TEXT_FIELD(Case, biases, NULL),
     TEXT_FIELD(Case, all_weights, NULL),
     TEXT_FIELD(Case, seed, NULL),
 };
@@ -197,7 +199,7 @@ EpGroupConfig case_group_config(const Case *c) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     size_t row = case_row_bytes(c), sum = case_sum_bytes(c);
     config.num_experts = c->experts;
-    config.max_tokens = c->max_tokens;
+    config.max_tokens = c->max_tokens + c->spare_tokens;
     config.max_top_k = c->top_k;
     config.max_row_bytes = (int64_t)(row > sum ? row : sum);
     config.max_scale_bytes = c->scale_bytes;

@@ -29,12 +29,14 @@ typedef enum Routing {
 } Routing;
 
 typedef struct Case {
-    int ranks;      /**< 1 */
-    char nodes[24]; /**< a digit for each rank, as in "0110": its node; "": all ranks on one */
-    int experts;    /**< 2 per rank */
-    int top_k;      /**< 2 */
-    int hidden;     /**< 24: bf16 rows of 48 bytes, not a multiple of a cache line */
-    int max_tokens; /**< 9 */
+    int ranks;        /**< 1 */
+    char nodes[24];   /**< a digit for each rank, as in "0110": its node; "": all ranks on one */
+    int experts;      /**< 2 per rank */
+    int top_k;        /**< 2 */
+    int hidden;       /**< 24: bf16 rows of 48 bytes, not a multiple of a cache line */
+    int max_tokens;   /**< 9: most tokens of a rank; RANK_MAJOR: tensors have as many rows for each
+                           source */
+    int spare_tokens; /**< by which the group's max_tokens is larger */
     Spread spread;
     Routing routing;
     int target;              /**< the expert or rank of ROUTING_ONE_... */
@@ -61,8 +63,8 @@ typedef struct Case {
     EpQuant sum_quant;       /**< NONE; FP8 rounds `hidden` up */
     EpQuant quant;           /**< NONE; others round `hidden` up and produce their own scales */
     EpScaleOrder scale_order; /**< BY_ROW */
-    EpMode mode;              /**< THROUGHPUT, but LATENCY where the layout is RANK_MAJOR; latency
-                                   mode always gets a capacity, except in RANK_MAJOR */
+    EpMode mode;              /**< THROUGHPUT; latency mode always gets a capacity, except in
+                                   RANK_MAJOR */
     int num_sms;              /**< of the handle; 0: the default */
     int sets;                 /**< of buffers of latency mode; 0: 4 */
     double timeout;           /**< of waits, in seconds; 60 */
@@ -70,6 +72,7 @@ typedef struct Case {
     int named;                /**< the handle has no plan of its own */
     int phases;      /**< latency mode: call dispatch and combine as send and receive phases */
     int global_ids;  /**< recv_topk_idx has global expert ids; ignored where a layout has none */
+    int biases;      /**< added to the sums of combine and dispatch_backward: 0, 1 or 2 */
     int all_weights; /**< rank-major rows get all K weights; ignored in other layouts */
     uint64_t seed;
 } Case;
@@ -98,9 +101,8 @@ struct World;
 /** What tests know of a layout: one line each in tests/oracle/world.c. */
 typedef struct CaseLayout {
     void (*plan)(struct World *world, int rank); /**< finds the slots of a rank */
-    int has_rows;     /**< a row has one slot for all its entries, in a block of its source */
-    int latency_only; /**< it does not exist in throughput mode */
-    int takes_all;    /**< EP_WEIGHTS_ALL is possible */
+    int has_rows;  /**< a row has one slot for all its entries, in a block of its source */
+    int takes_all; /**< EP_WEIGHTS_ALL is possible */
     CaseBlocks blocks;
 } CaseLayout;
 

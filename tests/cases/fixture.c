@@ -132,7 +132,7 @@ static void set_tokens(Fixture *fixture) {
     t[TOKENS] = step_tokens(&fixture->step);
     t[TOPK_WEIGHTS] = t[COMBINE_WEIGHTS] = t[GRAD_TOPK_WEIGHTS] = step_weights(&fixture->step);
     t[SCALES] = step_scales(&fixture->step);
-    t[OUT] = t[GRAD_TOKENS] = t[GRAD_OUT] = step_grad_out(&fixture->step);
+    t[OUT] = t[GRAD_TOKENS] = t[GRAD_OUT] = t[BIAS0] = t[BIAS1] = step_grad_out(&fixture->step);
 }
 
 /* Fill in valid indices and the number of tokens. All other inputs may be any bytes. */
@@ -158,11 +158,30 @@ void fixture_reset(Fixture *fixture) {
     if (!case_has_rows(&fixture->world->c)) fixture->arg[RECV_TOPK_IDX] = NULL;
     if (fixture->world->c.quant != EP_QUANT_NONE) fixture->arg[SCALES] = NULL;
     fixture->arg[fixture->world->c.weights_at_combine ? SLOT_WEIGHTS : COMBINE_WEIGHTS] = NULL;
+    fixture->arg[BIAS0] = fixture->arg[BIAS1] = NULL;
     set_index(fixture);
+}
+
+/* Call an operation that takes extras with those of the fixture. */
+static EpStatus call_with(Fixture *fixture, Op op) {
+    const EpTensor *const *a = fixture->arg;
+    EpExtras extras = {sizeof(extras), a[BIAS0], a[BIAS1]};
+    switch (op) {
+    case OP_COMBINE:
+        return ep_combine_with(fixture->handle, fixture->plan, a[EXPERT_OUT], a[SLOT_WEIGHTS],
+                               a[COMBINE_WEIGHTS], NULL, a[OUT], &extras);
+    case OP_COMBINE_WAIT:
+        return ep_combine_wait_with(fixture->handle, NULL, a[OUT], &extras);
+    default:
+        return ep_dispatch_backward_with(fixture->handle, fixture->plan, a[GRAD_RECV_TOKENS],
+                                         a[GRAD_RECV_WEIGHTS], NULL, a[GRAD_TOKENS],
+                                         a[GRAD_TOPK_WEIGHTS], &extras);
+    }
 }
 
 EpStatus fixture_call(Fixture *fixture, Op op) {
     const EpTensor *const *a = fixture->arg;
+    if (a[BIAS0] || a[BIAS1]) return call_with(fixture, op);
     EpPlanTensors plan = {sizeof(plan),     a[EXPERT_COUNTS], a[EXPERT_PADDED], a[EXPERT_OFFSETS],
                           a[TOTALS],        a[SOURCE_COUNTS], a[RECV_ROWS],     a[NEEDED_ROWS],
                           a[DROPPED_SLOTS], a[SOURCE_ROWS]};
@@ -281,8 +300,7 @@ static void check_in_mode(const char *group, Case c, EpMode mode) {
 
 void fixture_check_refusals(const char *group, const char *changes) {
     Case c = changed_case(changes);
-    if (c.mode != EP_MODE_LATENCY && !case_layout(&c)->latency_only)
-        check_in_mode(group, c, EP_MODE_THROUGHPUT);
+    if (c.mode != EP_MODE_LATENCY) check_in_mode(group, c, EP_MODE_THROUGHPUT);
     if (TESTS_HAVE_LATENCY) check_in_mode(group, c, EP_MODE_LATENCY);
 }
 

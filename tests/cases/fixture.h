@@ -48,6 +48,8 @@ typedef enum Op {
     X(SLOT_WEIGHTS, "slot_weights", 0)           \
     X(COMBINE_WEIGHTS, "topk_weights", 0)        \
     X(OUT, "out", 1)                             \
+    X(BIAS0, "extras.bias0", 0)                  \
+    X(BIAS1, "extras.bias1", 0)                  \
     X(GRAD_RECV_TOKENS, "grad_recv_tokens", 0)   \
     X(GRAD_RECV_WEIGHTS, "grad_slot_weights", 0) \
     X(GRAD_TOKENS, "grad_tokens", 1)             \
@@ -91,7 +93,8 @@ void fixture_close_on(Fixture *fixture);
 void fixture_close(Fixture *fixture);
 
 /** Reset all arguments of all operations to valid tensors with poisoned outputs. Combine gets
- * slot_weights, or topk_weights if the case has weights_at_combine. */
+ * slot_weights, or topk_weights if the case has weights_at_combine. Biases are NULL; operations
+ * that take them get extras where a test sets one. */
 void fixture_reset(Fixture *fixture);
 
 EpStatus fixture_call(Fixture *fixture, Op op);

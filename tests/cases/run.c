@@ -168,8 +168,7 @@ static void add_mode(CaseList *list, Case c, EpMode mode, int phases) {
 /* Add a case in its mode, or in those that its layout has where it names none. */
 static void add_case(CaseList *list, Case c) {
     static int turn;
-    int has_throughput = !case_layout(&c)->latency_only;
-    if (c.mode != EP_MODE_LATENCY && has_throughput) add_mode(list, c, EP_MODE_THROUGHPUT, 0);
+    if (c.mode != EP_MODE_LATENCY) add_mode(list, c, EP_MODE_THROUGHPUT, 0);
     if (c.mode == EP_MODE_THROUGHPUT || !has_latency(&c)) return;
     if (TESTS_ON_GPU) {
         /* GPU time is scarce: run whole calls and separate phases alternately. */

@@ -70,6 +70,11 @@ EpTensor step_grad_out(const Step *step) {
     return ep_tensor_2d(step_mine(step)->grad_out, c->sum_type, step_mine(step)->rows, c->hidden);
 }
 
+EpTensor step_bias(const Step *step, int i) {
+    const Case *c = &step->world->c;
+    return ep_tensor_2d(step_mine(step)->bias[i], c->sum_type, step_mine(step)->rows, c->hidden);
+}
+
 /* ---- copies of inputs ---- */
 
 Image step_copy_input(EpTensor *tensor) {

@@ -51,6 +51,7 @@ EpTensor step_scales(const Step *step);
 EpTensor step_expert_out(const Step *step);
 EpTensor step_slot_weights(const Step *step);
 EpTensor step_grad_out(const Step *step);
+EpTensor step_bias(const Step *step, int i);
 
 /** Receive tensors of dispatch over the caller's memory. */
 EpTensor step_recv_tokens(const Step *step, const void *data);

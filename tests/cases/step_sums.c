@@ -18,6 +18,25 @@ typedef struct Summed {
     EpTensor out;
 } Summed;
 
+/* The extras of a call that sums, and space for what they refer to. */
+typedef struct Biases {
+    EpTensor tensor[2];
+    EpExtras extras;
+} Biases;
+
+/* Returns the case's extras, or NULL where it has none. One bias is either member. */
+static const EpExtras *biases_of(const Step *step, Biases *b) {
+    int count = step->world->c.biases;
+    *b = (Biases){{step_bias(step, 0), step_bias(step, 1)}, EP_EXTRAS_INIT};
+    if (!count) return NULL;
+    if (count == 1 && step->world->c.seed % 2)
+        b->extras.bias1 = &b->tensor[0];
+    else
+        b->extras.bias0 = &b->tensor[0];
+    if (count > 1) b->extras.bias1 = &b->tensor[1];
+    return &b->extras;
+}
+
 static Summed summed_new(const Step *step) {
     const Case *c = &step->world->c;
     Summed s = {image_new(sums_bytes(step), 16), image_new(sums_bytes(step), 16), {0}};
@@ -37,8 +56,16 @@ static void combine_whole(const Step *step) {
     Summed s = summed_new(step);
     EpTensor expert_out = step_expert_out(step), slots = step_slot_weights(step);
     EpTensor weights = step_weights(step);
-    CHECK_OK(ep_combine(step->handle, step->plan, &expert_out, c->weighted ? &slots : NULL,
-                        c->weights_at_combine ? &weights : NULL, NULL, &s.out));
+    const EpTensor *by_slot = c->weighted ? &slots : NULL;
+    const EpTensor *by_entry = c->weights_at_combine ? &weights : NULL;
+    Biases b;
+    const EpExtras *extras = biases_of(step, &b);
+    if (extras)
+        CHECK_OK(ep_combine_with(step->handle, step->plan, &expert_out, by_slot, by_entry, NULL,
+                                 &s.out, extras));
+    else
+        CHECK_OK(
+            ep_combine(step->handle, step->plan, &expert_out, by_slot, by_entry, NULL, &s.out));
     summed_check(step, &s);
 }
 
@@ -56,7 +83,12 @@ void step_combine_send(const Step *step) {
 
 void step_combine_wait(const Step *step) {
     Summed s = summed_new(step);
-    CHECK_OK(ep_combine_wait(step->handle, NULL, &s.out));
+    Biases b;
+    const EpExtras *extras = biases_of(step, &b);
+    if (extras)
+        CHECK_OK(ep_combine_wait_with(step->handle, NULL, &s.out, extras));
+    else
+        CHECK_OK(ep_combine_wait(step->handle, NULL, &s.out));
     summed_check(step, &s);
 }
 
@@ -80,8 +112,15 @@ void step_dispatch_backward(const Step *step) {
     EpTensor rows = step_expert_out(step), slots = step_per_weight(step, me->grad_slot_weight);
     EpTensor tokens = ep_tensor_2d(got.data, c->sum_type, me->rows, c->hidden);
     EpTensor weights = ep_tensor_2d(got_weights.data, EP_TYPE_FP32, me->rows, c->top_k);
-    CHECK_OK(ep_dispatch_backward(step->handle, step->plan, &rows, c->weighted ? &slots : NULL,
-                                  NULL, &tokens, c->weighted ? &weights : NULL));
+    const EpTensor *values = c->weighted ? &slots : NULL, *back = c->weighted ? &weights : NULL;
+    Biases b;
+    const EpExtras *extras = biases_of(step, &b);
+    if (extras)
+        CHECK_OK(ep_dispatch_backward_with(step->handle, step->plan, &rows, values, NULL, &tokens,
+                                           back, extras));
+    else
+        CHECK_OK(
+            ep_dispatch_backward(step->handle, step->plan, &rows, values, NULL, &tokens, back));
     expect_dispatch_backward(step->world, step->rank, &expected, &expected_weights);
     image_check_equal(&got, &expected, case_sum_bytes(c), "grad_tokens");
     if (c->weighted)

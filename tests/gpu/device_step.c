@@ -117,7 +117,9 @@ static void fill_inputs(DeviceStep *gpu) {
                                 [IN_SLOT_WEIGHTS] = me->slot_weight,
                                 [IN_COMBINE_WEIGHTS] = me->weight,
                                 [IN_GRAD_SLOT_WEIGHTS] = me->grad_slot_weight,
-                                [IN_GRAD_OUT] = me->grad_out};
+                                [IN_GRAD_OUT] = me->grad_out,
+                                [IN_BIAS0] = me->bias[0],
+                                [IN_BIAS1] = me->bias[1]};
     int64_t count = me->tokens;
     put_integers(gpu->inputs + device_step_input_offset(&gpu->c, IN_INDEX), gpu->c.index_type,
                  me->index, (int64_t)me->rows * gpu->c.top_k);

@@ -61,6 +61,21 @@ static EpStatus dispatch(const DeviceStep *gpu, StepOp op) {
                        got, rescaled, index);
 }
 
+/* The extras of a call that sums, and space for what they refer to. */
+typedef struct Biases {
+    EpTensor tensor[2];
+    EpExtras extras;
+} Biases;
+
+static const EpExtras *biases_of(const DeviceStep *gpu, Biases *b) {
+    b->extras = (EpExtras)EP_EXTRAS_INIT;
+    for (int i = 0; i < 2; i++)
+        b->tensor[i] = device_step_from(gpu, step_bias(&gpu->step, i), (StepInput)(IN_BIAS0 + i));
+    if (gpu->c.biases > 0) b->extras.bias0 = &b->tensor[0];
+    if (gpu->c.biases > 1) b->extras.bias1 = &b->tensor[1];
+    return &b->extras;
+}
+
 /* A combine, or one of its phases. */
 static EpStatus combine(const DeviceStep *gpu, StepOp op) {
     const Step *s = &gpu->step;
@@ -70,10 +85,12 @@ static EpStatus combine(const DeviceStep *gpu, StepOp op) {
     EpTensor out = device_step_into(gpu, step_grad_out(s), OUT_SUMS);
     const EpTensor *slots = gpu->c.weighted ? &slot_weights : NULL;
     const EpTensor *weights = gpu->c.weights_at_combine ? &topk_weights : NULL;
+    Biases b;
+    const EpExtras *extras = biases_of(gpu, &b);
     if (op == STEP_COMBINE_SEND)
         return ep_combine_send(s->handle, s->plan, &rows, slots, weights, gpu->stream);
-    if (op == STEP_COMBINE_WAIT) return ep_combine_wait(s->handle, gpu->stream, &out);
-    return ep_combine(s->handle, s->plan, &rows, slots, weights, gpu->stream, &out);
+    if (op == STEP_COMBINE_WAIT) return ep_combine_wait_with(s->handle, gpu->stream, &out, extras);
+    return ep_combine_with(s->handle, s->plan, &rows, slots, weights, gpu->stream, &out, extras);
 }
 
 static EpStatus combine_backward(const DeviceStep *gpu) {
@@ -96,8 +113,10 @@ static EpStatus dispatch_backward(const DeviceStep *gpu) {
     EpTensor slots = device_step_from(gpu, device_step_weights(gpu), IN_GRAD_SLOT_WEIGHTS);
     EpTensor tokens = device_step_into(gpu, step_grad_out(s), OUT_GRAD_TOKENS);
     EpTensor weights = device_step_into(gpu, step_weights(s), OUT_GRAD_WEIGHTS);
-    return ep_dispatch_backward(s->handle, s->plan, &rows, weighted ? &slots : NULL, gpu->stream,
-                                &tokens, weighted ? &weights : NULL);
+    Biases b;
+    return ep_dispatch_backward_with(s->handle, s->plan, &rows, weighted ? &slots : NULL,
+                                     gpu->stream, &tokens, weighted ? &weights : NULL,
+                                     biases_of(gpu, &b));
 }
 
 EpStatus device_step_try(const DeviceStep *gpu, StepOp op) {

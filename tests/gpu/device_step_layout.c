@@ -37,7 +37,9 @@ static size_t input_bytes(const Case *c, StepInput input, Extents n) {
                                   [IN_COMBINE_WEIGHTS] = c->weights_at_combine ? entries * 4 : 0,
                                   [IN_GRAD_SLOT_WEIGHTS] =
                                       n.slots * (size_t)world_row_weights(c) * 4,
-                                  [IN_GRAD_OUT] = n.tokens * case_sum_bytes(c)};
+                                  [IN_GRAD_OUT] = n.tokens * case_sum_bytes(c),
+                                  [IN_BIAS0] = c->biases > 0 ? n.tokens * case_sum_bytes(c) : 0,
+                                  [IN_BIAS1] = c->biases > 1 ? n.tokens * case_sum_bytes(c) : 0};
     return bytes[input];
 }
 

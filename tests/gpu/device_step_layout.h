@@ -22,6 +22,8 @@ typedef enum StepInput {
     IN_COMBINE_WEIGHTS, /**< as IN_WEIGHTS, for combine */
     IN_GRAD_SLOT_WEIGHTS,
     IN_GRAD_OUT,
+    IN_BIAS0,
+    IN_BIAS1,
     INPUTS
 } StepInput;
 

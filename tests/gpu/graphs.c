@@ -7,7 +7,7 @@
 enum { REPLAYS = 100, LATENCY_REPLAYS = 1000, TURNS = 300 };
 
 static void reserve(void) {
-    gpu_reserve((size_t)320 << 20);
+    gpu_reserve((size_t)448 << 20);
 }
 
 TestSuite(gpu_graphs, .init = reserve);
@@ -17,7 +17,8 @@ TestSuite(gpu_replays, .init = reserve);
  * for some steps. */
 static Case graph_case(int ranks, EpLayout layout) {
     Case c = {.ranks = ranks, .experts = 4 * ranks + 1, .top_k = 4, .hidden = 136};
-    c.max_tokens = 299, c.counted = 1, c.weighted = 1, c.scale_bytes = 12, c.masked_percent = 10;
+    c.max_tokens = 299, c.counted = 1, c.biases = 2, c.weighted = 1, c.scale_bytes = 12,
+    c.masked_percent = 10;
     c.alignment = 8, c.capacity = 950, c.rows_per_expert = 160, c.overflow = EP_OVERFLOW_DROP;
     c.layout = layout;
     return case_complete(c);

@@ -16,6 +16,9 @@
 #undef ep_dispatch_wait
 #undef ep_combine_send
 #undef ep_combine_wait
+#undef ep_combine_with
+#undef ep_combine_wait_with
+#undef ep_dispatch_backward_with
 #undef ep_weight_gather
 #undef ep_weight_reduce
 #undef ep_weight_amax
@@ -280,6 +283,45 @@ EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *plan,
     return settle(&m, ep_dispatch_backward(handle, output(&m, plan), input(&m, grad_recv_tokens),
                                            input(&m, grad_slot_weights), stream,
                                            output(&m, grad_tokens), output(&m, grad_topk_weights)));
+}
+
+/* Returns `extras`, or `copy` with copies of its tensors. */
+static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *copy) {
+    if (!extras || extras->struct_size != sizeof(*extras)) return extras;
+    *copy = *extras;
+    copy->bias0 = input(m, extras->bias0), copy->bias1 = input(m, extras->bias1);
+    return copy;
+}
+
+EpStatus gpu_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                          const EpTensor *slot_weights, const EpTensor *topk_weights,
+                          EpStream stream, const EpTensor *out, const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpExtras copy;
+    return settle(&m, ep_combine_with(handle, output(&m, plan), input(&m, expert_out),
+                                      input(&m, slot_weights), input(&m, topk_weights), stream,
+                                      output(&m, out), move_extras(&m, extras, &copy)));
+}
+
+EpStatus gpu_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
+                               const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpExtras copy;
+    return settle(
+        &m, ep_combine_wait_with(handle, stream, output(&m, out), move_extras(&m, extras, &copy)));
+}
+
+EpStatus gpu_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
+                                    const EpTensor *grad_recv_tokens,
+                                    const EpTensor *grad_slot_weights, EpStream stream,
+                                    const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
+                                    const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpExtras copy;
+    return settle(&m, ep_dispatch_backward_with(
+                          handle, output(&m, plan), input(&m, grad_recv_tokens),
+                          input(&m, grad_slot_weights), stream, output(&m, grad_tokens),
+                          output(&m, grad_topk_weights), move_extras(&m, extras, &copy)));
 }
 
 EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,

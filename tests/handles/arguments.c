@@ -208,10 +208,9 @@ SoloTest(handles_arguments, wrong_configs) {
                                     .call = call_with_config,
                                     .check = check_config_outputs,
                                     .calls = calls};
-    Fixture *f = fixture_new("sets=1"), *large = fixture_new("sets=1 max_tokens=257");
+    Fixture *f = fixture_new("sets=1");
     check_refusals("handle_config", &subject, &(Configured){.group = f->group});
-    check_refusals("handle_config_large", &subject, &(Configured){.group = large->group});
-    fixture_free(f), fixture_free(large);
+    fixture_free(f);
 }
 
 /* ---- others ---- */

@@ -40,6 +40,8 @@ static const Choice choices[] = {
     {AUTO, EP_DEFAULT, MANY, 0, EP_LAYOUT_RANK_MAJOR, NAMED},
     {THROUGHPUT, AUTO, 1, 100, EP_LAYOUT_RANK_MAJOR, NAMED},
     {NAMED, EP_DEFAULT, 600, 0, EP_LAYOUT_RANK_MAJOR, NAMED},
+    {AUTO, EP_DEFAULT, MANY + 1, 0, EP_LAYOUT_RANK_MAJOR, THROUGHPUT},
+    {THROUGHPUT, EP_DEFAULT, 1, 0, EP_LAYOUT_RANK_MAJOR, THROUGHPUT},
 };
 
 static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int available) {
@@ -97,9 +99,7 @@ static void check_modes_on_nodes(EpGroup *group) {
           info.num_nodes, (int)info.mode);
     check_mode(group, EP_LAYOUT_FLAT, EP_DEFAULT, EP_MODE_THROUGHPUT);
     check_mode(group, EP_LAYOUT_FLAT, EP_MODE_AUTO, EP_MODE_THROUGHPUT);
-    config.layout = EP_LAYOUT_RANK_MAJOR;
-    CHECK_REFUSED(ep_handle_create(group, &config, &handle), EP_ERR_UNSUPPORTED, "config.mode",
-                  "rank-major", "on one node", "got throughput");
+    check_mode(group, EP_LAYOUT_RANK_MAJOR, EP_MODE_AUTO, EP_MODE_THROUGHPUT);
     config.layout = EP_LAYOUT_FLAT, config.mode = EP_MODE_LATENCY;
     if (TEST_BACKEND == EP_BACKEND_HOST)
         check_mode(group, EP_LAYOUT_FLAT, EP_MODE_LATENCY, EP_MODE_LATENCY);

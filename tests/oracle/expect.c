@@ -180,8 +180,13 @@ static void expect_sums(const World *world, int rank, int weighted, Image *out) 
             else if (case_node(c, peer) == peer)
                 add_node(&sum, peer);
         }
-        for (int h = 0; h < c->hidden; h++)
-            number_set(out->data, c->sum_type, (int64_t)sum.token * c->hidden + h, sum.total[h]);
+        for (int h = 0; h < c->hidden; h++) {
+            int64_t element = (int64_t)sum.token * c->hidden + h;
+            float value = sum.total[h];
+            for (int i = 0; i < c->biases; i++)
+                value += number_get(world->rank[rank].bias[i], c->sum_type, element);
+            number_set(out->data, c->sum_type, element, value);
+        }
     }
 }
 

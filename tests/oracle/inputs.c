@@ -9,7 +9,15 @@
 #include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"
 
-enum { STREAM_COUNT, STREAM_INDEX, STREAM_BYTES, STREAM_WEIGHT, STREAM_GRAD, STREAM_ROWS };
+enum {
+    STREAM_COUNT,
+    STREAM_INDEX,
+    STREAM_BYTES,
+    STREAM_WEIGHT,
+    STREAM_GRAD,
+    STREAM_ROWS,
+    STREAM_BIAS
+};
 
 static Random stream_of(const World *world, int rank, int what) {
     return random_stream(world->c.seed, (uint64_t)rank, (uint64_t)what);
@@ -164,6 +172,19 @@ static void make_sent(const Case *c, RankWorld *me) {
     }
 }
 
+/* Biases of rows that are not routed are NaN. */
+static void make_biases(World *world, int rank) {
+    const Case *c = &world->c;
+    RankWorld *me = &world->rank[rank];
+    Random random = stream_of(world, rank, STREAM_BIAS);
+    for (int i = 0; i < 2; i++)
+        me->bias[i] = new_array(i < c->biases ? me->rows : 0, case_sum_bytes(c));
+    for (int i = 0; i < c->biases; i++) {
+        memset(me->bias[i], 0xff, (size_t)me->rows * case_sum_bytes(c));
+        fill_numbers(me->bias[i], c->sum_type, (int64_t)me->tokens * c->hidden, &random);
+    }
+}
+
 void inputs_make_tokens(World *world, int rank) {
     const Case *c = &world->c;
     RankWorld *me = &world->rank[rank];
@@ -188,6 +209,7 @@ void inputs_make_tokens(World *world, int rank) {
     random = stream_of(world, rank, STREAM_GRAD);
     me->grad_out = new_array(me->rows, case_sum_bytes(c));
     fill_numbers(me->grad_out, c->sum_type, (int64_t)me->rows * c->hidden, &random);
+    make_biases(world, rank);
 }
 
 void inputs_spoil_weights(World *world, int rank) {

@@ -176,7 +176,7 @@ static void plan_flat(World *world, int rank) {
 static void plan_rank_major(World *world, int rank) {
     const Case *c = &world->c;
     RankWorld *me = &world->rank[rank];
-    me->recv_rows = (int64_t)c->ranks * c->max_tokens;
+    me->recv_rows = (int64_t)c->ranks * (c->max_tokens + c->spare_tokens);
     for (int source = 0; source < c->ranks; source++) {
         int64_t begin = (int64_t)source * c->max_tokens, row = begin;
         for (int t = 0; t < world->rank[source].tokens; t++)
@@ -190,7 +190,7 @@ static const CaseLayout layouts[] = {
     [EP_LAYOUT_EXPERT_MAJOR] = {plan_expert_major, .blocks = BLOCKS_PACKED},
     [EP_LAYOUT_FLAT] = {plan_flat, .has_rows = 1, .blocks = BLOCKS_PACKED},
     [EP_LAYOUT_BATCHED] = {plan_batched, .blocks = BLOCKS_OF_ROWS},
-    [EP_LAYOUT_RANK_MAJOR] = {plan_rank_major, 1, 1, 1, BLOCKS_OF_TOKENS},
+    [EP_LAYOUT_RANK_MAJOR] = {plan_rank_major, 1, 1, BLOCKS_OF_TOKENS},
 };
 
 const CaseLayout *case_layout(const Case *c) {
@@ -216,7 +216,8 @@ static int64_t most_rows(const World *world, const RankWorld *me) {
 
 static int64_t buffer_rows(const World *world, const RankWorld *me) {
     const Case *c = &world->c;
-    if (case_block_rows(c)) return me->recv_rows;
+    if (case_block_rows(c))
+        return (case_has_rows(c) ? c->ranks : me->num_experts) * case_block_rows(c);
     return (c->capacity ? c->capacity : me->recv_rows) + c->spare_rows;
 }
 

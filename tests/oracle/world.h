@@ -57,6 +57,7 @@ typedef struct RankWorld {
     float *slot_weight;      /**< [buffer_rows] */
     float *grad_slot_weight; /**< [buffer_rows], FLAT and RANK_MAJOR: [buffer_rows][K] */
     uint8_t *grad_out;       /**< [rows][sum bytes] */
+    uint8_t *bias[2];        /**< [rows][sum bytes] */
 } RankWorld;
 
 typedef struct World {

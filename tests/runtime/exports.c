@@ -70,6 +70,7 @@ SoloTest(runtime_exports, structs_begin_with_their_size) {
     CHECK_STRUCT(EpHandleInfo, EP_HANDLE_INFO_INIT);
     CHECK_STRUCT(EpHandleCost, EP_HANDLE_COST_INIT);
     CHECK_STRUCT(EpPlanTensors, EP_PLAN_TENSORS_INIT);
+    CHECK_STRUCT(EpExtras, EP_EXTRAS_INIT);
     CHECK_STRUCT(EpFinding, EP_FINDING_INIT);
     CHECK_STRUCT(EpMesh, EP_MESH_INIT);
     CHECK_STRUCT(EpSpec, EP_SPEC_INIT);

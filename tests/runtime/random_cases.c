@@ -58,12 +58,14 @@ static Case draw_case(uint64_t seed) {
     c.named = PICK(&random, 0, 1);
     draw_routing(&c, &random);
     draw_rows(&c, &random);
-    if (c.mode == EP_MODE_LATENCY && random_percent(&random, 25)) c.layout = EP_LAYOUT_RANK_MAJOR;
+    if (random_percent(&random, 25)) c.layout = EP_LAYOUT_RANK_MAJOR;
     c.global_ids = PICK(&random, 0, 1);
     c.all_weights = PICK(&random, 0, 1);
     c.weights_at_combine = PICK(&random, 0, 0, 1);
     c.sum_quant = (EpQuant)PICK(&random, EP_QUANT_NONE, EP_QUANT_NONE, EP_QUANT_FP8);
     c.padding = (EpPadding)PICK(&random, EP_PADDING_ZERO, EP_PADDING_KEEP);
+    c.biases = PICK(&random, 0, 0, 1, 2);
+    c.spare_tokens = PICK(&random, 0, 0, 1, 7);
     return c;
 }
 

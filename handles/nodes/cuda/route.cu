@@ -475,6 +475,13 @@ __device__ __forceinline__ void store_entry(const EpRouteArgs &a, const Tile &p,
     if (e.leader && p.number == a.t.rank) h.plan.own_token[e.row] = h.at;
 }
 
+/* Returns by how much the slots of a source's rows on the rank of a column are moved: where each
+ * source has a block, they lie there, and not behind the rows of the sources before it. */
+__device__ __forceinline__ int block_shift(const EpRouteArgs &a, int source, int column) {
+    if (!ep_has_source_blocks(&a.p.shape)) return 0;
+    return source * a.p.shape.max_tokens - before_of(a, tile_number(a, source, 0, 0))[column];
+}
+
 /* Store what this rank, as a receiver, must know of a token's row: the slots of its entries. `row`,
  * `flat`: of the row, in all lanes of the token. */
 __device__ __forceinline__ void store_route(const EpRouteArgs &a, const Tile &p, const Home &h,
@@ -505,6 +512,7 @@ __device__ __forceinline__ void assign_entry(const EpRouteArgs &a, const Tile &p
         if (slot >= ep_slot_limit(&a.p.shape, expert)) slot = -1;
     }
     int leads = find_leader(a, n, slot) && p.number >= 0;
+    if (p.number >= 0) flat += block_shift(a, p.source, flat_column(a, p.number));
     if (has_rows && leads) slot = flat < ep_row_limit(&a.p.shape) ? flat : -1;
     if (exists && h.agent == a.t.rank)
         store_entry(a, p, n, h, EpEntry{slot, row, (int16_t)p.number, (int16_t)expert, leads});

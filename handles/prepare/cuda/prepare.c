@@ -21,7 +21,7 @@ EpStatus ep_cuda_publish(EpHandle *handle, const EpRouting *routing) {
     EpPrepareArgs args;
     int64_t facts[EP_OP_FACTS];
     ep_cuda_describe_routing(handle, routing, &args, facts);
-    args.plan = ep_cuda_plan(handle, routing->plan, routing->top_k, -1, INT64_MAX);
+    args.plan = ep_cuda_plan(handle, routing->plan, routing->top_k, -1, INT64_MAX, 0);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_numbers,
                                                   .args = &args,
                                                   .blocks = 1,

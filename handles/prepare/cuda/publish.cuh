@@ -296,19 +296,23 @@ __device__ void publish_all_slabs(const EpPrepareArgs &a, int64_t step, const in
     __syncthreads();
 }
 
-/* Compute where each source's flat rows begin: by source, without gaps. Publish their number. By a
- * warp. */
+/* Compute where each source's flat rows begin: by source, without gaps. Publish their number; where
+ * each source has a block, that of all blocks. By a warp. */
 template <typename Rows>
 __device__ void lay_flat_rows(const EpPrepareArgs &a, int64_t step, Rows rows_of) {
-    int lane = threadIdx.x, begin = 0;
+    int lane = threadIdx.x, begin = 0, most = 0;
     for (int at = 0; at < a.group.size; at += 32) {
         int rows = at + lane < a.group.size ? rows_of(at + lane) : 0;
         int through = ep_warp_prefix(rows);
+        most = max(most, rows);
         if (at + lane < a.group.size) a.plan.flat_begin[at + lane] = begin + through - rows;
         begin += __shfl_sync(~0u, through, 31);
     }
+    most = __reduce_max_sync(~0u, most);
     int64_t kept = min((int64_t)begin, ep_row_limit(&a.shape));
-    if (lane == 0) publish_totals(a, step, kept, begin, begin - kept);
+    if (lane == 0)
+        publish_totals(a, step, ep_recv_rows(&a.shape, begin), a.shape.is_fixed ? most : begin,
+                       begin - kept);
 }
 
 /* Count the entries of the rows that are kept, in the plan. By all threads of the block. */

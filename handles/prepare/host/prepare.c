@@ -234,7 +234,8 @@ static EpRoundHeader expected_header(const Prepare *p) {
     const EpPlanShape *s = p->shape;
     return (EpRoundHeader){
         .handle = p->handle->id,
-        .fact = {p->routing->top_k, s->alignment, s->layout, ep_agreed_rows(s), s->quant},
+        .fact = {p->routing->top_k, s->alignment, s->layout,
+                 p->routing->block_rows ? p->routing->block_rows : ep_agreed_rows(s), s->quant},
         .tokens = (int32_t)p->num_tokens};
 }
 

@@ -194,12 +194,12 @@ def test_gradients(seed, do_expand, do_cpu_sync):
         options["do_zero_padding"] = do_expand
         *received, handle = Dispatch.apply(buffer, x, idx, weights, world.experts, options)
         scale = torch.from_numpy(Received(world, rank, layout(do_expand), 2).scale).nan_to_num(0)
-        padded = torch.zeros(received[2].shape)
+        padded = torch.zeros(received[2].shape, device=x.device)
         padded[: len(scale)] = scale
-        factors = torch.where(padded > 0, received[2] * padded.to(x.device), 0)
+        factors = torch.where(padded > 0, received[2] * padded, 0)
         if not do_expand:
             factors = factors.sum(1)
-        is_row = padded.to(x.device).view(len(padded), -1).any(1)[:, None]
+        is_row = padded.view(len(padded), -1).any(1)[:, None]
         rows = torch.where(is_row, received[0], 0)
         out = Combine.apply(buffer, rows * factors[:, None], handle)
         assert_equal(out, world.forward(rank))

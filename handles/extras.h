@@ -1,0 +1,20 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_EXTRAS_H
+#define EP_HANDLES_EXTRAS_H
+
+/** Checks of EpExtras, the optional tensors of the calls whose names end in _with. */
+
+#include "handles/operation.h"
+
+/** The members that a call takes. */
+typedef enum EpTakes { EP_TAKES_BIAS = 1 } EpTakes;
+
+/** Copy the extras of a call (NULL: none), which may have the size of an earlier version. Refuses
+ *  members that are not in `takes`. */
+EpStatus ep_extras_read(const EpOperation *o, const EpExtras *given, unsigned takes, EpExtras *out);
+
+/** Check the biases of the rows `out` [T, H], which have been checked, and describe them. */
+EpStatus ep_extras_bias(EpOperation *o, const EpExtras *extras, const EpTensor *out,
+                        EpGatherTensors *t);
+
+#endif
