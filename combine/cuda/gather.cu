@@ -17,7 +17,6 @@
  */
 #include "combine/cuda/gather.h"
 
-#include "combine/cuda/gather.h"
 #include "runtime/cuda/plan.cuh"
 #include "runtime/cuda/rows.cuh"
 #include "runtime/cuda/scheduler.cuh"

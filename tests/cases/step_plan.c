@@ -107,13 +107,6 @@ static int tells_sources(const Step *step) {
     return info.backend == EP_BACKEND_HOST || info.num_nodes == 1;
 }
 
-<<<<<<< HEAD
-/* Compare what the library tells of the first rows. entries: NULL if it does not tell them. */
-static void check_sources(const RankWorld *me, int64_t rows, const int32_t *ranks,
-                          const int32_t *tokens, const int32_t *entries) {
-    for (int64_t i = 0; i < rows; i++) {
-        const Row *row = i < me->buffer_rows ? &me->row[i] : NULL;
-=======
 /* Returns the row of a plan's slot, or NULL where the buffer has none: a plan counts blocks of
  * sources at their largest. */
 static const Row *row_of_slot(const Step *step, int64_t slot) {
@@ -127,17 +120,11 @@ static const Row *row_of_slot(const Step *step, int64_t slot) {
     return at < me->buffer_rows ? &me->row[at] : NULL;
 }
 
-void step_check_sources(const Step *step) {
-    const RankWorld *me = step_mine(step);
-    /* more than the plan has */
-    int64_t rows = (me->buffer_rows > me->recv_rows ? me->buffer_rows : me->recv_rows) + 3;
-    int32_t *ranks = malloc((size_t)(2 * rows) * sizeof(*ranks)), *tokens = ranks + rows;
-    EpStatus expected = tells_sources(step) ? EP_OK : EP_ERR_UNSUPPORTED;
-    EpStatus status = ep_plan_sources(step->handle, step->plan, NULL, rows, ranks, tokens);
-    CHECK(status == expected, "%s", ep_last_error());
-    for (int64_t i = 0; i < rows && status == EP_OK; i++) {
+/* Compare what the library tells of the first rows. entries: NULL if it does not tell them. */
+static void check_sources(const Step *step, int64_t rows, const int32_t *ranks,
+                          const int32_t *tokens, const int32_t *entries) {
+    for (int64_t i = 0; i < rows; i++) {
         const Row *row = row_of_slot(step, i);
->>>>>>> w-core
         int filled = row && row->kind == ROW_FILLED;
         int rank = filled ? row->source : -1, token = filled ? row->token : -1;
         int k = filled ? row->k : -1;
@@ -178,16 +165,17 @@ static void check_source_tokens(const Step *step) {
 
 void step_check_sources(const Step *step) {
     const RankWorld *me = step_mine(step);
-    int64_t rows = me->buffer_rows + 3; /* more than the buffer has */
+    /* more than the plan has */
+    int64_t rows = (me->buffer_rows > me->recv_rows ? me->buffer_rows : me->recv_rows) + 3;
     int32_t *ranks = malloc((size_t)(3 * rows) * sizeof(*ranks)), *tokens = ranks + rows;
     int32_t *entries = tokens + rows;
     EpStatus expected = tells_sources(step) ? EP_OK : EP_ERR_UNSUPPORTED;
     EpStatus status = ep_plan_sources(step->handle, step->plan, NULL, rows, ranks, tokens);
     CHECK(status == expected, "%s", ep_last_error());
-    check_sources(me, status == EP_OK ? rows : 0, ranks, tokens, NULL);
+    check_sources(step, status == EP_OK ? rows : 0, ranks, tokens, NULL);
     status = ep_plan_entries(step->handle, step->plan, NULL, rows, ranks, tokens, entries);
     CHECK(status == expected, "%s", ep_last_error());
-    check_sources(me, status == EP_OK ? rows : 0, ranks, tokens, entries);
+    check_sources(step, status == EP_OK ? rows : 0, ranks, tokens, entries);
     free(ranks);
     check_source_tokens(step);
 }
