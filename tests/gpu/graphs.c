@@ -7,7 +7,7 @@
 enum { REPLAYS = 100, LATENCY_REPLAYS = 1000, TURNS = 300 };
 
 static void reserve(void) {
-    gpu_reserve((size_t)448 << 20);
+    gpu_reserve((size_t)640 << 20);
 }
 
 TestSuite(gpu_graphs, .init = reserve);
