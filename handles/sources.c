@@ -8,7 +8,7 @@ static EpStatus check_outputs(const EpCall *call, const EpSources *s) {
     if (s->rows < 0)
         return ep_refuse(call, EP_ERR_RANGE, "rows", "expected at least 0, got %lld",
                          (long long)s->rows);
-    if (!s->ranks || !s->tokens)
+    if (s->rows && (!s->ranks || !s->tokens))
         return ep_refuse(call, EP_ERR_NULL, s->ranks ? "tokens" : "ranks",
                          "expected a pointer, got NULL");
     return EP_OK;
@@ -45,7 +45,7 @@ EpStatus ep_plan_entries(EpHandle *handle, const EpTensor *plan, EpStream stream
                          int32_t *ranks, int32_t *tokens, int32_t *entries) {
     EpCall call = {"ep_plan_entries", -1};
     const EpSources sources = {&call, rows, ranks, tokens, entries};
-    if (!entries && ranks && tokens)
+    if (!entries && rows && ranks && tokens)
         return ep_refuse(&call, EP_ERR_NULL, "entries", "expected a pointer, got NULL");
     return read_sources(&call, handle, plan, stream, &sources);
 }
@@ -73,6 +73,7 @@ EpStatus ep_sources_begin(const EpSources *s, int64_t recv_rows) {
         return ep_refuse(s->call, EP_ERR_BUFFER_SIZE, "rows", "expected at least %lld, got %lld",
                          (long long)recv_rows, (long long)s->rows);
     size_t bytes = (size_t)s->rows * sizeof(int32_t);
+    if (!bytes) return EP_OK;
     memset(s->ranks, 0xff, bytes); /* -1 */
     memset(s->tokens, 0xff, bytes);
     if (s->entries) memset(s->entries, 0xff, bytes);

@@ -237,9 +237,9 @@ class Buffer:
         is_plain = used is None and _checks.is_plain_dispatch(
             x, topk_idx, topk_weights, num_tokens_per_expert
         )
-        if is_plain:
-            tokens, scales = x, None
-        else:
+        tokens: Any = x
+        scales: Optional[Tensor] = None
+        if not is_plain:
             tokens, scales = _checks.tokens(
                 "dispatch", x, "tokens" if used is None else used.num_tokens
             )

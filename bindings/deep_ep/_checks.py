@@ -212,7 +212,7 @@ def combine(handle: NormalHandle, x: Any, topk_weights: Any, biases: tuple[Any, 
             expected = f"{handle.layer.top_k} columns"
             _refuse(Status.SHAPE, "combine", "topk_weights", expected, topk_weights.shape[1])
     for bias in biases:
-        _tensor("combine", "bias", bias, (handle.num_tokens, x.shape[1]), _SUMMABLE, device)
+        _tensor("combine", "bias", bias, (handle.num_tokens, x.shape[1]), (x.dtype,), device)
 
 
 # ---- low-latency mode ---------------------------------------------------------------------------

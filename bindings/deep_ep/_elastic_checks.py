@@ -105,7 +105,7 @@ def combine(handle: EPHandle, x: Any, topk_weights: Any, biases: tuple[Any, ...]
     if len(biases) > 2:
         _refuse(Status.SHAPE, "combine", "bias", "up to 2 tensors", len(biases))
     for bias in biases:
-        _tensor("combine", "bias", bias, (len(handle.topk_idx), x.shape[1]), _SUMMABLE, device)
+        _tensor("combine", "bias", bias, (len(handle.topk_idx), x.shape[1]), (x.dtype,), device)
 
 
 def handle(call: str, given: Any, owner: object, kind: type[EPHandle]) -> EPHandle:

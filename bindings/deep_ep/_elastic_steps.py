@@ -116,20 +116,13 @@ def combine(
     keep(handle.plan.bytes)
     layer, plan = handle.group.layer(form), handle.plan
     out, out_weights = x.new_empty((plan.num_tokens, x.shape[1])), None
-    if topk_weights is None:
+    if topk_weights is not None:
+        out_weights = topk_weights.new_empty(handle.topk_idx.shape, dtype=torch.float32)
+    if biases:
+        _calls.combine_biased(layer, plan.bytes, x, topk_weights, biases, out, out_weights)
+    elif topk_weights is None:
         _calls.combine(layer, plan.bytes, x, None, None, out)
     else:
         # One operation, whose sums are those of an unweighted combine.
-        out_weights = topk_weights.new_empty(handle.topk_idx.shape, dtype=torch.float32)
         _calls.dispatch_backward(layer, plan.bytes, x, topk_weights, out, out_weights)
-    return _add(out, biases), out_weights
-
-
-def _add(out: Tensor, biases: tuple[Tensor, ...]) -> Tensor:
-    """The sum and its biases, in float32, rounded again."""
-    if not biases:
-        return out
-    total = out.float()
-    for bias in biases:
-        total += bias
-    return total.to(out.dtype)
+    return out, out_weights

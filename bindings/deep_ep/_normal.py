@@ -88,7 +88,7 @@ def route(
 def _prepare(layer: Handle, routing: Tensor) -> Plan:
     made = layer.make_fast(FORMS["prepare"], routing, None, 0, 0)
     if made is not None:
-        return Plan(*made, routing.shape[0], layer.group.num_local_experts)
+        return Plan(made[0], made[1], routing.shape[0], layer.group.num_local_experts)
     plan = make_plan(layer, routing)
     _calls.prepare(layer, routing, None, plan.bytes, plan.numbers)
     return plan
@@ -227,14 +227,12 @@ def combine(
 ) -> tuple[Tensor, Optional[Tensor]]:
     """Return rows to their tokens, and sum them. Arguments as of Buffer.combine."""
     keep(handle.plan, handle.stream)
-    out = _sum(handle, x)
-    out_weights = None if topk_weights is None else _sum_weights(handle, topk_weights)
     if bias:
-        total = out.float()
-        for term in bias:
-            total += term
-        out = total.to(x.dtype)
-    return out, out_weights
+        out = x.new_empty((handle.num_tokens, x.shape[1]))
+        _calls.combine_biased(handle.layer, handle.plan, x, None, bias, out, None)
+    else:
+        out = _sum(handle, x)
+    return out, None if topk_weights is None else _sum_weights(handle, topk_weights)
 
 
 def _sum(handle: NormalHandle, rows: Tensor) -> Tensor:

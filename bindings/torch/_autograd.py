@@ -115,7 +115,7 @@ def needs_grad(*tensors: Optional[Tensor]) -> bool:
 
 def _find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """The function's apply() for eager calls, without what that does for torch.func."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    apply: Callable[..., Any] = getattr(super(torch.autograd.Function, function), "apply")
     return apply
 
 
@@ -151,7 +151,7 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
         else:
             made = handle.make_fast(_PREPARE, topk_idx, num_tokens, 0, 0)
         if made is not None:
-            return Plan(*made, topk_idx.shape[0], handle.group.num_local_experts)
+            return Plan(made[0], made[1], topk_idx.shape[0], handle.group.num_local_experts)
     plan = make_plan(handle, topk_idx)
     _through(which).prepare(which, topk_idx, num_tokens, plan.bytes, plan.numbers)
     return plan
@@ -199,10 +199,10 @@ class _Dispatch(torch.autograd.Function):
         plan: Tensor,
         tokens: Tensor,
         topk_weights: Optional[Tensor],
-        size: Union[int, _Shapes],
+        size: Any,
         given: Optional[Tensor],
     ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-        """size: the rows of the outputs, or their shapes where `which` is a key."""
+        """size: the rows of the outputs, or their _Shapes where `which` is a key."""
         outputs = None
         if type(which) is Handle:
             if given is None:

@@ -13,7 +13,7 @@ import torch
 
 from .._abi import Status, Type
 from .._handle import Handle as CoreHandle
-from .._handle import PlanTensors, Prepare
+from .._handle import Extras, PlanTensors, Prepare
 from .._library import EpError
 from .._operations import OPERATIONS, compile_call
 from .._tensor import Tensor as CoreTensor
@@ -22,6 +22,7 @@ from . import _checks, _fast
 from ._group import current_stream
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any, Callable, Optional, Union
 
     from torch import Tensor
@@ -254,6 +255,36 @@ dispatch_send = _make("dispatch_send")
 dispatch_wait = _make("dispatch_wait")
 combine_send = _make("combine_send")
 combine_wait = _make("combine_wait")
+
+
+def combine_biased(
+    handle: Handle,
+    plan: Tensor,
+    rows: Tensor,
+    slot_weights: Optional[Tensor],
+    biases: Sequence[Tensor],
+    out: Tensor,
+    out_weights: Optional[Tensor],
+) -> None:
+    """The unweighted sums with up to two biases: combine. With slot_weights, which return to their
+    entries, it is dispatch_backward, which has the same sums."""
+    given: dict[str, Any] = {
+        "plan": _given(handle, plan, "plan"),
+        "extras": Extras(*(_gradient(handle, bias, "bias") for bias in biases)),
+        "stream": handle.stream(),
+    }
+    sums, terms = _given(handle, out, "out"), _input(handle, rows, "x")
+    if slot_weights is None:
+        CoreHandle.combine(handle, terms, out=sums, **given)
+        return
+    CoreHandle.dispatch_backward(
+        handle,
+        terms,
+        _weights(handle, slot_weights, "topk_weights"),
+        grad_tokens=sums,
+        grad_topk_weights=_given(handle, out_weights, "out_weights"),
+        **given,
+    )
 
 
 def quantise_rows(

@@ -105,7 +105,8 @@ def _find_functions() -> tuple[_Functions, bool]:
         "_Z16THPVariable_WrapRKN2at10TensorBaseE",
     )
     library = ctypes.CDLL(torch._C.__file__)
-    found = [ctypes.cast(getattr(library, name, None), ctypes.c_void_p).value for name in names]
+    addresses: list[Any] = [getattr(library, name, None) for name in names]
+    found = [ctypes.cast(address, ctypes.c_void_p).value for address in addresses]
     return _Functions(_find_exchange(), *found), all(found)
 
 

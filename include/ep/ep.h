@@ -930,7 +930,7 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
  * rows    of the receive buffer, at least the plan's recv_rows (EP_ERR_BUFFER_SIZE). Those of a
  *         layout with blocks count through: L * rows_per_expert, R * max_tokens, whatever N the
  *         tensors have
- * ranks, tokens  host memory, [rows] each: -1 for rows that have no token
+ * ranks, tokens  host memory, [rows] each: -1 for rows that have no token. NULL serves without rows
  *
  * EP_ERR_UNSUPPORTED on several nodes of GPUs.
  */

@@ -246,6 +246,15 @@ SoloTest(handles_arguments, sources_that_are_refused) {
     fixture_free(f);
 }
 
+/* A rank that receives nothing needs no memory for it. */
+SoloTest(handles_arguments, sources_of_no_rows) {
+    Fixture *f = fixture_new("masked_percent=100");
+    step_prepare(&f->step);
+    CHECK_OK(ep_plan_sources(f->handle, NULL, NULL, 0, NULL, NULL));
+    CHECK_OK(ep_plan_entries(f->handle, NULL, NULL, 0, NULL, NULL, NULL));
+    fixture_free(f);
+}
+
 /* Every step must have the K of the handle. */
 SoloTest(handles_arguments, other_k_than_the_handle) {
     Fixture *f = fixture_new("");

@@ -36,7 +36,7 @@ from ._abi import (
 from ._bootstrap import Bootstrap, poll_abort
 from ._config import ExpertRange, GroupFields, HandleFields, expert_range, max_recv_rows
 from ._group import Finding, Group, GroupInfo, GroupMemory, Located
-from ._handle import Handle, HandleInfo, PlanTensors, Prepare
+from ._handle import Extras, Handle, HandleInfo, PlanTensors, Prepare
 from ._info import Setting, info, nccl_ep_home, settings
 from ._library import EpError, version
 from ._mesh import Axis, Mesh, MeshGroup, Shard, Sharding
@@ -55,6 +55,7 @@ __all__ = [
     "EpError",
     "ExpertIds",
     "ExpertRange",
+    "Extras",
     "Finding",
     "Group",
     "GroupFields",

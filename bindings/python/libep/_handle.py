@@ -115,6 +115,21 @@ class Prepare(_abi.EpPrepare):
             self.out = _plan_tensors_at(out)
 
 
+class Extras(_abi.EpExtras):
+    """Tensors that a call takes besides its own. Keeps them alive.
+
+    biases  up to two tensors [T, H] of the rows' type: out = round(sum + bias0 + bias1), added in
+            float32 in this order. Their gradient is that of the output.
+    """
+
+    def __init__(self, *biases: TensorLike) -> None:
+        super().__init__(struct_size=sizeof(_abi.EpExtras))
+        if len(biases) > 2:
+            raise TypeError(f"biases: expected at most 2, got {len(biases)}")
+        for name, bias in zip(("bias0", "bias1"), biases):
+            setattr(self, name, _at(read(bias, name)))
+
+
 def _host_row(value: TensorLike, name: str) -> Tensor:
     made = written(value, name)
     if made is None or made.type != Type.INT32 or made.ndim != 1:
@@ -324,6 +339,7 @@ class Handle:
         *,
         out: TensorLike,
         plan: Optional[TensorLike] = None,
+        extras: Optional[Extras] = None,
         stream: int = 0,
     ) -> None:
         """Return the experts' outputs to the ranks of their tokens, and sum them.
@@ -332,6 +348,7 @@ class Handle:
         slot_weights  [rows] FP32, as dispatch delivered them, or None for 1
         topk_weights  latency mode, in place of slot_weights: [T, K] FP32 at the token's rank
         out           output [T, H] of the same type: sum of weight times row over the token's slots
+        extras        biases that are added to the sums, or None
         """
 
     @calls_library
@@ -343,6 +360,7 @@ class Handle:
         grad_tokens: TensorLike,
         grad_topk_weights: Optional[TensorLike] = None,
         plan: Optional[TensorLike] = None,
+        extras: Optional[Extras] = None,
         stream: int = 0,
     ) -> None:
         """Compute the derivative of dispatch.
@@ -351,6 +369,7 @@ class Handle:
         grad_slot_weights  gradient of recv_topk_weights, of its shape, FP32, or None
         grad_tokens        output [T, H]
         grad_topk_weights  output [T, K] FP32; required with grad_slot_weights, otherwise None
+        extras             biases that are added to grad_tokens: it is the same sum
         """
 
     @calls_library
@@ -414,8 +433,10 @@ class Handle:
         """The send phase of combine. Inputs may be overwritten once it has run."""
 
     @calls_library
-    def combine_wait(self, *, out: TensorLike, stream: int = 0) -> None:
-        """The receive phase of combine."""
+    def combine_wait(
+        self, *, out: TensorLike, extras: Optional[Extras] = None, stream: int = 0
+    ) -> None:
+        """The receive phase of combine, which takes its biases."""
 
     # ---- the end ------------------------------------------------------------------------------
 

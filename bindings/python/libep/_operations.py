@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ._abi import FUNCTIONS
 from ._library import library
 from ._tensor import read, written
 
@@ -113,7 +114,8 @@ def compile_call(parameters: list[str], body: str, **names: Any) -> Any:
 def calls_library(method: Method) -> Method:
     """Let a method of Handle call the function of its name. Its own lines say types and words.
 
-    All functions have their arguments in one order: the plan, EpPrepare, inputs, stream, outputs.
+    All functions have their arguments in one order: the plan, EpPrepare, inputs, stream, outputs,
+    EpExtras.
     """
     name = method.__name__
     operation = OPERATIONS[name]
@@ -128,12 +130,15 @@ def calls_library(method: Method) -> Method:
         # A dispatch that prepares writes the plan.
         given.insert(0, f"{'written' if prepares else 'read'}(plan, 'plan')")
     given += ["stream", *(f"written({each.name}, '{each.name}')" for each in outputs)]
+    takes_extras = f"ep_{name}_with" in FUNCTIONS
+    given += ["extras"] * takes_extras
     taken = ["self", *map(_parameter, inputs), "*", *map(_parameter, outputs)]
-    taken += ["plan=None"] * has_plan + ["prepare=None"] * prepares + ["stream=0"]
+    taken += ["plan=None"] * has_plan + ["prepare=None"] * prepares
+    taken += ["extras=None"] * takes_extras + ["stream=0"]
     text = f"self._call(function, {', '.join(given)})"
     if operation.is_phase:
         text += f"; self._sent = {'prepare' if prepares else None}"
-    function = getattr(library, f"ep_{name}")
+    function = getattr(library, f"ep_{name}_with" if takes_extras else f"ep_{name}")
     call = compile_call(taken, text, function=function, read=read, written=written)
     call.__wrapped__ = method
     for what in ("__annotations__", "__doc__", "__module__", "__name__", "__qualname__"):

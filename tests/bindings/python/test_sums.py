@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from base import run_threads
 from face import config
-from libep import Group, Handle, Padding, Quant
+from libep import Extras, Group, Handle, Padding, Quant
 from reference import World, expert_major
 from test_quantise import e4m3_values, quantise
 
@@ -83,3 +83,29 @@ def test_refusals():
         (dict(padding=0), "config.padding: expected an EpPadding, got 0"),
     ):
         run_threads(1, refusal, fields, match)
+
+
+def biased_step(bootstrap, world):
+    rank = bootstrap.rank
+    offsets = expert_major(world, rank, 4)[1]
+    random = np.random.default_rng(rank)
+    with Group(bootstrap, alignment=4, **config(world)) as group:
+        handle = Handle(group)
+        weights = np.zeros(offsets[-1], np.float32)
+        rows = np.zeros((offsets[-1], world.hidden), np.float32)
+        done = dispatched(world, rank, handle, rows, weights)
+        plain, out = np.empty_like(world.x[rank]), np.empty_like(world.x[rank])
+        biases = [random.standard_normal(out.shape, np.float32) for _ in range(2)]
+        handle.combine(done, weights, out=plain)
+        handle.combine(done, weights, out=out, extras=Extras(*biases))
+        assert np.array_equal(out, plain + biases[0] + biases[1])
+        handle.dispatch_backward(done, grad_tokens=plain)
+        handle.dispatch_backward(done, grad_tokens=out, extras=Extras(biases[1]))
+        assert np.array_equal(out, plain + biases[1])
+        with pytest.raises(TypeError, match="biases: expected at most 2, got 3"):
+            Extras(out, out, out)
+        handle.close()
+
+
+def test_biases(seed):
+    run_threads(3, biased_step, World(seed, size=3))

@@ -199,7 +199,7 @@ def test_gradients(seed, do_expand, do_cpu_sync):
         factors = torch.where(padded > 0, received[2] * padded, 0)
         if not do_expand:
             factors = factors.sum(1)
-        is_row = padded.view(len(padded), -1).any(1)[:, None]
+        is_row = (padded if padded.ndim == 2 else padded[:, None]).any(1, keepdim=True)
         rows = torch.where(is_row, received[0], 0)
         out = Combine.apply(buffer, rows * factors[:, None], handle)
         assert_equal(out, world.forward(rank))
@@ -226,11 +226,21 @@ def test_sums_of_combine_with_weights(seed, do_expand, do_cpu_sync):
         assert none is None and torch.equal(plain, out) and back.dtype == torch.float32
         assert_equal(back, np.where(world.idx[rank] >= 0, world.weights[rank], 0))
         one, two = (torch.randn(out.shape, device=DEVICE).bfloat16() for _ in range(2))
-        sums = (one, one), ((one, two), one.float() + two), ((None, one), one)
-        for bias, total in sums:
-            got = buffer.combine(rows, handle, bias=bias)[0]
-            assert got.dtype == torch.bfloat16
-            assert torch.allclose(got.float(), out.float() + total, rtol=2**-7, atol=2**-7)
+        # Without do_expand a row is its rank's sum, so float32 rows give the sums before rounding.
+        exact = buffer.combine(rows.float(), handle)[0] if not do_expand else out.float()
+        for bias in one, (one, two), (None, one):
+            total = exact
+            for term in bias if isinstance(bias, tuple) else (bias,):
+                total = total if term is None else total + term.float()
+            got, again = (
+                buffer.combine(rows, handle, topk_weights=weights, bias=bias)[0]
+                for weights in (None, received[2])
+            )
+            assert got.dtype == torch.bfloat16 and torch.equal(got, again)
+            if do_expand:
+                assert torch.allclose(got.float(), total, rtol=2**-7, atol=2**-7)
+            else:
+                assert torch.equal(got, total.bfloat16())
 
     play(world, body)
 
@@ -404,6 +414,7 @@ def test_refused_arguments(seed):
 
     def body(buffer, rank):
         x, idx, weights = inputs(world, rank)
+        idx[0, 0] = world.experts_of(1)[0]  # so that rows come to the rank that is refused
         far = other_device()
         scales = x[:, :2].contiguous()
         good = dict(x=(x, scales), topk_idx=idx, topk_weights=weights, num_experts=world.experts)
