@@ -264,7 +264,7 @@ void world_free(const World *world) {
                          me->sent,     me->sent_scale, me->count,       me->from,
                          me->padded,   me->offset,     me->row,         me->position,
                          me->grad_out, me->expert_out, me->slot_weight, me->grad_slot_weight,
-                         me->from_rows};
+                         me->from_rows, me->bias[0],   me->bias[1]};
         for (size_t i = 0; i < sizeof(owned) / sizeof(owned[0]); i++)
             free(owned[i]);
     }
