@@ -9,8 +9,7 @@
 #   make python   lay the Python package out in build/python, for PYTHONPATH
 #   make wheel    build/libep-*.whl, the Python package; downloads the tools for it
 #   make jax-handlers  build libep_jax.so; JAXLIB_INCLUDE=: what jax.ffi.include_dir() returns
-#   make check-python  install the wheel into virtual environments, with JAX and with PyTorch among
-#                  them, and run its tests
+#   make check-python  test the wheel in virtual environments, with JAX and with PyTorch among them
 #   make check-jax, check-torch  the tests of libep.jax, of libep.torch alone
 #   make check-python-gpu  both on GPUs, with the python3 of PATH and its PyTorch and JAX
 #   make          build libraries, tools and tests into build/
@@ -22,7 +21,6 @@
 # releases serve; CC, CFLAGS, LDFLAGS as usual.
 
 MAKEFLAGS += --no-builtin-rules
-
 VERSION := $(shell sed -n 's/^.define EP_VERSION_\(MAJOR\|MINOR\|PATCH\) //p' include/ep/ep.h \
                    | paste -sd.)
 VERSION_MAJOR := $(word 1,$(subst ., ,$(VERSION)))
@@ -268,9 +266,8 @@ $(gpu_tests): $(call objects,gpu/,$(gpu_tests_c))
 $(tests) $(gpu_tests): $(call objects,,$(nccl_ep)) $B/libep_mpi.a $B/libep.a
 	$(call link,$(mpi_libs) $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm)
 
-# Programs with emulated GPUs inside: the tests; ep_moe and ep_bench, whose ranks are threads, with
-# loops instead of cuBLAS and without the baseline, which takes MPI; and the drop-in library, for
-# clients in Python (see tests/bindings/nccl_ep).
+# Programs with emulated GPUs inside: the tests, the drop-in library, ep_moe and ep_bench. Ranks of
+# the last two are threads: loops serve instead of cuBLAS, and no baseline, which takes MPI.
 emulator_c := $(filter-out tests/emulator/tests/%,$(call in,tests/emulator))
 emulator := $(call objects,emulated/,$(lib) $(emulator_c))
 emulated_nccl_ep := $B/emulated/libnccl_ep.so
@@ -312,7 +309,6 @@ run-demo: all
 	@echo 'A whole MoE layer: $(mpirun) -n 4 $B/ep_moe'
 
 # Many tests mostly wait, so twice as many run at a time as there are cores (TEST_JOBS).
-#
 # Sanitizers do not work with MPI, so their builds run only the tests whose ranks are threads. The
 # thread sanitizer does not support fibers, and emulated kernels take long. So the plain build alone
 # runs these here; "make ASAN=1 check-nodes-emulated" runs some with the address sanitizer.
