@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .._abi import Backend
 from .._bootstrap import Bootstrap
-from .._info import info
+from .._group import Group
 from ..torch import from_process_group, from_store
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ def find_obstacle() -> str:
         return ""
     if not torch.cuda.is_available():
         return "expected a GPU that PyTorch can use, got none (LIBEP_BACKEND=host is for CPUs)"
-    here = info()
-    if here["backend"] != Backend.CUDA:
-        return f"expected a GPU that libep can use, got none: {here['reason']}"
+    alone = Group.memory(1, num_experts=1, max_tokens=1, max_top_k=1, max_row_bytes=16)
+    if alone.backend != Backend.CUDA:
+        return f"expected a GPU that libep can use, got none: {alone.reason}"
     return ""
 
 

@@ -8,8 +8,6 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-import libep.deep_ep
-
 if TYPE_CHECKING:
     from typing import Any
 
@@ -47,7 +45,9 @@ def install() -> None:
 def _register() -> Any:
     """Register the hooks once. Returns SGLang's registry."""
     require_release()
-    libep.deep_ep.install()
+    from .. import deep_ep
+
+    deep_ep.install()
     hooks: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
     from ._dispatcher import Dispatcher
 

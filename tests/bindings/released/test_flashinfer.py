@@ -77,6 +77,12 @@ def world():
     return dist.get_rank(), dist.get_world_size()
 
 
+def bootstrap(moe_ep, device, size, rank, **fields):
+    """A BootstrapConfig, for this rank's GPU where there is one."""
+    ordinal = torch.cuda.current_device() if device == "cuda" else None
+    return moe_ep.BootstrapConfig(size, rank, device=ordinal, **fields)
+
+
 def inputs(rank, case, device):
     """Tokens, ids and weights of a rank, whose sums are exact. Rank 1 has no tokens in some."""
     generator = torch.Generator().manual_seed(rank)
@@ -138,7 +144,7 @@ def run_communication(case, device):
     config = ours.LibepConfig(
         latency_tokens=case.latency_tokens, use_low_precision_combine=case.low_precision
     )
-    comm = moe_ep.create_communication(moe_ep.BootstrapConfig(size, rank), params, config)
+    comm = moe_ep.create_communication(bootstrap(moe_ep, device, size, rank), params, config)
     x, idx, weights = inputs(rank, case, device)
     given, scales = x.to(dtype), None
     if case.form:
@@ -200,15 +206,33 @@ def run_layer(case, device):
     x, idx, weights = inputs(rank, case, device)
     for comm in "libep", ours.LibepConfig(timeout_seconds=10):
         layer = moe_ep.MoEEpLayer(
-            moe_ep.BootstrapConfig(size, rank),
+            bootstrap(moe_ep, device, size, rank),
             params,
             weights_pack,
             backend=moe_ep.SplitConfig(comm, kernel),
         )
+        tensors = moe_ep.MoEEpTensors(x.bfloat16(), idx, weights)
         for _ in range(2):
-            out = layer(moe_ep.MoEEpTensors(x.bfloat16(), idx, weights))
-            assert torch.equal(out.float(), dense(x, idx, weights, case))
+            assert torch.equal(layer(tensors).float(), dense(x, idx, weights, case))
+        if device == "cuda":
+            replay(layer, tensors, x, case)
         layer.destroy()
+
+
+def replay(layer, tensors, x, case):
+    """The layer in a CUDA graph, whose inputs change between replays."""
+    state = layer.create_graph_state(tensors)
+    layer(tensors, graph_state=state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(tensors, graph_state=state)
+    for by in -1, 2:
+        tensors.hidden_states.copy_(x * by)
+        tensors.topk_ids.copy_(tensors.topk_ids.roll(1, 0))
+        graph.replay()
+        expected = dense(x * by, tensors.topk_ids, tensors.topk_weights, case)
+        assert torch.equal(out.float(), expected)
+    tensors.hidden_states.copy_(x)
 
 
 def run(name, device):
@@ -253,8 +277,8 @@ def make_alone(device, latency_tokens):
     moe_ep, ours = load(device)
     import libep
 
-    (bootstrap,) = libep.Bootstrap.local(1)
-    given = moe_ep.BootstrapConfig(1, 0, process_group=bootstrap)
+    (alone,) = libep.Bootstrap.local(1)
+    given = bootstrap(moe_ep, device, 1, 0, process_group=alone)
     params = moe_ep.MoEEpCommParams(EXPERTS, TOP_K, 8, HIDDEN)
     comm = moe_ep.create_communication(
         given, params, ours.LibepConfig(latency_tokens=latency_tokens)
@@ -312,13 +336,14 @@ def run_meetings(device):
                 assert ("libep" in moe_ep.available_communication_backends()) != (rank in broken)
                 with refused(f"RuntimeError run it: rank {broken[0]}: expected a GPU that PyTorch"):
                     moe_ep.create_communication(moe_ep.BootstrapConfig(size, rank), params, "libep")
-    given = moe_ep.BootstrapConfig(size, rank, tcp_store=dist.group.WORLD.get_group_store())
+    store = dist.group.WORLD.get_group_store()
+    given = bootstrap(moe_ep, device, size, rank, tcp_store=store)
     comm = moe_ep.create_communication(given, params, ours.LibepConfig(latency_tokens=0))
     x = torch.ones(2, HIDDEN, dtype=torch.bfloat16, device=device)
     with refused("ORDER "):  # ranks give other bounds
         comm.dispatch(x, torch.zeros(2, TOP_K, device=device).int(), max_tokens_per_rank=4 + rank)
         torch.cuda.synchronize() if device == "cuda" else None
-        comm.combine(torch.ones(size * (4 + rank), HIDDEN, device=device))
+        comm.combine(x.new_ones(size * (4 + rank), HIDDEN))
     comm.destroy()
 
 
