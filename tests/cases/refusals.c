@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/cases/refusals.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 /* A row: a group's name, or a call of the group before it. */
 typedef struct Refusal {
     const char *group, *call, *change;

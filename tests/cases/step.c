@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The tensors of a step, and the whole step. */
-#include <string.h>
-
 #include "tests/cases/step_parts.h"
 
 /* ---- tensors ---- */

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The plan of a step: ep_prepare, and the results of ep_handle_info. */
-#include <string.h>
-
 #include "tests/cases/step_parts.h"
 
 /* Returns the indices in the caller's type. */

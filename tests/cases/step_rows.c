@@ -1,8 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Dispatch, as one call and in phases. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "tests/cases/step_parts.h"
 #include "tests/oracle/expect.h"
 

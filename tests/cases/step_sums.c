@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Combine, as one call and in phases, and the backward calls. */
 #include <math.h>
-#include <string.h>
 
 #include "tests/cases/step_parts.h"
 #include "tests/oracle/expect.h"

@@ -2,8 +2,6 @@
 #include "tests/gpu/device_step.h"
 
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #include "tests/gpu/device_step_layout.h"
@@ -31,11 +29,6 @@ void silence_log(void) {
     setenv("LIBEP_LOG_FILE", "/dev/null", 1);
 }
 
-bool gpu_needs_latency(void) {
-    if (!gpu_has_latency()) check_left_out("this backend has no latency mode");
-    return gpu_has_latency();
-}
-
 EpHandleConfig device_step_config(const Case *c) {
     EpHandleConfig config = case_handle_config(c);
     if (c->layout != EP_LAYOUT_BATCHED) config.max_recv_rows = c->capacity;
@@ -46,9 +39,7 @@ EpHandleConfig device_step_config(const Case *c) {
 
 EpHandle *device_step_handle(EpGroup *group, const Case *c) {
     EpHandleConfig config = device_step_config(c);
-    EpHandle *handle = NULL;
-    CHECK_OK(ep_handle_create(group, &config, &handle));
-    return handle;
+    return open_handle_with(group, &config);
 }
 
 static char *host_copy(size_t bytes) {
@@ -287,7 +278,6 @@ void device_step_check_equal(const DeviceStep *a, const DeviceStep *b, int dots,
 void device_step_run(EpGroup *group, const Case *c, int rank, void *device) {
     DeviceStep gpu;
     EpHandle *handle = device_step_handle(group, c);
-    REQUIRE(handle, "no handle");
     device_step_open(&gpu, group, handle, c, rank, NULL, device);
     device_step_draw(&gpu, c);
     device_step_issue(&gpu, device_step_all(c));

@@ -130,15 +130,15 @@ void device_step_check_equal(const DeviceStep *a, const DeviceStep *b, int dots,
 
 /* ---- groups on GPUs ---- */
 
-/** Create a handle of a case with its static capacity. Returns NULL after a failed check. */
+/** Create a handle of a case with its static capacity. */
 EpHandle *device_step_handle(EpGroup *group, const Case *c);
 /** Returns that handle's configuration. */
 EpHandleConfig device_step_config(const Case *c);
 
 #define CHECK_CUDA(call) check_cuda((call), __FILE__, __LINE__, #call)
-#define REQUIRE_CUDA(call)             \
-    do {                               \
-        if (!CHECK_CUDA(call)) return; \
+#define REQUIRE_CUDA(call)                    \
+    do {                                      \
+        if (!CHECK_CUDA(call)) check_leave(); \
     } while (0)
 bool check_cuda(cudaError_t error, const char *file, int line, const char *call);
 
@@ -152,24 +152,5 @@ double gpu_now(void);
 
 /** Suites' .init: failed groups log a warning. */
 void silence_log(void);
-
-/** A test that makes this call on each of `ranks` ranks: GpuTest(suite, name, ranks, call); */
-#define GpuTest(suite, name, ranks, call) \
-    ThreadTest(suite, name, ranks) {      \
-        call;                             \
-    }                                     \
-    static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg)
-/** Three tests: of one, two and four ranks. */
-#define GpuTests(suite, name, call)    \
-    GpuTest(suite, name##_1, 1, call); \
-    GpuTest(suite, name##_2, 2, call); \
-    GpuTest(suite, name##_4, 4, call)
-
-/** Likewise of latency mode: skipped where the backend has none. */
-#define LatencyTest(suite, name, ranks, call) \
-    GpuTest(suite, name, ranks, if (gpu_needs_latency()) call)
-#define LatencyTests(suite, name, call) GpuTests(suite, name, if (gpu_needs_latency()) call)
-/** Returns whether the backend has latency mode, or skips the test. */
-bool gpu_needs_latency(void);
 
 #endif

@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/gpu/nccl_ep_step.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #include "bindings/nccl_ep/adapter.h"
 #include "tests/gpu/device_step_layout.h"
 
@@ -48,10 +45,10 @@ ncclEpGroupConfig_t nccl_ep_config(const Case *c, int fixed) {
         .num_topk = fixed ? 0 : (unsigned)c->top_k};
 }
 
-bool nccl_ep_open(NcclEpRank *r, const EpBootstrap *harness, const ncclEpGroupConfig_t *config) {
+void nccl_ep_open(NcclEpRank *r, const EpBootstrap *harness, const ncclEpGroupConfig_t *config) {
     r->group = NULL;
-    return nccl_rank_open(&r->rank, harness, 1) &&
-           CHECK_NCCL(ncclEpCreateGroup(&r->group, r->rank.comm, config));
+    nccl_rank_open(&r->rank, harness, 1);
+    REQUIRE(ncclEpCreateGroup(&r->group, r->rank.comm, config) == NCCL_SUCCESS, "no group");
 }
 
 void nccl_ep_close(NcclEpRank *r) {
@@ -397,11 +394,11 @@ void nccl_ep_run(NcclEpStep *s) {
     nccl_ep_step_check(s);
 }
 
-bool nccl_ep_begin(NcclEpRank *rank, NcclEpStep *s, const EpBootstrap *harness, const Case *c) {
+void nccl_ep_begin(NcclEpRank *rank, NcclEpStep *s, const EpBootstrap *harness, const Case *c) {
     ncclEpGroupConfig_t config = nccl_ep_config(c, c->mode != EP_MODE_LATENCY && c->capacity > 0);
-    if (!nccl_ep_open(rank, harness, &config)) return false;
+    nccl_ep_open(rank, harness, &config);
     nccl_ep_step_open(s, rank, c, 2, NULL, 0);
-    return CHECK_NCCL(nccl_ep_create(s));
+    CHECK_NCCL(nccl_ep_create(s));
 }
 
 void nccl_ep_end(NcclEpRank *rank, NcclEpStep *s) {

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Routes of plans: how large they are, and what damage in them leads to. */
 #include <cuda_runtime_api.h>
-#include <string.h>
 
 #include "handles/cuda/handle.h"
 #include "tests/gpu/device_step_layout.h"
@@ -61,7 +60,6 @@ ThreadTest(gpu_routes, sizes, RANKS) {
                                   .max_tokens = TOKENS,
                                   .mode = EP_MODE_LATENCY});
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
         check_sizes(group, (EpLayout)layout);
         int64_t small = plan_bytes(group, (EpLayout)layout, EP_MODE_LATENCY, 32);
@@ -150,7 +148,6 @@ static void run_damaged(const EpBootstrap *bootstrap, EpGroup *group, const Case
 static void run_damages(const EpBootstrap *bootstrap, Case c, EpRouteForm form) {
     c = case_complete(c);
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     for (int damage = 0; damage < DAMAGES; damage++)
         run_damaged(bootstrap, group, &c, form, (Damage)damage);
     ep_group_destroy(group);
@@ -180,6 +177,4 @@ ThreadTest(gpu_routes, damaged_flat_routes, 2) {
     run_damages(bootstrap, c, EP_ROUTES_FLAT);
 }
 
-ThreadTest(gpu_routes, damaged_dense_routes, 2) {
-    run_damages(bootstrap, damaged, EP_ROUTES_DENSE);
-}
+RankTest(gpu_routes, damaged_dense_routes, 2, run_damages(bootstrap, damaged, EP_ROUTES_DENSE));

@@ -2,7 +2,6 @@
 /* Wrong arguments of ep_prepare and of the calls that create handles: refusals.def, and calls that
  * it cannot say. */
 #include <stddef.h>
-#include <string.h>
 
 #include "tests/cases/fixture.h"
 

@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What sharded weights refuse: statuses, sentences, untouched outputs; ranks that disagree, leave
  * or abort. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "ep/ep_weight.h"
 #include "tests/cases/refusals.h"
 #include "tests/harness/threads.h"
@@ -432,15 +429,9 @@ static void absent(const EpBootstrap *bootstrap, int refused, int goes) {
     close_arguments(a);
 }
 
-ThreadTest(handles_weight_arguments, absent_rank, 2) {
-    absent(bootstrap, 0, 0);
-}
-ThreadTest(handles_weight_arguments, refused_rank, 2) {
-    absent(bootstrap, 1, 0);
-}
-ThreadTest(handles_weight_arguments, refused_rank_goes, 2) {
-    absent(bootstrap, 1, 1);
-}
+RankTest(handles_weight_arguments, absent_rank, 2, absent(bootstrap, 0, 0));
+RankTest(handles_weight_arguments, refused_rank, 2, absent(bootstrap, 1, 0));
+RankTest(handles_weight_arguments, refused_rank_goes, 2, absent(bootstrap, 1, 1));
 
 /* Rank 3 of a mesh is absent from a gather or a reduce. A group numbers its own ranks, so its
  * sentences say which ranks of the mesh they are. */
@@ -479,14 +470,11 @@ static void absent_from_a_part(const EpBootstrap *bootstrap, int reduces) {
     ep_mesh_comm_destroy(comm);
 }
 
-ThreadTest(handles_weight_arguments, absent_from_a_part_of_the_mesh, 4) {
-    absent_from_a_part(bootstrap, 0);
-}
+RankTest(handles_weight_arguments, absent_from_a_part_of_the_mesh, 4,
+         absent_from_a_part(bootstrap, 0));
 /* Ranks that keep the same shard divide its sum. All others name the absent rank, also those that
  * only wait for sums. */
-ThreadTest(handles_weight_arguments, absent_from_a_divided_sum, 4) {
-    absent_from_a_part(bootstrap, 1);
-}
+RankTest(handles_weight_arguments, absent_from_a_divided_sum, 4, absent_from_a_part(bootstrap, 1));
 
 ThreadTest(handles_weight_arguments, abort, 2) {
     Arguments *a = open_arguments(bootstrap);

@@ -1,9 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sharded weights against the oracle: gathered in all forms, gradients reduced, amaxes. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
 #include "tests/oracle/number.h"
@@ -413,13 +409,8 @@ static void check_random(const EpBootstrap *bootstrap, uint64_t seed) {
     }
 }
 
-ThreadTest(handles_weights, random_meshes, 8) {
-    check_random(bootstrap, 4711);
-}
-
-ThreadTest(handles_weights, random_meshes_of_four, 4) {
-    check_random(bootstrap, 4712);
-}
+RankTest(handles_weights, random_meshes, 8, check_random(bootstrap, 4711));
+RankTest(handles_weights, random_meshes_of_four, 4, check_random(bootstrap, 4712));
 
 ThreadTest(handles_weights, random_meshes_with_a_tiny_stage, 8) {
     HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs");
