@@ -10,7 +10,7 @@
 
 #define WHY "the watchdog has had enough"
 
-TestSuite(gpu_abort, .init = silence_log);
+TestSuite(gpu_abort, .init = be_quiet);
 
 static void *abort_main(void *group) {
     return ep_group_abort(group, WHY) == EP_OK ? group : NULL;
@@ -50,7 +50,7 @@ static void aborted(const EpBootstrap *bootstrap, EpMode mode, StepOp op) {
     FailingGroup failing;
     Case c = failing_case(bootstrap->size, mode);
     failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT);
-    double begin = gpu_now();
+    double begin = seconds_now();
     if (bootstrap->rank != failing.absent) {
         EpStatus expected = bootstrap->rank ? EP_ERR_PEER : EP_ERR_ABORTED;
         enqueue(&failing, op);
@@ -110,7 +110,7 @@ static void abort_while_freeing(const EpBootstrap *bootstrap, StepOp op) {
     open_on_nodes(&failing, bootstrap);
     CHECK_CUDA(cudaHostAlloc(&freeing.memory, 64, 0));
     CHECK_CUDA(cudaGetDevice(&freeing.device));
-    double begin = gpu_now();
+    double begin = seconds_now();
     if (bootstrap->rank != failing.absent) {
         CHECK_OK(device_step_try(&failing.gpu, op));
         REQUIRE(!pthread_create(&thread, NULL, free_main, &freeing), "no thread");
@@ -131,9 +131,9 @@ static void abort_while_freeing(const EpBootstrap *bootstrap, StepOp op) {
 }
 
 RankTest(gpu_abort, of_dispatch_while_memory_is_freed_2, 2,
-        abort_while_freeing(bootstrap, STEP_DISPATCH));
+         abort_while_freeing(bootstrap, STEP_DISPATCH));
 RankTest(gpu_abort, of_prepare_while_memory_is_freed_2, 2,
-        abort_while_freeing(bootstrap, STEP_PREPARE));
+         abort_while_freeing(bootstrap, STEP_PREPARE));
 
 /* ---- that hangs ---- */
 
@@ -156,12 +156,12 @@ ThreadTest(gpu_abort, hangs_2, 2) {
     FailingGroup failing;
     pthread_t thread;
     open_on_nodes(&failing, bootstrap);
-    double begin = gpu_now();
+    double begin = seconds_now();
     if (bootstrap->rank != failing.absent) {
         CHECK_OK(device_step_try(&failing.gpu, STEP_DISPATCH));
         REQUIRE(!pthread_create(&thread, NULL, hang_main, failing.group), "no thread");
         CHECK_CUDA(cudaStreamSynchronize(failing.gpu.stream));
-        CHECK(gpu_now() - begin < HANGS_SECONDS, "kernels waited for the abort");
+        CHECK(seconds_now() - begin < HANGS_SECONDS, "kernels waited for the abort");
         CHECK_REFUSED(ep_group_status(failing.group, NULL), EP_ERR_ABORTED, "aborted", WHY);
         pthread_join(thread, NULL);
     } else {

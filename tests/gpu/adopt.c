@@ -2,7 +2,7 @@
 /* Windows of a lent communicator that the caller has made: rows are stored in them as the oracle
  * says, a sender that does not know a window fails the group, and wrong arguments are refused. */
 #include "tests/gpu/communicator.h"
-#include "tests/gpu/device_step_layout.h"
+#include "tests/gpu/device_step.h"
 #include "tests/gpu/failing.h"
 
 enum { PAGE = 4096 };
@@ -10,7 +10,7 @@ enum { PAGE = 4096 };
 /* Failed groups log a warning. NCCL tells where a window begins from 2.29 on; the emulated one
  * takes its version from the environment. */
 static void set_up_old(void) {
-    silence_log();
+    be_quiet();
     gpu_reserve((size_t)320 << 20);
 }
 
@@ -222,8 +222,7 @@ RankTest(gpu_adopt, while_operations_run_4, 4, while_operations_run(bootstrap));
 
 /* Check that no receive row that rank 0 fills was written. */
 static void check_nothing_from_rank_0(const DeviceStep *gpu) {
-    CHECK_CUDA(cudaMemcpy(gpu->got, gpu->device + device_step_inputs_size(&gpu->c),
-                          device_step_outputs_size(&gpu->c), cudaMemcpyDefault));
+    device_step_fetch(gpu);
     Image got = device_step_image(gpu, gpu->got, OUT_TOKENS);
     Image before = device_step_image(gpu, gpu->poison, OUT_TOKENS);
     const RankWorld *me = device_step_rank(gpu);
@@ -261,7 +260,7 @@ static void unknown_to_rank_0(const EpBootstrap *bootstrap, Unknown how) {
     device_step_issue(&gpu, STEP_PREPARE);
     device_step_check(&gpu);
     meet(&l);
-    double begin = gpu_now();
+    double begin = seconds_now();
     CHECK_OK(device_step_try(&gpu, STEP_DISPATCH));
     CHECK_CUDA(cudaStreamSynchronize(l.rank.stream));
     failing_check_soon(begin);

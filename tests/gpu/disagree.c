@@ -5,7 +5,7 @@
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
-TestSuite(gpu_latency_faults, .init = silence_log);
+TestSuite(gpu_latency_faults, .init = be_quiet);
 
 /** What else is different where a rank deviates. */
 typedef enum Change {
@@ -57,7 +57,7 @@ static void open_changed(FailingGroup *failing, Change change, DeviceStep *odd) 
  * those of latency mode also other sizes. */
 static void check_disagree(const FailingGroup *failing, const DeviceStep *gpu, unsigned ops,
                            Change change) {
-    double begin = gpu_now();
+    double begin = seconds_now();
     int throughput = failing->gpu.c.mode == EP_MODE_THROUGHPUT;
     EpStatus also = throughput ? EP_ERR_ORDER : EP_ERR_MISMATCH;
     EpStatus status = device_step_try(gpu, (StepOp)(ops & -ops));

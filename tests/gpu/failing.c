@@ -38,7 +38,7 @@ void failing_open_plain(FailingGroup *failing, const EpBootstrap *bootstrap, dou
 }
 
 void failing_close(FailingGroup *failing) {
-    double begin = gpu_now();
+    double begin = seconds_now();
     ep_group_destroy(failing->group);
     failing_check_soon(begin);
     device_step_close(&failing->gpu);
@@ -54,7 +54,7 @@ void failing_call(const DeviceStep *gpu, unsigned ops, EpStatus expected) {
 }
 
 void failing_check_soon(double begin) {
-    CHECK(gpu_now() - begin < FAILING_LIMIT, "it took %.1f s", gpu_now() - begin);
+    CHECK(seconds_now() - begin < FAILING_LIMIT, "it took %.1f s", seconds_now() - begin);
 }
 
 void failing_check_refuses(const FailingGroup *failing, EpStatus status, const char *part) {

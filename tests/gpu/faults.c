@@ -10,10 +10,10 @@
 #define MOVES (STEP_DISPATCH | STEP_COMBINE | STEP_BACKWARD)
 
 /* Waits that expire take seconds, so some suites of them run side by side. */
-TestSuite(gpu_faults, .init = silence_log);
-TestSuite(gpu_late_dispatch, .init = silence_log);
-TestSuite(gpu_late_combine, .init = silence_log);
-TestSuite(gpu_late_weights, .init = silence_log);
+TestSuite(gpu_faults, .init = be_quiet);
+TestSuite(gpu_late_dispatch, .init = be_quiet);
+TestSuite(gpu_late_combine, .init = be_quiet);
+TestSuite(gpu_late_weights, .init = be_quiet);
 
 static int is_absent(const FailingGroup *failing) {
     return failing->gpu.step.rank == failing->absent;
@@ -53,10 +53,11 @@ static void check_blames(const FailingGroup *failing, const char *phase) {
 
 static void check_times_out(const FailingGroup *failing, const Stop *s) {
     if (failing->gpu.step.rank > 0) usleep((useconds_t)(1e6 * s->later));
-    double begin = gpu_now();
+    double begin = seconds_now();
     failing_call(&failing->gpu, s->ops, EP_ERR_TIMEOUT);
     failing_call(&failing->gpu, ops_behind(failing), EP_ERR_TIMEOUT);
-    CHECK(gpu_now() - begin > 0.8 * FAILING_TIMEOUT, "gave up after %.2f s", gpu_now() - begin);
+    CHECK(seconds_now() - begin > 0.8 * FAILING_TIMEOUT, "gave up after %.2f s",
+          seconds_now() - begin);
     failing_check_soon(begin);
     check_blames(failing, s->phase);
 }
@@ -121,7 +122,7 @@ LatencyTest(gpu_late_weights, send_phase_2, 2,
 /* Whoever times out first, all blame the absent rank. */
 static void check_blames_absent(const FailingGroup *failing) {
     EpFinding found = EP_FINDING_INIT;
-    double begin = gpu_now();
+    double begin = seconds_now();
     failing_call(&failing->gpu, STEP_COMBINE, EP_OK);
     failing_check_soon(begin);
     EpStatus status = ep_group_status(failing->group, &found);
@@ -217,7 +218,7 @@ static void overwrite_plan(FailingGroup *failing) {
 static void check_overwritten(FailingGroup *failing, unsigned ops) {
     char blamed[48];
     EpStatus expected = is_absent(failing) ? EP_ERR_NOT_PREPARED : EP_ERR_PEER;
-    double begin = gpu_now();
+    double begin = seconds_now();
     snprintf(blamed, sizeof(blamed), "rank %d", failing->absent);
     failing_call(&failing->gpu, ops, expected);
     failing_check_soon(begin);
@@ -281,7 +282,7 @@ ThreadTest(gpu_faults, more_experts_than_there_is_room, 1) {
     const char *warning = strstr(log, "warn: rank 0: AUTO takes the host backend although a GPU is "
                                       "present: expected a GPU whose blocks have");
     CHECK(warning && !strstr(warning + 20, "libep: warn:"), "%s", log);
-    silence_log();
+    be_quiet();
     unlink(path), close(fd);
     /* The most that fit on an H100. */
     config.num_experts = 5400, config.backend = EP_BACKEND_CUDA;

@@ -3,7 +3,7 @@
 #include "tests/gpu/communicator.h"
 #include "tests/gpu/failing.h"
 
-TestSuite(gpu_nccl_bootstrap, .init = silence_log);
+TestSuite(gpu_nccl_bootstrap, .init = be_quiet);
 
 /* One rank's communicator and bootstrap. */
 typedef struct Framework {
@@ -190,10 +190,10 @@ static void absent(const EpBootstrap *harness, int blocking) {
     REQUIRE_OK(ep_bootstrap_nccl(f.rank.comm, &second));
     check_gather(b, 10); /* connects the ranks, for which a blocking communicator has no deadline */
     if (b->rank < b->size - 1) {
-        double begin = gpu_now();
+        double begin = seconds_now();
         CHECK_REFUSED(ep_group_create(b, &config, &group), EP_ERR_TIMEOUT, "ncclAllGather",
                       missing_words(b));
-        CHECK(gpu_now() - begin > 1.8, "after %.2f s", gpu_now() - begin);
+        CHECK(seconds_now() - begin > 1.8, "after %.2f s", seconds_now() - begin);
         CHECK_REFUSED(b->barrier(b->context, 60), EP_ERR_TIMEOUT, missing_words(b));
         CHECK_REFUSED(second.barrier(second.context, 60), EP_ERR_TIMEOUT, missing_words(b));
         failing_check_soon(begin);
@@ -225,7 +225,7 @@ static void departed(const EpBootstrap *harness, int destroys_at_once) {
     Case c = failing_case(harness->size, EP_MODE_THROUGHPUT);
     failing_open(&failing, &f.bootstrap, &c, 2);
     if (harness->rank != failing.absent) {
-        double begin = gpu_now();
+        double begin = seconds_now();
         if (!destroys_at_once) check_departed(ep_mem_alloc(failing.group, 4096, &memory), harness);
         ep_group_destroy(failing.group);
         failing_check_soon(begin);

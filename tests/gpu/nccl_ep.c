@@ -11,7 +11,7 @@ enum { FULL = 2 }; /* every eighth step from this one on has all its tokens */
 /* Refusals are printed to stderr. NCCL tells where a window begins from 2.29 on, and where its
  * parts are from 2.30 on; the emulated one takes its version from the environment. */
 static void set_up_old(void) {
-    silence_log();
+    be_quiet();
     gpu_reserve((size_t)640 << 20);
 }
 
@@ -105,10 +105,10 @@ static void run_steps(const EpBootstrap *bootstrap, Case c, Steps steps) {
 #define TRAINING nccl_ep_training_case(bootstrap->size)
 
 RankTest(gpu_nccl_ep, exact_sizes, 2,
-        run_steps(bootstrap, TRAINING, (Steps){.count = 4, .exact = 1}));
+         run_steps(bootstrap, TRAINING, (Steps){.count = 4, .exact = 1}));
 RankTest(gpu_nccl_ep, flat_local_ids, 2,
-        run_steps(bootstrap, nccl_ep_flat_case(TRAINING, EP_TAIL_KEEP),
-                  (Steps){.count = 3, .exact = 1}));
+         run_steps(bootstrap, nccl_ep_flat_case(TRAINING, EP_TAIL_KEEP),
+                   (Steps){.count = 3, .exact = 1}));
 
 /* With static sizes a flat row that no token fills is told by its ids. */
 ThreadTest(gpu_nccl_ep, flat_global_ids_and_tail, 2) {

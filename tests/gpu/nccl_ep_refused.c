@@ -3,7 +3,7 @@
  * nodes. */
 #include "bindings/nccl_ep/adapter.h"
 #include "handles/handle.h"
-#include "tests/gpu/device_step_layout.h"
+#include "tests/gpu/device_step.h"
 #include "tests/gpu/nccl_ep_step.h"
 #include "tests/harness/ranked.h"
 

@@ -3,7 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "handles/cuda/handle.h"
-#include "tests/gpu/device_step_layout.h"
+#include "tests/gpu/device_step.h"
 #include "tests/harness/random.h"
 
 TestSuite(gpu_routes);
@@ -108,9 +108,7 @@ static void spoil(const EpCudaPlan *plan, const Case *c, Damage damage, Random *
 
 /* Check the guards of all outputs; what lies between them may be anything. */
 static void check_guards(const DeviceStep *gpu) {
-    CHECK_CUDA(cudaDeviceSynchronize());
-    CHECK_CUDA(cudaMemcpy(gpu->got, gpu->device + device_step_inputs_size(&gpu->c),
-                          device_step_outputs_size(&gpu->c), cudaMemcpyDefault));
+    device_step_fetch(gpu);
     memcpy(gpu->expected, gpu->poison, device_step_outputs_size(&gpu->c));
     for (int i = 0; i < STEP_OUTPUTS; i++) {
         Image got = device_step_image(gpu, gpu->got, (StepOutput)i);

@@ -29,7 +29,7 @@ static void fail_to_split(const EpBootstrap *harness, int blocking, int bootstra
     ep_group_config_set_nccl(&config, rank.comm);
     config.timeout_seconds = FAILING_TIMEOUT;
     set_on_ranks(harness, "EMULATED_SPLIT_FAILS", "1");
-    double begin = gpu_now();
+    double begin = seconds_now();
     CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), expected, "ncclCommSplit");
     CHECK(!group, "a group was made");
     if (bootstraps) CHECK_REFUSED(lent.barrier(lent.context, 60), expected, "ncclCommSplit");
@@ -49,8 +49,8 @@ static void fail_to_connect(const EpBootstrap *bootstrap) {
     Case c = failures_case(bootstrap, "2");
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
-    double begin = gpu_now();
-    silence_log();
+    double begin = seconds_now();
+    be_quiet();
     config.timeout_seconds = FAILING_TIMEOUT;
     set_on_ranks(bootstrap, "EMULATED_CONNECT_FAILS", "1");
     EpStatus status = ep_group_create(bootstrap, &config, &group);
@@ -114,7 +114,7 @@ static int create_departing(const EpBootstrap *harness, int calls, int borrows) 
     EpGroupConfig config = case_group_config(&c);
     config.timeout_seconds = 0.5;
     if (borrows) ep_group_config_set_nccl(&config, rank.comm);
-    double begin = gpu_now();
+    double begin = seconds_now();
     EpStatus status = ep_group_create(&own, &config, &group);
     check_note("the last of %d calls", calls);
     CHECK(status == EP_OK || status == (own.rank == 1 ? EP_ERR_BOOTSTRAP : EP_ERR_TIMEOUT),
