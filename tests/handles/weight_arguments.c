@@ -23,7 +23,7 @@ static EpMeshComm *connect(const EpBootstrap *world, const char *text, double se
     EpMesh mesh = mesh_of(text);
     EpMeshCommConfig config = comm_config(seconds);
     EpMeshComm *comm = NULL;
-    CHECK_OK(ep_mesh_comm_create(world, &mesh, &config, &comm));
+    REQUIRE_OK(ep_mesh_comm_create(world, &mesh, &config, &comm));
     return comm;
 }
 
@@ -90,27 +90,10 @@ typedef struct Configured {
     EpWeight *out;
 } Configured;
 
-static void reset_config(void *context, const char *call) {
-    Configured *c = context;
-    EpMesh mesh = mesh_of(MESH);
-    (void)call;
-    c->config = weight_config(&mesh, "expert,fsdp,_"), c->out = NULL;
-}
-
-static Part find_config(void *context, const char *call, const char *name) {
-    (void)call, (void)name;
-    return PART(config_fields, &((Configured *)context)->config);
-}
-
 static EpStatus create_configured(void *context, const char *call) {
     Configured *c = context;
     (void)call;
     return ep_weight_create(c->comm, &c->config, &c->out);
-}
-
-static void check_no_weight(void *context, const char *call) {
-    (void)call;
-    CHECK(!((Configured *)context)->out, "a refused call has changed the output");
 }
 
 /* Specs, which refusals.def cannot say. */
@@ -127,19 +110,15 @@ static void check_spec_refused(EpMeshComm *comm, int wrong, const char *spec, Ep
 
 ThreadTest(handles_weight_arguments, configurations, 2) {
     int wrong = bootstrap->rank == 1;
-    Configured c = {.comm = connect(bootstrap, MESH, 30)};
-    REQUIRE(c.comm, "no communicator");
+    EpMesh mesh = mesh_of(MESH);
+    Configured c = {connect(bootstrap, MESH, 30), weight_config(&mesh, "expert,fsdp,_"), NULL};
+    const Member members[] = {MEMBER("", config_fields, Configured, config)};
     check_refusals("weight_config",
-                   &(Subject){.reset = reset_config,
-                              .find = find_config,
-                              .call = create_configured,
-                              .check = check_no_weight,
-                              .is_bystander = !wrong},
+                   &(Subject){members, 1, sizeof(c), create_configured, .is_bystander = !wrong},
                    &c);
     check_spec_refused(c.comm, wrong, "(fsdp,expert),_,_", EP_ERR_UNSUPPORTED, "(fsdp,expert)");
     check_spec_refused(c.comm, wrong, "expert,fsdp,_,_", EP_ERR_NDIM,
                        "at most 3 dimensions, got 4");
-    reset_config(&c, "");
     CHECK_REFUSED(ep_weight_create(c.comm, &c.config, wrong ? NULL : &c.out),
                   wrong ? EP_ERR_NULL : EP_ERR_PEER, "out");
     CHECK_REFUSED(ep_weight_create(NULL, &c.config, &c.out), EP_ERR_NULL, "comm");
@@ -161,7 +140,6 @@ ThreadTest(handles_weight_arguments, largest_weights, 2) {
                                         {0, (int64_t)1 << 47, 2}};
     EpMesh mesh = mesh_of(MESH);
     EpMeshComm *comm = connect(bootstrap, MESH, 30);
-    REQUIRE(comm, "no communicator");
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++)
         for (int form = 0; form < 4; form++) {
             EpWeightConfig config =
@@ -186,7 +164,6 @@ ThreadTest(handles_weight_arguments, ranks_disagree, 2) {
     int other = bootstrap->rank == 1;
     EpMesh mesh = mesh_of(MESH);
     EpMeshComm *comm = connect(bootstrap, MESH, 30);
-    REQUIRE(comm, "no communicator");
     EpWeightConfig good = weight_config(&mesh, "expert,fsdp,_"), mine = good;
     if (other) mine.name = "w2";
     check_mismatch(comm, &mine, "config.name", "got w1 on rank 0 and w2 on rank 1");
@@ -303,7 +280,6 @@ ThreadTest(handles_weight_arguments, gathers_and_reduces, 2) {
                                     .call = call_weight,
                                     .check = check_outputs};
     Arguments *a = open_arguments(bootstrap);
-    REQUIRE(a->weight, "no weight");
     check_refusals("weight", &subject, a);
     a->quantised = 1;
     check_refusals("weight_quantised", &subject, a);
@@ -333,7 +309,6 @@ ThreadTest(handles_weight_arguments, amaxes, 2) {
     EpWeightConfig config = weight_config(&mesh, "_,fsdp,_");
     EpWeight *outside = NULL;
     float numbers[4] = {1, 2, 3, 4};
-    REQUIRE(a->weight, "no weight");
     config.kind = EP_TENSOR_WEIGHT, config.name = "w2";
     CHECK_OK(ep_weight_create(a->comm, &config, &outside));
     EpTensor amax = ep_tensor_1d(numbers, EP_TYPE_FP32, 4), one = amax, odd = amax;
@@ -370,7 +345,6 @@ static EpStatus finish(EpMeshComm *comm, EpStatus status) {
 ThreadTest(handles_weight_arguments, forms_differ, 2) {
     int other = bootstrap->rank == 1;
     Arguments *a = open_arguments(bootstrap);
-    REQUIRE(a->weight, "no weight");
     a->form.quant = EP_QUANT_FP8, a->form.transposed = other;
     a->tensor[OUT] = ep_tensor_3d(a->full, EP_TYPE_FP8_E4M3, 4, other ? 8 : 6, other ? 6 : 8);
     a->tensor[SCALES] = ep_tensor_3d(a->scales + 4, EP_TYPE_FP32, 4, other ? 8 : 6, 1);
@@ -392,7 +366,6 @@ ThreadTest(handles_weight_arguments, order, 2) {
     EpWeight *first = a->weight, *second = NULL;
     config.name = "w2";
     CHECK_OK(ep_weight_create(a->comm, &config, &second));
-    REQUIRE(second, "no weight");
     CHECK_OK(ep_mesh_comm_status(a->comm));
     if (bootstrap->rank) a->weight = second;
     CHECK_REFUSED(finish(a->comm, gather(a)), EP_ERR_ORDER, "weight gather", "weight differs");
@@ -409,7 +382,6 @@ static void absent(const EpBootstrap *bootstrap, int refused, int goes) {
     Arguments *a = open_arguments(bootstrap);
     ep_mesh_comm_destroy(a->comm);
     a->comm = connect(bootstrap, MESH, goes ? 60 : 1.5);
-    REQUIRE(a->comm, "no communicator");
     CHECK_OK(ep_weight_create(a->comm, &config, &a->weight));
     if (bootstrap->rank && refused) {
         a->given[SHARD] = NULL;
@@ -442,7 +414,6 @@ static void absent_from_a_part(const EpBootstrap *bootstrap, int reduces) {
     static _Thread_local _Alignas(64) char shard[192], full[FULL], reduced[FULL], space[8192];
     config.kind = EP_TENSOR_WEIGHT;
     EpMeshComm *comm = connect(bootstrap, "data=2,fsdp=2", 1.5);
-    REQUIRE(comm, "no communicator");
     CHECK_OK(ep_weight_create(comm, &config, &weight));
     EpTensor in = ep_tensor_3d(shard, EP_TYPE_BF16, 4, 3, 8);
     EpTensor whole = ep_tensor_3d(full, EP_TYPE_BF16, 4, 6, 8);
@@ -478,7 +449,6 @@ RankTest(handles_weight_arguments, absent_from_a_divided_sum, 4, absent_from_a_p
 
 ThreadTest(handles_weight_arguments, abort, 2) {
     Arguments *a = open_arguments(bootstrap);
-    REQUIRE(a->weight, "no weight");
     CHECK_REFUSED(ep_mesh_comm_abort(a->comm, NULL), EP_ERR_NULL, "sentence");
     if (bootstrap->rank == 1) CHECK_OK(ep_mesh_comm_abort(a->comm, "the optimizer ran out"));
     CHECK_REFUSED(finish(a->comm, gather(a)), bootstrap->rank ? EP_ERR_ABORTED : EP_ERR_PEER,

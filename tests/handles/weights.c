@@ -50,14 +50,14 @@ static EpMeshComm *connect(const EpBootstrap *world, const EpMesh *mesh) {
     EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
     EpMeshComm *comm = NULL;
     config.backend = TEST_BACKEND, config.timeout_seconds = DEADLINE;
-    CHECK_OK(ep_mesh_comm_create(world, mesh, &config, &comm));
+    REQUIRE_OK(ep_mesh_comm_create(world, mesh, &config, &comm));
     return comm;
 }
 
 static Rank open_rank(const EpBootstrap *world, EpMeshComm *comm, const Sharded *s) {
     EpWeightConfig config = config_of(s);
     Rank r = {.world = world, .s = s, .comm = comm};
-    CHECK_OK(ep_weight_create(comm, &config, &r.weight));
+    REQUIRE_OK(ep_weight_create(comm, &config, &r.weight));
     r.stored = sharded_stored(s, world->rank);
     r.used = sharded_used(s, world->rank);
     r.shard = guarded(sharded_elements(&r.stored) * (int64_t)ep_type_bytes(s->type));
@@ -251,7 +251,6 @@ static void check_given(const EpBootstrap *world, const Given *given, int nodes)
     CHECK_OK(ep_mesh_parse(given->mesh, &mesh));
     CHECK_OK(ep_spec_parse(&mesh, given->spec, &s.spec));
     EpMeshComm *comm = connect(world, &mesh);
-    REQUIRE(comm, "no communicator");
     Rank r = open_rank(world, comm, &s);
     check_note("%s, %s", given->mesh, given->spec);
     check_rest(&r);
@@ -397,9 +396,7 @@ static void check_random(const EpBootstrap *bootstrap, uint64_t seed) {
         CHECK_OK(ep_spec_format(&mesh, &s.spec, text, sizeof(text)));
         check_note("seed %llu, trial %d: %s", (unsigned long long)seed, i, text);
         EpMeshComm *comm = connect(bootstrap, &mesh);
-        REQUIRE(comm, "no communicator");
         Rank r = open_rank(bootstrap, comm, &s);
-        REQUIRE(r.weight, "no weight");
         check_rest(&r);
         check_form(&r, (EpQuant)(2 + random_below(&random, 4)), EP_BLOCKS_ROWS,
                    (int)random_below(&random, 2));

@@ -38,41 +38,20 @@ typedef struct Configured {
     EpGroupMemory memory;
 } Configured;
 
-static void reset_config(void *context, const char *call) {
-    Configured *c = context;
-    (void)call;
-    *c = (Configured){c->bootstrap, plain_config(1), NULL, EP_GROUP_MEMORY_INIT};
-}
-
-static Part find_config(void *context, const char *call, const char *name) {
-    (void)call, (void)name;
-    return PART(config_fields, &((Configured *)context)->config);
-}
-
 static EpStatus call_with_config(void *context, const char *call) {
     Configured *c = context;
     return strcmp(call, "ep_group_create") ? ep_group_memory(&c->config, 2, &c->memory)
                                            : ep_group_create(c->bootstrap, &c->config, &c->group);
 }
 
-static void check_config_outputs(void *context, const char *call) {
-    const Configured *c = context;
-    (void)call;
-    CHECK(!c->group && !c->memory.feasible && !c->memory.shared_bytes, "outputs were written");
-}
-
 ThreadTest(runtime_group, wrong_configurations, 1) {
     static const char *const calls[] = {"ep_group_create", "ep_group_memory", NULL};
-    static const Subject subject = {.reset = reset_config,
-                                    .find = find_config,
-                                    .call = call_with_config,
-                                    .check = check_config_outputs,
+    static const Member members[] = {MEMBER("", config_fields, Configured, config)};
+    static const Subject subject = {members, 1, sizeof(Configured), call_with_config,
                                     .calls = calls};
-    Configured c = {.bootstrap = bootstrap};
+    Configured c = {bootstrap, plain_config(1), NULL, EP_GROUP_MEMORY_INIT};
     check_refusals("group_config", &subject, &c);
-    reset_config(&c, "");
-    CHECK_OK(ep_group_create(bootstrap, &c.config, &c.group));
-    ep_group_destroy(c.group);
+    ep_group_destroy(open_group_with(bootstrap, &c.config));
 }
 
 /* Structs may have grown more than once: every size between the first version's and today's is that
