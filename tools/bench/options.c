@@ -296,9 +296,6 @@ static bool validate_together(const Options *o) {
         return bench_refuse("--capacity: expected --layout expert or flat, got --layout %s, whose "
                             "size is fixed",
                             layout->name);
-    if (!layout->has_throughput && o->mode == EP_MODE_THROUGHPUT)
-        return bench_refuse("--layout %s: expected --mode latency or auto, got --mode throughput",
-                            layout->name);
     if (o->baseline && o->run.threads)
         return bench_refuse("--baseline: expected MPI ranks (mpirun), got --threads %lld",
                             (long long)o->run.threads);
