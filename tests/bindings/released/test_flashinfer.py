@@ -17,6 +17,8 @@ from wheels import RELEASES, unpack
 
 need("flashinfer-python")
 
+PROGRAM = "test_flashinfer.py"  # of the ranks
+
 EXPERTS, TOP_K, HIDDEN = 12, 3, 128
 
 

@@ -25,6 +25,8 @@ from wheels import RELEASES, unpack
 
 need("sglang")
 
+PROGRAM = "test_sglang.py"  # of the ranks
+
 EXPERTS, TOP_K, HIDDEN, BLOCK = 12, 3, 512, 128
 MOE = "sglang.srt.layers.moe"
 REAL = {
