@@ -177,7 +177,13 @@ class Buffer:
             previous_event.event.current_stream_wait()
         made = _layout.count(topk_idx, num_experts, self.group_size)
         event = EventOverlap(EventHandle() if async_finish else None)
-        return made.num_tokens_per_rank, None, made.num_tokens_per_expert, made.is_token_in_rank, event
+        return (
+            made.num_tokens_per_rank,
+            None,
+            made.num_tokens_per_expert,
+            made.is_token_in_rank,
+            event,
+        )
 
     def dispatch(
         self,
@@ -362,7 +368,7 @@ class Buffer:
         _checks.dispatch_numbers(expert_alignment, 0)
         _refuse_capture("dispatch_rows: expected another call", x)
 
-        def body() -> tuple[_normal.Sent, tuple[Optional[Tensor], ...]]:
+        def body() -> Used:
             sent = _normal.dispatch(
                 self._groups,
                 x,
@@ -376,7 +382,7 @@ class Buffer:
                 num_sms,
                 quant,
             )
-            return sent, (x, topk_idx, topk_weights, *sent[:4])
+            return Used(sent, (x, topk_idx, topk_weights), sent[:4])
 
         sent, event = self._lane.run(x.device, previous_event, async_finish, body)
         return sent, event
