@@ -37,8 +37,7 @@ static EpBootstrap next_wrapped(const EpBootstrap *bootstrap, Wrapped *wrapped) 
 
 /* Create a group; returns the status of ep_group_create. */
 static EpStatus create_group(const EpBootstrap *own, EpBackend backend, EpGroup **out) {
-    Case c = case_complete(case_of("ranks=%d", RANKS));
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(RANKS);
     config.timeout_seconds = DEADLINE, config.backend = backend;
     return ep_group_create(own, &config, out);
 }

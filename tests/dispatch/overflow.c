@@ -86,11 +86,10 @@ static void override(const EpBootstrap *bootstrap, const char *of_group, const c
     Case other = case_complete(case_of("ranks=2 spread=full %s", of_group));
     EpHandleConfig config = case_handle_config(&c);
     EpGroup *group = open_group(bootstrap, &other);
-    EpHandle *handle = NULL;
     World *world = world_new(&c);
     config.overflow = c.overflow;
     config.alignment = c.alignment, config.top_k = c.top_k;
-    CHECK_OK(ep_handle_create(group, &config, &handle));
+    EpHandle *handle = open_handle_with(group, &config);
     Step step = {group, handle, world, bootstrap->rank, NULL};
     if (handle) step_all(&step);
     close_step(&step);

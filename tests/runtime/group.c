@@ -58,7 +58,6 @@ ThreadTest(runtime_group, wrong_configurations, 1) {
  * of some version. */
 ThreadTest(runtime_group, structs_of_all_versions, 1) {
     EpGroupConfig config = plain_config(1);
-    EpGroup *group = NULL;
     config.struct_size = offsetof(EpGroupConfig, mode);
     config.mode = (EpMode)-77;
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
@@ -66,7 +65,7 @@ ThreadTest(runtime_group, structs_of_all_versions, 1) {
     CHECK_OK(ep_group_memory(&config, 1, &memory));
     CHECK(memory.feasible, "%s", memory.reason);
     CHECK_OK(ep_max_recv_rows(&config, 1, 0, EP_LAYOUT_FLAT, 0, &rows));
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     for (size_t size = offsetof(EpGroupInfo, device); size <= sizeof(EpGroupInfo); size++) {
         union {
             EpGroupInfo info;
@@ -315,23 +314,19 @@ ThreadTest(runtime_group, memory_as_promised, 2) {
 
 ThreadTest(runtime_group, a_communicator_on_the_host_backend, 1) {
     EpGroupConfig config = plain_config(1);
-    EpGroup *group = NULL;
     config.backend = EP_BACKEND_HOST;
     config.nccl_comm = &config;
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "NCCL");
-    CHECK(group == NULL, "a group was made");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_UNSUPPORTED, "NCCL");
 }
 
 /* AUTO becomes an available backend, and the group can be created. */
 ThreadTest(runtime_group, backend_auto, 2) {
-    Case c = case_complete((Case){.ranks = 2});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(2);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     config.backend = EP_BACKEND_AUTO;
     CHECK_OK(ep_group_memory(&config, 2, &memory));
-    EpGroup *group = NULL;
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     CHECK_OK(ep_group_query(group, &info));
     CHECK(info.backend == memory.backend, "%d", (int)info.backend);
     ep_group_destroy(group);
