@@ -26,6 +26,7 @@ EpHandle *open_handle(EpGroup *group, const Case *c) {
 }
 
 Step open_step(const EpBootstrap *bootstrap, const Case *c) {
+    if (c->mode == EP_MODE_LATENCY) needs_latency();
     Step step = {.world = world_new(c), .rank = bootstrap->rank};
     step.group = open_group(bootstrap, &step.world->c);
     step.handle = open_handle(step.group, &step.world->c);

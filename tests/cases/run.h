@@ -35,7 +35,8 @@ void run_layouts(Case c);
 /** Run prepare and dispatch of a case alone, on threads, in the case's mode. */
 void run_dispatch(Case c);
 
-/** Make the world, group and handle of a case, complete or not. close_step frees all. */
+/** Make the world, group and handle of a case, complete or not. close_step frees all. A test of
+ * latency mode is skipped where the backend has none. */
 Step open_step(const EpBootstrap *bootstrap, const Case *c);
 void close_step(Step *step);
 

@@ -67,9 +67,8 @@ Test(combine_backward, long_dot_products, .timeout = 120) {
 }
 
 /* The longest rows, with products so small that a sum of ones rounds them away one by one. */
-SoloTest(combine_backward, worst_dot_product) {
+FixtureTest(combine_backward, worst_dot_product, "hidden=16384 row_type=fp32 sum_type=fp32") {
     enum { HIDDEN = EP_MAX_ROW_BYTES / 4, ONES = 64 };
-    Fixture *f = fixture_new("hidden=16384 row_type=fp32 sum_type=fp32");
     CHECK_OK(fixture_call(f, OP_PREPARE));
     const RankWorld *me = f->world->rank;
     float *x = f->tensor[EXPERT_OUT].data, *grad = f->tensor[GRAD_OUT].data;
@@ -84,7 +83,6 @@ SoloTest(combine_backward, worst_dot_product) {
         if (me->row[row].kind == ROW_FILLED)
             CHECK(fabs(got[row] - exact) <= 1e-5 * exact, "row %lld: %.9g instead of %.9g",
                   (long long)row, (double)got[row], exact);
-    fixture_free(f);
 }
 
 /* The product is rounded to float32 before it is rounded to bf16: here that makes a difference of

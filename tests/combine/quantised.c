@@ -226,4 +226,4 @@ SoloTest(combine_quantised, row_lengths) {
 }
 
 RefusalsTest(combine_quantised, row_lengths_of_a_send_phase, "sum_quant",
-             "layout=batched hidden=32 sum_quant=fp8 mode=latency")
+             "layout=batched hidden=32 sum_quant=fp8 mode=latency");

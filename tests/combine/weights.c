@@ -109,14 +109,14 @@ ThreadTest(combine_weights, as_delivered_by_dispatch, 3) {
 
 /* ---- refusals ---- */
 
-RefusalsTest(combine_weights, wrong_tensors, "combine_weights", "mode=latency weights_at_combine=1")
-    RefusalsTest(combine_weights, wrong_tensors_of_batched, "combine_weights",
-                 "layout=batched mode=latency weights_at_combine=1")
+RefusalsTest(combine_weights, wrong_tensors, "combine_weights",
+             "mode=latency weights_at_combine=1");
+RefusalsTest(combine_weights, wrong_tensors_of_batched, "combine_weights",
+             "layout=batched mode=latency weights_at_combine=1");
 
-    /* Combines get topk_weights though the case does not: both calls refuse them, and a step goes
-     * on without. */
-    static void check_refuses(const char *changes, bool with_slots, EpStatus status,
-                              const char *part) {
+/* Combines get topk_weights though the case does not: both calls refuse them, and a step goes
+ * on without. */
+static void check_refuses(const char *changes, bool with_slots, EpStatus status, const char *part) {
     Fixture *f = fixture_new(changes);
     step_prepare(&f->step);
     bool latency = f->world->c.mode == EP_MODE_LATENCY;
@@ -144,13 +144,11 @@ SoloTest(combine_weights, not_by_entry) {
 }
 
 /* A rank without tokens may pass no data. */
-SoloTest(combine_weights, no_tokens) {
-    needs_latency();
-    Fixture *f = fixture_new("layout=batched mode=latency weights_at_combine=1 spread=none");
+FixtureTest(combine_weights, no_tokens,
+            "layout=batched mode=latency weights_at_combine=1 spread=none") {
     step_dispatch(&f->step);
     f->tensor[COMBINE_WEIGHTS].data = NULL;
     CHECK_OK(fixture_call(f, OP_COMBINE));
     CHECK_OK(fixture_call(f, OP_COMBINE_SEND));
     CHECK_OK(fixture_call(f, OP_COMBINE_WAIT));
-    fixture_free(f);
 }
