@@ -88,8 +88,7 @@ static EpBootstrap board_bootstrap(Rank *self) {
 
 static void rank_main(Rank *self) {
     EpBootstrap b = board_bootstrap(self);
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(RANKS);
     config.timeout_seconds = DEADLINE;
     EpGroup *group = NULL;
     EpStatus status = ep_group_create(&b, &config, &group);

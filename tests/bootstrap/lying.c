@@ -37,8 +37,7 @@ static EpBootstrap next_wrapped(const EpBootstrap *bootstrap, Wrapped *wrapped) 
 
 /* Create a group; returns the status of ep_group_create. */
 static EpStatus create_group(const EpBootstrap *own, EpBackend backend, EpGroup **out) {
-    Case c = case_complete(case_of("ranks=%d", RANKS));
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(RANKS);
     config.timeout_seconds = DEADLINE, config.backend = backend;
     return ep_group_create(own, &config, out);
 }
@@ -94,8 +93,7 @@ LieTest(letters_of_a_peer, 0, .about = 1, .byte = 'A')
     Liar liar = {.about = 1, .byte = '1', .countdown = 1};
     Wrapped wrapped = {.gather = lying_gather, .test = &liar};
     EpGroup *group = NULL;
-    if (!TESTS_ON_GPU)
-        check_left_out("the host backend has no bus ids");
+    if (!TESTS_ON_GPU) check_left_out("the host backend has no bus ids");
     EpBootstrap own = next_wrapped(bootstrap, &wrapped);
     Case c = case_complete(case_of("ranks=%d", RANKS));
     EpGroupConfig config = case_group_config(&c);

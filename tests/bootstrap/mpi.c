@@ -138,13 +138,9 @@ RankedTest(mpi_callbacks, posix_shared_memory_between_processes, 3, 60) {
 /* ---- failures between processes ---- */
 
 RankedTest(mpi_failures, ranks_that_disagree, 3, 30) {
-    Case c = case_complete((Case){.ranks = 3});
-    EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
+    EpGroupConfig config = group_config(3);
     if (bootstrap->rank == 2) config.max_top_k = 7;
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "max_top_k", "2",
-                  "7", "rank 0", "rank 2");
-    CHECK(group == NULL, "a group was made");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_MISMATCH, "max_top_k", "2", "7", "rank 0", "rank 2");
 }
 
 /* Each process has its own environment, so settings that must agree may differ. */
@@ -152,17 +148,13 @@ HostRankedTest(mpi_failures, stages_that_disagree, 2, 30, "no LIBEP_STAGE_BYTES 
     /* Large enough to fill either stage. */
     Case c = case_complete((Case){.ranks = 2, .max_tokens = 4096, .hidden = 4096});
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     setenv("LIBEP_STAGE_BYTES", bootstrap->rank ? "1048576" : "2097152", 1);
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "LIBEP_STAGE_BYTES",
-                  "1048576", "2097152");
-    CHECK(group == NULL, "a group was made");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_MISMATCH, "LIBEP_STAGE_BYTES", "1048576", "2097152");
 }
 
 HostRankedTest(mpi_failures, topologies_that_disagree, 3, 30, "GPUs of a group share a node") {
     static const char *const given[] = {"0,1,0", "2", "0,1,0/numa:2 pu:4", ""};
-    Case c = case_complete((Case){.ranks = 3});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(3);
     EpGroup *group = NULL;
     char same[80]; /* as far as the sentence quotes it */
     snprintf(same, sizeof(same), "0,1,0/numa:1%60spu:%d", "", 1 + (bootstrap->rank == 2));
@@ -183,14 +175,11 @@ HostRankedTest(mpi_failures, topologies_that_disagree, 3, 30, "GPUs of a group s
 /* The last rank does not call; all other ranks name it. */
 static void absent_rank(const EpBootstrap *bootstrap) {
     int ranks = bootstrap->size, absent = ranks - 1;
-    Case c = case_complete((Case){.ranks = ranks});
-    EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
-    EpHandle *handle = NULL;
+    EpGroupConfig config = group_config(ranks);
     char named[48];
     config.timeout_seconds = 0.4;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    EpGroup *group = open_group_with(bootstrap, &config);
+    EpHandle *handle = open_handle_with(group, NULL);
     EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 3}, EP_TYPE_INT32, 1, 2);
     if (bootstrap->rank != absent) {
         EpStatus status = ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL);
@@ -215,17 +204,15 @@ static void *abort_later(void *group) {
 /* Rank 0 is aborted while it waits for the last rank to allocate memory, or (`early`) before the
  * others call an operation. */
 static void aborted_rank(const EpBootstrap *bootstrap, int early) {
-    Case c = case_complete((Case){.ranks = bootstrap->size});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(bootstrap->size);
     EpGroup *group = NULL;
-    EpHandle *handle = NULL;
     void *out = &group;
     pthread_t thread;
     double begin = MPI_Wtime();
     EpStatus status = EP_OK, expected = bootstrap->rank ? EP_ERR_PEER : EP_ERR_ABORTED;
     config.timeout_seconds = 60;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    EpHandle *handle = open_handle_with(group, NULL);
     EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 3}, EP_TYPE_INT32, 1, 2);
     int aborts = bootstrap->rank == 0, calls = early || bootstrap->rank < bootstrap->size - 1;
     if (aborts && early) CHECK_OK(ep_group_abort(group, WHY));
@@ -361,8 +348,7 @@ static void wait_on_the_node(const EpBootstrap *bootstrap, __attribute__((unused
     EpGroup *group = open_group(bootstrap, &c);
     static const int to[] = {3, -1, 1, -1}, from[] = {-1, 2, -1, 0};
     int rank = bootstrap->rank, sender = from[rank];
-    EpHandle *handle = NULL;
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    EpHandle *handle = open_handle_with(group, NULL);
     for (int i = 0; i < 40; i++) {
         CHECK_OK(plan_rows(handle, rank, to[rank]));
         CHECK_OK(send_rows(handle, &c, to[rank]));
@@ -383,12 +369,10 @@ static void give_up(const EpBootstrap *bootstrap, __attribute__((unused)) void *
     setenv("LIBEP_LOG_FILE", "/dev/null", 1);
     Case c = long_messages(3);
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
-    EpHandle *handle = NULL;
     int rank = bootstrap->rank, to = rank ? -1 : 2;
     config.timeout_seconds = 0.5;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    EpGroup *group = open_group_with(bootstrap, &config);
+    EpHandle *handle = open_handle_with(group, NULL);
     CHECK_OK(plan_rows(handle, rank, to));
     if (rank == 2) usleep(1000000);
     if (rank != 1) CHECK_STATUS(send_rows(handle, &c, to), EP_ERR_TIMEOUT);

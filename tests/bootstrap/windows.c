@@ -11,11 +11,9 @@ enum { RANKS = 3, PAGE = 4096 };
 TestSuite(bootstrap_windows, .init = be_quiet);
 
 static EpGroup *open_plain(const EpBootstrap *bootstrap, double seconds) {
-    Case c = case_complete((Case){.ranks = bootstrap->size});
-    EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
+    EpGroupConfig config = group_config(bootstrap->size);
     config.timeout_seconds = seconds;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     return group;
 }
 
@@ -400,10 +398,9 @@ ThreadTest(bootstrap_windows, absent_rank, RANKS) {
 ThreadTest(bootstrap_windows, late_rank_learns_of_the_failure, RANKS) {
     HOST_ONLY("waits on devices end by their own deadline");
     EpGroup *group = open_plain(bootstrap, bootstrap->rank == 2 ? 30 : 0.3);
-    EpHandle *handle = NULL;
     void *out = &group;
     EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    EpHandle *handle = open_handle_with(group, NULL);
     if (bootstrap->rank == 2) {
         while (__atomic_load_n(&gave_up, __ATOMIC_SEQ_CST) < 2)
             usleep(1000);

@@ -20,8 +20,8 @@ void run_case(const EpBootstrap *bootstrap, const Case *c);
  * elsewhere the test sets LIBEP_TOPOLOGY itself. */
 void run_case_on_threads(const Case *c);
 
-/** Likewise for several cases of equal ranks, nodes, experts, tokens and K: they share a group, since
- * creating one takes half a second on GPUs. */
+/** Likewise for several cases of equal ranks, nodes, experts, tokens and K: they share a group,
+ * since creating one takes half a second on GPUs. */
 void run_cases_on_threads(const Case *cases, int count);
 /** The same in every layout. */
 void run_layouts(Case c);
@@ -43,6 +43,14 @@ void close_step(Step *step);
 /** Create a group or a handle, of a case or of a configuration. Leave the test if that fails. */
 EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c);
 EpGroup *open_group_with(const EpBootstrap *bootstrap, const EpGroupConfig *config);
+/** Returns the configuration of a plain case. */
+EpGroupConfig group_config(int ranks);
+/** Check that a group is refused, with these words. */
+#define CHECK_NO_GROUP(bootstrap, config, status, ...)                                            \
+    check_no_group(bootstrap, config, status, (const char *const[]){__VA_ARGS__, NULL}, __FILE__, \
+                   __LINE__)
+void check_no_group(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpStatus status,
+                    const char *const *words, const char *file, int line);
 EpHandle *open_handle(EpGroup *group, const Case *c);
 EpHandle *open_handle_with(EpGroup *group, const EpHandleConfig *config);
 

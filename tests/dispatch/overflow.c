@@ -7,11 +7,11 @@ static void run_policies(EpLayout layout) {
     Case cases[6 * LENGTH(capacities)];
     for (int i = 0; i < LENGTH(cases); i++) {
         int capacity = capacities[i / 6], alignment = 1 << (i % 3 * 2);
-        cases[i] = case_of("ranks=3 experts=7 top_k=3 max_tokens=12 spread=full alignment=%d "
-                           "capacity=%d rows_per_expert=%d overflow=%s weighted=1 scale_bytes=4 "
-                           "spare_rows=5 zero_tail=%d seed=%d",
-                           alignment, capacity, capacity, i % 2 ? "drop" : "error", i / 6 % 2,
-                           i / 6);
+        cases[i] =
+            case_of("ranks=3 experts=7 top_k=3 max_tokens=12 spread=full alignment=%d "
+                    "capacity=%d rows_per_expert=%d overflow=%s weighted=1 scale_bytes=4 "
+                    "spare_rows=5 zero_tail=%d seed=%d",
+                    alignment, capacity, capacity, i % 2 ? "drop" : "error", i / 6 % 2, i / 6);
         cases[i].layout = layout;
     }
     run_cases_on_threads(cases, LENGTH(cases));
@@ -86,11 +86,10 @@ static void override(const EpBootstrap *bootstrap, const char *of_group, const c
     Case other = case_complete(case_of("ranks=2 spread=full %s", of_group));
     EpHandleConfig config = case_handle_config(&c);
     EpGroup *group = open_group(bootstrap, &other);
-    EpHandle *handle = NULL;
     World *world = world_new(&c);
     config.overflow = c.overflow;
     config.alignment = c.alignment, config.top_k = c.top_k;
-    CHECK_OK(ep_handle_create(group, &config, &handle));
+    EpHandle *handle = open_handle_with(group, &config);
     Step step = {group, handle, world, bootstrap->rank, NULL};
     if (handle) step_all(&step);
     close_step(&step);

@@ -20,11 +20,10 @@ FixtureTest(handles_arguments, empty_tensors_lie_anywhere, "") {
 FixtureTest(handles_arguments, structs_of_all_versions, "") {
     for (size_t size = offsetof(EpHandleConfig, mode); size < sizeof(EpHandleConfig); size += 4) {
         EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
-        EpHandle *handle = NULL;
         memset((char *)&config + size, 0x77, sizeof(config) - size);
         config.struct_size = size;
         check_note("config of %zu bytes", size);
-        CHECK_OK(ep_handle_create(f->group, &config, &handle));
+        EpHandle *handle = open_handle_with(f->group, &config);
         Step step = f->step;
         step.handle = handle;
         if (handle) step_all(&step);
@@ -225,8 +224,7 @@ FixtureTest(handles_arguments, other_k_than_the_handle, "") {
     f->tensor[TOPK_IDX].shape[1] = 1;
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.top_k = 2;
-    EpHandle *handle = NULL;
-    CHECK_OK(ep_handle_create(f->group, &config, &handle));
+    EpHandle *handle = open_handle_with(f->group, &config);
     CHECK_REFUSED(ep_prepare(handle, NULL, f->arg[TOPK_IDX], NULL, NULL, NULL), EP_ERR_SHAPE,
                   "topk_idx", "2", "got 1");
 }

@@ -46,8 +46,7 @@ static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int
     config.mode = (EpMode)choice->group, config.max_recv_rows = choice->capacity;
     if (choice->handle == EP_MODE_AUTO || choice->handle == EP_MODE_LATENCY)
         config.latency_sets = 1;
-    EpGroup *group = NULL;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     EpHandleConfig handle = EP_HANDLE_CONFIG_INIT;
     handle.layout = choice->layout, handle.mode = choice->handle;
     if (choice->layout == EP_LAYOUT_BATCHED) handle.rows_per_expert = 20;
@@ -108,10 +107,9 @@ static void check_modes_on_nodes(EpGroup *group) {
 ThreadTest(handles_latency, auto_on_two_nodes, 2) {
     Case c = case_complete((Case){.ranks = 2, .nodes = "01"});
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     config.mode = EP_MODE_AUTO, config.max_recv_rows = 100, config.latency_sets = EP_DEFAULT;
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     check_modes_on_nodes(group);
     ep_group_destroy(group);
 }

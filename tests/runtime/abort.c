@@ -334,13 +334,11 @@ typedef struct Crowd {
  */
 static void crowd_body(const EpBootstrap *bootstrap, void *arg) {
     Crowd *crowd = arg;
-    Case c = case_complete((Case){.ranks = CROWD});
-    EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
+    EpGroupConfig config = group_config(CROWD);
     Aborter aborter;
     EpStatus status = EP_OK;
     config.timeout_seconds = DEADLINE;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     pthread_barrier_wait(&crowd->ready);
     double begin = seconds_now();
     if (bootstrap->rank == ABORTED) aborter_start(&aborter, group, 100 + 400 * crowd->sample);

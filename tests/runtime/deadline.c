@@ -244,8 +244,7 @@ DeadlineTest(slow_rank_is_waited_for, timed_open(bootstrap, 30, EP_MODE_THROUGHP
 /* A rank with a wrong configuration gets that error within the timeout; the other ranks' errors
  * name the missing rank. */
 static void create_without_one(const EpBootstrap *bootstrap, int wrong) {
-    Case c = case_complete(case_of("ranks=%d", RANKS));
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(RANKS);
     EpGroup *group = NULL;
     config.timeout_seconds = TESTS_ON_GPU ? 5 : 0.3; /* GPU discovery is slow */
     if (bootstrap->rank == wrong) config.max_tokens = 0;
