@@ -3,58 +3,21 @@
 #include <math.h>
 
 #include "tests/cases/fixture.h"
-#include "tests/oracle/expect.h"
 
 enum { RANKS = 3 };
 
-typedef struct Backward {
-    Step step;
-    Image rows, expected, slots;
-    EpTensor grad_out, weights, expert_out, grad_rows, grad_slots;
-} Backward;
-
-static void backward_open(Backward *b, const EpBootstrap *bootstrap) {
+/* Weighted, but without gradients of weights: no dot products, so no expert_out either. Then one
+ * rank requests them, the others do not. */
+ThreadTest(combine_backward, without_weights, RANKS) {
     Case c = case_of("ranks=%d top_k=3 alignment=4 weighted=1 spare_rows=2", RANKS);
-    b->step = open_step(bootstrap, &c);
-    size_t rows = (size_t)b->step.world->rank[bootstrap->rank].buffer_rows;
-    size_t bytes = rows * case_sum_bytes(&b->step.world->c);
-    b->rows = image_new(bytes, 16), b->expected = image_new(bytes, 16);
-    b->slots = image_new(rows * 4, 4);
-    b->grad_out = step_grad_out(&b->step);
-    b->weights = b->grad_slots = step_slot_weights(&b->step);
-    b->expert_out = b->grad_rows = step_expert_out(&b->step);
-    b->grad_rows.data = b->rows.data, b->grad_slots.data = b->slots.data;
-    if (b->step.handle) step_prepare(&b->step);
-}
-
-static void backward_close(Backward *b) {
-    const World *world = b->step.world;
-    expect_combine_backward(world, b->step.rank, &b->expected);
-    image_check_equal(&b->rows, &b->expected, case_sum_bytes(&world->c), "grad_expert_out");
-    image_free(&b->rows), image_free(&b->expected), image_free(&b->slots);
-    close_step(&b->step);
-}
-
-/* Weighted, but without gradients of weights: no dot products, so no expert_out either. */
-ThreadTest(combine_backward, rows_alone, RANKS) {
-    Backward b;
-    backward_open(&b, bootstrap);
-    CHECK_OK(ep_combine_backward(b.step.handle, NULL, &b.grad_out, &b.weights, NULL, NULL,
-                                 &b.grad_rows, NULL));
-    image_check_untouched(&b.slots, "grad_slot_weights");
-    backward_close(&b);
-}
-
-/* One rank requests gradients of weights, the others do not. */
-ThreadTest(combine_backward, weights_on_one_rank, RANKS) {
-    Backward b;
-    backward_open(&b, bootstrap);
-    int ask = bootstrap->rank == 1;
-    CHECK_OK(ep_combine_backward(b.step.handle, NULL, &b.grad_out, &b.weights,
-                                 ask ? &b.expert_out : NULL, NULL, &b.grad_rows,
-                                 ask ? &b.grad_slots : NULL));
-    if (!ask) image_check_untouched(&b.slots, "grad_slot_weights");
-    backward_close(&b);
+    Step step = open_step(bootstrap, &c);
+    step_prepare(&step);
+    step_combine_backward_rows(&step);
+    if (bootstrap->rank == 1)
+        step_combine_backward(&step);
+    else
+        step_combine_backward_rows(&step);
+    close_step(&step);
 }
 
 /* Rows of many elements show rounding errors of the sum. */
