@@ -213,6 +213,11 @@ void run_layouts(Case c) {
         run_case_on_threads(&c);
 }
 
+void run_texts(void (*run)(Case c), const char *const *texts) {
+    for (int i = 0; texts[i]; i++)
+        run(case_of("seed=%d %s", i, texts[i]));
+}
+
 static void dispatch_body(const EpBootstrap *bootstrap, void *arg) {
     Step step = open_step(bootstrap, arg);
     step_prepare(&step);

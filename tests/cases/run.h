@@ -26,12 +26,19 @@ void run_cases_on_threads(const Case *cases, int count);
 /** The same in every layout. */
 void run_layouts(Case c);
 
+/** A test that makes this call, which runs cases: CasesTest(suite, name, call); */
+#define CasesTest(suite, name, call)    \
+    Test(suite, name, .timeout = 300) { \
+        call;                           \
+    }                                   \
+    struct suite##_##name##_done
 /** A test that runs a case, given as text, in every layout. */
-#define LayoutsTest(suite, name, text)      \
-    Test(suite, name, .timeout = 120) {     \
-        run_layouts(case_of("%s", (text))); \
-    }
+#define LayoutsTest(suite, name, text) CasesTest(suite, name, run_layouts(case_of("%s", (text))))
 
+/** Call this with the cases of these texts, which end with NULL and are numbered by their seeds. */
+void run_texts(void (*run)(Case c), const char *const *texts);
+#define TextsTest(suite, name, run, ...) \
+    CasesTest(suite, name, run_texts(run, (const char *const[]){__VA_ARGS__, NULL}))
 /** Run prepare and dispatch of a case alone, on threads, in the case's mode. */
 void run_dispatch(Case c);
 

@@ -34,10 +34,10 @@ GRID(mxfp8, EP_QUANT_MXFP8)
 /* Scales that the caller passes can be received by column, too. */
 LayoutsTest(dispatch_quant, carried_scales_by_column,
             "ranks=3 scale_bytes=12 spare_rows=2 zero_tail=zero weighted=1 scale_order=by-column "
-            "alignment=4")
+            "alignment=4");
 
-    /* Rows of other nodes are packed instead of staged, and arrive in many rounds. */
-    Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
+/* Rows of other nodes are packed instead of staged, and arrive in many rounds. */
+Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
     setenv("LIBEP_NODE_CHUNK", "3000", 1);
     for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_MXFP8; quant++)

@@ -175,9 +175,7 @@ static void refused_calls(const char *nodes) {
 
 /* Peers quote the sentence of a refused call: at their deadline, or at once if the rank is aborted
  * or destroys the group. A rank that calls again is waited for as any other. */
-Test(runtime_deadline, refused_calls, .timeout = 120) {
-    refused_calls("");
-}
+CasesTest(runtime_deadline, refused_calls, refused_calls(""));
 Test(runtime_deadline, refused_calls_on_two_nodes, .timeout = 120) {
     refused_calls("0,0,1");
     /* On GPUs NCCL's wait for rank 0 may end before that for rank 2, which no watcher watches. */
