@@ -141,9 +141,5 @@ static void uneven(const EpBootstrap *bootstrap) {
     CHECK_CUDA(cudaStreamDestroy(stream));
 }
 
-RankedTest(mpi_gpu_uneven, of_two, 2, 60) {
-    uneven(bootstrap);
-}
-RankedTest(mpi_gpu_uneven, of_four, 4, 60) {
-    uneven(bootstrap);
-}
+RankedCall(mpi_gpu_uneven, of_two, 2, 60, uneven(bootstrap));
+RankedCall(mpi_gpu_uneven, of_four, 4, 60, uneven(bootstrap));
