@@ -59,10 +59,9 @@ XLA_FFI_Error *ep_jax_combine(XLA_FFI_CallFrame *frame) {
     EpExtras extras = EP_EXTRAS_INIT;
     extras.bias0 = jax_operand(&call, first);
     extras.bias1 = jax_operand(&call, first + 1);
-    return jax_end(&call,
-                   ep_combine_with(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
-                                   first > 2 ? jax_operand(&call, 2) : NULL, NULL, call.stream,
-                                   jax_result(&call, 0), &extras));
+    return jax_end(&call, ep_combine_with(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
+                                          first > 2 ? jax_operand(&call, 2) : NULL, NULL,
+                                          call.stream, jax_result(&call, 0), &extras));
 }
 
 /* plan, grad_recv_tokens[, grad_slot_weights]
