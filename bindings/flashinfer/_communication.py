@@ -240,7 +240,7 @@ class LibepCommunication(_moe_ep.MoEEpCommunication):  # type: ignore[misc, name
         elif tuple(output.shape) != shape or output.dtype != rows.dtype:
             got = f"{output.dtype} of shape {tuple(output.shape)}"
             _refuse("combine: output", f"{rows.dtype} of shape {shape}", got)
-        _calls.combine(step.side.layer, step.side.plan, rows, None, None, output)
+        _calls.combine(step.side.layer, step.side.plan, rows, None, None, None, None, output)
         self._step = None
         return output
 

@@ -3,8 +3,7 @@
 #include <sched.h>
 
 #include "bootstrap/bootstrap.h"
-#include "tests/harness/check.h"
-#include "tests/harness/threads.h"
+#include "tests/cases/run.h"
 
 static cpu_set_t allowed(void) {
     cpu_set_t cpus;

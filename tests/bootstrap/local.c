@@ -3,8 +3,8 @@
 #include <malloc.h>
 
 #include "tests/cases/run.h"
-#include "tests/harness/names.h"
 #include "tests/harness/bootstraps.h"
+#include "tests/harness/names.h"
 
 ThreadTest(bootstrap_local, allgather_in_rank_order, 5) {
     const EpBootstrap *b = bootstrap;
@@ -185,8 +185,7 @@ ThreadTest(bootstrap_local, wrong_bootstraps, 1) {
         if (!wrong->has_barrier) own.barrier = NULL;
         EpGroupConfig config = group_config(1);
         check_note("bootstrap %zu", i);
-        CHECK_NO_GROUP(&own, &config, wrong->status, wrong->field,
-                      wrong->got);
+        CHECK_NO_GROUP(&own, &config, wrong->status, wrong->field, wrong->got);
     }
 }
 

@@ -55,7 +55,7 @@ ThreadTest(bootstrap_topology, lists_of_another_size, 4) {
         EpGroupConfig config = group_config(4);
         set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", lists[i]);
         CHECK_NO_GROUP(bootstrap, &config, EP_ERR_SETTING, "LIBEP_TOPOLOGY",
-                      "each of the group's 4 ranks", i ? "got 5" : "got 3", lists[i]);
+                       "each of the group's 4 ranks", i ? "got 5" : "got 3", lists[i]);
     }
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "7,7,7,7");
     check_nodes(bootstrap, 1, 0, 0);

@@ -103,8 +103,7 @@ ThreadTest(gpu_nodes, other_nodes_than_expected_2, 2) {
     EpGroupConfig config = case_group_config(&c);
     config.num_nodes = 3;
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
-    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_MISMATCH, "config.num_nodes",
-                  "2, got 3");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_MISMATCH, "config.num_nodes", "2, got 3");
 }
 
 /* A window of the lent communicator would span nodes. */

@@ -4,7 +4,7 @@
 
 #include "tests/cases/refusals.h"
 #include "tests/harness/random.h"
-#include "tests/harness/threads.h"
+#include "tests/cases/run.h"
 #include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"
 

@@ -39,7 +39,8 @@ static void fail_to_split(const EpBootstrap *harness, int blocking, int bootstra
 RankTest(gpu_nccl_split, fails_4, 4, fail_to_split(bootstrap, 1, 0));
 RankTest(gpu_nccl_split, fails_without_blocking_4, 4, fail_to_split(bootstrap, 0, 0));
 RankTest(gpu_nccl_split, fails_with_bootstrap_4, 4, fail_to_split(bootstrap, 1, 1));
-RankTest(gpu_nccl_split, fails_with_bootstrap_without_blocking_4, 4, fail_to_split(bootstrap, 0, 1));
+RankTest(gpu_nccl_split, fails_with_bootstrap_without_blocking_4, 4,
+         fail_to_split(bootstrap, 0, 1));
 
 /* NCCL holds the other ranks while it connects them, and one does not come: they give up at the
  * deadline, and another group can be made. */
