@@ -258,7 +258,7 @@ class _Dispatched(torch.autograd.Function):
     def forward(ctx: Any, made: Any, tokens: Tensor, topk_weights: Optional[Tensor]) -> Any:
         handle, plan, recv, weights = made
         ctx.save_for_backward(plan)
-        ctx.facts = handle, tokens.shape, None if weights is None else topk_weights.shape
+        ctx.facts = handle, tokens.shape, None if topk_weights is None else topk_weights.shape
         return recv, weights
 
     @staticmethod

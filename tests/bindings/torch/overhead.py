@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import libep
 import libep.torch as ep
 from libep._library import library
-from libep.deep_ep import Buffer
+from libep.deep_ep import Buffer, ElasticBuffer
 from libep.torch import _fast
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
@@ -236,6 +236,8 @@ def call_times(meeting, rank, ranks):
         )
 
     rows, _, row_w, _, handle, _ = dispatch()
+    elastic = ElasticBuffer(meeting, num_max_tokens_per_rank=tokens)
+    flat, _, flat_w, plain, _ = elastic.dispatch(x, idx, w, num_experts=experts)
     calls = {
         "libep.torch prepare": lambda: ep.prepare(layer, idx),
         "libep.torch dispatch": lambda: ep.dispatch(layer, x, plan, w),
@@ -249,6 +251,9 @@ def call_times(meeting, rank, ranks):
         "deep_ep combine, weights": lambda: buffer.combine(rows, handle, topk_weights=row_w),
         "deep_ep dispatch, async_finish": lambda: dispatch(async_finish=True),
         "deep_ep combine, async_finish": lambda: buffer.combine(rows, handle, async_finish=True),
+        "ElasticBuffer dispatch": lambda: elastic.dispatch(x, idx, w, num_experts=experts),
+        "ElasticBuffer combine": lambda: elastic.combine(flat, plain),
+        "ElasticBuffer combine, weights": lambda: elastic.combine(flat, plain, flat_w),
     }
     if rank == 0:
         print_row(f"# host us per call, ranks: {ranks}", "all", "in C", "wait", "rest")
@@ -257,6 +262,7 @@ def call_times(meeting, rank, ranks):
         if rank == 0:
             print_row(name, *(f"{part:.1f}" for part in parts))
     buffer.destroy()
+    elastic.destroy()
     group.close()
 
 
