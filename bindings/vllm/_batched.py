@@ -116,11 +116,11 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
 
         def receive() -> mk.PrepareResultType:
             meta = mk.ExpertTokensMetadata(counts, None)
-            if is_fp8:
+            if isinstance(rows, tuple):
                 return *rows, meta, None, None
             return *_quantise(quant_config, defer_input_quant, rows), meta, None, None
 
-        return hook, receive
+        return hook or _do_nothing, receive
 
     def finalize(self, *given: Any, **named: Any) -> None:
         """Return the experts' outputs, weigh and sum them. Collective.
@@ -132,7 +132,7 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
 
     def finalize_async(self, *given: Any, **named: Any) -> tuple[Hook, Hook]:
         """The send phase of finalize. `output` is complete after the hook."""
-        return self._finalize(True, *given, **named), lambda: None
+        return self._finalize(True, *given, **named), _do_nothing
 
     def _finalize(
         self,
@@ -162,7 +162,11 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
             return_recv_hook=is_split,
             out=output,
         )
-        return hook
+        return hook or _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _quantise(

@@ -35,8 +35,7 @@ class Manager(All2AllManagerBase):  # type: ignore[misc]
     def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Optional[object] = None) -> None:
         if tcp_store_group is not None:
             raise EpError(
-                Status.UNSUPPORTED,
-                "libep.vllm: expected a group of fixed size, got an elastic one",
+                Status.UNSUPPORTED, "libep.vllm: expected a group of fixed size, got an elastic one"
             )
         super().__init__(cpu_group)
         self.num_sms = 0

@@ -38,7 +38,7 @@ def _offer_names(config: Any, kinds: Any, place: str) -> None:
     """Let the configuration and the command line take the names."""
     from pydantic.dataclasses import rebuild_dataclass
 
-    field, kind = "all2all_backend", Literal[(*get_args(kinds), *BACKENDS)]  # type: ignore[misc]
+    field, kind = "all2all_backend", Literal[(*get_args(kinds), *BACKENDS)]
     module, _, name = place.rpartition(".")
     setattr(sys.modules[module], name, kind)
     config.__annotations__[field] = kind
@@ -64,12 +64,12 @@ def _place_properties(config: Any, moe_config: Any) -> None:
     """
 
     def spreads_sequences(self: Any) -> bool:
-        is_wide = self.tensor_parallel_size > 1 and self.data_parallel_size > 1
-        return self.all2all_backend in BACKENDS and self.enable_expert_parallel and is_wide
+        is_wide: bool = self.tensor_parallel_size > 1 and self.data_parallel_size > 1
+        return is_wide and self.enable_expert_parallel and self.all2all_backend in BACKENDS
 
     def is_batched(self: Any) -> bool:
-        is_wide = self.enable_expert_parallel and self.data_parallel_size > 1
-        return self.all2all_backend == BATCHED and is_wide
+        is_wide: bool = self.enable_expert_parallel and self.data_parallel_size > 1
+        return is_wide and self.all2all_backend == BATCHED
 
     def uses(backend: str) -> Callable[[Any], bool]:
         return lambda self: self.use_all2all_kernels and self.all2all_backend == backend
@@ -138,7 +138,7 @@ def _keep_hidden(before: Any) -> Any:
 
 def _replace(old: Any, new: Any) -> None:
     """Put a function in the place of another, also in modules that have imported it by name."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("vllm."):
-            if vars(module).get(old.__name__) is old:
-                setattr(module, old.__name__, new)
+    name: str = old.__name__
+    for place, module in list(sys.modules.items()):
+        if place.startswith("vllm.") and vars(module).get(name) is old:
+            setattr(module, name, new)

@@ -27,10 +27,9 @@ RELEASES = {
         "find_manager": f"{_FUSED_MOE}.all2all_utils.get_ep_all2all_manager",
         "communicator": f"{_COMMUNICATORS}.cuda_communicator.CudaCommunicator",
         "base": f"{_COMMUNICATORS}.base_device_communicator.DeviceCommunicatorBase",
-    },
+    }
 }
 """The releases of vLLM that are served, and what is replaced or used in each."""
-
 
 
 def register() -> bool:

@@ -202,13 +202,11 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         return step, rows.reshape(*step.received.tokens.shape[:-1], rows.shape[-1])
 
 
-def _finish(
-    step: _steps.Step, config: FusedMoEQuantConfig, defer: bool
-) -> mk.PrepareResultType:
+def _finish(step: _steps.Step, config: FusedMoEQuantConfig, defer: bool) -> mk.PrepareResultType:
     """What the experts take."""
     tokens, weights, scales, idx = step.received
     if tokens.ndim == 3:
-        tokens, weights, idx = tokens.flatten(0, 1), weights.flatten(0, 1), idx.flatten(0, 1)
+        tokens, weights, idx = (tokens.flatten(0, 1), weights.flatten(0, 1), idx.flatten(0, 1))
         scales = None if scales is None else scales.flatten(0, 1)
     rows, row_scales = _quant.finish(config, defer, tokens, scales)
     meta = mk.ExpertTokensMetadata(step.plan.expert_counts, step.counts)

@@ -144,9 +144,7 @@ def check_counts(meta, experts, entries):
         assert torch.equal(meta.expert_num_tokens_cpu.long(), expected.cpu())
 
 
-def layers(
-    backend, quant, steps, weighs_input=False, is_eager=False, is_capturing=False, **sizes
-):
+def layers(backend, quant, steps, weighs_input=False, is_eager=False, is_capturing=False, **sizes):
     """A layer's steps equal a dense layer: at once and in phases, with and without local sums."""
     config.model_config.enforce_eager = is_eager
     needed = {name: size for name, size in sizes.items() if name != "stays"}
@@ -266,7 +264,7 @@ def refused(what, **sizes):
             type(layer.manager)(dist.group.WORLD, tcp_store_group=object())
         else:
             made, experts = layer.prepare_finalize, Experts(layer, False, weighs_input)
-            given = x, weights, ids, sizes["experts"], None, weighs_input, layer.quant_config
+            given = (x, weights, ids, sizes["experts"], None, weighs_input, layer.quant_config)
             rows, scales, meta, ids, weights = made.prepare(*given)
             out = experts.run(rows, scales, meta, ids, weights)
             impl = experts.finalize_weight_and_reduce_impl()
