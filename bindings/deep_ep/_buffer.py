@@ -363,7 +363,7 @@ class Buffer:
         _checks.routing("dispatch_rows", topk_idx, tokens.shape[0], tokens.device)
         _refuse_capture("dispatch_rows: expected another call", tokens)
 
-        def body() -> tuple[_normal.Sent, tuple[Optional[Tensor], ...]]:
+        def body() -> Used:
             sent = _normal.dispatch(
                 self._groups,
                 tokens,
@@ -377,7 +377,7 @@ class Buffer:
                 num_sms,
                 quant,
             )
-            return sent, (tokens, topk_idx, topk_weights, *sent[:4])
+            return Used(sent, (tokens, topk_idx, topk_weights), sent[:4])
 
         sent, event = self._lane.run(tokens.device, previous_event, async_finish, body)
         return sent, event
