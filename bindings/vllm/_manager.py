@@ -48,7 +48,9 @@ class Manager(All2AllManagerBase):  # type: ignore[misc]
         """What a layer dispatches and combines with. Collective where its sizes are new."""
         parallel = moe.moe_parallel_config
         if parallel.all2all_backend == BATCHED:
-            return BatchedPrepareAndFinalize(self._find_buffer(), moe.max_num_tokens)
+            return BatchedPrepareAndFinalize(
+                self._find_buffer(), moe.max_num_tokens, parallel.sp_size
+            )
         sizes = Key(
             moe.num_experts,
             moe.experts_per_token,

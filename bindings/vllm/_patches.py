@@ -29,6 +29,7 @@ def patch(found: Found, names: dict[str, str]) -> None:
         return
     _offer_names(found["config"], found["backend_type"], names["backend_type"])
     _place_properties(found["config"], found["moe_config"])
+    _allow_micro_batches(found["whole_config"])
     _make_managers(found["base"], found["communicator"])
     _replace(found["make"], _make_layers(found["make"], found["find_manager"]))
     _replace(found["round_hidden"], _keep_hidden(found["round_hidden"]))
@@ -78,6 +79,26 @@ def _place_properties(config: Any, moe_config: Any) -> None:
     _extend(config, "use_batched_dp_moe", is_batched)
     _extend(moe_config, "use_deepep_v2_kernels", uses(STANDARD))
     _extend(moe_config, "use_batched_activation_format", uses(BATCHED))
+
+
+def _allow_micro_batches(config: Any) -> None:
+    """Let vLLM's check of the backends that run micro-batches pass: it knows three names."""
+    before = config.__post_init__
+
+    @functools.wraps(before)
+    def post_init(self: Any, *given: Any) -> None:
+        parallel = self.parallel_config
+        backend = parallel.all2all_backend
+        if backend not in BACKENDS or not parallel.use_ubatching:
+            before(self, *given)
+            return
+        parallel.all2all_backend = "deepep_low_latency"
+        try:
+            before(self, *given)
+        finally:
+            parallel.all2all_backend = backend
+
+    config.__post_init__ = post_init
 
 
 def _make_managers(base: Any, communicator: Any) -> None:

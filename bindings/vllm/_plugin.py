@@ -20,6 +20,7 @@ _COMMUNICATORS = "vllm.distributed.device_communicators"
 RELEASES = {
     "0.33.0": {
         "config": "vllm.config.parallel.ParallelConfig",
+        "whole_config": "vllm.config.vllm.VllmConfig",
         "backend_type": "vllm.config.parallel.All2AllBackend",
         "moe_config": f"{_FUSED_MOE}.config.FusedMoEParallelConfig",
         "make": f"{_FUSED_MOE}.all2all_utils.maybe_make_prepare_finalize",
