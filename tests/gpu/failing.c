@@ -64,6 +64,15 @@ void failing_check_refuses(const FailingGroup *failing, EpStatus status, const c
         if (ops & op) CHECK_REFUSED(device_step_try(&failing->gpu, (StepOp)op), status, part);
 }
 
+int failing_none(const EpBootstrap *bootstrap) {
+    int failed = check_failure()[0] != 0, all[EP_MAX_RANKS], sum = 0;
+    if (bootstrap->allgather(bootstrap->context, &failed, all, sizeof(failed), 60) != EP_OK)
+        return 0;
+    for (int32_t r = 0; r < bootstrap->size; r++)
+        sum += all[r];
+    return sum == 0;
+}
+
 void failing_check_next(const EpBootstrap *bootstrap, EpMode mode) {
     FailingGroup failing;
     Case c = failing_case(bootstrap->size, mode);

@@ -42,6 +42,9 @@ void failing_check_soon(double begin);
  *  each message has `part` in it. */
 void failing_check_refuses(const FailingGroup *failing, EpStatus status, const char *part);
 
+/** Returns whether no rank's check has failed. Ranks go on together, or end together. */
+int failing_none(const EpBootstrap *bootstrap);
+
 /** Check that a new group on the same GPUs completes a whole step after the failure. */
 void failing_check_next(const EpBootstrap *bootstrap, EpMode mode);
 
