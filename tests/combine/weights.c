@@ -67,12 +67,12 @@ static void check_refuses(const char *changes, bool with_slots, EpStatus status,
     step_prepare(&f->step);
     bool latency = f->world->c.mode == EP_MODE_LATENCY;
     if (latency) step_dispatch(&f->step);
-    f->arg[COMBINE_WEIGHTS] = &f->tensor[COMBINE_WEIGHTS];
-    if (!with_slots) f->arg[SLOT_WEIGHTS] = NULL;
-    CHECK_REFUSED(fixture_call(f, OP_COMBINE), status, "rank 0: ep_combine: topk_weights",
+    f->arg[IN_COMBINE_WEIGHTS] = &f->tensor[IN_COMBINE_WEIGHTS];
+    if (!with_slots) f->arg[IN_SLOT_WEIGHTS] = NULL;
+    CHECK_REFUSED(fixture_call(f, STEP_COMBINE), status, "rank 0: ep_combine: topk_weights",
                   "expected NULL", part, "got a tensor");
     if (latency)
-        CHECK_REFUSED(fixture_call(f, OP_COMBINE_SEND), status,
+        CHECK_REFUSED(fixture_call(f, STEP_COMBINE_SEND), status,
                       "rank 0: ep_combine_send: topk_weights", "expected NULL", part,
                       "got a tensor");
     fixture_check_untouched(f);
@@ -93,8 +93,8 @@ SoloTest(combine_weights, not_by_entry) {
 FixtureTest(combine_weights, no_tokens,
             "layout=batched mode=latency weights_at_combine=1 spread=none") {
     step_dispatch(&f->step);
-    f->tensor[COMBINE_WEIGHTS].data = NULL;
-    CHECK_OK(fixture_call(f, OP_COMBINE));
-    CHECK_OK(fixture_call(f, OP_COMBINE_SEND));
-    CHECK_OK(fixture_call(f, OP_COMBINE_WAIT));
+    f->tensor[IN_COMBINE_WEIGHTS].data = NULL;
+    CHECK_OK(fixture_call(f, STEP_COMBINE));
+    CHECK_OK(fixture_call(f, STEP_COMBINE_SEND));
+    CHECK_OK(fixture_call(f, STEP_COMBINE_WAIT));
 }

@@ -3,8 +3,8 @@
 #include "ep/ep_quant.h"
 
 #include "tests/cases/refusals.h"
-#include "tests/harness/random.h"
 #include "tests/cases/run.h"
+#include "tests/harness/random.h"
 #include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"
 
