@@ -38,8 +38,6 @@ Test(combine_biases, nodes_and_quantised_sums, .timeout = 120) {
     run_all_layouts(case_of("ranks=4 nodes=0011 experts=12 top_k=5 max_tokens=25 sum_quant=fp8"));
 }
 
-/* ---- by hand ------------------------------------------------------------------------------- */
-
 /* One token, one slot, and what a sum of this row and two biases must be. */
 typedef struct ByHand {
     EpType type;
@@ -87,8 +85,6 @@ SoloTest(combine_biases, by_hand) {
         if (TESTS_HAVE_LATENCY) check_by_hand(&by_hand[i], EP_MODE_LATENCY);
     }
 }
-
-/* ---- wrong arguments ----------------------------------------------------------------------- */
 
 RefusalsTest(combine_biases, wrong_tensors, "biases", "");
 

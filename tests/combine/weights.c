@@ -53,8 +53,6 @@ Test(combine_weights, many_rounds, .timeout = 240) {
     run_both(case_of("ranks=4 nodes=0110 experts=64 top_k=32 hidden=16 max_tokens=50"));
 }
 
-/* ---- refusals ---- */
-
 RefusalsTest(combine_weights, wrong_tensors, "combine_weights",
              "mode=latency weights_at_combine=1");
 RefusalsTest(combine_weights, wrong_tensors_of_batched, "combine_weights",

@@ -56,8 +56,6 @@ Test(dispatch_quant, longest_rows, .timeout = 120) {
     }
 }
 
-/* ---- every rounding ---- */
-
 /* Returns test value `i` for rounding to e4m3, of both signs: each code, the midpoint to the next
  * code and its neighbours, then infinity, NaN and tiny numbers. */
 static float boundary(int i) {
@@ -97,8 +95,6 @@ FixtureTest(dispatch_quant, costs_no_buffers, "hidden=160 quant=fp8") {
     CHECK_OK(ep_handle_cost(f->group, &config, &cost));
     CHECK(cost.buffer_bytes == 0, "%lld bytes", (long long)cost.buffer_bytes);
 }
-
-/* ---- refusals ---- */
 
 RefusalsTest(dispatch_quant, wrong_tensors_of_fp8, "quant_fp8", "hidden=160 quant=fp8");
 RefusalsTest(dispatch_quant, wrong_tensors_of_mxfp8_by_column, "quant_mxfp8_by_column",

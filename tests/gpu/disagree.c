@@ -3,8 +3,6 @@
  * serves the next group. */
 #include "tests/gpu/failing.h"
 
-#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
-
 TestSuite(gpu_latency_faults, .init = be_quiet);
 
 /** What else is different where a rank deviates. */

@@ -6,7 +6,6 @@
 #include "runtime/cuda/cuda.h"
 #include "tests/gpu/failing.h"
 
-#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 #define MOVES (STEP_DISPATCH | STEP_COMBINE | STEP_BACKWARD)
 
 /* Waits that expire take seconds, so some suites of them run side by side. */

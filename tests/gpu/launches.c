@@ -4,8 +4,6 @@
 #include "tests/gpu/communicator.h"
 #include "tests/harness/ranked.h"
 
-/* ---- numbers of multiprocessors ---- */
-
 /* Bytes do not show how many blocks a launch has, so this asks for what all launches are made
  * from. */
 ThreadTest(gpu_launches, num_sms, 1) {
@@ -28,8 +26,6 @@ ThreadTest(gpu_launches, num_sms, 1) {
         ep_group_destroy(group);
     }
 }
-
-/* ---- versions of NCCL ---- */
 
 /* A version of NCCL after those that libep was tested with is used, with one warning. Emulated GPUs
  * take the version from the environment. */

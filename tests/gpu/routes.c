@@ -6,8 +6,6 @@
 #include "tests/gpu/device_step.h"
 #include "tests/harness/random.h"
 
-TestSuite(gpu_routes);
-
 /* ---- sizes --------------------------------------------------------------------------------- */
 
 enum { RANKS = 2, TOKENS = 64, TOP_K = 8, ROWS = RANKS * TOKENS, LOCAL = 4 };
