@@ -60,6 +60,16 @@ SoloTest(tools_bench, send_and_wait_are_reported) {
           "unexpected phases: %s", text);
 }
 
+/* A pair has the bytes of dispatch and combine: 128 for each row, and a weight. */
+SoloTest(tools_bench, pairs_are_reported) {
+    static const char *const words[] = {"\"pairs\": {", "\"name\": \"pair\"",
+                                        "\"remote_bytes\": 4160", "\"local_bytes\": 4160"};
+    const char *text =
+        run_json("ep_bench", QUICK "--experts 2 --top-k 2 --threads 2 --tokens 16 --pair", "pair ");
+    check_words(text, words, LENGTH(words));
+    CHECK(!strstr(text, "speedup"), "compared with nothing: %s", text);
+}
+
 /* The remote bytes of dispatch. */
 static long long dispatch_bytes(const char *options) {
     char line[256];
