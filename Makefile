@@ -15,6 +15,7 @@
 #   make check-python-gpu  both on GPUs, with the python3 of PATH and its PyTorch and JAX
 #   make          build libraries, tools and tests into build/
 #   make install  PREFIX=/usr/local DESTDIR=
+#   make dist     build/libep-VERSION.tar.gz, the sources of the last commit
 #   make clean, make format
 #
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
@@ -146,7 +147,7 @@ emulated := $(emulated_tests) $B/emulated/ep_moe $B/emulated/ep_bench
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
         check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-package \
-        check-jax check-torch run-demo run-check deps install clean format again
+        check-jax check-torch run-demo run-check deps install dist clean format again
 all: libs $(tools) $(tests)
 libs: $(libs)
 jax-handlers: $(jax_so)
@@ -400,6 +401,11 @@ install: libs $(tools)
 	install -m 644 $(filter %.cmake,$(package_files)) $(DESTDIR)$(LIBDIR)/cmake/ep
 	install -m 755 $(tools) $(DESTDIR)$(BINDIR)
 	install -m 644 tools/models.txt $(DESTDIR)$(SHAREDIR)/libep
+
+# The same commit gives the same bytes: git takes all times from it, and gzip writes none.
+dist:
+	$Qgit archive --format=tar --prefix=libep-$(VERSION)/ HEAD | gzip -9n >$B/libep-$(VERSION).tar.gz
+	@echo '$B/libep-$(VERSION).tar.gz: $(shell git rev-parse --short HEAD)'
 
 clean:
 	rm -rf build build-asan build-tsan build-release
