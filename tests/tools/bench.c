@@ -1,12 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_bench as users run it: invalid options give exit status 2 and a message, valid runs are
  * correct, alone and under mpirun. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "tests/tools/run_bench.h"
 
@@ -214,9 +210,9 @@ SoloTest(tools_bench, cases_with_lines) {
 }
 
 /* A capacity that is too small ends the run, unless the overflow policy is drop. */
-SoloTest(tools_bench, overflow_ends_the_run) {
-    check_run(QUICK "--threads 2 --tokens 20 --capacity 3", 1, NULL, "at most 3 receive rows");
-}
+SoloCall(tools_bench, overflow_ends_the_run,
+         check_run(QUICK "--threads 2 --tokens 20 --capacity 3", 1, NULL,
+                   "at most 3 receive rows"));
 
 /* ---- under mpirun ---- */
 

@@ -1,8 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What ep_bench writes as JSON: keys, phases, and the bytes that each phase moves. */
-#include <stdio.h>
-#include <string.h>
-
 #include "tests/tools/run_bench.h"
 
 SoloTest(tools_bench, json_has_the_documented_keys) {
