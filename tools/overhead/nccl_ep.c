@@ -3,7 +3,7 @@
  * Times what the drop-in library itself adds to libep's calls, on any machine: it is linked with
  * functions that do nothing in the place of libep's.
  *
- *     cc -O3 -std=c11 -D_GNU_SOURCE -Iinclude -I. tools/overhead/nccl_ep.c \
+ *     cc -O3 -std=c11 -D_GNU_SOURCE -Iinclude -I. -Ibindings/nccl_ep tools/overhead/nccl_ep.c \
  *        bindings/nccl_ep/?*.c -pthread -ldl -o build/overhead && build/overhead
  *
  * Prints microseconds per call, the fastest of several runs.
@@ -13,7 +13,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "bindings/nccl_ep/nccl_ep.h"
+#include "nccl_ep.h"
 #include "ep/ep.h"
 
 enum { CALLS = 200000, RUNS = 7, TOKENS = 128, HIDDEN = 7168, TOP_K = 8, EXPERTS = 64 };
