@@ -80,7 +80,7 @@ def send(handle: EPHandle, form: Form, given: Given) -> Received:
     """Send rows by the handle's plan. Collective."""
     layer, plan, rows = handle.group.layer(form), handle.plan, handle.num_rows
     tokens, scales, weights = given
-    keep(plan.bytes)
+    keep(plan.bytes, handle.stream)
     recv = tokens.new_empty((rows, tokens.shape[1]))
     recv_idx = recv_weights = recv_scales = None
     if not form.do_expand:
@@ -113,15 +113,15 @@ def combine(
     biases: tuple[Tensor, ...],
 ) -> tuple[Tensor, Optional[Tensor]]:
     """Return rows to their tokens and sum them, unweighted. Weights go back to their entries."""
-    keep(handle.plan.bytes)
+    keep(handle.plan.bytes, handle.stream)
     layer, plan = handle.group.layer(form), handle.plan
     out, out_weights = x.new_empty((plan.num_tokens, x.shape[1])), None
     if topk_weights is not None:
         out_weights = topk_weights.new_empty(handle.topk_idx.shape, dtype=torch.float32)
-    if biases:
-        _calls.combine_biased(layer, plan.bytes, x, topk_weights, biases, out, out_weights)
-    elif topk_weights is None:
-        _calls.combine(layer, plan.bytes, x, None, None, out)
+    if topk_weights is None:
+        _calls.combine(layer, plan.bytes, x, None, None, *(*biases, None, None)[:2], out)
+    elif biases:
+        _calls.sum_biased(layer, plan.bytes, x, topk_weights, biases, out, out_weights)
     else:
         # One operation, whose sums are those of an unweighted combine.
         _calls.dispatch_backward(layer, plan.bytes, x, topk_weights, out, out_weights)

@@ -41,6 +41,7 @@ class Dispatched(NamedTuple):
     counts: Tensor
     handle: LatencyHandle
     tensors: tuple[Optional[Tensor], ...]
+    """All that dispatch has allocated."""
 
 
 def choose_quant(use_fp8: bool, round_scale: bool, use_ue8m0: bool, hidden: int) -> Quant:
@@ -106,16 +107,16 @@ def dispatch(
     shown: Tokens = rows
     if scales is not None:
         shown = (rows, (scales if packed is None else packed).transpose(1, 2))
-    tensors = (x, topk_idx, plan.bytes, plan.numbers, rows, scales, packed, stats)
+    tensors = plan.bytes, plan.numbers, rows, scales, packed
     return Dispatched(shown, plan.expert_counts, handle, tensors), Operation(send, receive, whole)
 
 
 def combine(
     handle: LatencyHandle, x: Tensor, topk_weights: Tensor, out: Optional[Tensor]
-) -> tuple[Tensor, tuple[Tensor, ...], Operation]:
+) -> tuple[Tensor, Operation]:
     """Set a combine up. Arguments as of Buffer.low_latency_combine.
 
-    Returns the output, the tensors that it uses, and the operation.
+    Returns the output and the operation.
     """
     group = handle.group
     layer = group.take(Quant.NONE)
@@ -128,12 +129,12 @@ def combine(
         _calls.combine_send(layer, handle.plan, x, None, topk_weights)
 
     def receive() -> None:
-        _calls.combine_wait(layer, written)
+        _calls.combine_wait(layer, None, None, written)
         group.give_back(layer)
 
     def whole() -> None:
         keep(handle.plan, handle.stream)
-        _calls.combine(layer, handle.plan, x, None, topk_weights, written)
+        _calls.combine(layer, handle.plan, x, None, topk_weights, None, None, written)
         group.give_back(layer)
 
-    return out, (x, topk_weights, handle.plan, out), Operation(send, receive, whole)
+    return out, Operation(send, receive, whole)

@@ -109,6 +109,23 @@ def test_combine(pair, text, rows, weights):
         on_mesh(mesh, body)(x, idx)
 
 
+@pytest.mark.parametrize("text, bias", [
+    (r"SHAPE combine: bias: expected shape \[12, 16\], got \[2, 16\]", jnp.zeros((2, HIDDEN))),
+    ("TYPE combine: bias: expected float32, got bfloat16", jnp.zeros((12, HIDDEN), "bfloat16")),
+    ("TYPE combine: bias: expected an array, got int", 3),
+    ("SHAPE combine: bias: expected up to 2 arrays, got 3", [jnp.zeros((1, HIDDEN))] * 3),
+])  # fmt: skip
+def test_bias(pair, text, bias):
+    mesh, ep, x, idx = pair
+
+    def body(x, idx):
+        rows, _, plan = ep.dispatch(x, idx)
+        return ep.combine(rows, plan, bias=bias)
+
+    with refused(text):
+        on_mesh(mesh, body)(x, idx)
+
+
 def test_another_shard_map(pair):
     _, ep, x, idx = pair
     call = lambda x, idx: ep.dispatch(x, idx)[0]  # noqa: E731
@@ -340,7 +357,7 @@ def test_fresh_after_a_failure(pair, bootstrap):
     other = bootstrap(mesh)
     plan = jax.jit(on_mesh(mesh, lambda x, idx: ep.dispatch(x, idx)[2]))(x, idx)
     plan = jax.tree.map(jnp.zeros_like, plan)
-    with pytest.raises(JaxRuntimeError, match="combine: plan"):
+    with pytest.raises(JaxRuntimeError, match="combine.*: plan"):
         rows = jnp.zeros((2 * ep.max_recv_rows, HIDDEN))
         jax.block_until_ready(jax.jit(on_mesh(mesh, ep.combine))(rows, plan))
     np.testing.assert_array_equal(round_trip(other, mesh)(x, idx), TOP_K * x)

@@ -67,23 +67,19 @@ def test_sums_and_padding(seed):
         run_threads(world.size, body)
 
 
-def test_biases(seed):
+def test_biases_of_gradients(seed):
+    """dispatch_backward is the same sum. The common suite has biases of combine."""
     world = World(seed, size=3)
 
     def body(bootstrap):
-        rank, random = bootstrap.rank, np.random.default_rng(bootstrap.rank)
-        offsets = expert_major(world, rank, 4)[1]
-        with Group(bootstrap, alignment=4, **config(world)) as group:
-            handle, weights = Handle(group), np.zeros(offsets[-1], np.float32)
-            rows = np.zeros((offsets[-1], world.hidden), np.float32)
-            done = dispatched(world, rank, handle, rows, weights)
+        rank = bootstrap.rank
+        rows = np.ones((expert_major(world, rank, 1)[1][-1], 8), np.float32)
+        with Group(bootstrap, **config(world)) as group, Handle(group) as handle:
+            handle.prepare(world.idx[rank])
             plain, out = np.empty_like(world.x[rank]), np.empty_like(world.x[rank])
-            one, two = (random.standard_normal(out.shape, np.float32) for _ in range(2))
-            handle.combine(done, weights, out=plain)
-            handle.combine(done, weights, out=out, extras=Extras(one, two))
+            one, two = (bias[rank] for bias in world.biases)
+            handle.dispatch_backward(rows, grad_tokens=plain)
+            handle.dispatch_backward(rows, grad_tokens=out, extras=Extras(one, two))
             assert np.array_equal(out, plain + one + two)
-            handle.dispatch_backward(done, grad_tokens=plain)
-            handle.dispatch_backward(done, grad_tokens=out, extras=Extras(two))
-            assert np.array_equal(out, plain + two)
 
     run_threads(3, body)

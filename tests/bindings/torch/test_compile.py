@@ -32,8 +32,9 @@ def inputs(group, tokens=7, grad=True):
 
 def layer(handle, x, idx, weights, experts=torch.sin):
     received = ep.dispatch(handle, x, idx, weights)
-    rows = experts(received.tokens)
-    return ep.combine(handle, received.plan, rows, received.topk_weights), received.plan.totals
+    rows, bias = experts(received.tokens), (x, experts(x))
+    out = ep.combine(handle, received.plan, rows, received.topk_weights, bias=bias)
+    return out, received.plan.totals
 
 
 NEW = ["prepare_new", "dispatch_new", "combine_new"]
@@ -61,8 +62,8 @@ def test_opcheck(alone, name):
         "dispatch_routed": routed,
         "prepare_new": (key, idx, None),
         "dispatch_new": (key, plan, x, weights, rows),
-        "combine_new": (key, plan, recv + 1, recv_w + 1, 7),
-        "combine": (key, plan, recv + 1, recv_w + 1, None, zeros(7, 16)),
+        "combine_new": (key, plan, recv + 1, recv_w + 1, x, None, 7),
+        "combine": (key, plan, recv + 1, recv_w + 1, None, None, x, zeros(7, 16)),
         "combine_backward": (key, plan, x, recv_w + 1, recv + 1, recv, recv_w),
         "dispatch_backward": (key, plan, recv + 1, recv_w + 1, zeros(7, 16), zeros(7, 2)),
     }
@@ -129,7 +130,7 @@ def test_latency_mode(alone):
     x, idx, weights = inputs(group, grad=False)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     y, _ = compiled(ep.Handle(group), x, idx, weights)
-    assert_close(y, torch.sin(x) * weights.sum(1, keepdim=True), 1e-6)
+    assert_close(y, torch.sin(x) * (1 + weights.sum(1, keepdim=True)) + x, 1e-6)
 
 
 def test_a_handle_that_is_gone(alone):
@@ -139,4 +140,4 @@ def test_a_handle_that_is_gone(alone):
     del handle
     gc.collect()
     with refused("DESTROYED is gone"):
-        torch.ops.libep.combine(key, plan.bytes, x.new_empty(rows, 16), None, None, x)
+        torch.ops.libep.combine(key, plan.bytes, x.new_empty(rows, 16), *[None] * 4, x)

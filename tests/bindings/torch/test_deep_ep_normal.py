@@ -10,13 +10,13 @@ import pytest
 import torch
 from base import refused
 from conftest import (
-    DEVICE, assert_equal, inputs_of, make_buffer, off, on_device, on_ranks, refuse_each,
+    DEVICE, assert_close, assert_equal, inputs_of, make_buffer, off, on_device, on_ranks, refuse_each,
     run_threads, strided
 )  # fmt: skip
 from reference import World, flat
 
 import libep
-from libep import Status
+from libep import Quant, Status
 from libep.deep_ep import Buffer, Config, EventHandle, EventOverlap
 
 SIZE = 3
@@ -167,6 +167,29 @@ def test_quantised_rows(buffer, rank, world):
     ranks = [len({e // 2 for e in world.idx[rank][t] if e >= 0}) for t in range(len(x))]
     total = fp8.float() * torch.tensor(ranks, device=x.device)[:, None]
     assert_equal(out, total.bfloat16())
+
+
+@with_buffer(hidden=256, tokens=[3, 0, 5])
+def test_rows_without_a_layout(buffer, rank, world):
+    """dispatch_rows delivers what dispatch does, and quantises."""
+    x, idx, weights = inputs_of(world, rank)
+    good = dict(x=x, topk_idx=idx, topk_weights=weights, num_experts=world.experts)
+    rx, ridx, rweights, counts, handle, _ = send_world(buffer, world, rank)
+    for quant in Quant.NONE, Quant.FP8, Quant.FP8_UE8M0:
+        (got, scales, *others), event = buffer.dispatch_rows(**good, quant=quant)
+        assert event.event is None and others[2] == counts
+        assert_equal(others[0], ridx)
+        assert_equal(others[1], rweights)
+        if quant != Quant.NONE:
+            got = (got.float().unflatten(1, (2, 128)) * scales.float()[..., None]).flatten(1)
+        assert_close(got, rx, 1 / 16 if quant != Quant.NONE else 0)
+        assert_equal(buffer.combine(rx, others[3])[0], buffer.combine(rx, handle)[0])
+    bad = dict(
+        x=[x.int(), off(x), x[:, :24].contiguous(), x.to("meta")], expert_alignment=[0],
+        topk_idx=[idx[1:], idx.float()], topk_weights=[weights[:, :1]],
+    )  # fmt: skip
+    if rank == 2:
+        refuse_each(buffer.dispatch_rows, dict(good, quant=Quant.FP8), bad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

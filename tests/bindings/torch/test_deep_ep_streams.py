@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from test_deep_ep_normal import send
 
 import libep
 from libep.deep_ep import EventHandle, EventOverlap, _streams
-from libep.deep_ep._streams import Lane
+from libep.deep_ep._streams import Lane, Used
 
 # ---- order, on any machine ----------------------------------------------------------------------
 
@@ -75,11 +76,37 @@ def streams(monkeypatch):
     fakes = dict(
         Stream=Stream, Event=Event, stream=use, current_stream=lambda device=None: Stream.current,
         is_initialized=lambda: True, is_current_stream_capturing=lambda: False,
+        set_stream=lambda stream: setattr(Stream, "current", stream), current_device=lambda: 0,
     )  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(_streams, "current_stream", lambda ordinal: id(Stream.current))
+    monkeypatch.setattr(_streams, "_known", {})
     return use
+
+
+def done(result=None):
+    return Used(result, (), ())
+
+
+def test_inputs_live_until_their_stream_waits(streams):
+    """Where none waits for the event, the allocator learns of the stream that reads them."""
+    device, lane, owner = torch.device("cuda", 0), Lane(), Stream.current
+
+    def run():
+        given = Memory()
+        _, event = lane.run(device, None, True, lambda: Used(None, (given,), ()))
+        return event, weakref.ref(given), given.streams
+
+    event, given, asked = run()
+    with streams(Stream()):
+        event.current_stream_wait()
+    assert given() is not None
+    event.current_stream_wait()
+    assert given() is None and not asked
+    event, given, asked = run()
+    del event
+    assert given() is None and asked == {lane.stream()} and Stream.current is owner
 
 
 def test_order(seed, streams):
@@ -96,18 +123,18 @@ def test_order(seed, streams):
             current.before.add(work)
             previous = EventOverlap(EventHandle()) if choose.random() < 0.5 else None
             is_beside = choose.random() < 0.5
-            memory = Memory()
+            given, made = Memory(), Memory()
 
-            def body(operation=operation, work=work, memory=memory):
+            def body(operation=operation, work=work, given=given, made=made):
                 assert work in Stream.current.before
                 assert set(range(operation)) <= Stream.current.before
                 Stream.current.before.add(operation)
-                return operation, (memory, None)
+                return Used(operation, (given, None), (made,))
 
             result, event = lane.run(device, previous, is_beside, body)
             assert result == operation and (event.event is not None) == is_beside
             if is_beside:
-                assert memory.streams == {lane.stream(), current}
+                assert made.streams == {current} and not given.streams
                 assert operation not in current.before
                 events.append((operation, event))
             else:
@@ -125,7 +152,7 @@ def test_one_stream_needs_no_events(streams):
     Event.made = 0
 
     def run(operation):
-        body = lambda: (Stream.current.before.add(operation), ())  # noqa: E731
+        body = lambda: done(Stream.current.before.add(operation))  # noqa: E731
         return lane.run(device, None, False, body)
 
     for operation in range(3):
@@ -142,14 +169,14 @@ def test_one_stream_needs_no_events(streams):
 def test_captures(streams, monkeypatch):
     """A capture uses one stream. The next operation comes after the last that was not captured."""
     device, lane, seen = torch.device("cuda", 0), Lane(), []
-    lane.run(device, None, False, lambda: (Stream.current.before.add("first"), ()))
+    lane.run(device, None, False, lambda: done(Stream.current.before.add("first")))
     with streams(Stream()), monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for is_beside in False, True:
-            _, event = lane.run(device, None, is_beside, lambda: (seen.append(Stream.current), ()))
+            _, event = lane.run(device, None, is_beside, lambda: done(seen.append(Stream.current)))
         assert seen == [Stream.current] * 2 and event.event is not None
     with streams(Stream()):
-        lane.run(device, None, False, lambda: (None, ()))
+        lane.run(device, None, False, done)
         assert "first" in Stream.current.before
 
 

@@ -85,7 +85,7 @@ def test_left_to_python(alone):
     out, rows = torch.full_like(x, 5), torch.ones(16, 4, device=x.device).t()
     # Not contiguous, another type, another device, no dimension, four dimensions, no tensor.
     wrong = [rows, x.double(), x.to("meta"), x[0, 0], x[None, None], "rows"]
-    for tensors in [(plan.bytes, given, None, None, out) for given in wrong]:
+    for tensors in [(plan.bytes, given, *[None] * 4, out) for given in wrong]:
         assert not handle.call_fast(forms["combine"], tensors)
     assert not handle.call_fast(forms["combine"], (plan.bytes, x, None, None))  # too few
     for numbers in (plan.numbers[:-1], plan.numbers.long()):
@@ -137,6 +137,6 @@ def test_refusal_has_the_sentence(alone):
     handle, (x, idx, _) = ep.Handle(alone()), ones(4)
     plan, form = ep.prepare(handle, idx), _fast.FORMS["combine"]
     with refused("BUFFER_SIZE expert_out"):
-        handle.call_fast(form, (plan.bytes, x[:2], None, None, x))
+        handle.call_fast(form, (plan.bytes, x[:2], *[None] * 4, x))
     with refused("BUFFER_SIZE expert_out"):
-        handle.make_fast(form, plan.bytes, x[:2], None, None, 4, 0)
+        handle.make_fast(form, plan.bytes, x[:2], *[None] * 4, 4, 0)
