@@ -441,14 +441,18 @@ def captured(monkeypatch):
 @pytest.mark.parametrize("is_read", [True, False])
 @with_elastic()
 def test_captured(buffer, rank, world, captured, is_read):
-    """A capture refuses what the host waits for. It computes the handle's tensors at once."""
+    """A capture refuses what the host waits for. Tensors of its handle are computed at each read."""
     x, idx, _ = inputs_of(world, rank)
     if is_read:
         with refused("UNSUPPORTED dispatch: do_cpu_sync: expected False while a CUDA graph"):
             buffer.dispatch(x, idx, num_experts=world.experts)
         return
     handle = buffer.dispatch(x, idx, do_cpu_sync=False, num_experts=world.experts)[3]
-    assert {*TENSORS} - {*vars(handle)} == {"recv_src_metadata"}
+    first = handle.num_unaligned_recv_tokens_per_expert
+    expected = first.clone()
+    handle.plan.expert_counts.add_(1)
+    assert torch.equal(handle.num_unaligned_recv_tokens_per_expert, expected + 1)
+    assert torch.equal(first, expected)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs GPUs")
@@ -472,18 +476,20 @@ def test_graph(do_expand):
                 factors = rweights * scale[expert]
             else:
                 factors = (rweights * scale[ridx.clamp(min=0)]).sum(1)
-            return buffer.combine(rx * factors[:, None], handle)[0]
+            return buffer.combine(rx * factors[:, None], handle)[0], handle
 
         with make_buffer(bootstrap, kind=ElasticBuffer, num_max_tokens_per_rank=BOUND) as buffer:
             step()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                out = step()
+                out, handle = step()
             for world in (second, first):
                 for tensor, given in zip((x, idx, weights), inputs_of(world, 0)):
                     tensor.copy_(given)
                 graph.replay()
                 assert_equal(out, world.forward(0))
+                entries = idx[idx >= 0].bincount(minlength=4)
+                assert_equal(handle.num_unaligned_recv_tokens_per_expert, entries)
 
     run_threads(1, body)
