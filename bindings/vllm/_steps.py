@@ -100,7 +100,7 @@ def dispatch(layer: Handle, given: Given, most: int) -> Step:
 
 def combine(step: Step, rows: Tensor, output: Tensor) -> None:
     """Sum rows into `output`, on the current stream."""
-    _calls.combine(step.layer, step.plan.bytes, rows, None, None, output)
+    _calls.combine(step.layer, step.plan.bytes, rows, None, None, None, None, output)
 
 
 def combine_in_turn(step: Step, rows: Tensor, output: Tensor) -> Hook:
@@ -120,7 +120,7 @@ def combine_in_turn(step: Step, rows: Tensor, output: Tensor) -> Hook:
 def combine_send(step: Step, rows: Tensor, output: Tensor) -> Hook:
     """The send phase of combine, in latency mode. Returns the receive phase."""
     _calls.combine_send(step.layer, step.plan.bytes, rows, None, None)
-    return lambda: _calls.combine_wait(step.layer, output)  # it keeps the step's plan
+    return lambda: _calls.combine_wait(step.layer, None, None, output)  # it keeps the step's plan
 
 
 def combine_beside(step: Step, rows: Tensor, output: Tensor, beside: torch.cuda.Stream) -> Hook:
