@@ -98,9 +98,7 @@ def main(rank, size, port, device, path):
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(int(rank) % torch.cuda.device_count())
-    dist.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(size)
-    )
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(size))
     module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
     for line in sys.stdin:
         function, arguments = json.loads(line)
