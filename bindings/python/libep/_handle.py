@@ -122,7 +122,7 @@ class Extras(_abi.EpExtras):
             float32 in this order. Their gradient is that of the output.
     """
 
-    def __init__(self, *biases: TensorLike) -> None:
+    def __init__(self, *biases: Optional[TensorLike]) -> None:
         super().__init__(struct_size=sizeof(_abi.EpExtras))
         if len(biases) > 2:
             raise TypeError(f"biases: expected at most 2, got {len(biases)}")
