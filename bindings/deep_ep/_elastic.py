@@ -277,6 +277,7 @@ class ElasticBuffer:
                 plan, sizes = _steps.route(group, form, idx.contiguous(), most, alignment)
                 kept = idx.clone() if do_handle_copy else idx
                 used = EPHandle(self, group, form, plan, sizes, kept, bound, alignment)
+                used.is_captured = _is_capturing(given.tokens)
                 if cumulative_local_expert_recv_stats is not None:
                     cumulative_local_expert_recv_stats.add_(plan.expert_counts)
             form = used.form
@@ -289,8 +290,6 @@ class ElasticBuffer:
             received = _steps.send(used, form, given)
             if is_read:
                 _steps.report(used.group)
-            if _is_capturing(given.tokens):
-                used.capture()
             inputs = *given, idx, cumulative_local_expert_recv_stats
             outputs = *received, used.topk_idx, used.plan.numbers
             return Used((received, used), inputs, outputs)

@@ -17,7 +17,7 @@ import traceback
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SECONDS = "10"  # deadline of libep's waits
-MOST_SECONDS = 120  # of a case, until its ranks are killed
+MOST_SECONDS = 400  # of a case, until its ranks are killed
 
 
 @contextlib.contextmanager
