@@ -53,6 +53,7 @@ void fixture_open(Fixture *fixture, const Case *c) {
 
 Fixture *fixture_new(const char *changes) {
     Case c = case_complete(changed_case(changes));
+    if (c.mode == EP_MODE_LATENCY) needs_latency();
     Fixture *fixture = calloc(1, sizeof(*fixture));
     fixture_open(fixture, &c);
     check_assert();

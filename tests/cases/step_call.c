@@ -101,10 +101,10 @@ static EpStatus combine(Arguments *a, StepOp op, EpStream stream) {
 }
 
 static EpStatus combine_backward(Arguments *a, EpStream stream) {
+    const EpTensor *slots = out(a, OUT_GRAD_SLOTS);
     return ep_combine_backward(a->step->handle, a->step->plan, in(a, IN_GRAD_OUT),
-                               in(a, IN_SLOT_WEIGHTS),
-                               a->step->world->c.weighted ? in(a, IN_EXPERT_OUT) : NULL, stream,
-                               out(a, OUT_GRAD_ROWS), out(a, OUT_GRAD_SLOTS));
+                               in(a, IN_SLOT_WEIGHTS), slots ? in(a, IN_EXPERT_OUT) : NULL, stream,
+                               out(a, OUT_GRAD_ROWS), slots);
 }
 
 static EpStatus dispatch_backward(Arguments *a, EpStream stream) {
