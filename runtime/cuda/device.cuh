@@ -511,6 +511,90 @@ __device__ __forceinline__ int ep_end_operation(const EpCudaGroup &g, uint32_t e
     return result;
 }
 
+/* ---- statistics ---------------------------------------------------------------------------- */
+
+/*
+ * What a kernel adds to the caller's counters: see EpExtras. A warp does it that has nothing else
+ * to do at that time, and its additions return nothing, so rows do not wait for it. Calls on other
+ * streams may add to the same counters.
+ */
+
+__device__ __forceinline__ void ep_count(int64_t *counters, int i, int64_t value) {
+    if (counters && value) atomicAdd((unsigned long long *)counters + i, (unsigned long long)value);
+}
+
+/** Add `rows` rows to a rank of the group. By one lane. */
+__device__ __forceinline__ void ep_count_row(const EpStatistics &s, int member, int rows) {
+    ep_count(s.peer_rows, member, rows);
+    ep_count(s.peer_bytes, member, rows * s.row_bytes);
+}
+
+/** Add rows[r] rows to each rank r of this node. Damaged numbers count as the nearest possible. By
+ *  a warp. */
+__device__ __forceinline__ void ep_count_rows(const EpCudaGroup &g, const EpStatistics &s,
+                                              const int32_t *rows) {
+    int counts = s.peer_rows || s.peer_bytes;
+#pragma unroll 1
+    for (int r = (int)threadIdx.x % 32; r < g.size && counts; r += 32)
+        ep_count_row(s, ep_member(g, r), min(max(rows[r], 0), g.layout.max_tokens));
+}
+
+/** Add the slots of each local expert; this lane is number `index` of `lanes`. */
+__device__ __forceinline__ void ep_count_experts(const EpStatistics &s, const int32_t *counts,
+                                                 int num_local, int index, int lanes) {
+#pragma unroll 1
+    for (int e = index; e < num_local && s.expert_tokens; e += lanes)
+        ep_count(s.expert_tokens, e, counts[e]);
+}
+
+__device__ __forceinline__ int ep_counts_waits(const EpStatistics &s) {
+    return s.peer_wait || s.peer_longest_wait;
+}
+
+/**
+ * Wait until all other ranks are here, and add for how long each of them was waited for. A lane
+ * watches the ranks of its own residue modulo 32: `is_here(r)`. `may_wait(r)` returns 0 once the
+ * wait is over without them. By a warp.
+ */
+template <typename Here, typename Wait>
+__device__ __forceinline__ void ep_measure_waits(const EpCudaGroup &g, const EpStatistics &s,
+                                                 Here is_here, Wait may_wait) {
+    const uint64_t start = ep_global_timer();
+    unsigned left = 0; /* bit w: rank w * 32 + lane */
+    int lane = (int)threadIdx.x % 32, alive = 1;
+    for (int r = lane; r < g.size; r += 32)
+        left |= (unsigned)(r != g.rank && !is_here(r)) << r / 32;
+#pragma unroll 1
+    while (__any_sync(~0u, left) && __all_sync(~0u, alive)) {
+        int r = (__ffs((int)left) - 1) * 32 + lane;
+        if (!left) continue;
+        alive = may_wait(r);
+        for (unsigned looked = left; looked; looked &= looked - 1) {
+            r = (__ffs((int)looked) - 1) * 32 + lane;
+            if (!is_here(r)) continue;
+            long long waited = (long long)(ep_global_timer() - start);
+            ep_count(s.peer_wait, ep_member(g, r), waited);
+            if (s.peer_longest_wait)
+                atomicMax((long long *)s.peer_longest_wait + ep_member(g, r), waited);
+            left &= ~(1u << r / 32);
+        }
+    }
+}
+
+/** Measure the waits for arrivals in throughput operation `epoch`. By a warp. */
+__device__ __forceinline__ void ep_measure_arrivals(const EpCudaGroup &g, const EpStatistics &s,
+                                                    uint32_t epoch) {
+    EpTimeout timeout = {0, 0};
+    auto seen = [&](int r) {
+        return (uint32_t)(ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->what) >> 32);
+    };
+    auto is_here = [&](int r) { return seen(r) == epoch; };
+    auto may_wait = [&](int r) {
+        return ep_keep_waiting(g, &timeout, EpAwaited{r, EP_AWAIT_ARRIVAL, 0, epoch, seen(r)});
+    };
+    if (ep_counts_waits(s)) ep_measure_waits(g, s, is_here, may_wait);
+}
+
 /* ---- stamps of messages between nodes ------------------------------------------------------ */
 
 /** Tell the watcher that an exchange is complete, and whether one is to follow. The group's

@@ -110,6 +110,9 @@ static void set_plan(Fixture *fixture) {
     t[RECV_ROWS] = t[DROPPED_SLOTS] = ep_tensor_1d(NULL, EP_TYPE_INT64, 1);
     t[NEEDED_ROWS] = ep_tensor_1d(NULL, EP_TYPE_INT32, 1);
     t[SOURCE_ROWS] = ep_tensor_1d(NULL, EP_TYPE_INT32, c->ranks);
+    t[EXPERT_TOKENS] = ep_tensor_1d(NULL, EP_TYPE_INT64, me->num_experts);
+    t[PEER_ROWS] = t[PEER_BYTES] = ep_tensor_1d(NULL, EP_TYPE_INT64, c->ranks);
+    t[PEER_WAIT] = t[LONGEST_WAIT] = t[PEER_ROWS];
     t[SOURCE_COUNTS] = ep_tensor_2d(NULL, EP_TYPE_INT32, me->num_experts, c->ranks);
 }
 
@@ -158,33 +161,55 @@ void fixture_reset(Fixture *fixture) {
     if (!case_has_rows(&fixture->world->c)) fixture->arg[RECV_TOPK_IDX] = NULL;
     if (fixture->world->c.quant != EP_QUANT_NONE) fixture->arg[SCALES] = NULL;
     fixture->arg[fixture->world->c.weights_at_combine ? SLOT_WEIGHTS : COMBINE_WEIGHTS] = NULL;
-    fixture->arg[BIAS0] = fixture->arg[BIAS1] = NULL;
+    for (int extra = BIAS0; extra <= LONGEST_WAIT; extra++)
+        fixture->arg[extra] = NULL;
     set_index(fixture);
 }
 
-/* Call an operation that takes extras with those of the fixture. */
-static EpStatus call_with(Fixture *fixture, Op op) {
-    const EpTensor *const *a = fixture->arg;
-    EpExtras extras = {sizeof(extras), a[BIAS0], a[BIAS1]};
+/* Call an operation with the fixture's extras. */
+static EpStatus call_with(Fixture *f, Op op, const EpPlanTensors *out) {
+    const EpTensor *const *a = f->arg;
+    const EpExtras x = {sizeof(x),     a[BIAS0],      a[BIAS1],     a[EXPERT_TOKENS],
+                        a[PEER_ROWS],  a[PEER_BYTES], a[PEER_WAIT], a[LONGEST_WAIT]};
     switch (op) {
+    case OP_PREPARE:
+        return ep_prepare_with(f->handle, f->plan, a[TOPK_IDX], a[NUM_TOKENS], NULL, out, &x);
+    case OP_DISPATCH:
+        return ep_dispatch_with(f->handle, f->plan, NULL, a[TOKENS], a[TOPK_WEIGHTS], a[SCALES],
+                                NULL, a[RECV_TOKENS], a[RECV_TOPK_WEIGHTS], a[RECV_SCALES],
+                                a[RECV_TOPK_IDX], &x);
     case OP_COMBINE:
-        return ep_combine_with(fixture->handle, fixture->plan, a[EXPERT_OUT], a[SLOT_WEIGHTS],
-                               a[COMBINE_WEIGHTS], NULL, a[OUT], &extras);
-    case OP_COMBINE_WAIT:
-        return ep_combine_wait_with(fixture->handle, NULL, a[OUT], &extras);
-    default:
-        return ep_dispatch_backward_with(fixture->handle, fixture->plan, a[GRAD_RECV_TOKENS],
+        return ep_combine_with(f->handle, f->plan, a[EXPERT_OUT], a[SLOT_WEIGHTS],
+                               a[COMBINE_WEIGHTS], NULL, a[OUT], &x);
+    case OP_DISPATCH_BACKWARD:
+        return ep_dispatch_backward_with(f->handle, f->plan, a[GRAD_RECV_TOKENS],
                                          a[GRAD_RECV_WEIGHTS], NULL, a[GRAD_TOKENS],
-                                         a[GRAD_TOPK_WEIGHTS], &extras);
+                                         a[GRAD_TOPK_WEIGHTS], &x);
+    case OP_DISPATCH_SEND:
+        return ep_dispatch_send_with(f->handle, f->plan, NULL, a[TOKENS], a[TOPK_WEIGHTS],
+                                     a[SCALES], NULL, &x);
+    case OP_DISPATCH_WAIT:
+        return ep_dispatch_wait_with(f->handle, NULL, a[RECV_TOKENS], a[RECV_TOPK_WEIGHTS],
+                                     a[RECV_SCALES], a[RECV_TOPK_IDX], &x);
+    case OP_COMBINE_SEND:
+        return ep_combine_send_with(f->handle, f->plan, a[EXPERT_OUT], a[SLOT_WEIGHTS],
+                                    a[COMBINE_WEIGHTS], NULL, &x);
+    case OP_COMBINE_WAIT:
+        return ep_combine_wait_with(f->handle, NULL, a[OUT], &x);
+    default:
+        return ep_combine_backward_with(f->handle, f->plan, a[GRAD_OUT], a[SLOT_WEIGHTS],
+                                        a[EXPERT_OUT], NULL, a[GRAD_EXPERT_OUT],
+                                        a[GRAD_SLOT_WEIGHTS], &x);
     }
 }
 
 EpStatus fixture_call(Fixture *fixture, Op op) {
     const EpTensor *const *a = fixture->arg;
-    if (a[BIAS0] || a[BIAS1]) return call_with(fixture, op);
     EpPlanTensors plan = {sizeof(plan),     a[EXPERT_COUNTS], a[EXPERT_PADDED], a[EXPERT_OFFSETS],
                           a[TOTALS],        a[SOURCE_COUNTS], a[RECV_ROWS],     a[NEEDED_ROWS],
                           a[DROPPED_SLOTS], a[SOURCE_ROWS]};
+    for (int extra = BIAS0; extra <= LONGEST_WAIT; extra++)
+        if (a[extra]) return call_with(fixture, op, &plan);
     switch (op) {
     case OP_PREPARE:
         return ep_prepare(fixture->handle, fixture->plan, a[TOPK_IDX], a[NUM_TOKENS], NULL, &plan);

@@ -50,6 +50,11 @@ typedef enum Op {
     X(OUT, "out", 1)                             \
     X(BIAS0, "extras.bias0", 0)                  \
     X(BIAS1, "extras.bias1", 0)                  \
+    X(EXPERT_TOKENS, "extras.expert_tokens", 1)  \
+    X(PEER_ROWS, "extras.peer_rows", 1)          \
+    X(PEER_BYTES, "extras.peer_bytes", 1)        \
+    X(PEER_WAIT, "extras.peer_wait_ns", 1)       \
+    X(LONGEST_WAIT, "extras.peer_longest_wait_ns", 1) \
     X(GRAD_RECV_TOKENS, "grad_recv_tokens", 0)   \
     X(GRAD_RECV_WEIGHTS, "grad_slot_weights", 0) \
     X(GRAD_TOKENS, "grad_tokens", 1)             \
@@ -93,8 +98,8 @@ void fixture_close_on(Fixture *fixture);
 void fixture_close(Fixture *fixture);
 
 /** Reset all arguments of all operations to valid tensors with poisoned outputs. Combine gets
- * slot_weights, or topk_weights if the case has weights_at_combine. Biases are NULL; operations
- * that take them get extras where a test sets one. */
+ * slot_weights, or topk_weights if the case has weights_at_combine. Extras are NULL; operations get
+ * them where a test sets one. */
 void fixture_reset(Fixture *fixture);
 
 EpStatus fixture_call(Fixture *fixture, Op op);

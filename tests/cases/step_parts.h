@@ -4,7 +4,7 @@
 
 /**
  * Internal helpers of step.h: the plan is in step_plan.c, dispatch in step_rows.c, combine and the
- * backward calls in step_sums.c.
+ * backward calls in step_sums.c, what calls take besides in step_extras.c.
  */
 
 #include "tests/cases/step.h"
@@ -56,6 +56,31 @@ void step_routed_check(const Step *step, StepRouted *r);
  *  and free all. */
 void step_numbers_new(const Step *step, StepRouted *r, EpPlanTensors *out);
 void step_numbers_check(const Step *step, StepRouted *r);
+
+/** What a call is given to count. */
+typedef enum StepCounts { COUNT_EXPERTS = 1, COUNT_ROWS = 2, COUNT_WAITS = 4 } StepCounts;
+
+typedef enum StepCounted {
+    COUNTED_PREPARE,
+    COUNTED_DISPATCH,
+    COUNTED_COMBINE,
+    COUNTED_COMBINE_BACKWARD,
+    COUNTED_DISPATCH_BACKWARD
+} StepCounted;
+
+enum { STEP_COUNTERS = 5 };
+
+/** The extras of a call: biases, and the case's counters. */
+typedef struct StepExtras {
+    EpTensor bias[2], tensor[STEP_COUNTERS];
+    EpExtras extras;
+    const EpExtras *given; /**< NULL: none */
+} StepExtras;
+
+/** Make the extras of a call that takes these counters, and biases if `takes_bias`. Check that the
+ *  call has added to them what the oracle says, and free them. */
+void step_extras_new(const Step *step, unsigned counts, int takes_bias, StepExtras *n);
+void step_extras_check(const Step *step, StepExtras *n, StepCounted op);
 
 /** Check that ep_handle_info describes this step's plan. */
 void step_check_info(const Step *step);

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "tests/cases/step_parts.h"
+#include "tests/oracle/expect.h"
 
 /* Returns the indices in the caller's type. */
 static Image index_image(const Step *step) {
@@ -50,29 +51,15 @@ static void check_info_arrays(const RankWorld *me, const EpHandleInfo *info) {
               (int)info->expert_offsets[e], (long long)me->offset[e]);
 }
 
-/* Returns the number of (token, rank) rows from one rank to another. */
-static int64_t rows_between(const World *world, int from, int to) {
-    int64_t rows = 0;
-    for (int t = 0; t < world->rank[from].tokens; t++) {
-        int named = 0;
-        for (int k = 0; k < world->c.top_k; k++) {
-            int64_t expert = world->rank[from].index[(int64_t)t * world->c.top_k + k];
-            named |= world_live(world, from, t, k) && world_owner(&world->c, expert) == to;
-        }
-        rows += named;
-    }
-    return rows;
-}
-
 /* Rows whose slots were all lost count, too. */
 static void check_info_traffic(const Step *step, const EpHandleInfo *info) {
     int64_t sent = 0, received = 0;
     for (int peer = 0; peer < step->world->c.ranks; peer++) {
         if (peer == step->rank) continue;
-        sent += rows_between(step->world, step->rank, peer);
-        received += rows_between(step->world, peer, step->rank);
+        sent += expect_rows(step->world, step->rank, peer);
+        received += expect_rows(step->world, peer, step->rank);
     }
-    int64_t local = rows_between(step->world, step->rank, step->rank);
+    int64_t local = expect_rows(step->world, step->rank, step->rank);
     CHECK(info->remote_rows_sent == sent, "%lld instead of %lld", (long long)info->remote_rows_sent,
           (long long)sent);
     CHECK(info->remote_rows_received == received, "%lld instead of %lld",
@@ -216,8 +203,11 @@ void step_routed_prepare(const Step *step, StepRouted *r) {
     out.recv_rows = &rows, out.needed_rows = &needed;
     out.dropped_slots = &dropped, out.source_rows = &by_source;
     out.source_counts = &sources;
-    CHECK_OK(ep_prepare(step->handle, step->plan, &topk_idx,
-                        step->world->c.counted ? &tokens : NULL, NULL, &out));
+    StepExtras n;
+    step_extras_new(step, step_is_latency(step) ? 0 : COUNT_WAITS, 0, &n);
+    CHECK_OK(ep_prepare_with(step->handle, step->plan, &topk_idx,
+                             step->world->c.counted ? &tokens : NULL, NULL, &out, n.given));
+    step_extras_check(step, &n, COUNTED_PREPARE);
     memset(&out, 0x77, sizeof(out));
     counts = padded = offsets = totals = sources = tokens = topk_idx = (EpTensor){0};
     rows = needed = dropped = by_source = (EpTensor){0};

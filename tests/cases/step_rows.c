@@ -71,10 +71,13 @@ static void dispatch_whole(const Step *step) {
     Delivery d = delivery_new(step);
     EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
     if (asks) step_numbers_new(step, &numbers, &out), prepare.out = &out;
-    CHECK_OK(ep_dispatch(step->handle, step->plan, asks ? &prepare : NULL, &tokens,
-                         c->weighted ? &weights : NULL, c->scale_bytes ? &scales : NULL, NULL,
-                         &d.tokens, c->weighted ? &d.weights : NULL,
-                         case_scales(c) ? &d.scales : NULL, case_has_rows(c) ? &d.index : NULL));
+    StepExtras n;
+    step_extras_new(step, COUNT_EXPERTS | COUNT_ROWS | COUNT_WAITS, 0, &n);
+    CHECK_OK(ep_dispatch_with(
+        step->handle, step->plan, asks ? &prepare : NULL, &tokens, c->weighted ? &weights : NULL,
+        c->scale_bytes ? &scales : NULL, NULL, &d.tokens, c->weighted ? &d.weights : NULL,
+        case_scales(c) ? &d.scales : NULL, case_has_rows(c) ? &d.index : NULL, n.given));
+    step_extras_check(step, &n, COUNTED_DISPATCH);
     delivery_check(step, &d);
     if (asks) step_numbers_check(step, &numbers);
 }
@@ -84,9 +87,12 @@ static void send_rows(const Step *step) {
     EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
     Image images[] = {step_copy_input(&tokens), step_copy_input(&weights),
                       step_copy_input(&scales)};
-    CHECK_OK(ep_dispatch_send(step->handle, step->plan, NULL, &tokens,
-                              c->weighted ? &weights : NULL, c->scale_bytes ? &scales : NULL,
-                              NULL));
+    StepExtras n;
+    step_extras_new(step, COUNT_ROWS | COUNT_WAITS, 0, &n);
+    CHECK_OK(ep_dispatch_send_with(step->handle, step->plan, NULL, &tokens,
+                                   c->weighted ? &weights : NULL, c->scale_bytes ? &scales : NULL,
+                                   NULL, n.given));
+    step_extras_check(step, &n, COUNTED_DISPATCH);
     for (int i = 0; i < 3; i++)
         step_overwrite_input(&images[i]);
 }
@@ -94,9 +100,12 @@ static void send_rows(const Step *step) {
 static void receive_rows(const Step *step) {
     const Case *c = &step->world->c;
     Delivery d = delivery_new(step);
-    CHECK_OK(ep_dispatch_wait(step->handle, NULL, &d.tokens, c->weighted ? &d.weights : NULL,
-                              case_scales(c) ? &d.scales : NULL,
-                              case_has_rows(c) ? &d.index : NULL));
+    StepExtras n;
+    step_extras_new(step, COUNT_EXPERTS | COUNT_WAITS, 0, &n);
+    CHECK_OK(ep_dispatch_wait_with(step->handle, NULL, &d.tokens, c->weighted ? &d.weights : NULL,
+                                   case_scales(c) ? &d.scales : NULL,
+                                   case_has_rows(c) ? &d.index : NULL, n.given));
+    step_extras_check(step, &n, COUNTED_DISPATCH);
     delivery_check(step, &d);
 }
 

@@ -18,25 +18,6 @@ typedef struct Summed {
     EpTensor out;
 } Summed;
 
-/* The extras of a call that sums, and space for what they refer to. */
-typedef struct Biases {
-    EpTensor tensor[2];
-    EpExtras extras;
-} Biases;
-
-/* Returns the case's extras, or NULL where it has none. One bias is either member. */
-static const EpExtras *biases_of(const Step *step, Biases *b) {
-    int count = step->world->c.biases;
-    *b = (Biases){{step_bias(step, 0), step_bias(step, 1)}, EP_EXTRAS_INIT};
-    if (!count) return NULL;
-    if (count == 1 && step->world->c.seed % 2)
-        b->extras.bias1 = &b->tensor[0];
-    else
-        b->extras.bias0 = &b->tensor[0];
-    if (count > 1) b->extras.bias1 = &b->tensor[1];
-    return &b->extras;
-}
-
 static Summed summed_new(const Step *step) {
     const Case *c = &step->world->c;
     Summed s = {image_new(sums_bytes(step), 16), image_new(sums_bytes(step), 16), {0}};
@@ -58,14 +39,11 @@ static void combine_whole(const Step *step) {
     EpTensor weights = step_weights(step);
     const EpTensor *by_slot = c->weighted ? &slots : NULL;
     const EpTensor *by_entry = c->weights_at_combine ? &weights : NULL;
-    Biases b;
-    const EpExtras *extras = biases_of(step, &b);
-    if (extras)
-        CHECK_OK(ep_combine_with(step->handle, step->plan, &expert_out, by_slot, by_entry, NULL,
-                                 &s.out, extras));
-    else
-        CHECK_OK(
-            ep_combine(step->handle, step->plan, &expert_out, by_slot, by_entry, NULL, &s.out));
+    StepExtras n;
+    step_extras_new(step, COUNT_ROWS | COUNT_WAITS, 1, &n);
+    CHECK_OK(ep_combine_with(step->handle, step->plan, &expert_out, by_slot, by_entry, NULL, &s.out,
+                             n.given));
+    step_extras_check(step, &n, COUNTED_COMBINE);
     summed_check(step, &s);
 }
 
@@ -75,20 +53,22 @@ void step_combine_send(const Step *step) {
     EpTensor weights = step_weights(step);
     Image images[] = {step_copy_input(&expert_out), step_copy_input(&slots),
                       step_copy_input(&weights)};
-    CHECK_OK(ep_combine_send(step->handle, step->plan, &expert_out, c->weighted ? &slots : NULL,
-                             c->weights_at_combine ? &weights : NULL, NULL));
+    StepExtras n;
+    step_extras_new(step, COUNT_ROWS | COUNT_WAITS, 0, &n);
+    CHECK_OK(ep_combine_send_with(step->handle, step->plan, &expert_out,
+                                  c->weighted ? &slots : NULL,
+                                  c->weights_at_combine ? &weights : NULL, NULL, n.given));
+    step_extras_check(step, &n, COUNTED_COMBINE);
     for (int i = 0; i < 3; i++)
         step_overwrite_input(&images[i]);
 }
 
 void step_combine_wait(const Step *step) {
     Summed s = summed_new(step);
-    Biases b;
-    const EpExtras *extras = biases_of(step, &b);
-    if (extras)
-        CHECK_OK(ep_combine_wait_with(step->handle, NULL, &s.out, extras));
-    else
-        CHECK_OK(ep_combine_wait(step->handle, NULL, &s.out));
+    StepExtras n;
+    step_extras_new(step, COUNT_WAITS, 1, &n);
+    CHECK_OK(ep_combine_wait_with(step->handle, NULL, &s.out, n.given));
+    step_extras_check(step, &n, COUNTED_COMBINE);
     summed_check(step, &s);
 }
 
@@ -113,14 +93,11 @@ void step_dispatch_backward(const Step *step) {
     EpTensor tokens = ep_tensor_2d(got.data, c->sum_type, me->rows, c->hidden);
     EpTensor weights = ep_tensor_2d(got_weights.data, EP_TYPE_FP32, me->rows, c->top_k);
     const EpTensor *values = c->weighted ? &slots : NULL, *back = c->weighted ? &weights : NULL;
-    Biases b;
-    const EpExtras *extras = biases_of(step, &b);
-    if (extras)
-        CHECK_OK(ep_dispatch_backward_with(step->handle, step->plan, &rows, values, NULL, &tokens,
-                                           back, extras));
-    else
-        CHECK_OK(
-            ep_dispatch_backward(step->handle, step->plan, &rows, values, NULL, &tokens, back));
+    StepExtras n;
+    step_extras_new(step, COUNT_ROWS | COUNT_WAITS, 1, &n);
+    CHECK_OK(ep_dispatch_backward_with(step->handle, step->plan, &rows, values, NULL, &tokens, back,
+                                       n.given));
+    step_extras_check(step, &n, COUNTED_DISPATCH_BACKWARD);
     expect_dispatch_backward(step->world, step->rank, &expected, &expected_weights);
     image_check_equal(&got, &expected, case_sum_bytes(c), "grad_tokens");
     if (c->weighted)
@@ -159,9 +136,13 @@ void step_combine_backward(const Step *step) {
     EpTensor grad_out = step_grad_out(step), weights = step_slot_weights(step);
     EpTensor expert_out = step_expert_out(step), grad_slots = step_per_slot(step, slots.data);
     EpTensor grad_rows = step_rows(step, got.data, c->sum_type, c->hidden);
-    CHECK_OK(ep_combine_backward(step->handle, step->plan, &grad_out, c->weighted ? &weights : NULL,
-                                 c->weighted ? &expert_out : NULL, NULL, &grad_rows,
-                                 c->weighted ? &grad_slots : NULL));
+    StepExtras n;
+    step_extras_new(step, COUNT_ROWS | COUNT_WAITS, 0, &n);
+    CHECK_OK(ep_combine_backward_with(
+        step->handle, step->plan, &grad_out, c->weighted ? &weights : NULL,
+        c->weighted ? &expert_out : NULL, NULL, &grad_rows, c->weighted ? &grad_slots : NULL,
+        n.given));
+    step_extras_check(step, &n, COUNTED_COMBINE_BACKWARD);
     expect_combine_backward(step->world, step->rank, &expected);
     image_check_equal(&got, &expected, case_sum_bytes(c), "grad_expert_out");
     if (c->weighted)

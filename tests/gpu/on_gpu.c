@@ -16,6 +16,12 @@
 #undef ep_dispatch_wait
 #undef ep_combine_send
 #undef ep_combine_wait
+#undef ep_prepare_with
+#undef ep_dispatch_with
+#undef ep_combine_backward_with
+#undef ep_dispatch_send_with
+#undef ep_dispatch_wait_with
+#undef ep_combine_send_with
 #undef ep_combine_with
 #undef ep_combine_wait_with
 #undef ep_dispatch_backward_with
@@ -35,9 +41,9 @@ int gpu_has_latency(void) {
 
 /* Those that GPUs cannot reach have copies in the pinned buffer. */
 typedef struct Moved {
-    EpTensor tensor[16];
-    void *home[16];
-    int is_output[16];
+    EpTensor tensor[32];
+    void *home[32];
+    int is_output[32];
     int count;
 } Moved;
 
@@ -203,6 +209,18 @@ static const EpPlanTensors *move_numbers(Moved *m, const EpPlanTensors *out, EpP
     return moved;
 }
 
+/* Returns `extras`, or `copy` with copies of its tensors. */
+static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *copy) {
+    if (!extras || extras->struct_size != sizeof(*extras)) return extras;
+    *copy = *extras;
+    copy->bias0 = input(m, extras->bias0), copy->bias1 = input(m, extras->bias1);
+    const EpTensor **counters[] = {&copy->expert_tokens, &copy->peer_rows, &copy->peer_bytes,
+                                   &copy->peer_wait_ns, &copy->peer_longest_wait_ns};
+    for (size_t i = 0; i < sizeof(counters) / sizeof(*counters); i++)
+        *counters[i] = output(m, *counters[i]);
+    return copy;
+}
+
 EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
                      const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out) {
     Moved m = {.count = 0};
@@ -214,6 +232,29 @@ EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *top
     return status;
 }
 
+EpStatus gpu_prepare_with(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
+                          const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out,
+                          const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpPlanTensors moved;
+    EpExtras copy;
+    EpStatus status = ep_prepare_with(handle, output(&m, plan), input(&m, topk_idx),
+                                      input(&m, num_tokens), stream, move_numbers(&m, out, &moved),
+                                      move_extras(&m, extras, &copy));
+    if (status != EP_OK || !ep_handle_is_latency(handle)) return settle(&m, status);
+    keep(handle, &m);
+    return status;
+}
+
+/* Returns `prepare`, or `copy` with copies of its outputs. */
+static const EpPrepare *move_prepare(Moved *m, const EpPrepare *prepare, EpPrepare *copy,
+                                     EpPlanTensors *numbers) {
+    if (!prepare || prepare->struct_size != sizeof(*prepare) || prepare->topk_idx) return prepare;
+    *copy = *prepare;
+    copy->out = move_numbers(m, prepare->out, numbers);
+    return copy;
+}
+
 EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
                       const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
                       EpStream stream, const EpTensor *recv_tokens,
@@ -222,16 +263,41 @@ EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *p
     Moved m = {.count = 0};
     EpPlanTensors numbers;
     EpPrepare outputs;
-    if (prepare && prepare->struct_size == sizeof(*prepare) && !prepare->topk_idx) {
-        outputs = *prepare, outputs.out = move_numbers(&m, prepare->out, &numbers);
-        prepare = &outputs;
-    }
     refresh(handle);
-    EpStatus status = ep_dispatch(handle, output(&m, plan), prepare, input(&m, tokens),
-                                  input(&m, topk_weights), input(&m, scales), stream,
-                                  output(&m, recv_tokens), output(&m, recv_topk_weights),
-                                  output(&m, recv_scales), output(&m, recv_topk_idx));
+    EpStatus status = ep_dispatch(
+        handle, output(&m, plan), move_prepare(&m, prepare, &outputs, &numbers), input(&m, tokens),
+        input(&m, topk_weights), input(&m, scales), stream, output(&m, recv_tokens),
+        output(&m, recv_topk_weights), output(&m, recv_scales), output(&m, recv_topk_idx));
     return deliver(handle, &m, status);
+}
+
+EpStatus gpu_dispatch_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                           const EpTensor *tokens, const EpTensor *topk_weights,
+                           const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
+                           const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                           const EpTensor *recv_topk_idx, const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpPlanTensors numbers;
+    EpPrepare outputs;
+    EpExtras copy;
+    refresh(handle);
+    EpStatus status = ep_dispatch_with(
+        handle, output(&m, plan), move_prepare(&m, prepare, &outputs, &numbers), input(&m, tokens),
+        input(&m, topk_weights), input(&m, scales), stream, output(&m, recv_tokens),
+        output(&m, recv_topk_weights), output(&m, recv_scales), output(&m, recv_topk_idx),
+        move_extras(&m, extras, &copy));
+    return deliver(handle, &m, status);
+}
+
+EpStatus gpu_dispatch_send_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                                const EpTensor *tokens, const EpTensor *topk_weights,
+                                const EpTensor *scales, EpStream stream, const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpExtras copy;
+    refresh(handle);
+    return settle(&m, ep_dispatch_send_with(handle, output(&m, plan), prepare, input(&m, tokens),
+                                            input(&m, topk_weights), input(&m, scales), stream,
+                                            move_extras(&m, extras, &copy)));
 }
 
 EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
@@ -241,6 +307,17 @@ EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepa
     refresh(handle);
     return settle(&m, ep_dispatch_send(handle, output(&m, plan), prepare, input(&m, tokens),
                                        input(&m, topk_weights), input(&m, scales), stream));
+}
+
+EpStatus gpu_dispatch_wait_with(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
+                                const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                                const EpTensor *recv_topk_idx, const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpExtras copy;
+    EpStatus status = ep_dispatch_wait_with(
+        handle, stream, output(&m, recv_tokens), output(&m, recv_topk_weights),
+        output(&m, recv_scales), output(&m, recv_topk_idx), move_extras(&m, extras, &copy));
+    return deliver(handle, &m, status);
 }
 
 EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
@@ -270,6 +347,16 @@ EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor
                                       input(&m, slot_weights), input(&m, topk_weights), stream));
 }
 
+EpStatus gpu_combine_send_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                               const EpTensor *slot_weights, const EpTensor *topk_weights,
+                               EpStream stream, const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpExtras copy;
+    return settle(&m, ep_combine_send_with(handle, output(&m, plan), input(&m, expert_out),
+                                           input(&m, slot_weights), input(&m, topk_weights), stream,
+                                           move_extras(&m, extras, &copy)));
+}
+
 EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {
     Moved m = {.count = 0};
     return settle(&m, ep_combine_wait(handle, stream, output(&m, out)));
@@ -283,14 +370,6 @@ EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *plan,
     return settle(&m, ep_dispatch_backward(handle, output(&m, plan), input(&m, grad_recv_tokens),
                                            input(&m, grad_slot_weights), stream,
                                            output(&m, grad_tokens), output(&m, grad_topk_weights)));
-}
-
-/* Returns `extras`, or `copy` with copies of its tensors. */
-static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *copy) {
-    if (!extras || extras->struct_size != sizeof(*extras)) return extras;
-    *copy = *extras;
-    copy->bias0 = input(m, extras->bias0), copy->bias1 = input(m, extras->bias1);
-    return copy;
 }
 
 EpStatus gpu_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
@@ -333,6 +412,18 @@ EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTe
                   ep_combine_backward(handle, output(&m, plan), input(&m, grad_out),
                                       input(&m, slot_weights), input(&m, expert_out), stream,
                                       output(&m, grad_expert_out), output(&m, grad_slot_weights)));
+}
+
+EpStatus gpu_combine_backward_with(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
+                                   const EpTensor *slot_weights, const EpTensor *expert_out,
+                                   EpStream stream, const EpTensor *grad_expert_out,
+                                   const EpTensor *grad_slot_weights, const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpExtras copy;
+    return settle(&m, ep_combine_backward_with(
+                          handle, output(&m, plan), input(&m, grad_out), input(&m, slot_weights),
+                          input(&m, expert_out), stream, output(&m, grad_expert_out),
+                          output(&m, grad_slot_weights), move_extras(&m, extras, &copy)));
 }
 
 EpStatus gpu_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTensor *shard,

@@ -572,14 +572,18 @@ __device__ __forceinline__ uint64_t counted(const EpPrepareArgs &a, int e, int s
     return ep_load_relaxed_sys(counts_of(a.group, a.group.rank, source, epoch) + first + e);
 }
 
-/* Publish the number of rows to other ranks, from other ranks, and of rows that stay. By a warp. */
+/* Publish the number of rows to other ranks, from other ranks, and of rows that stay; store those
+ * of each rank into the plan. By a warp. */
 __device__ void publish_rows(const EpPrepareArgs &a, const Partition *p, int64_t step,
                              uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     const uint64_t *own = counts_of(g, g.rank, g.rank, epoch) + g.num_experts;
     int sent = 0, local = (int)ep_load_relaxed_sys(own + g.rank);
-    for (int r = threadIdx.x % 32; r < g.size; r += 32)
-        sent += r == g.rank ? 0 : (int)ep_load_relaxed_sys(own + r);
+    for (int r = threadIdx.x % 32; r < g.size; r += 32) {
+        int rows = (int)ep_load_relaxed_sys(own + r);
+        a.plan.rows_to[r] = rows, a.plan.rows_from[r] = p->ranks->incoming[r];
+        sent += r == g.rank ? 0 : rows;
+    }
     sent = warp_sum(sent);
     if (threadIdx.x % 32) return;
     publish_row_counts(a, step, sent, p->total[g.num_experts + g.rank] - local, local);
@@ -973,6 +977,7 @@ __device__ __forceinline__ void publish_partitions(const EpPrepareArgs &a, Parti
                                                    uint32_t epoch) {
     send_arrivals(a.group, epoch);
     int64_t step = step_under_way(a);
+    if (threadIdx.x / 32 == PREPARE_WARPS / 2) ep_measure_arrivals(a.group, a.stats, epoch);
     int alive = await_all(a, p, epoch);
     if (!__syncthreads_and(alive)) return;
     if (threadIdx.x / 32 == 1) publish_rows(a, p, step, epoch);
