@@ -63,10 +63,13 @@ static EpStatus check_counter(const EpOperation *o, const Member *m, const EpTen
     const EpPlanShape *shape = &o->handle->shape;
     int of_experts = m->takes == EP_TAKES_EXPERTS;
     EP_TRY(ep_arg_tensor(&o->call, m->name, t, 1));
-    EP_TRY(ep_arg_type(&o->call, m->name, t, EP_TYPE_INT64));
+    if (of_experts)
+        EP_TRY(ep_arg_index_type(&o->call, m->name, t));
+    else
+        EP_TRY(ep_arg_type(&o->call, m->name, t, EP_TYPE_INT64));
     EP_TRY(ep_arg_dim(&o->call, m->name, t, 0, of_experts ? shape->num_local : shape->num_ranks,
                       of_experts ? "local experts" : "ranks"));
-    EP_TRY(ep_arg_alignment(&o->call, m->name, t, sizeof(int64_t)));
+    EP_TRY(ep_arg_alignment(&o->call, m->name, t, (int64_t)ep_type_bytes(t->type)));
     return ep_arg_reachable(&o->call, o->handle, EP_CHECK_ALL, m->name, t);
 }
 
@@ -88,7 +91,7 @@ static EpStatus check_apart(const EpOperation *o, const EpExtras *extras, int i)
     return EP_OK;
 }
 
-static int64_t *counters_of(const EpTensor *t) {
+static void *counters_of(const EpTensor *t) {
     return t ? t->data : NULL;
 }
 
@@ -100,7 +103,9 @@ EpStatus ep_extras_statistics(const EpOperation *o, const EpExtras *extras, int6
         EP_TRY(check_counter(o, &members[i], t));
         EP_TRY(check_apart(o, extras, i));
     }
-    *out = (EpStatistics){.expert_tokens = counters_of(extras->expert_tokens),
+    const EpTensor *experts = extras->expert_tokens;
+    *out = (EpStatistics){.expert_tokens = counters_of(experts),
+                          .is_narrow = experts && experts->type == EP_TYPE_INT32,
                           .peer_rows = counters_of(extras->peer_rows),
                           .peer_bytes = counters_of(extras->peer_bytes),
                           .peer_wait = counters_of(extras->peer_wait_ns),

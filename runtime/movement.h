@@ -43,13 +43,19 @@ typedef struct EpPlanRef {
     int32_t is_named; /**< whether the memory is the caller's */
 } EpPlanRef;
 
-/** What an operation counts for its caller: see EpExtras. int64_t each, added to; NULL: not counted. */
+/** What an operation counts for its caller: see EpExtras. Added to; NULL: not counted. */
 typedef struct EpStatistics {
-    int64_t *expert_tokens;                /**< [L] */
-    int64_t *peer_rows, *peer_bytes;       /**< [R] of the group */
+    void *expert_tokens;                    /**< [L] int64_t, or int32_t if `is_narrow` */
+    int64_t *peer_rows, *peer_bytes;        /**< [R] of the group */
     int64_t *peer_wait, *peer_longest_wait; /**< [R] ns */
-    int64_t row_bytes; /**< of a row in peer_bytes */
+    int64_t row_bytes;                      /**< of a row in peer_bytes */
+    int32_t is_narrow;
 } EpStatistics;
+
+static inline int ep_counts_any(const EpStatistics *s) {
+    return s->expert_tokens || s->peer_rows || s->peer_bytes || s->peer_wait ||
+           s->peer_longest_wait;
+}
 
 /** A step's routing, checked. */
 typedef struct EpRouting {

@@ -269,21 +269,20 @@ class ElasticBuffer:
 
         def body() -> Any:
             _wait(previous_event_before_epilogue)
-            used, idx = handle, topk_idx
+            used, idx, stats = handle, topk_idx, None
             if used is None:
                 assert plain is not None and idx is not None
                 group, form, most, bound, alignment = plain
                 plan, sizes = _steps.route(group, form, idx.contiguous(), most, alignment)
                 kept = idx.clone() if do_handle_copy else idx
                 used = EPHandle(self, group, form, plan, sizes, kept, bound, alignment)
-                if cumulative_local_expert_recv_stats is not None:
-                    cumulative_local_expert_recv_stats.add_(plan.expert_counts)
+                stats = cumulative_local_expert_recv_stats
             form = used.form._replace(
                 num_sms=num_sms or used.num_sms,
                 has_zero_padding=do_zero_padding,
                 is_by_column=use_tma_aligned_col_major_sf,
             )
-            received = _steps.send(used, form, given)
+            received = _steps.send(used, form, given, stats)
             if is_read:
                 _steps.report(used.group)
             if _is_capturing(given.tokens):

@@ -10,6 +10,7 @@ import torch
 from .._library import EpError
 from ..torch import _calls
 from ..torch._autograd import make_plan
+from ..torch._counters import Counters, as_given
 from ._elastic_handle import EPHandle, Sizes
 from ._normal import _align
 from ._streams import keep
@@ -76,8 +77,8 @@ def _read(layer: Handle, plan: Plan, do_expand: bool, alignment: int) -> Sizes:
     return Sizes(rows, rows, sum(counts), counts)
 
 
-def send(handle: EPHandle, form: Form, given: Given) -> Received:
-    """Send rows by the handle's plan. Collective."""
+def send(handle: EPHandle, form: Form, given: Given, stats: Optional[Tensor]) -> Received:
+    """Send rows by the handle's plan, and add the rows of each expert to `stats`. Collective."""
     layer, plan, rows = handle.group.layer(form), handle.plan, handle.num_rows
     tokens, scales, weights = given
     keep(plan.bytes)
@@ -90,9 +91,9 @@ def send(handle: EPHandle, form: Form, given: Given) -> Received:
     if scales is not None:
         lead = align(rows, _SCALE_ROWS) if form.is_by_column else rows
         recv_scales = scales.new_empty(layer.scales_shape(lead, scales.shape[1]))
-    _calls.dispatch(
-        layer, plan.bytes, tokens, weights, scales, recv, recv_weights, recv_scales, recv_idx
-    )
+    made = recv, recv_weights, recv_scales, recv_idx
+    counters = as_given(Counters(stats))
+    _calls.dispatch(layer, plan.bytes, tokens, weights, scales, *made, *counters)
     if form.is_by_column and recv_scales is not None:
         recv_scales = recv_scales.t()[:rows]
     return Received(recv, recv_scales, recv_idx, recv_weights)

@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from .._abi import Status
 from .._library import EpError
 from . import _calls, _checks, _fast, _inputs, _ops
+from ._counters import as_given
 from ._handle import Handle, Plan
 from ._quant import row_scales
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from typing import Any, Callable, Optional, Union
 
     from torch import Tensor
+
+    from ._counters import Counters, Given
 
     Shape = tuple[int, ...]
     _Shapes = tuple[Shape, Optional[Shape], Optional[Shape]]
@@ -131,11 +134,18 @@ def _refuse_second_derivative(name: str) -> None:
 # ---- prepare ------------------------------------------------------------------------------------
 
 
-def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = None) -> Plan:
+def prepare(
+    handle: Handle,
+    topk_idx: Tensor,
+    num_tokens: Optional[Tensor] = None,
+    *,
+    counters: Optional[Counters] = None,
+) -> Plan:
     """Make a plan from a step's routing. Collective. Throughput mode alone.
 
     topk_idx    [T, K] int32 or int64: the expert of each entry; negative: none
     num_tokens  [1] int32 or int64: only the first num_tokens rows count; None: all
+    counters    of waits; None: not counted
 
     dispatch calls it by itself, unless it is given a plan.
     """
@@ -145,7 +155,8 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
             Status.UNSUPPORTED,
             "prepare: expected a handle in throughput mode: in latency mode dispatch prepares",
         )
-    if type(which) is Handle:
+    given = as_given(counters)
+    if type(which) is Handle and not given:
         if _count_modes():
             made = _ops.prepare_new(handle.key, topk_idx, num_tokens)
         else:
@@ -153,7 +164,7 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
         if made is not None:
             return Plan(made[0], made[1], topk_idx.shape[0], handle.group.num_local_experts)
     plan = make_plan(handle, topk_idx)
-    _through(which).prepare(which, topk_idx, num_tokens, plan.bytes, plan.numbers)
+    _through(which).prepare(which, topk_idx, num_tokens, plan.bytes, plan.numbers, *given)
     return plan
 
 
@@ -201,20 +212,22 @@ class _Dispatch(torch.autograd.Function):
         topk_weights: Optional[Tensor],
         size: Any,
         given: Optional[Tensor],
+        *counters: Optional[Tensor],
     ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
         """size: the rows of the outputs, or their _Shapes where `which` is a key."""
         outputs = None
         if type(which) is Handle:
-            if given is None:
+            if given is None and not counters:
                 outputs = _dispatch_new(which, plan, tokens, topk_weights, None, size)
             size = _find_shapes(which, size, tokens, topk_weights) if outputs is None else size
         if outputs is None:
             outputs = recv, weights, _, idx = _make_outputs(tokens, size, given)
             _through(which).dispatch(
-                which, plan, tokens, topk_weights, None, recv, weights, None, idx
+                which, plan, tokens, topk_weights, None, recv, weights, None, idx, *counters
             )
         recv, weights, _, idx = outputs
         ctx.save_for_backward(plan)
+        ctx.rest = (None,) * (2 + len(counters))
         ctx.facts = which, tokens.shape, None if topk_weights is None else topk_weights.shape
         if idx is not None:
             ctx.mark_non_differentiable(idx)
@@ -232,7 +245,7 @@ class _Dispatch(torch.autograd.Function):
                 _DISPATCH_BACKWARD, plan, grad_tokens, grad_weights, shape[0], 0
             )
             if made is not None:
-                return None, None, *made, None, None
+                return None, None, *made, *ctx.rest
         out = grad_tokens.new_empty(shape)
         out_weights = None
         if grad_weights is not None:
@@ -241,7 +254,7 @@ class _Dispatch(torch.autograd.Function):
         _through(which).dispatch_backward(
             which, plan, grad_tokens.contiguous(), grad_weights, out, out_weights
         )
-        return None, None, out, out_weights, None, None
+        return None, None, out, out_weights, *ctx.rest
 
 
 _apply_dispatch = _find_apply(_Dispatch)
@@ -333,6 +346,7 @@ def dispatch(
     *,
     num_tokens: Optional[Tensor] = None,
     recv_tokens: Optional[Tensor] = None,
+    counters: Optional[Counters] = None,
 ) -> Received:
     """Send token rows, and their weights, to the ranks that own their experts. Collective.
 
@@ -347,6 +361,8 @@ def dispatch(
                   prepare has taken it.
     recv_tokens   where the rows go, such as a tensor in ReceiveMemory; None: new memory. The result
                   shares this memory. With exact sizing it may have more rows than come.
+    counters      what it adds to, and its prepare to the waits; its derivative to nothing. None: not
+                  counted
 
     Returns a Received. Its tensors are new, except tokens in recv_tokens. Differentiable with
     respect to tokens and topk_weights in throughput mode, without scales and quantising.
@@ -360,9 +376,10 @@ def dispatch(
             "dispatch: expected tensors without gradient in latency mode, and where rows are "
             "quantised or have scales: call it under torch.no_grad(), or detach them",
         )
+    counted = as_given(counters)
     if is_latency:
         return _dispatch_routed(
-            handle, which, tokens, routing, topk_weights, scales, num_tokens, recv_tokens
+            handle, which, tokens, routing, topk_weights, scales, num_tokens, recv_tokens, counted
         )
     if handle.is_exact and recv_tokens is None and not is_compiling():
         _refuse_capture(handle)
@@ -376,10 +393,11 @@ def dispatch(
         ):
             inputs = tokens, topk_weights, scales, recv_tokens
             _inputs.require(handle, routing, inputs, has_count=num_tokens is not None)
-        plan = prepare(handle, routing, num_tokens)
+        waits = None if counters is None else counters.of_waits
+        plan = prepare(handle, routing, num_tokens, counters=waits)
     if has_gradient:
-        return _dispatch_followed(handle, which, plan, tokens, topk_weights, recv_tokens)
-    if type(which) is Handle and recv_tokens is None and not handle.quantises:
+        return _dispatch_followed(handle, which, plan, tokens, topk_weights, recv_tokens, counted)
+    if type(which) is Handle and recv_tokens is None and not handle.quantises and not counted:
         rows = count_rows(handle, plan) if handle.is_exact else handle.capacity
         made = _dispatch_new(handle, plan.bytes, tokens, topk_weights, scales, rows)
         if made is not None:
@@ -395,6 +413,7 @@ def dispatch(
         received.topk_weights,
         received.scales,
         received.topk_idx,
+        *counted,
     )
     mark_written(which, recv_tokens)
     return received
@@ -407,17 +426,18 @@ def _dispatch_followed(
     tokens: Tensor,
     topk_weights: Optional[Tensor],
     recv_tokens: Optional[Tensor],
+    counted: Given,
 ) -> Received:
     """With a gradient."""
     rows = _rows(handle, plan, recv_tokens)
     if type(which) is Handle:
         recv, weights, idx = _apply_dispatch(
-            which, plan.bytes, tokens, topk_weights, rows, recv_tokens
+            which, plan.bytes, tokens, topk_weights, rows, recv_tokens, *counted
         )
     else:
         shapes = _find_shapes(handle, rows, tokens, topk_weights)
         recv, weights, idx = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            which, plan.bytes, tokens, topk_weights, shapes, recv_tokens
+            which, plan.bytes, tokens, topk_weights, shapes, recv_tokens, *counted
         )
     mark_written(which, recv_tokens)
     return Received(recv, weights, plan, None, idx)
@@ -438,6 +458,7 @@ def _dispatch_routed(
     scales: Optional[Tensor],
     num_tokens: Optional[Tensor],
     given: Optional[Tensor],
+    counted: Given,
 ) -> Received:
     idx = require_indices(topk_idx)
     require_given(handle, idx, (tokens, topk_weights, scales, given), num_tokens is not None)
@@ -456,6 +477,7 @@ def _dispatch_routed(
         received.topk_weights,
         received.scales,
         received.topk_idx,
+        *counted,
     )
     mark_written(which, given)
     return received
@@ -497,13 +519,15 @@ class _Combine(torch.autograd.Function):
         expert_out: Tensor,
         weights: Optional[Tensor],
         num_tokens: int,
+        *counters: Optional[Tensor],
     ) -> Tensor:
         out = None
-        if type(which) is Handle:
+        ctx.rest = (None,) * (1 + len(counters))
+        if type(which) is Handle and not counters:
             out = _combine_new(which, plan, expert_out, weights, num_tokens)
         if out is None:
             out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
-            _through(which).combine(which, plan, expert_out, weights, None, out)
+            _through(which).combine(which, plan, expert_out, weights, None, out, *counters)
         ctx.facts = which, expert_out.shape
         is_kept = weights is not None and ctx.needs_input_grad[3]
         ctx.save_for_backward(plan, weights, expert_out if is_kept else None)
@@ -519,7 +543,7 @@ class _Combine(torch.autograd.Function):
                 _COMBINE_BACKWARD, plan, grad_out, weights, expert_out, shape[0], 0
             )
             if made is not None:
-                return None, None, *made, None
+                return None, None, *made, *ctx.rest
         out = grad_out.new_empty(shape)
         out_weights = None
         if expert_out is not None:
@@ -527,7 +551,7 @@ class _Combine(torch.autograd.Function):
         _through(which).combine_backward(
             which, plan, grad_out.contiguous(), weights, expert_out, out, out_weights
         )
-        return None, None, out, out_weights, None
+        return None, None, out, out_weights, *ctx.rest
 
 
 _apply_combine = _find_apply(_Combine)
@@ -551,6 +575,7 @@ def combine(
     weights: Optional[Tensor] = None,
     *,
     topk_weights: Optional[Tensor] = None,
+    counters: Optional[Counters] = None,
 ) -> Tensor:
     """Return the experts' rows to the ranks of their tokens, and sum them. Collective.
 
@@ -560,6 +585,8 @@ def combine(
                   Received.topk_weights of an expert-major or batched dispatch. None: 1, for rows
                   that are weighted already.
     topk_weights  [T, K], in latency mode in place of `weights`: those of this rank's tokens
+    counters      what it adds to, without expert_tokens; its derivative to nothing. None: not
+                  counted
 
     Returns a new tensor [T, H], zero for tokens without a slot. Differentiable with respect to
     expert_out and weights in throughput mode.
@@ -569,13 +596,14 @@ def combine(
         block, num_tokens = plan.bytes, plan.num_tokens
     except AttributeError:
         _checks.refuse_plan(plan)
+    counted = as_given(counters)
     if not needs_grad(expert_out, weights, topk_weights):
-        if type(which) is Handle and topk_weights is None:
+        if type(which) is Handle and topk_weights is None and not counted:
             made = _combine_new(which, block, expert_out, weights, num_tokens)
             if made is not None:
                 return made
         out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
-        _through(which).combine(which, block, expert_out, weights, topk_weights, out)
+        _through(which).combine(which, block, expert_out, weights, topk_weights, out, *counted)
         return out
     if handle.is_latency or topk_weights is not None:
         raise EpError(
@@ -584,5 +612,5 @@ def combine(
             "torch.no_grad(), or detach them",
         )
     apply = _apply_combine if type(which) is Handle else _Combine.apply
-    combined: Tensor = apply(which, block, expert_out, weights, num_tokens)
+    combined: Tensor = apply(which, block, expert_out, weights, num_tokens, *counted)
     return combined

@@ -15,7 +15,7 @@ from .._abi import Status, Type
 from .._handle import Handle as CoreHandle
 from .._handle import Extras, PlanTensors, Prepare
 from .._library import EpError
-from .._operations import OPERATIONS, compile_call
+from .._operations import COUNTERS, OPERATIONS, compile_call
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
 from . import _checks, _fast
@@ -150,6 +150,14 @@ def _kept(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[CoreT
     return _indices(handle, tensor, name, handle.is_latency)
 
 
+def _counters(handle: Handle, *tensors: Optional[Tensor]) -> Optional[Extras]:
+    """The counters of a call, if it has any."""
+    given = {name: tensor for name, tensor in zip(COUNTERS, tensors) if tensor is not None}
+    if not given:
+        return None
+    return Extras(**{name: _given(handle, tensor, name) for name, tensor in given.items()})
+
+
 def _numbers(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[PlanTensors]:
     """Plan.numbers, as the outputs of prepare."""
     return handle.outputs(_given(handle, tensor, name))
@@ -214,23 +222,25 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
     given = {
         each.name: f"to_{each.kind}(handle, {each.name}, '{each.name}')" for each in arguments
     }
-    taken = ["handle", *given]
+    taken = ["handle", *given, *(f"{name}=None" for name in COUNTERS)]
     if operation.of_kind("indices"):
         routing = ", ".join(given.pop(each) for each in ("topk_idx", "num_tokens", "numbers"))
         given["prepare"] = f"Prepare({routing})"
     elif operation.of_kind("kept"):
         given["out"] = given.pop("numbers")
+    given["extras"] = f"counters(handle, {', '.join(COUNTERS)})"
     given["stream"] = "handle.stream()"
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     run = getattr(CoreHandle, operation.function)
     call: Callable[..., None] = compile_call(
-        taken, f"run(handle, {text})", run=run, Prepare=Prepare, **_CONVERTERS
+        taken, f"run(handle, {text})", run=run, Prepare=Prepare, counters=_counters, **_CONVERTERS
     )
     return call
 
 
 def _make(name: str) -> Callable[..., None]:
-    """The call of an operation: its arguments are a handle, and what the table says."""
+    """The call of an operation: its arguments are a handle, what the table says, and perhaps
+    counters."""
     operation = OPERATIONS[name]
     slow, form = _make_slow(operation), _fast.FORMS.get(name)
     if form is None:

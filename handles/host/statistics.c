@@ -30,6 +30,10 @@ void ep_host_count_rows(const EpGroup *group, const EpStatistics *stats, const i
 }
 
 void ep_host_count_experts(const EpStatistics *stats, const int32_t *counts, int32_t num_local) {
-    for (int32_t e = 0; stats->expert_tokens && e < num_local; e++)
-        stats->expert_tokens[e] += counts[e];
+    for (int32_t e = 0; stats->expert_tokens && e < num_local; e++) {
+        if (stats->is_narrow)
+            ((int32_t *)stats->expert_tokens)[e] += counts[e];
+        else
+            ((int64_t *)stats->expert_tokens)[e] += counts[e];
+    }
 }

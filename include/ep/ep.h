@@ -1169,7 +1169,8 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
  * added a part. No other output changes by a bit.
  *
  * expert_tokens  [L] slots of each local expert, without lost ones: the plan's expert_counts, added
- *                by each dispatch of it. Taken by ep_dispatch_with and ep_dispatch_wait_with.
+ *                by each dispatch of it. INT32 serves, too. Taken by ep_dispatch_with and
+ *                ep_dispatch_wait_with.
  * peer_rows      [R] rows that this rank has sent to each rank, those whose slots are all lost
  *                included: tokens in ep_dispatch and ep_combine_backward, partial sums in the other
  *                two. The rank's own place counts the rows that stay. Every pair of a token and a

@@ -413,11 +413,13 @@ static __device__ __noinline__ void ep_report_other(const EpCudaGroup &g, int pe
 
 /**
  * Wait until a rank has entered the operation, and check that it is the same one there. `where` may
- * be NULL, and so may *rows, the word beside it, arrived or not: see ep_await_rows. Returns 0 on
- * timeout, if the rank has given up, or if it is in another operation or mode.
+ * be NULL, and so may *rows, the word beside it, arrived or not: see ep_await_rows. `end` may be
+ * NULL; it becomes the time of the arrival, unless that was here already. Returns 0 on timeout, if
+ * the rank has given up, or if it is in another operation or mode.
  */
 __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
-                                                uint64_t *where, uint64_t *rows) {
+                                                uint64_t *where, uint64_t *rows,
+                                                uint64_t *end = NULL) {
     const EpArrival *arrival = ep_arrival(g, g.rank, peer, epoch);
     EpTimeout timeout = {0, 0};
     uint64_t what, at;
@@ -432,6 +434,7 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
         }
         if ((uint32_t)(what >> 32) == epoch && at >> 48 == (epoch & 0xffff)) {
             if (where) *where = at & EP_WHERE;
+            if (end && timeout.polls) *end = ep_global_timer();
             if (ep_same_operation(ep_own_operation()->digest, (uint32_t)what)) return 1;
             ep_report_other(g, peer, epoch, (uint32_t)what, at);
             return 0;
@@ -543,12 +546,26 @@ __device__ __forceinline__ void ep_count_rows(const EpCudaGroup &g, const EpStat
 __device__ __forceinline__ void ep_count_experts(const EpStatistics &s, const int32_t *counts,
                                                  int num_local, int index, int lanes) {
 #pragma unroll 1
-    for (int e = index; e < num_local && s.expert_tokens; e += lanes)
-        ep_count(s.expert_tokens, e, counts[e]);
+    for (int e = index; e < num_local && s.expert_tokens; e += lanes) {
+        if (s.is_narrow)
+            atomicAdd((int *)s.expert_tokens + e, counts[e]);
+        else
+            ep_count((int64_t *)s.expert_tokens, e, counts[e]);
+    }
 }
 
 __device__ __forceinline__ int ep_counts_waits(const EpStatistics &s) {
     return s.peer_wait || s.peer_longest_wait;
+}
+
+/** Add a wait for a rank of this node. By one lane. */
+__device__ __forceinline__ void ep_count_wait(const EpCudaGroup &g, const EpStatistics &s, int rank,
+                                              uint64_t ns) {
+    int member = ep_member(g, rank);
+    if (rank == g.rank) return;
+    ep_count(s.peer_wait, member, (int64_t)ns);
+    if (s.peer_longest_wait)
+        atomicMax((long long *)s.peer_longest_wait + member, (long long)ns);
 }
 
 /**
@@ -572,10 +589,7 @@ __device__ __forceinline__ void ep_measure_waits(const EpCudaGroup &g, const EpS
         for (unsigned looked = left; looked; looked &= looked - 1) {
             r = (__ffs((int)looked) - 1) * 32 + lane;
             if (!is_here(r)) continue;
-            long long waited = (long long)(ep_global_timer() - start);
-            ep_count(s.peer_wait, ep_member(g, r), waited);
-            if (s.peer_longest_wait)
-                atomicMax((long long *)s.peer_longest_wait + ep_member(g, r), waited);
+            ep_count_wait(g, s, r, ep_global_timer() - start);
             left &= ~(1u << r / 32);
         }
     }

@@ -15,6 +15,17 @@ static int64_t held(int counter, int64_t i) {
     return counter == LONGEST_WAIT ? 5 : 1000 + i;
 }
 
+static int64_t get(const EpTensor *t, int64_t i) {
+    return t->type == EP_TYPE_INT32 ? ((const int32_t *)t->data)[i] : ((const int64_t *)t->data)[i];
+}
+
+static void set(EpTensor *t, int64_t i, int64_t value) {
+    if (t->type == EP_TYPE_INT32)
+        ((int32_t *)t->data)[i] = (int32_t)value;
+    else
+        ((int64_t *)t->data)[i] = value;
+}
+
 static int is_given(const Step *step, unsigned counts, int counter) {
     static const unsigned kinds[] = {COUNT_EXPERTS, COUNT_ROWS, COUNT_ROWS, COUNT_WAITS,
                                      COUNT_WAITS};
@@ -36,14 +47,16 @@ void step_extras_new(const Step *step, unsigned counts, int takes_bias, StepExtr
     const EpTensor **members[] = {&n->extras.expert_tokens, &n->extras.peer_rows,
                                   &n->extras.peer_bytes, &n->extras.peer_wait_ns,
                                   &n->extras.peer_longest_wait_ns};
+    int which = step->world->c.counters;
     if (takes_bias) set_biases(step, n);
     for (int i = 0; i < STEP_COUNTERS; i++) {
         if (!is_given(step, counts, i)) continue;
         int64_t size = i == EXPERT_TOKENS ? step_mine(step)->num_experts : step->world->c.ranks;
-        int64_t *data = malloc((size_t)(size + 1) * sizeof(*data));
+        EpType type = i == EXPERT_TOKENS && which == 2 ? EP_TYPE_INT32 : EP_TYPE_INT64;
+        void *data = malloc((size_t)(size + 1) * sizeof(int64_t));
+        n->tensor[i] = ep_tensor_1d(data, type, size);
         for (int64_t at = 0; at <= size; at++)
-            data[at] = held(i, at);
-        n->tensor[i] = ep_tensor_1d(data, EP_TYPE_INT64, size);
+            set(&n->tensor[i], at, held(i, at));
         *members[i] = &n->tensor[i], n->given = &n->extras;
     }
 }
@@ -76,7 +89,7 @@ static int64_t expect_sent(const Step *step, StepCounted op, int peer, int relay
 /* Returns whether a counter may hold `got`. A single wait is the longest one, too. */
 static int is_right(const Step *step, const StepExtras *n, StepCounted op, int counter, int i,
                     int relays) {
-    int64_t got = ((const int64_t *)n->tensor[counter].data)[i], before = held(counter, i);
+    int64_t got = get(&n->tensor[counter], i), before = held(counter, i);
     const int64_t *waits = n->tensor[PEER_WAIT].data;
     int is_self = i == step->rank;
     switch (counter) {
@@ -101,12 +114,11 @@ void step_extras_check(const Step *step, StepExtras *n, StepCounted op) {
     int relays = n->given && passes_rows_on(step);
     for (int counter = 0; counter < STEP_COUNTERS; counter++) {
         const EpTensor *t = &n->tensor[counter];
-        const int64_t *got = t->data;
-        for (int i = 0; got && i < t->shape[0]; i++)
+        for (int i = 0; t->data && i < t->shape[0]; i++)
             CHECK(is_right(step, n, op, counter, i, relays), "%s[%d] has %lld after call %d",
-                  names[counter], i, (long long)got[i], (int)op);
-        CHECK(!got || got[t->shape[0]] == held(counter, t->shape[0]), "%s: written past its end",
-              names[counter]);
+                  names[counter], i, (long long)get(t, i), (int)op);
+        CHECK(!t->data || get(t, t->shape[0]) == held(counter, t->shape[0]),
+              "%s: written past its end", names[counter]);
     }
     for (int i = 0; i < STEP_COUNTERS; i++)
         free(n->tensor[i].data);

@@ -535,7 +535,9 @@ __device__ __forceinline__ int await_counts(const EpPrepareArgs &a, Partition *p
 __device__ __forceinline__ int await_all(const EpPrepareArgs &a, Partition *p, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     int r = PREPARE_THREADS - 1 - threadIdx.x, before;
-    int alive = r >= g.size || ep_await_arrival(g, r, epoch, NULL, NULL);
+    uint64_t begin = ep_global_timer(), end = 0;
+    int alive = r >= g.size || ep_await_arrival(g, r, epoch, NULL, NULL, &end);
+    if (end) ep_count_wait(g, a.stats, r, end - begin);
 #pragma unroll 1
     for (int c = threadIdx.x; c <= p->columns && alive; c += PREPARE_THREADS)
         alive = add_sources(a, p, c, epoch, &before);
@@ -977,7 +979,6 @@ __device__ __forceinline__ void publish_partitions(const EpPrepareArgs &a, Parti
                                                    uint32_t epoch) {
     send_arrivals(a.group, epoch);
     int64_t step = step_under_way(a);
-    if (threadIdx.x / 32 == PREPARE_WARPS / 2) ep_measure_arrivals(a.group, a.stats, epoch);
     int alive = await_all(a, p, epoch);
     if (!__syncthreads_and(alive)) return;
     if (threadIdx.x / 32 == 1) publish_rows(a, p, step, epoch);

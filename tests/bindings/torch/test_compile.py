@@ -65,7 +65,10 @@ def test_opcheck(alone, name):
         "prepare_new": (key, idx, None),
         "dispatch_new": (key, plan, x, weights, rows),
         "combine_new": (key, plan, recv + 1, recv_weights + 1, 7),
-        "combine": (key, plan, recv + 1, recv_weights + 1, None, zeros(7, 16)),
+        "combine": (
+            *(key, plan, recv + 1, recv_weights + 1, None, zeros(7, 16)),
+            *(None, *zeros(4, 1).long()),
+        ),
         "combine_backward": (*(key, plan, x, recv_weights + 1, recv + 1, recv, recv_weights),),
         "dispatch_backward": (key, plan, recv + 1, recv_weights + 1, zeros(7, 16), zeros(7, 2)),
     }
@@ -90,6 +93,30 @@ def test_ops_write_into_given_outputs(alone):
     assert recv.data_ptr() == before[0]
     torch.ops.libep.combine(handle.key, plan.bytes, recv, recv_weights, None, out)
     assert_close(out, x * weights.sum(1, keepdim=True), 1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_counters(alone, backend):
+    """A compiled program adds to them, and reads them afterwards."""
+    group = alone()
+    handle = ep.Handle(group)
+    counters = ep.Counters.zeros(handle)
+    x, idx, weights = inputs(group)
+
+    def counted(*given):
+        received = ep.dispatch(handle, *given, counters=counters)
+        rows, weights = torch.sin(received.tokens), received.topk_weights
+        out = ep.combine(
+            handle, received.plan, rows, weights, counters=counters.without_experts
+        )
+        return out, counters.peer_rows.clone()
+
+    compiled = torch.compile(counted, fullgraph=True, backend=backend)
+    for step in (1, 2):
+        out, rows = compiled(x, idx, weights)
+        out.sum().backward()
+        assert rows.tolist() == [14 * step] and counters.expert_tokens.sum() == 14 * step
+    assert_close(out, layer(handle, x, idx, weights)[0], 1e-6)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

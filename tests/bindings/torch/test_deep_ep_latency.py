@@ -73,9 +73,16 @@ def test_step(seed, tokens, is_split, nodes):
     def body(buffer, rank):
         x, idx, weights = inputs(world, rank)
         stats = torch.full((2,), 100, dtype=torch.int32, device=DEVICE)
+        waits = torch.full((3,), 7, device=DEVICE)
         for step in (1, 2):
             rx, counts, handle, event = dispatch(
-                buffer, world, x, idx, is_split, cumulative_local_expert_recv_stats=stats
+                buffer,
+                world,
+                x,
+                idx,
+                is_split,
+                cumulative_local_expert_recv_stats=stats,
+                dispatch_wait_recv_cost_stats=waits,
             )
             assert event.event is None and isinstance(handle, tuple)
             assert handle[2:5] == (MAX_TOKENS, world.hidden, world.experts)
@@ -85,9 +92,16 @@ def test_step(seed, tokens, is_split, nodes):
             rows = rx * expert_factors(world, rank, x.device)
             out = torch.full_like(x, torch.nan)
             given, event = run(
-                buffer.low_latency_combine, is_split, rows, idx, weights, handle, out=out
+                buffer.low_latency_combine,
+                is_split,
+                rows,
+                idx,
+                weights,
+                handle,
+                out=out,
+                combine_wait_recv_cost_stats=waits,
             )
-            assert given is out
+            assert given is out and waits[rank] == 7 and bool((waits >= 7).all())
             assert_equal(out, world.forward(rank))
             out, _ = run(buffer.low_latency_combine, is_split, rows, idx, weights, handle)
             assert_equal(out, world.forward(rank))
@@ -267,7 +281,7 @@ def test_sentences(caplog):
             "async_finish or return_recv_hook": dict(async_finish=True, return_recv_hook=True),
             "use_ue8m0.*round_scale": dict(use_ue8m0=True),
             "multiple of 512.*got 128": dict(round_scale=True, use_ue8m0=True),
-            "cost of waiting": dict(dispatch_wait_recv_cost_stats=idx),
+            "cost_stats: expected .1., got .2, 2.": dict(dispatch_wait_recv_cost_stats=idx),
             "bf16 or fp8": dict(use_nvfp4=True),
         }),
         (buffer.low_latency_dispatch, (*more, 4, 4), {
@@ -278,6 +292,7 @@ def test_sentences(caplog):
         }),
         (buffer.low_latency_combine, (rx, idx, weights, handle), {
             "signals of single blocks": dict(overlap=True),
+            "cost_stats: expected int64, got torch.float32": dict(combine_wait_recv_cost_stats=weights[0]),
         }),
     ]:  # fmt: skip
         for words, options in table.items():

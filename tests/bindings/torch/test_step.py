@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from base import refused
 from conftest import assert_equal, on_device, run_threads
 from face import world_group
 from reference import Received, World, expert_major
@@ -110,3 +111,76 @@ def test_scales_travel(seed):
             assert_equal(received.tokens.float()[:, : world.hidden], expected)
 
     run_threads(world.size, body)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("is_latency", [False, True])
+def test_counters(seed, grad, is_latency):
+    """What two steps add: with and without gradient, whole and in phases."""
+    world = World(seed)
+
+    def step(handle, x, idx, weights, counters):
+        if not is_latency:
+            received = ep.dispatch(handle, x, idx, weights, counters=counters)
+        else:
+            received, hook = ep.dispatch_send(handle, x, idx, weights, counters=counters)
+            hook()
+        counters = counters.without_experts
+        plan, rows = received.plan, received.tokens
+        if not is_latency:
+            return ep.combine(handle, plan, rows, received.topk_weights, counters=counters)
+        out, hook = ep.combine_send(handle, plan, rows, received.topk_weights, counters=counters)
+        hook()
+        return out
+
+    def body(bootstrap):
+        rank, size = bootstrap.rank, world.size
+        with world_group(bootstrap, world, mode="latency" if is_latency else "auto") as group:
+            handle = ep.Handle(group, **(dict(max_recv_rows=100) if is_latency else {}))
+            x = on_device(world.x[rank], grad=grad and not is_latency)
+            idx, weights = on_device(world.idx[rank]), on_device(world.weights[rank])
+            counters = ep.Counters.zeros(handle)
+            plain = step(handle, x, idx, weights, ep.Counters())
+            for _ in range(2):
+                out = step(handle, x, idx, weights, counters)
+                assert_equal(out.detach(), plain.detach())
+                if out.requires_grad:
+                    out.sum().backward()
+            slabs, _ = expert_major(world, rank, 1)
+            assert counters.expert_tokens.tolist() == [2 * len(slab) for slab in slabs]
+            tokens = [
+                len({t for t, _, e in world.entries(rank) if e in world.experts_of(peer)})
+                for peer in range(size)
+            ]
+            sums = [
+                len({t for t, _, e in world.entries(peer) if e in world.experts_of(rank)})
+                for peer in range(size)
+            ]
+            row = 4 * world.hidden
+            rows = [2 * (there + back) for there, back in zip(tokens, sums)]
+            sent = [2 * ((row + 4 * 2) * t + row * b) for t, b in zip(tokens, sums)]
+            assert counters.peer_rows.tolist() == rows
+            assert counters.peer_bytes.tolist() == sent
+            assert counters.peer_wait_ns[rank] == 0
+            assert bool((counters.peer_wait_ns >= counters.peer_longest_wait_ns).all())
+
+    run_threads(world.size, body)
+
+
+def test_wrong_counters(alone):
+    group = alone()
+    handle = ep.Handle(group)
+    x, idx = torch.ones(3, 16, device=group.device), torch.zeros(3, 2, device=group.device).long()
+    right = ep.Counters.zeros(handle)
+    for words, wrong in {
+        "EpError expert_tokens.*expected int32 or int64": dict(expert_tokens=x[0, :6].clone()),
+        "EpError peer_rows.*ranks = 1 in dimension 0, got 2": dict(peer_rows=idx[0]),
+        "TypeError peer_bytes: expected a C-contiguous tensor": dict(peer_bytes=idx[::2, 0]),
+        "EpError overlaps extras.peer_rows": dict(peer_wait_ns=right.peer_rows),
+    }.items():
+        with refused(words):
+            ep.dispatch(handle, x, idx, counters=right._replace(**wrong))
+    plan = ep.dispatch(handle, x, idx, counters=right).plan
+    with refused("EpError extras.expert_tokens: expected NULL, since this call has no use for it"):
+        ep.combine(handle, plan, x.new_zeros(handle.capacity, 16), counters=right)
+
