@@ -341,7 +341,8 @@ static bool measure_case(Case *c, Check *check, SizeResult *out) {
         out->phases[p].absent = !phase_exists(c, (PhaseId)p);
     return save_routing(c) && count_bytes(c, out) && world_all(c->world, phase_begin(c)) &&
            (checks ? check_phases(c, check, out) : run_unchecked(c)) && measure_times(c, out) &&
-           (!checks || check_phases(c, check, out)) && time_floor(c, out) &&
+           (!checks || check_phases(c, check, out)) && counters_read(c, &out->counters) &&
+           time_floor(c, out) &&
            time_baseline(c, check, out) && gather_wrong(c, check, out);
 }
 

@@ -10,6 +10,7 @@
 #include "tools/bench/baseline.h"
 #include "tools/bench/case.h"
 #include "tools/bench/check.h"
+#include "tools/bench/counters.h"
 #include "tools/bench/models.h"
 #include "tools/common/gpu.h"
 #include "tools/common/report.h"
@@ -64,6 +65,7 @@ typedef struct SizeResult {
     double baseline_us, speedup; /**< 0: not measured */
     double network_us;           /**< BaselineResult.network; 0: not measured */
     int64_t network_bytes;
+    CountersResult counters; /**< with --stats */
     char no_floor[256]; /**< why a floor was not measured, or "" */
     int64_t wrong;
     char first_wrong[CHECK_MESSAGE_BYTES];

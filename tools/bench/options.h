@@ -60,6 +60,7 @@ typedef struct Options {
     bool split;         /**< latency mode: dispatch and combine as send and wait (--split) */
     bool baseline;
     int64_t num_sms;
+    bool stats; /**< calls count what they do (--stats) */
     bool zero_copy;
     bool models;             /**< the shapes are those of a file (--models) */
     const char *models_path; /**< that file; NULL: the installed one */
