@@ -66,6 +66,8 @@ typedef struct DeviceStep {
     int owns_device, owns_stream;
     World *drawn;                           /**< by device_step_draw, or NULL */
     int without_plan;                       /**< the outputs of prepare are not asked for */
+    int64_t *counters; /**< NULL, or [L + R + R]: of dispatch the tokens of experts and rows to
+                            peers, then combine's rows */
     char *inputs, *poison, *expected, *got; /**< counterparts on the host, pinned */
 } DeviceStep;
 

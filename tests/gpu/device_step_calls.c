@@ -37,6 +37,25 @@ static EpStatus prepare(const DeviceStep *gpu) {
                       gpu->stream, &plan);
 }
 
+/* The counters of a call, and space for what they refer to. */
+typedef struct Counters {
+    EpTensor experts, rows;
+    EpExtras extras;
+} Counters;
+
+/* Phases count what they do themselves. */
+static const EpExtras *counters_of(const DeviceStep *gpu, StepOp op, Counters *n) {
+    int64_t local = device_step_rank(gpu)->num_experts, ranks = gpu->c.ranks;
+    int combines = op == STEP_COMBINE || op == STEP_COMBINE_SEND;
+    if (!gpu->counters) return NULL;
+    n->extras = (EpExtras)EP_EXTRAS_INIT;
+    n->experts = ep_tensor_1d(gpu->counters, EP_TYPE_INT64, local);
+    n->rows = ep_tensor_1d(gpu->counters + local + combines * ranks, EP_TYPE_INT64, ranks);
+    if (op == STEP_DISPATCH || op == STEP_DISPATCH_WAIT) n->extras.expert_tokens = &n->experts;
+    if (op != STEP_DISPATCH_WAIT && op != STEP_COMBINE_WAIT) n->extras.peer_rows = &n->rows;
+    return &n->extras;
+}
+
 /* A dispatch, or one of its phases. */
 static EpStatus dispatch(const DeviceStep *gpu, StepOp op) {
     const Case *c = &gpu->c;
@@ -53,12 +72,16 @@ static EpStatus dispatch(const DeviceStep *gpu, StepOp op) {
     const EpTensor *scaled = c->scale_bytes > 0 ? &scales : NULL;
     const EpTensor *rescaled = case_scales(c) > 0 ? &recv_scales : NULL;
     const EpTensor *index = case_has_rows(c) ? &ids : NULL;
+    Counters n;
+    const EpExtras *extras = counters_of(gpu, op, &n);
     if (op == STEP_DISPATCH_SEND)
-        return ep_dispatch_send(s->handle, s->plan, NULL, &tokens, given, scaled, gpu->stream);
+        return ep_dispatch_send_with(s->handle, s->plan, NULL, &tokens, given, scaled, gpu->stream,
+                                     extras);
     if (op == STEP_DISPATCH_WAIT)
-        return ep_dispatch_wait(s->handle, gpu->stream, &recv_tokens, got, rescaled, index);
-    return ep_dispatch(s->handle, s->plan, NULL, &tokens, given, scaled, gpu->stream, &recv_tokens,
-                       got, rescaled, index);
+        return ep_dispatch_wait_with(s->handle, gpu->stream, &recv_tokens, got, rescaled, index,
+                                     extras);
+    return ep_dispatch_with(s->handle, s->plan, NULL, &tokens, given, scaled, gpu->stream,
+                            &recv_tokens, got, rescaled, index, extras);
 }
 
 /* The extras of a call that sums, and space for what they refer to. */
@@ -86,9 +109,12 @@ static EpStatus combine(const DeviceStep *gpu, StepOp op) {
     const EpTensor *slots = gpu->c.weighted ? &slot_weights : NULL;
     const EpTensor *weights = gpu->c.weights_at_combine ? &topk_weights : NULL;
     Biases b;
-    const EpExtras *extras = biases_of(gpu, &b);
+    Counters n;
+    const EpExtras *extras = biases_of(gpu, &b), *counted = counters_of(gpu, op, &n);
     if (op == STEP_COMBINE_SEND)
-        return ep_combine_send(s->handle, s->plan, &rows, slots, weights, gpu->stream);
+        return ep_combine_send_with(s->handle, s->plan, &rows, slots, weights, gpu->stream,
+                                    counted);
+    if (op == STEP_COMBINE && counted) b.extras.peer_rows = &n.rows;
     if (op == STEP_COMBINE_WAIT) return ep_combine_wait_with(s->handle, gpu->stream, &out, extras);
     return ep_combine_with(s->handle, s->plan, &rows, slots, weights, gpu->stream, &out, extras);
 }

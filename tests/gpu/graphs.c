@@ -3,6 +3,7 @@
  * buffers: all operations of throughput mode, and a thousand times those of latency mode, whole and
  * in phases. The phases of two handles are also interleaved on two streams. */
 #include "tests/gpu/device_step.h"
+#include "tests/oracle/expect.h"
 
 enum { REPLAYS = 100, LATENCY_REPLAYS = 1000, TURNS = 300 };
 
@@ -108,6 +109,44 @@ LatencyTests(gpu_replays, batched_phases, LATENCY_REPLAY(BATCHED, 1));
 LatencyTest(gpu_replays, rank_major_1, 1, LATENCY_REPLAY(RANK_MAJOR, 0));
 LatencyTest(gpu_replays, rank_major_4, 4, LATENCY_REPLAY(RANK_MAJOR, 0));
 LatencyTest(gpu_replays, rank_major_phases_2, 2, LATENCY_REPLAY(RANK_MAJOR, 1));
+
+/* ---- counters ------------------------------------------------------------------------------ */
+
+/* A replayed graph adds again. */
+static void count_replays(const EpBootstrap *bootstrap, Case c) {
+    EpGroup *group = open_group(bootstrap, &c);
+    GraphStep graph;
+    REQUIRE(group && graph_step_open(&graph, group, &c, bootstrap->rank), "no handle");
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(group, &info));
+    int experts = info.num_local_experts, ranks = c.ranks;
+    int64_t (*expect)(const World *, int, int) = info.num_nodes > 1 ? expect_relayed_rows
+                                                                    : expect_rows;
+    int64_t *counted = calloc((size_t)(experts + 2 * ranks), sizeof(*counted)), replays = 3;
+    graph.gpu.counters = counted;
+    graph_step_capture(&graph);
+    meet(bootstrap);
+    graph_step_run(&graph, 1, (int)replays);
+    const World *world = graph.gpu.step.world;
+    const RankWorld *me = &world->rank[bootstrap->rank];
+    for (int e = 0; e < experts; e++)
+        CHECK(counted[e] == replays * me->count[e], "expert %d: %lld", e, (long long)counted[e]);
+    for (int r = 0; r < ranks; r++) {
+        const int64_t *rows = counted + experts + r;
+        int64_t there = expect(world, bootstrap->rank, r);
+        int64_t back = expect(world, r, bootstrap->rank);
+        CHECK(rows[0] == replays * there && rows[ranks] == replays * back,
+              "rank %d: %lld and %lld rows", r, (long long)rows[0], (long long)rows[ranks]);
+    }
+    ep_group_destroy(group);
+    graph_step_close(&graph);
+    free(counted);
+}
+
+#define COUNT(make) count_replays(bootstrap, make)
+GpuTest(gpu_graphs, counters_2, 2, COUNT(graph_case(2, EP_LAYOUT_EXPERT_MAJOR)));
+LatencyTest(gpu_graphs, counters_in_latency_2, 2, COUNT(latency_case(2, EP_LAYOUT_FLAT, 0)));
+LatencyTest(gpu_graphs, counters_in_phases_2, 2, COUNT(latency_case(2, EP_LAYOUT_BATCHED, 1)));
 
 /* ---- several graphs by turns ----------------------------------------------------------------- */
 

@@ -29,6 +29,7 @@ static const struct {
     Arg first, last;
 } uses[] = {{OP_PREPARE, TOPK_IDX, SOURCE_ROWS},
             {OP_DISPATCH, TOKENS, RECV_TOPK_IDX},
+            {OP_DISPATCH, EXPERT_TOKENS, LONGEST_WAIT},
             {OP_COMBINE, EXPERT_OUT, OUT},
             {OP_DISPATCH_BACKWARD, GRAD_RECV_TOKENS, GRAD_TOPK_WEIGHTS},
             {OP_COMBINE_BACKWARD, GRAD_OUT, GRAD_SLOT_WEIGHTS},
@@ -50,6 +51,8 @@ static void check_each(Fixture *fixture, void *memory, const char *kind) {
             const char *op = op_names[uses[i].op];
             check_note("%s, %s in %s", op, names[arg], kind);
             fixture_reset(fixture);
+            if (arg >= (int)EXPERT_TOKENS && arg <= (int)LONGEST_WAIT)
+                fixture->arg[arg] = &fixture->tensor[arg];
             if (!fixture->arg[arg]) continue;
             fixture->tensor[arg].data = memory;
             CHECK_REFUSED(call(fixture, uses[i].op), EP_ERR_ADDRESS, "rank 0", op, names[arg],
