@@ -10,7 +10,7 @@
 #   make wheel    build/libep-*.whl, the Python package; downloads the tools for it
 #   make jax-handlers  build libep_jax.so; JAXLIB_INCLUDE=: what jax.ffi.include_dir() returns
 #   make check-python  test the wheel in virtual environments, with JAX and with PyTorch among them
-#   make check-jax, check-torch  the tests of libep.jax, of libep.torch alone
+#   make check-jax, check-torch  libep.jax or libep.torch alone; check-released: frameworks on them
 #   make check-python-gpu  both on GPUs, with the python3 of PATH and its PyTorch and JAX
 #   make          build libraries, tools and tests into build/
 #   make install  PREFIX=/usr/local DESTDIR=
@@ -140,7 +140,7 @@ emulated := $(emulated_tests) $B/emulated/ep_moe $B/emulated/ep_bench
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
         check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-package \
-        check-jax check-torch run-demo run-check deps install clean format again
+        check-jax check-torch check-released run-demo run-check deps install clean format again
 all: libs $(tools) $(tests)
 libs: $(libs)
 jax-handlers: $(jax_so)
@@ -344,7 +344,7 @@ check-nccl-ep-te: $(nccl_ep_so)
 python: $B/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
 	$Qrm -rf $B/python && mkdir -p $(addprefix $B/python/libep/,jax lib nccl_ep/lib torch)
 	$Qcp -rs '$(CURDIR)/bindings/python/.' $B/python
-	$Qcp -rs '$(CURDIR)/bindings/deep_ep' $B/python/libep
+	$Qcp -rs '$(CURDIR)/bindings/deep_ep' '$(CURDIR)/bindings/vllm' $B/python/libep
 	$Qln -s '$(CURDIR)'/bindings/jax/*.py $B/python/libep/jax
 	$Qln -s '$(CURDIR)'/bindings/torch/*.py $B/python/libep/torch
 	$Qln -s '$(CURDIR)/LICENSE' $B/python/LICENSE
@@ -363,7 +363,7 @@ wheel: $B/libep.so $(nccl_ep_so)
 # The package itself, with libep.jax and libep.torch: three at a time with -j.
 check-python: check-package check-jax check-torch
 check-package: $(tools)
-check-package check-jax check-torch: check-%: wheel
+check-package check-jax check-torch check-released: check-%: wheel
 	tests/bindings/$(*:package=python)/check $B $(CHECK_ARGS)
 
 check-python-gpu:

@@ -219,10 +219,15 @@ int64_t ep_slot_capacity(const EpHandle *handle, const EpTensor *t) {
 
 /* ---- running ------------------------------------------------------------------------------- */
 
+static int start(const EpOperation *o, int64_t tokens) {
+    const EpHandle *handle = o->handle;
+    return ep_group_start(handle->group, &(EpActivity){o->call.name, "handle", handle->id, tokens});
+}
+
 /* Call a function of the backend on its device and in a profiler range. */
 static EpStatus run_routing(const EpOperation *o, const EpRouting *routing,
                             EpStatus (*function)(EpHandle *, const EpRouting *)) {
-    int before = ep_group_start(o->handle->group, o->call.name);
+    int before = start(o, routing->num_rows);
     EpStatus status = function(o->handle, routing);
     ep_group_stop(o->handle->group, before, status);
     return status;
@@ -269,7 +274,7 @@ EpStatus ep_run_scatter(const EpOperation *o, EpScatter *scatter) {
         scatter->top_k = o->step.info.top_k, scatter->num_rows = o->step.num_rows;
     }
     EP_TRY(find_place(o, scatter->phase, scatter->stream, &scatter->place));
-    int before = ep_group_start(handle->group, o->call.name);
+    int before = start(o, scatter->num_rows);
     EpStatus status = handle->group->backend->scatter(handle, scatter);
     ep_group_stop(handle->group, before, status);
     if (status != EP_OK) return status;
@@ -286,7 +291,7 @@ EpStatus ep_run_gather(const EpOperation *o, EpGather *gather) {
         gather->top_k = o->step.info.top_k, gather->num_rows = o->step.num_rows;
     }
     EP_TRY(find_place(o, gather->phase, gather->stream, &gather->place));
-    int before = ep_group_start(handle->group, o->call.name);
+    int before = start(o, gather->num_rows);
     EpStatus status = handle->group->backend->gather(handle, gather);
     ep_group_stop(handle->group, before, status);
     if (status != EP_OK) return status;

@@ -119,14 +119,16 @@ void ep_group_refuse(EpGroup *group) {
     set_refusal(group, text);
 }
 
-int ep_group_start(EpGroup *group, const char *call) {
+int ep_group_start(EpGroup *group, const EpActivity *activity) {
     ep_group_accept(group);
-    return ep_group_enter(group, call);
+    ep_record_begin(&group->recorder, activity);
+    return group->backend->enter ? group->backend->enter(group, activity) : 0;
 }
 
 /* A backend refuses what it alone can see, as the number of tokens. */
 void ep_group_stop(EpGroup *group, int before, EpStatus status) {
     ep_group_leave(group, before);
+    ep_record_end(&group->recorder, status);
     if (status != EP_OK) ep_group_refuse(group);
 }
 

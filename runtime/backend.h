@@ -13,6 +13,7 @@
 #include "runtime/abort.h"
 #include "runtime/movement.h"
 #include "runtime/nodes.h"
+#include "runtime/recorder.h"
 #include "runtime/settings.h"
 #include "runtime/status.h"
 
@@ -149,9 +150,9 @@ typedef struct EpBackendOps {
     void (*measure_weight)(const struct EpWeight *weight, struct EpWeightView *view);
     EpStatus (*quantise_rows)(const struct EpRowsQuant *quant);
     /** Optional (NULL: nothing to do). Both surround calls on a group that use the backend. They
-     *  make the group's device the thread's current one, and show the call to profilers. `leave`
-     *  takes what `enter` returned, or EP_STAY. */
-    int (*enter)(const EpGroup *group, const char *call);
+     *  make the group's device the thread's current one, and show the activity to profilers.
+     * `leave` takes what `enter` returned, or EP_STAY. */
+    int (*enter)(const EpGroup *group, const EpActivity *activity);
     void (*leave)(const EpGroup *group, int before);
     /** Optional (NULL: accept all memory): refuse memory that the backend cannot reach. */
     EpStatus (*check_pointer)(const EpGroup *group, const EpCall *call, const char *argument,

@@ -31,6 +31,7 @@ EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding) {
     group->failed = group->failure.status;
     EP_LOG_AT(is_farewell(group) ? EP_LOG_INFO : EP_LOG_WARN, "group failed: %s",
               group->failure_sentence);
+    ep_record_log(&group->recorder, is_farewell(group) ? EP_LOG_INFO : EP_LOG_WARN);
     return group->failed;
 }
 

@@ -75,6 +75,7 @@ struct EpGroup {
     EpStatus failed;               /* EP_OK, or why every call is refused */
     EpFinding failure;
     char failure_sentence[EP_SENTENCE_BYTES];
+    EpRecorder recorder;
 };
 
 /** Returns a group's private bytes without its backend's. */
@@ -85,7 +86,8 @@ static inline int64_t ep_group_own_bytes(int32_t num_ranks) {
 
 /** ep_group_enter and ep_group_leave surround calls that use the backend; see EpBackendOps. */
 static inline int ep_group_enter(const EpGroup *group, const char *call) {
-    return group->backend->enter ? group->backend->enter(group, call) : 0;
+    const EpActivity activity = {.call = call, .tokens = -1};
+    return group->backend->enter ? group->backend->enter(group, &activity) : 0;
 }
 
 static inline void ep_group_leave(const EpGroup *group, int before) {
@@ -120,8 +122,8 @@ void ep_group_accept(EpGroup *group);
 void ep_group_depart(EpGroup *group);
 
 /** Surround the backend's part of an operation whose arguments are right: ep_group_enter and
- *  ep_group_leave, and the two of refused calls. */
-int ep_group_start(EpGroup *group, const char *call);
+ *  ep_group_leave, the two of refused calls, and the recorder's. */
+int ep_group_start(EpGroup *group, const EpActivity *activity);
 void ep_group_stop(EpGroup *group, int before, EpStatus status);
 
 /** Record an async error that does not fail the group. The first of a kind stays until it is read;

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._abi import Mode, Status
+from .._abi import Mode, Quant, Status
 from .._bootstrap import Bootstrap
 from .._group import Group as CoreGroup
 from .._library import EpError
@@ -17,7 +17,7 @@ from ._config import Config
 from ._groups import Groups, LatencyKey
 from ._keywords import ignore, mention, refuse
 from ._handles import LatencyHandle, NormalHandle
-from ._streams import EventHandle, EventOverlap, Lane
+from ._streams import EventHandle, EventOverlap, Lane, Used, find_current
 
 if TYPE_CHECKING:
     from typing import Any, Callable, NoReturn, Optional, Union
@@ -172,18 +172,12 @@ class Buffer:
         ignore("get_dispatch_layout", unknown)
         _checks.routing("get_dispatch_layout", topk_idx)
 
-        def body() -> tuple[_layout.Layout, tuple[Tensor, ...]]:
-            made = _layout.count(topk_idx, num_experts, self.group_size)
-            return made, (topk_idx, *made)
-
-        made, event = self._lane.run(topk_idx.device, previous_event, async_finish, body)
-        return (
-            made.num_tokens_per_rank,
-            None,
-            made.num_tokens_per_expert,
-            made.is_token_in_rank,
-            event,
-        )
+        # A count is over before a stream could be changed for it.
+        if previous_event is not None and previous_event.event is not None:
+            previous_event.event.current_stream_wait()
+        made = _layout.count(topk_idx, num_experts, self.group_size)
+        event = EventOverlap(EventHandle() if async_finish else None)
+        return made.num_tokens_per_rank, None, made.num_tokens_per_expert, made.is_token_in_rank, event
 
     def dispatch(
         self,
@@ -247,7 +241,7 @@ class Buffer:
             _checks.dispatch_numbers(expert_alignment, num_worst_tokens)
         inputs = (tokens, scales, topk_idx, topk_weights)
 
-        def body() -> tuple[_normal.Sent, tuple[Optional[Tensor], ...]]:
+        def body() -> Used:
             if used is not None:
                 sent = _normal.dispatch_again(used, tokens, scales)
             else:
@@ -263,7 +257,7 @@ class Buffer:
                     config,
                     is_plain,
                 )
-            return sent, (*inputs, *sent[:4])
+            return Used(sent, inputs, sent[:4])
 
         if handle is not None and (topk_idx is not None or topk_weights is not None):
             raise EpError(
@@ -315,11 +309,8 @@ class Buffer:
                 num_tokens_per_expert,
                 self.group_size,
             )
-        if not num_worst_tokens and tokens.is_cuda and torch.cuda.is_current_stream_capturing():
-            refuse(
-                "dispatch: expected num_worst_tokens while a CUDA graph is captured, got none: the "
-                "host would read the number of rows"
-            )
+        if not num_worst_tokens:
+            _refuse_capture("dispatch: expected num_worst_tokens", tokens)
         each = _layout.experts_per_rank("dispatch", num_tokens_per_expert.numel(), self.group_size)
         num_sms = Buffer.num_sms if config is None else config.num_sms
         if topk_idx is not None:
@@ -345,6 +336,51 @@ class Buffer:
             expert_alignment,
             num_sms,
         )
+
+    def dispatch_rows(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Optional[Tensor],
+        num_experts: int,
+        expert_alignment: int = 1,
+        quant: Quant = Quant.NONE,
+        num_sms: int = 0,
+        previous_event: Optional[EventOverlap] = None,
+        async_finish: bool = False,
+    ) -> tuple[_normal.Sent, EventOverlap]:
+        """dispatch without get_dispatch_layout. Not of DeepEP's interface. Collective.
+
+        x        [T, H]; with `quant` bfloat16, float16 or float32
+        quant    how dispatch quantises rows to float8_e4m3fn; scales are [rows, S]
+        num_sms  multiprocessors, of the combine as well; 0: LIBEP_NUM_SMS
+
+        Other arguments as of dispatch, but checked by libep alone. Returns what dispatch does, in
+        one tuple, and the event.
+        """
+        each = _layout.experts_per_rank("dispatch_rows", num_experts, self.group_size)
+        tokens, _ = _checks.tokens("dispatch_rows", x)
+        _checks.routing("dispatch_rows", topk_idx, tokens.shape[0], tokens.device)
+        _refuse_capture("dispatch_rows: expected another call", tokens)
+
+        def body() -> tuple[_normal.Sent, tuple[Optional[Tensor], ...]]:
+            sent = _normal.dispatch(
+                self._groups,
+                tokens,
+                None,
+                topk_idx,
+                topk_weights,
+                None,
+                each,
+                expert_alignment,
+                0,
+                num_sms,
+                quant,
+            )
+            return sent, (tokens, topk_idx, topk_weights, *sent[:4])
+
+        sent, event = self._lane.run(tokens.device, previous_event, async_finish, body)
+        return sent, event
 
     def combine(
         self,
@@ -377,9 +413,9 @@ class Buffer:
         if biases or not _checks.is_plain_combine(used, x, topk_weights):
             _checks.combine(used, x, topk_weights, biases)
 
-        def body() -> tuple[tuple[Tensor, Optional[Tensor]], tuple[Optional[Tensor], ...]]:
+        def body() -> Used:
             made = _normal.combine(used, x, topk_weights, biases)
-            return made, (x, topk_weights, *biases, *made)
+            return Used(made, (x, topk_weights, *biases), made)
 
         (out, weights), event = self._lane.run(x.device, previous_event, async_finish, body)
         return out, weights, event
@@ -445,11 +481,12 @@ class Buffer:
             )
         )
 
-        def body() -> Any:
+        def body() -> Used:
             stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
             made, operation = _latency.dispatch(group, x, topk_idx, quant, stats, waits)
             (operation.send if return_recv_hook else operation.whole)()
-            return (made, operation), made.tensors
+            inputs = x, topk_idx, stats, waits
+            return Used((made, operation), inputs, made.tensors)
 
         (made, operation), event = self._lane.run(x.device, None, async_finish, body)
         hook = self._hook(x.device, operation) if return_recv_hook else None
@@ -494,12 +531,10 @@ class Buffer:
         name = "combine_wait_recv_cost_stats"
         _checks.waits("low_latency_combine", name, waits, self.group_size, rows.device)
 
-        def body() -> Any:
-            combined, tensors, operation = _latency.combine(
-                made_by, rows, topk_weights, out, waits
-            )
+        def body() -> Used:
+            combined, operation = _latency.combine(made_by, rows, topk_weights, out, waits)
             (operation.send if return_recv_hook else operation.whole)()
-            return (combined, operation), tensors
+            return Used((combined, operation), (rows, topk_weights, out, waits), (combined,))
 
         (combined, operation), event = self._lane.run(rows.device, None, async_finish, body)
         hook = self._hook(rows.device, operation) if return_recv_hook else None
@@ -507,7 +542,7 @@ class Buffer:
 
     def _hook(self, device: torch.device, operation: _latency.Operation) -> Hook:
         """The receive phase, once, on the stream of the send phase."""
-        stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
+        stream = None if device.type == "cpu" else find_current(device.index)
         pending = [operation.receive]
 
         def hook() -> None:
@@ -518,8 +553,8 @@ class Buffer:
                 receive()
                 return
             self._lane.run_on(stream, receive)
-            current = torch.cuda.current_stream(device)
-            if current != stream:
+            current = find_current(device.index)
+            if current is not stream:
                 current.wait_stream(stream)
 
         return hook
@@ -564,6 +599,14 @@ def _meet(group: ProcessGroup) -> Bootstrap:
         return from_process_group(group)
     except TypeError as error:
         raise EpError(Status.TYPE, f"Buffer: {error}") from None
+
+
+def _refuse_capture(expected: str, tokens: Tensor) -> None:
+    if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
+        refuse(
+            f"{expected} while a CUDA graph is captured, got none: the host would read the number of "
+            "rows"
+        )
 
 
 def _require_handle(call: str, handle: object) -> NormalHandle:

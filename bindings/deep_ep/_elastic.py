@@ -17,7 +17,7 @@ from ._elastic_groups import SCALE_BLOCK, ElasticGroup, ElasticGroups, Form, Key
 from ._elastic_handle import EPHandle, Sizes
 from ._keywords import ignore, refuse
 from ._layout import experts_per_rank
-from ._streams import EventHandle, EventOverlap, Lane
+from ._streams import EventHandle, EventOverlap, Lane, Used
 from .utils.math import align
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class ElasticBuffer:
                 is_read,
             )
 
-        def body() -> Any:
+        def body() -> Used:
             _wait(previous_event_before_epilogue)
             used, idx, stats = handle, topk_idx, None
             if used is None:
@@ -287,8 +287,9 @@ class ElasticBuffer:
                 _steps.report(used.group)
             if _is_capturing(given.tokens):
                 used.capture()
-            tensors = (*given, idx, cumulative_local_expert_recv_stats, *received, used.topk_idx)
-            return (received, used), (*tensors, used.plan.bytes, used.plan.numbers)
+            inputs = *given, idx, cumulative_local_expert_recv_stats
+            outputs = *received, used.topk_idx, used.plan.numbers
+            return Used((received, used), inputs, outputs)
 
         (received, used), event = self._lane.run(
             given.tokens.device, _overlap(previous_event), async_with_compute_stream, body
@@ -396,10 +397,10 @@ class ElasticBuffer:
         _checks.combine(handle, x, topk_weights, biases)
         form = handle.form._replace(num_sms=num_sms or handle.num_sms)
 
-        def body() -> Any:
+        def body() -> Used:
             _wait(previous_event_before_epilogue)
             made = _steps.combine(handle, form, x, topk_weights, biases)
-            return made, (x, topk_weights, *biases, *made)
+            return Used(made, (x, topk_weights, *biases), made)
 
         (out, weights), event = self._lane.run(
             x.device, _overlap(previous_event), async_with_compute_stream, body

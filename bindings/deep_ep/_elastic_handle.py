@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..torch._group import current_stream
 from ._keywords import refuse
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class EPHandle:
         self.group = group
         self.form = form
         self.plan = plan
+        self.stream = current_stream(group.group.ordinal)
+        """On which the plan was made."""
         self.num_rows = sizes.num_rows
         if sizes.num_recv_tokens is not None:
             self.num_recv_tokens = sizes.num_recv_tokens

@@ -81,7 +81,7 @@ def send(handle: EPHandle, form: Form, given: Given, stats: Optional[Tensor]) ->
     """Send rows by the handle's plan, and add the rows of each expert to `stats`. Collective."""
     layer, plan, rows = handle.group.layer(form), handle.plan, handle.num_rows
     tokens, scales, weights = given
-    keep(plan.bytes)
+    keep(plan.bytes, handle.stream)
     recv = tokens.new_empty((rows, tokens.shape[1]))
     recv_idx = recv_weights = recv_scales = None
     if not form.do_expand:
@@ -114,7 +114,7 @@ def combine(
     biases: tuple[Tensor, ...],
 ) -> tuple[Tensor, Optional[Tensor]]:
     """Return rows to their tokens and sum them, unweighted. Weights go back to their entries."""
-    keep(handle.plan.bytes)
+    keep(handle.plan.bytes, handle.stream)
     layer, plan = handle.group.layer(form), handle.plan
     out, out_weights = x.new_empty((plan.num_tokens, x.shape[1])), None
     if topk_weights is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..torch._group import current_stream
+from ._streams import keep
 
 if TYPE_CHECKING:
     from typing import Callable, Iterator, Optional
@@ -77,6 +78,7 @@ class NormalHandle(_Fields):
         """[R, R] int32: in this rank's column, the rows that the ranks up to each one have sent to
         it. Other columns are other ranks', which they alone know: -1."""
         group = self.layer.group
+        keep(self.numbers, self.stream)
         matrix = self.numbers.new_full((group.size, group.size), -1)
         matrix[:, group.rank] = self.numbers[-group.size :].cumsum(0)
         return matrix

@@ -42,6 +42,7 @@ class Dispatched(NamedTuple):
     counts: Tensor
     handle: LatencyHandle
     tensors: tuple[Optional[Tensor], ...]
+    """All that dispatch has allocated."""
 
 
 def choose_quant(use_fp8: bool, round_scale: bool, use_ue8m0: bool, hidden: int) -> Quant:
@@ -115,7 +116,7 @@ def dispatch(
     shown: Tokens = rows
     if scales is not None:
         shown = (rows, (scales if packed is None else packed).transpose(1, 2))
-    tensors = (x, topk_idx, plan.bytes, plan.numbers, rows, scales, packed, stats, waits)
+    tensors = plan.bytes, plan.numbers, rows, scales, packed
     return Dispatched(shown, plan.expert_counts, handle, tensors), Operation(send, receive, whole)
 
 
@@ -125,12 +126,12 @@ def combine(
     topk_weights: Tensor,
     out: Optional[Tensor],
     waits: Optional[Tensor],
-) -> tuple[Tensor, tuple[Optional[Tensor], ...], Operation]:
+) -> tuple[Tensor, Operation]:
     """Set a combine up. Arguments as of Buffer.low_latency_combine.
 
     waits  combine_wait_recv_cost_stats
 
-    Returns the output, the tensors that it uses, and the operation.
+    Returns the output and the operation.
     """
     group = handle.group
     layer = group.take(Quant.NONE)
@@ -152,4 +153,4 @@ def combine(
         _calls.combine(layer, handle.plan, x, None, topk_weights, written, *counters)
         group.give_back(layer)
 
-    return out, (x, topk_weights, handle.plan, out, waits), Operation(send, receive, whole)
+    return out, Operation(send, receive, whole)

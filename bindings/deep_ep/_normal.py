@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._abi import Status
+from .._abi import Quant, Status
 from .._library import EpError, last_error, library
 from ..torch import Plan, _calls
-from ..torch._autograd import make_plan
+from ..torch._autograd import make_plan, make_received
 from ..torch._fast import FORMS
 from ._groups import WORDS, NormalKey
 from ._handles import NormalHandle
@@ -122,14 +122,21 @@ def dispatch(
     expert_alignment: int,
     num_worst_tokens: int,
     num_sms: int,
+    quant: Quant = Quant.NONE,
 ) -> Sent:
-    """Send rows by a new routing. Arguments as of Buffer.dispatch."""
+    """Send rows by a new routing. Arguments as of Buffer.dispatch and Buffer.dispatch_rows."""
     key = _key(experts_per_rank, topk_idx.shape[1], tokens)
     routed = route(groups, key, topk_idx, num_worst_tokens, num_sms)
     rows, layer = routed.num_recv_tokens, routed.layer
-    recv, recv_weights, recv_scales, recv_idx = _send(
-        layer, routed.plan.bytes, tokens, topk_weights, scales, rows, topk_idx.dtype
-    )
+    if quant == Quant.NONE:
+        recv, recv_weights, recv_scales, recv_idx = _send(
+            layer, routed.plan.bytes, tokens, topk_weights, scales, rows, topk_idx.dtype
+        )
+    else:
+        sender = routed.group.handle(num_worst_tokens, num_sms, quant)
+        recv, recv_weights, recv_scales, recv_idx = _send_quantised(
+            sender, routed.plan, tokens, topk_weights, rows
+        )
     if not num_worst_tokens:
         _report(routed.group)  # the host has waited for the plan already
     counts = _align(routed.counts, expert_alignment)
@@ -220,6 +227,26 @@ def _send(
     recv_idx = tokens.new_empty((rows, layer.top_k), dtype=id_type)
     _calls.dispatch(layer, plan, tokens, weights, scales, recv, recv_weights, recv_scales, recv_idx)
     return recv, recv_weights, recv_scales, recv_idx
+
+
+def _send_quantised(
+    layer: Handle, plan: Plan, tokens: Tensor, weights: Optional[Tensor], rows: int
+) -> Received:
+    """Dispatch on a handle that quantises."""
+    recv = tokens.new_empty((rows, tokens.shape[1]), dtype=torch.float8_e4m3fn)
+    made = make_received(layer, plan, tokens, weights, None, recv)
+    _calls.dispatch(
+        layer,
+        plan.bytes,
+        tokens,
+        weights,
+        None,
+        recv,
+        made.topk_weights,
+        made.scales,
+        made.topk_idx,
+    )
+    return recv, made.topk_weights, made.scales, made.topk_idx
 
 
 def combine(

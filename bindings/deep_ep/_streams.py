@@ -16,26 +16,56 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+_known: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def find_current(ordinal: int) -> torch.cuda.Stream:
+    """The current stream of a GPU. Its object is kept, since making one takes several calls."""
+    key = ordinal, current_stream(ordinal)
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = torch.cuda.current_stream(ordinal)
+    return found
+
+
+class _Loan(NamedTuple):
+    """Tensors of a stream that an operation on another stream reads."""
+
+    tensors: tuple[Optional[Tensor], ...]
+    owner: torch.cuda.Stream
+    user: torch.cuda.Stream
+
 
 class EventHandle:
     """A point in the work of the current CUDA stream. On CPUs, where calls have finished: nothing."""
 
-    def __init__(self, event: Optional[torch.cuda.Event] = None) -> None:
-        """event: one that is recorded already, in place of a point of the current stream."""
-        self._event = event
+    def __init__(
+        self, event: Optional[torch.cuda.Event] = None, loan: Optional[_Loan] = None
+    ) -> None:
+        """event: one that is recorded already, in place of a point of the current stream.
+
+        loan  of the operation that ends there. Its tensors live until their own stream waits for
+              the event. So their memory is reused in that stream's order, as after any operation.
+        """
+        self._loan, self._event = loan, event
         if event is None and torch.cuda.is_initialized():
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = find_current(torch.cuda.current_device()).record_event()
 
     def current_stream_wait(self) -> None:
         """Let the current stream wait for the point."""
         if self._event is not None:
-            self.let_wait(torch.cuda.current_stream())
+            self.let_wait(find_current(torch.cuda.current_device()))
 
     def let_wait(self, stream: torch.cuda.Stream) -> None:
         """Let a stream wait for the point."""
         if self._event is not None:
             stream.wait_event(self._event)
+            if self._loan is not None and self._loan.owner is stream:
+                self._loan = None
+
+    def __del__(self) -> None:
+        if self._loan is not None:  # no wait has ended it
+            _record(self._loan.tensors, self._loan.user)
 
 
 class EventOverlap:
@@ -104,6 +134,14 @@ class _End(NamedTuple):
     """None while all operations have run on one stream."""
 
 
+class Used(NamedTuple):
+    """What the body of an operation returns: its result, and the tensors that it used."""
+
+    result: Any
+    inputs: tuple[Optional[Tensor], ...]
+    outputs: tuple[Optional[Tensor], ...]
+
+
 class Lane:
     """Runs a Buffer's operations: one after the other, on the current stream or beside it.
 
@@ -123,7 +161,9 @@ class Lane:
     def stream(self, device: Optional[torch.device] = None) -> torch.cuda.Stream:
         """The stream of operations with async_finish."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device, priority=-1)
+            made = torch.cuda.Stream(device, priority=-1)
+            ordinal = torch.cuda.current_device() if device is None else device.index
+            self._stream = _known.setdefault((ordinal, made.cuda_stream), made)
             self._only = None
         return self._stream
 
@@ -132,54 +172,68 @@ class Lane:
         device: torch.device,
         previous_event: Optional[EventOverlap],
         async_finish: bool,
-        body: Callable[[], tuple[Any, tuple[Optional[Tensor], ...]]],
+        body: Callable[[], Used],
     ) -> tuple[Any, EventOverlap]:
-        """Run body(), which returns its result and the tensors that it used, outputs included.
-
-        Returns the result, and the event after it: one without EventHandle unless async_finish.
-        """
+        """Run body(). Returns its result, and the event after it: one without EventHandle unless
+        async_finish."""
         if device.type == "cpu":
-            result, _ = body()
-            return result, EventOverlap(EventHandle() if async_finish else None)
-        if not async_finish and (previous_event is None or previous_event.event is None):
-            if self._only is not None and self._only == current_stream(device.index):
-                result, _ = body()
-                return result, EventOverlap()
-        current = torch.cuda.current_stream(device)
-        is_beside = async_finish and not torch.cuda.is_current_stream_capturing()
-        stream = self.stream(device) if is_beside else current
-        if previous_event is not None and previous_event.event is not None:
-            previous_event.event.let_wait(stream)
-        elif is_beside:
+            return body().result, EventOverlap(EventHandle() if async_finish else None)
+        ordinal = device.index
+        before = None if previous_event is None else previous_event.event
+        if not async_finish and before is None and self._only is not None:
+            if self._only == current_stream(ordinal):
+                return body().result, EventOverlap()
+        current = find_current(ordinal)
+        if torch.cuda.is_current_stream_capturing():
+            if before is not None:
+                before.let_wait(current)
+            return body().result, EventOverlap(EventHandle() if async_finish else None)
+        if async_finish:
+            return self._run_beside(device, current, before, body)
+        if before is not None:
+            before.let_wait(current)
+        return self._run_here(current, body).result, EventOverlap()
+
+    def _run_beside(
+        self,
+        device: torch.device,
+        current: torch.cuda.Stream,
+        before: Optional[EventHandle],
+        body: Callable[[], Used],
+    ) -> tuple[Any, EventOverlap]:
+        """run() of an operation with async_finish. `before`: what it waits for; None: `current`."""
+        stream = self.stream(device)
+        if before is None:
             stream.wait_stream(current)
-        if not is_beside:
-            result, tensors = self._run_here(stream, body)
         else:
-            with torch.cuda.stream(stream):
-                result, tensors = self._run_here(stream, body)
-        if self._stream is not None:
-            # The allocator would reuse memory in the order of the stream that it came from.
-            _record(tensors, current)
-            if is_beside:
-                _record(tensors, stream)
-        if not async_finish:
-            return result, EventOverlap()
-        end = self._end.event if is_beside and self._end is not None else None
-        return result, EventOverlap(EventHandle(end))
+            before.let_wait(stream)
+        outer = torch.cuda.current_device()
+        torch.cuda.set_stream(stream)  # as torch.cuda.stream(), which takes several times as long
+        try:
+            used = self._run_here(stream, body)
+        finally:
+            torch.cuda.set_stream(current)
+            if outer != device.index:
+                torch.cuda.set_device(outer)
+        # The allocator would reuse memory in the order of the stream that it came from.
+        _record(used.outputs, current)
+        assert self._end is not None
+        loan = _Loan(used.inputs, current, stream)
+        return used.result, EventOverlap(EventHandle(self._end.event, loan))
 
     def run_on(self, stream: torch.cuda.Stream, body: Callable[[], Any]) -> Any:
         """Run body() on a stream, after the operation before."""
-        if stream == torch.cuda.current_stream(stream.device):
-            return self._run_here(stream, body)
-        with torch.cuda.stream(stream):
-            return self._run_here(stream, body)
-
-    def _run_here(self, stream: torch.cuda.Stream, body: Callable[[], Any]) -> Any:
-        """run_on of the current stream."""
+        if stream is not find_current(stream.device_index):
+            with torch.cuda.stream(stream):
+                return self.run_on(stream, body)
         if torch.cuda.is_current_stream_capturing():
             return body()
+        return self._run_here(stream, body)
+
+    def _run_here(self, stream: torch.cuda.Stream, body: Callable[[], Any]) -> Any:
+        """run_on of the current stream, which is not captured."""
         is_only = self._stream is None and (self._end is None or self._only is not None)
-        if self._end is not None and self._end.stream != stream:
+        if self._end is not None and self._end.stream is not stream:
             stream.wait_event(self._end.event or self._end.stream.record_event())
             is_only = False
         result = body()
@@ -202,4 +256,4 @@ def keep(tensor: Tensor, made_on: Optional[int] = None) -> None:
     made_on  the stream whose order the memory's reuse follows; None: not known
     """
     if tensor.is_cuda and current_stream(tensor.get_device()) != made_on:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        tensor.record_stream(find_current(tensor.get_device()))

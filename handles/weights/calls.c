@@ -13,15 +13,21 @@
 /** A call on a weight while its arguments are checked. Sentences name the weight. */
 typedef struct WeightCall {
     EpCall call;
+    const char *function;
     char name[EP_WEIGHT_NAME_BYTES + 32];
 } WeightCall;
 
 static EpStatus begin(WeightCall *c, const char *name, const EpWeight *weight) {
+    c->function = name;
     c->call = (EpCall){name, -1};
     EP_TRY(ep_object_check(&c->call, "weight", weight, EP_OBJECT_WEIGHT));
     snprintf(c->name, sizeof(c->name), "%s: %s", name, weight->name);
     c->call = (EpCall){c->name, weight->comm->world.rank};
     return EP_OK;
+}
+
+static int start(const WeightCall *c, const EpWeight *weight, EpGroup *group) {
+    return ep_group_start(group, &(EpActivity){c->function, "weight", weight->number, -1});
 }
 
 static EpStatus check_usable(const EpWeight *weight, EpGroup *group) {
@@ -84,7 +90,7 @@ EpStatus ep_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTe
     EP_TRY(ep_arg_memory(&c.call, group, "out", out));
     gather.shard = shard->data, gather.out = out->data;
     gather.scales = scales ? scales->data : NULL;
-    int before = ep_group_start(group, c.call.name);
+    int before = start(&c, weight, group);
     EpStatus status = group->backend->gather_weight(&gather);
     ep_group_stop(group, before, status);
     return ep_mesh_comm_explain(weight->comm, group, status);
@@ -114,9 +120,11 @@ EpStatus ep_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate
     EP_TRY(ep_arg_memory(&c.call, group, "grad", grad));
     EP_TRY(ep_arg_memory(&c.call, group, "out", out));
     reduce.grad = grad->data, reduce.out = out->data;
-    int before = ep_group_start(group, c.call.name);
+    int before = start(&c, weight, group);
     EpStatus status = group->backend->reduce_weight(&reduce);
-    ep_group_leave(group, before); /* not ep_group_stop: the other group may be what has failed */
+    /* Not ep_group_stop: the other group may be what has failed. */
+    ep_group_leave(group, before);
+    ep_record_end(&group->recorder, status);
     if (group->failed == EP_OK && weight->replicates) group = weight->replicates;
     return ep_mesh_comm_explain(weight->comm, group, status);
 }
@@ -148,7 +156,7 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
                               .amax = amax->data,
                               .count = count,
                               .stream = stream};
-    int before = ep_group_start(group, c.call.name);
+    int before = start(&c, weight, group);
     EpStatus status = group->backend->reduce_amax(&reduction);
     ep_group_stop(group, before, status);
     return ep_mesh_comm_explain(weight->comm, group, status);

@@ -133,7 +133,7 @@ EpCudaBacking ep_cuda_backing(const void *memory);
 
 /** The backend table's parts; see EpBackendOps. */
 EpStatus ep_cuda_captures(const EpGroup *group, EpStream stream, int32_t *captured);
-int ep_cuda_enter(const EpGroup *group, const char *call);
+int ep_cuda_enter(const EpGroup *group, const EpActivity *activity);
 void ep_cuda_leave(const EpGroup *group, int before);
 EpStatus ep_cuda_check_pointer(const EpGroup *group, const EpCall *call, const char *argument,
                                const void *data);

@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Binding to the CPUs of a list, such as Linux has for every GPU. */
 #include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "bootstrap/bootstrap.h"
 #include "tests/harness/check.h"
@@ -46,12 +42,8 @@ static void check_bound(int whole_process) {
           CPU_COUNT(&after), cpu);
 }
 
-SoloTest(bootstrap_bind, thread) {
-    check_bound(0);
-}
-SoloTest(bootstrap_bind, process) {
-    check_bound(1);
-}
+SoloCall(bootstrap_bind, thread, check_bound(0));
+SoloCall(bootstrap_bind, process, check_bound(1));
 
 /* A launcher's binding to one core near the GPU is kept. */
 SoloTest(bootstrap_bind, narrower_bindings_stay) {

@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A rank departs, or stops, while a group is created, after each collective call in turn: the other
  * ranks get an error soon. */
-#include <string.h>
-#include <unistd.h>
-
 #include "ep/ep_weight.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"

@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The assignment of GPUs to ranks, and whether the CUDA backend can serve them. Both follow from
  * the ranks' reports, so the tests use reports of synthetic machines. */
-#include <stdio.h>
-#include <string.h>
-
 #include "bootstrap/gpus.h"
 #include "runtime/layout.h"
 #include "tests/harness/check.h"

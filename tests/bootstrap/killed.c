@@ -5,13 +5,9 @@
  * within the deadline. LIBEP_TEST_SEED=N draws other moments; LIBEP_TEST_CASES=M loses M ranks. */
 #include <pthread.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
@@ -321,9 +317,5 @@ static void lose_at_random_moments(int signal) {
     }
 }
 
-SoloTest(bootstrap_killed, at_random_moments) {
-    lose_at_random_moments(SIGKILL);
-}
-SoloTest(bootstrap_killed, stopped_at_random_moments) {
-    lose_at_random_moments(SIGSTOP);
-}
+SoloCall(bootstrap_killed, at_random_moments, lose_at_random_moments(SIGKILL));
+SoloCall(bootstrap_killed, stopped_at_random_moments, lose_at_random_moments(SIGSTOP));

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks as threads: the callbacks of ep_bootstrap_local, and groups over them. */
 #include <malloc.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/run.h"
 #include "tests/harness/names.h"

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One rank has no memory, at each of its allocations in turn: no rank waits for it. */
-#include <string.h>
-
 #include "ep/ep_weight.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
@@ -94,9 +92,8 @@ static void create_without_memory(const EpBootstrap *bootstrap, const EpBootstra
     }
 }
 
-ThreadTest(bootstrap_memory, group_over_memory_of_the_bootstrap, RANKS) {
-    create_without_memory(bootstrap, bootstrap, GROUP);
-}
+RankTest(bootstrap_memory, group_over_memory_of_the_bootstrap, RANKS,
+         create_without_memory(bootstrap, bootstrap, GROUP));
 
 ThreadTest(bootstrap_memory, group_over_posix_shared_memory, RANKS) {
     EpBootstrap own = *bootstrap;

@@ -5,12 +5,9 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/utsname.h>
-#include <unistd.h>
 
 #include "bootstrap/bootstrap.h"
 #include "tests/cases/run.h"

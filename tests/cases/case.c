@@ -2,9 +2,6 @@
 #include "tests/cases/case.h"
 
 #include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/harness/check.h"
 #include "tests/harness/text.h"

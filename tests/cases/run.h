@@ -35,14 +35,15 @@ void run_layouts(Case c);
 /** Run prepare and dispatch of a case alone, on threads, in the case's mode. */
 void run_dispatch(Case c);
 
-/** Make the world, group and handle of a case, complete or not; step.handle is NULL, and a check
- * has failed, if there is none. close_step frees all. */
+/** Make the world, group and handle of a case, complete or not. close_step frees all. */
 Step open_step(const EpBootstrap *bootstrap, const Case *c);
 void close_step(Step *step);
 
-/** Create the case's group or handle; fail a check and return NULL if that fails. */
+/** Create a group or a handle, of a case or of a configuration. Leave the test if that fails. */
 EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c);
+EpGroup *open_group_with(const EpBootstrap *bootstrap, const EpGroupConfig *config);
 EpHandle *open_handle(EpGroup *group, const Case *c);
+EpHandle *open_handle_with(EpGroup *group, const EpHandleConfig *config);
 
 /** Allocate a block for a plan of handles of this case, filled with garbage. The caller frees
  *  plan->data. */

@@ -129,6 +129,5 @@ Test(combine_backward, rows_of_24_kib, .timeout = 120) {
     }
 }
 
-SoloTest(combine_backward, tail_of_a_shorter_tensor) {
-    fixture_check_shorter_tail(OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS);
-}
+SoloCall(combine_backward, tail_of_a_shorter_tensor,
+         fixture_check_shorter_tail(OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS));

@@ -3,8 +3,6 @@
  * compared with finite differences of a loss. Experts are dense matrices, so the loss is linear in
  * each input alone and central differences are exact up to rounding. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/run.h"
 #include "tests/harness/random.h"

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Combine adds in a defined order and rounds where the header says so, bit for bit. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
@@ -41,7 +39,6 @@ static void combine_alone(const void *rows, EpType type, int64_t tokens, int64_t
                      (int)tokens, (int)hidden, type, type);
     Step step = open_step(&bootstrap, &c);
     EpHandle *handle = step.handle;
-    REQUIRE(handle, "no handle");
     int32_t index[64] = {0};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, tokens, 1);
     EpTensor expert_out = ep_tensor_2d(rows, type, tokens, hidden);
@@ -71,12 +68,8 @@ static void check_patterns(EpType type) {
     }
 }
 
-SoloTest(combine_sums, every_bf16_pattern) {
-    check_patterns(EP_TYPE_BF16);
-}
-SoloTest(combine_sums, every_fp16_pattern) {
-    check_patterns(EP_TYPE_FP16);
-}
+SoloCall(combine_sums, every_bf16_pattern, check_patterns(EP_TYPE_BF16));
+SoloCall(combine_sums, every_fp16_pattern, check_patterns(EP_TYPE_FP16));
 
 /* Products between two numbers of the type, and ties, are rounded to nearest even. Extreme weights
  * reach subnormals, zeros, infinities and the numbers next to them. */
@@ -100,12 +93,8 @@ static void check_rounding(EpType type) {
     }
 }
 
-SoloTest(combine_sums, rounding_to_bf16) {
-    check_rounding(EP_TYPE_BF16);
-}
-SoloTest(combine_sums, rounding_to_fp16) {
-    check_rounding(EP_TYPE_FP16);
-}
+SoloCall(combine_sums, rounding_to_bf16, check_rounding(EP_TYPE_BF16));
+SoloCall(combine_sums, rounding_to_fp16, check_rounding(EP_TYPE_FP16));
 
 /* ---- several nodes ------------------------------------------------------------------------ */
 
@@ -185,7 +174,6 @@ static void check_by_hand(const EpBootstrap *bootstrap, const ByHand *hand) {
                      hand->type);
     Step step = open_step(bootstrap, &c);
     EpHandle *handle = step.handle;
-    REQUIRE(handle, "no handle");
     int32_t index[4] = {3, 1, 0, 2};
     _Alignas(16) float rows[32], out[8];
     for (int k = 0; k < 4; k++)
@@ -229,7 +217,6 @@ SoloTest(combine_sums, k_ascending_and_fused) {
     Case c = case_of("experts=3 top_k=3 hidden=4 row_type=fp32 sum_type=fp32");
     Step step = open_step(&bootstrap, &c);
     EpHandle *handle = step.handle;
-    REQUIRE(handle, "no handle");
     int32_t index[3] = {2, 0, 1};
     float x = 1.0f + 0x1p-12f, weights[3] = {x, -1.0f, -1.0f};
     _Alignas(16) float rows[12], out[4];

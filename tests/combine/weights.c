@@ -2,8 +2,6 @@
 /* Weights that latency mode's combine gets at the tokens' ranks. The weights of entries without a
  * slot are NaN in all cases. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/fixture.h"
 
@@ -24,7 +22,7 @@ static void run_each(const char *const *texts, int n) {
 #define WeightsTest(name, ...)                            \
     Test(combine_weights, name, .timeout = 240) {         \
         static const char *const texts[] = {__VA_ARGS__}; \
-        NEEDS_LATENCY();                                  \
+        needs_latency();                                  \
         run_each(texts, LENGTH(texts));                   \
     }
 
@@ -35,7 +33,7 @@ WeightsTest(few_terms, "ranks=2 hidden=104 max_tokens=37 sum_type=bf16",
     /* K around the floats that one line of a GPU's buffers holds, up to EP_MAX_TOP_K. */
     Test(combine_weights, many_terms, .timeout = 240) {
     static const int top_k[] = {1, 7, 27, 28, 29, EP_MAX_TOP_K};
-    NEEDS_LATENCY();
+    needs_latency();
     for (int i = 0; i < LENGTH(top_k); i++)
         run_both(case_of("ranks=3 experts=64 top_k=%d hidden=16 max_tokens=19 masked_percent=5 "
                          "seed=%d",
@@ -43,7 +41,7 @@ WeightsTest(few_terms, "ranks=2 hidden=104 max_tokens=37 sum_type=bf16",
 }
 
 Test(combine_weights, many_ranks, .timeout = 240) {
-    NEEDS_LATENCY();
+    needs_latency();
     run_both(case_of("ranks=%d experts=40 top_k=11 hidden=48", GPU_RANKS(9)));
 }
 
@@ -80,7 +78,6 @@ static void compare_with_slots(const EpBootstrap *bootstrap, EpLayout layout) {
                      bootstrap->size, 3 * bootstrap->size);
     c.layout = layout, c = case_complete(c);
     Step step = open_step(bootstrap, &c);
-    REQUIRE(step.handle, "no handle");
     step_dispatch(&step);
     const World *world = step.world;
     const RankWorld *me = &world->rank[bootstrap->rank];
@@ -105,7 +102,7 @@ static void compare_with_slots(const EpBootstrap *bootstrap, EpLayout layout) {
 }
 
 ThreadTest(combine_weights, as_delivered_by_dispatch, 3) {
-    NEEDS_LATENCY();
+    needs_latency();
     compare_with_slots(bootstrap, EP_LAYOUT_EXPERT_MAJOR);
     compare_with_slots(bootstrap, EP_LAYOUT_BATCHED);
 }
@@ -140,7 +137,7 @@ RefusalsTest(combine_weights, wrong_tensors, "combine_weights", "mode=latency we
 SoloTest(combine_weights, not_by_entry) {
     static const char several[] = "in the flat and rank-major layouts";
     check_refuses("mode=throughput", false, EP_ERR_UNSUPPORTED, "in throughput mode");
-    NEEDS_LATENCY();
+    needs_latency();
     check_refuses("layout=batched mode=latency", true, EP_ERR_NULL, "since slot_weights is given");
     check_refuses("layout=flat mode=latency", false, EP_ERR_UNSUPPORTED, several);
     check_refuses("layout=rank-major mode=latency", false, EP_ERR_UNSUPPORTED, several);
@@ -148,7 +145,7 @@ SoloTest(combine_weights, not_by_entry) {
 
 /* A rank without tokens may pass no data. */
 SoloTest(combine_weights, no_tokens) {
-    NEEDS_LATENCY();
+    needs_latency();
     Fixture *f = fixture_new("layout=batched mode=latency weights_at_combine=1 spread=none");
     step_dispatch(&f->step);
     f->tensor[COMBINE_WEIGHTS].data = NULL;

@@ -3,8 +3,6 @@
  * say. */
 #include "tests/cases/fixture.h"
 
-#include <stdio.h>
-
 RefusalsTest(dispatch_arguments, wrong_tensors, "dispatch", "")
     RefusalsTest(dispatch_arguments, wrong_tensors_of_flat, "dispatch_flat", "layout=flat")
         RefusalsTest(dispatch_arguments, wrong_tensors_of_batched, "dispatch_batched",
@@ -36,7 +34,6 @@ RefusalsTest(dispatch_arguments, wrong_tensors, "dispatch", "")
 ThreadTest(dispatch_arguments, refused_call_is_repeated, 3) {
     Case c = case_of("ranks=3 top_k=3 weighted=1 seed=4");
     Step step = open_step(bootstrap, &c);
-    REQUIRE(step.handle, "no handle");
     EpTensor tokens = step_tokens(&step);
     tokens.ndim = 1;
     step_prepare(&step);
@@ -82,6 +79,5 @@ SoloTest(dispatch_arguments, scales_without_room) {
     fixture_free(f);
 }
 
-SoloTest(dispatch_arguments, tail_of_a_shorter_tensor) {
-    fixture_check_shorter_tail(OP_DISPATCH, RECV_TOPK_WEIGHTS);
-}
+SoloCall(dispatch_arguments, tail_of_a_shorter_tensor,
+         fixture_check_shorter_tail(OP_DISPATCH, RECV_TOPK_WEIGHTS));

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Rows travel through staging memory in rounds. A tiny stage leads to many rounds of few rows, and
  * to sizes that are not a multiple of it. */
-#include <stdlib.h>
-
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
 

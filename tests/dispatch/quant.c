@@ -2,8 +2,6 @@
 /* Dispatch that quantises, and scales by column: every layout against the oracle, and refused
  * arguments. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/fixture.h"
 #include "tests/oracle/quant.h"

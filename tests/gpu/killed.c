@@ -3,10 +3,6 @@
  * rank, on one node at the timeout, and the peers go on. mpirun runs with --enable-recovery to keep
  * them. */
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "ep/ep_mpi.h"
 #include "tests/gpu/device_step.h"

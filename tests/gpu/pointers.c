@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tensors in memory that the rank's GPU cannot reach are refused before anything is enqueued. */
 #include <cuda_runtime_api.h>
-#include <stdio.h>
-#include <stdlib.h>
 
 #include "tests/cases/fixture.h"
 #include "tests/gpu/device_step.h"

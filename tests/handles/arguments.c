@@ -2,7 +2,6 @@
 /* Wrong arguments of ep_prepare and of the calls that create handles: refusals.def, and calls that
  * it cannot say. */
 #include <stddef.h>
-#include <string.h>
 
 #include "tests/cases/fixture.h"
 
@@ -175,17 +174,6 @@ typedef struct Configured {
     size_t bytes;
 } Configured;
 
-static void reset_config(void *context, const char *call) {
-    Configured *c = context;
-    (void)call;
-    *c = (Configured){c->group, EP_HANDLE_CONFIG_INIT, NULL, EP_HANDLE_COST_INIT, 123};
-}
-
-static Part find_config(void *context, const char *call, const char *name) {
-    (void)call, (void)name;
-    return PART(config_fields, &((Configured *)context)->config);
-}
-
 static EpStatus call_with_config(void *context, const char *call) {
     Configured *c = context;
     if (!strcmp(call, "ep_handle_create"))
@@ -194,22 +182,15 @@ static EpStatus call_with_config(void *context, const char *call) {
     return ep_handle_memory(c->group, &c->config, &c->bytes);
 }
 
-static void check_config_outputs(void *context, const char *call) {
-    const Configured *c = context;
-    (void)call;
-    CHECK(!c->handle && c->bytes == 123 && c->cost.mode == EP_MODE_AUTO, "outputs were written");
-}
-
 SoloTest(handles_arguments, wrong_configs) {
     static const char *const calls[] = {"ep_handle_create", "ep_handle_memory", "ep_handle_cost",
                                         NULL};
-    static const Subject subject = {.reset = reset_config,
-                                    .find = find_config,
-                                    .call = call_with_config,
-                                    .check = check_config_outputs,
+    static const Member members[] = {MEMBER("", config_fields, Configured, config)};
+    static const Subject subject = {members, 1, sizeof(Configured), call_with_config,
                                     .calls = calls};
     Fixture *f = fixture_new("sets=1");
-    check_refusals("handle_config", &subject, &(Configured){.group = f->group});
+    check_refusals("handle_config", &subject,
+                   &(Configured){f->group, EP_HANDLE_CONFIG_INIT, NULL, EP_HANDLE_COST_INIT, 123});
     fixture_free(f);
 }
 

@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Latency mode: which handles get it, what memory it takes, and that a dispatch reads the routing
  * when it runs. run_case_on_threads tests what its operations write. */
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
 #include "tests/cases/fixture.h"
 #include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
@@ -122,7 +118,7 @@ ThreadTest(handles_latency, auto_on_two_nodes, 2) {
 
 /* A group without a capacity is feasible: each handle must then choose its own. */
 SoloTest(handles_latency, groups_without_a_capacity_are_feasible) {
-    NEEDS_LATENCY();
+    needs_latency();
     Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
     EpGroupConfig config = case_group_config(&c);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
@@ -137,7 +133,7 @@ SoloTest(handles_latency, groups_without_a_capacity_are_feasible) {
 /* ---- what it takes ---- */
 
 SoloTest(handles_latency, costs_what_it_says) {
-    NEEDS_LATENCY();
+    needs_latency();
     Fixture *f = fixture_new("mode=latency layout=batched");
     EpHandleConfig config = case_handle_config(&f->world->c);
     EpHandleCost cost = EP_HANDLE_COST_INIT;
@@ -173,7 +169,7 @@ static void refuse_until_dispatched(Fixture *fixture) {
 
 /* A dispatch makes the plan; the next ep_prepare discards it. */
 SoloTest(handles_latency, dispatch_makes_the_plan) {
-    NEEDS_LATENCY();
+    needs_latency();
     Fixture *f = fixture_new("mode=latency layout=batched");
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_NOT_PREPARED, "ep_dispatch", "routing");
@@ -193,7 +189,7 @@ SoloTest(handles_latency, dispatch_makes_the_plan) {
 }
 
 SoloTest(handles_latency, there_is_no_backward) {
-    NEEDS_LATENCY();
+    needs_latency();
     Fixture *f = fixture_new("mode=latency");
     step_dispatch(&f->step);
     CHECK_REFUSED(fixture_call(f, OP_COMBINE_BACKWARD), EP_ERR_UNSUPPORTED, "ep_combine_backward",
@@ -217,7 +213,7 @@ static void check_dispatched(Fixture *fixture, int32_t given, int64_t tokens) {
 /* The dispatch reads num_tokens. On the host it refuses a number out of range; kernels clamp it to
  * the rows of topk_idx, since their calls do not read it. */
 SoloTest(handles_latency, number_of_tokens_out_of_range) {
-    NEEDS_LATENCY();
+    needs_latency();
     Fixture *f = fixture_new("mode=latency layout=batched");
     CHECK_OK(fixture_call(f, OP_PREPARE));
     if (TESTS_ON_GPU) {
@@ -276,8 +272,7 @@ static void replays(const EpBootstrap *bootstrap, EpLayout layout, int phases) {
                                    "mode=latency index_type=int64 phases=%d",
                                    RANKS, layout, phases));
     EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
-    REQUIRE(handle, "no handle");
+    EpHandle *handle = open_handle(group, &c);
     Fixed fixed = {.index = calloc((size_t)(c.max_tokens * c.top_k), sizeof(int64_t))};
     defer_routing(handle, &fixed, &c);
     for (int i = 0; i < REPLAYS; i++) {
@@ -293,7 +288,7 @@ static void replays(const EpBootstrap *bootstrap, EpLayout layout, int phases) {
 }
 
 ThreadTest(handles_latency, routes_again_without_prepare, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
         replays(bootstrap, layout, 0);
         replays(bootstrap, layout, 1);
@@ -320,8 +315,7 @@ static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
         c.layout = (EpLayout)(1 + i % 4);
         Case full = case_complete(c);
         if (!group) group = open_group(bootstrap, &full);
-        handles[i] = group ? open_handle(group, &full) : NULL;
-        REQUIRE(handles[i], "no handle");
+        handles[i] = open_handle(group, &full);
     }
     for (int i = 0; i < STEPS; i++) {
         int which = (int)random_below(&shared, HANDLES);
@@ -339,6 +333,6 @@ static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
 }
 
 ThreadTest(handles_latency, delayed_ranks, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     stress(bootstrap, environment_number("LIBEP_TEST_SEED", 7));
 }

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Several live handles, used in any order. Each keeps the plan of its own step, so every operation
  * gives what the oracle expects. */
-#include <string.h>
-
 #include "tests/cases/run.h"
 
 enum { RANKS = 3, MAX_LAYERS = 9 };
@@ -22,7 +20,7 @@ static Layers layers_open(const EpBootstrap *bootstrap, int count, int mixed) {
                          RANKS, mixed ? 1 + i % 3 : 1, 40 + i);
         World *world = world_new(&c);
         if (i == 0) layers.group = open_group(bootstrap, &world->c);
-        EpHandle *handle = layers.group ? open_handle(layers.group, &world->c) : NULL;
+        EpHandle *handle = open_handle(layers.group, &world->c);
         layers.step[i] = (Step){layers.group, handle, world, bootstrap->rank, NULL};
     }
     return layers;

@@ -1,9 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Plans that calls name: several of one handle, moved, saved, freed early, wrong ones. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "handles/host/plan.h"
 #include "tests/cases/fixture.h"
 #include "tests/harness/ranked.h"
@@ -27,19 +23,18 @@ typedef struct Plans {
     Step step[PLANS];
 } Plans;
 
-static int plans_open(Plans *p, const EpBootstrap *bootstrap, Case c) {
+static void plans_open(Plans *p, const EpBootstrap *bootstrap, Case c) {
     *p = (Plans){.group = NULL};
     for (int i = 0; i < PLANS; i++) {
         c.seed = 40 + (uint64_t)i;
         p->world[i] = world_new(&c);
     }
     p->group = open_group(bootstrap, &p->world[0]->c);
-    p->handle = p->group ? open_handle(p->group, &p->world[0]->c) : NULL;
-    for (int i = 0; i < PLANS && p->handle; i++) {
+    p->handle = open_handle(p->group, &p->world[0]->c);
+    for (int i = 0; i < PLANS; i++) {
         open_plan(p->group, &p->world[0]->c, &p->plan[i]);
         p->step[i] = (Step){p->group, p->handle, p->world[i], bootstrap->rank, &p->plan[i]};
     }
-    return p->handle != NULL;
 }
 
 /* The plans' memory goes first: neither handle nor group may touch it. */
@@ -74,7 +69,6 @@ ThreadTest(handles_plans, own_plan_named_on_another_handle, RANKS) {
     EpTensor plan = {0};
     config.plans = EP_PLANS_NAMED, config.zero_tail = EP_TAIL_KEEP;
     if (owner) CHECK_OK(ep_handle_create(own.group, &config, &other));
-    REQUIRE(owner && other, "no handle");
     CHECK_REFUSED(ep_handle_plan(owner, NULL), EP_ERR_NULL, "ep_handle_plan: plan");
     CHECK_REFUSED(ep_handle_plan(other, &plan), EP_ERR_UNSUPPORTED, "ep_handle_plan: handle",
                   "EP_PLANS_NAMED");
@@ -95,7 +89,7 @@ ThreadTest(handles_plans, own_plan_named_on_another_handle, RANKS) {
 
 static void run_interleaved(const EpBootstrap *bootstrap, Case c) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    plans_open(&p, bootstrap, c);
     for (int i = 0; i < PLANS; i++)
         step_prepare(&p.step[i]);
     for (int i = PLANS - 1; i >= 0; i--) {
@@ -150,7 +144,7 @@ ThreadTest(handles_plans, three_with_little_room, RANKS) {
 }
 
 ThreadTest(handles_plans, three_in_latency_mode, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     run_interleaved(bootstrap, plain("mode=latency"));
     run_interleaved(bootstrap, plain("mode=latency phases=1"));
 }
@@ -158,7 +152,7 @@ ThreadTest(handles_plans, three_in_latency_mode, RANKS) {
 /* A saved plan is restored after its memory has served another step. */
 ThreadTest(handles_plans, saved_and_restored, RANKS) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("")), "no handle");
+    plans_open(&p, bootstrap, plain(""));
     size_t bytes = (size_t)p.plan[0].shape[0];
     void *saved = malloc(bytes);
     step_prepare(&p.step[0]);
@@ -176,7 +170,7 @@ ThreadTest(handles_plans, saved_and_restored, RANKS) {
 /* A handle with a plan of its own may name others, too. */
 ThreadTest(handles_plans, beside_the_own_one, RANKS) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("named=0")), "no handle");
+    plans_open(&p, bootstrap, plain("named=0"));
     Step own = p.step[1];
     own.plan = NULL;
     step_prepare(&own);
@@ -189,7 +183,7 @@ ThreadTest(handles_plans, beside_the_own_one, RANKS) {
 /* No byte behind the plan is written. */
 ThreadTest(handles_plans, exactly_the_bytes_asked_for, 1) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("ranks=1")), "no handle");
+    plans_open(&p, bootstrap, plain("ranks=1"));
     size_t bytes = (size_t)p.plan[0].shape[0];
     unsigned char *room = aligned_alloc(64, (bytes + 64 + 63) / 64 * 64 + 192);
     memset(room, 0xee, bytes + 128);
@@ -210,7 +204,6 @@ static void run_named_by_some(const EpBootstrap *bootstrap, const char *nodes, i
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
     Step step = open_step(bootstrap, &c);
     EpTensor plan = {0};
-    REQUIRE(step.handle, "no handle");
     for (int i = 0; i < 3; i++) {
         step.plan = NULL;
         step_prepare(&step);
@@ -227,9 +220,8 @@ ThreadTest(handles_plans, named_by_one_rank, RANKS) {
     run_named_by_some(bootstrap, "0,1,0", 100, is_last);
 }
 
-ThreadTest(handles_plans, named_by_all_ranks_on_nodes, RANKS) {
-    run_named_by_some(bootstrap, "0,1,0", 0, 1);
-}
+RankTest(handles_plans, named_by_all_ranks_on_nodes, RANKS,
+         run_named_by_some(bootstrap, "0,1,0", 0, 1));
 
 /* With exact sizing GPUs of several nodes send filled places alone, but all where a plan is named:
  * ranks must agree. The host backend always sends what is needed. */
@@ -240,7 +232,6 @@ static void run_named_alone(const EpBootstrap *bootstrap, const char *nodes) {
     _Alignas(16) static _Thread_local char room[1 << 14];
     EpTensor plan = {0};
     int names = bootstrap->rank == bootstrap->size - 1;
-    REQUIRE(step.handle, "no handle");
     step_prepare(&step);
     CHECK_OK(ep_handle_plan(step.handle, &plan));
     EpTensor tokens = step_tokens(&step), rows = step_recv_tokens(&step, room);
@@ -256,13 +247,8 @@ static void run_named_alone(const EpBootstrap *bootstrap, const char *nodes) {
     close_step(&step);
 }
 
-ThreadTest(handles_plans, one_of_two_nodes_names_it, 2) {
-    run_named_alone(bootstrap, "0,1");
-}
-
-ThreadTest(handles_plans, one_of_a_node_names_it, 4) {
-    run_named_alone(bootstrap, "0,0,1,1");
-}
+RankTest(handles_plans, one_of_two_nodes_names_it, 2, run_named_alone(bootstrap, "0,1"));
+RankTest(handles_plans, one_of_a_node_names_it, 4, run_named_alone(bootstrap, "0,0,1,1"));
 
 /* ---- wrong plans --------------------------------------------------------------------------- */
 
@@ -301,7 +287,7 @@ static void spoil(Plans *p, const EpBootstrap *bootstrap, Damage damage) {
     Plans q;
     Case c = p->world[0]->c;
     if (damage == OTHER_CONFIG) c.capacity = 1000;
-    REQUIRE(plans_open(&q, bootstrap, c), "no handle");
+    plans_open(&q, bootstrap, c);
     if (damage == OTHER_CONFIG) {
         ep_handle_destroy(q.handle);
         q.handle = open_handle(p->group, &c);
@@ -317,7 +303,7 @@ ThreadTest(handles_plans, wrong_contents, 1) {
     for (int damage = 0; damage < DAMAGES; damage++) {
         Plans p;
         check_note("damage %d", damage);
-        REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
+        plans_open(&p, bootstrap, plain(ALONE));
         step_prepare(&p.step[0]);
         spoil(&p, bootstrap, (Damage)damage);
         CHECK_REFUSED(call_combine(&p.step[0], &p.plan[0]), damaged[damage].status, "rank 0",
@@ -332,8 +318,7 @@ ThreadTest(handles_plans, own_plan_overwritten, 1) {
     Case c = case_of("layout=flat top_k=4 capacity=64"), d = case_of("top_k=4 capacity=64 named=1");
     Step own = open_step(bootstrap, &c), named = own;
     d = case_complete(d), named.world = world_new(&d);
-    named.handle = own.group ? open_handle(own.group, &d) : NULL;
-    REQUIRE(own.handle && named.handle, "no handle");
+    named.handle = open_handle(own.group, &d);
     EpTensor plan = {0};
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     named.plan = &plan;
@@ -354,7 +339,7 @@ ThreadTest(handles_plans, damaged_own_rows, 1) {
     HOST_ONLY("the host backend checks a plan's numbers");
     Plans p;
     EpPlan plan;
-    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
+    plans_open(&p, bootstrap, plain(ALONE));
     step_prepare(&p.step[0]);
     ep_plan_map(&p.handle->shape, p.plan[0].data, &plan);
     int32_t row = plan.recv_begin[1] - 1;
@@ -370,7 +355,7 @@ ThreadTest(handles_plans, damaged_owner, 2) {
     HOST_ONLY("the host backend checks a plan's numbers");
     Plans p;
     EpPlan plan;
-    REQUIRE(plans_open(&p, bootstrap, plain("ranks=2 spread=full")), "no handle");
+    plans_open(&p, bootstrap, plain("ranks=2 spread=full"));
     int top_k = p.world[0]->c.top_k;
     step_prepare(&p.step[0]);
     ep_plan_map(&p.handle->shape, p.plan[0].data, &plan);
@@ -421,7 +406,7 @@ SoloTest(handles_plans, one_number_of_tokens) {
 /* Another number of tokens than the plan's. */
 ThreadTest(handles_plans, other_tokens, 1) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
+    plans_open(&p, bootstrap, plain(ALONE));
     step_prepare(&p.step[0]);
     EpTensor rows = step_expert_out(&p.step[0]), out = step_grad_out(&p.step[0]);
     out.shape[0]--;
@@ -433,7 +418,7 @@ ThreadTest(handles_plans, other_tokens, 1) {
 
 ThreadTest(handles_plans, wrong_tensors, 1) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
+    plans_open(&p, bootstrap, plain(ALONE));
     EpTensor good = p.plan[0], bad = good;
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     char needed[32];
@@ -459,7 +444,7 @@ ThreadTest(handles_plans, wrong_tensors, 1) {
 static void name_different_plans(const EpBootstrap *bootstrap, const char *nodes) {
     Plans p;
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
-    REQUIRE(plans_open(&p, bootstrap, plain("spread=full")), "no handle");
+    plans_open(&p, bootstrap, plain("spread=full"));
     step_prepare(&p.step[0]);
     step_prepare(&p.step[1]);
     const Step *step = &p.step[bootstrap->rank == 1];
@@ -469,18 +454,15 @@ static void name_different_plans(const EpBootstrap *bootstrap, const char *nodes
     plans_close(&p);
 }
 
-ThreadTest(handles_plans, of_different_operations, RANKS) {
-    name_different_plans(bootstrap, "1");
-}
+RankTest(handles_plans, of_different_operations, RANKS, name_different_plans(bootstrap, "1"));
 /* Between nodes, stamps that go with the rows tell it. */
-ThreadTest(handles_plans, of_different_operations_on_nodes, RANKS) {
-    name_different_plans(bootstrap, "0,1,2");
-}
+RankTest(handles_plans, of_different_operations_on_nodes, RANKS,
+         name_different_plans(bootstrap, "0,1,2"));
 
 /* Without a top_k of the handle's own, K of a named plan is the group's max_top_k. */
 ThreadTest(handles_plans, another_k, 1) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
+    plans_open(&p, bootstrap, plain(ALONE));
     int32_t index[9 * 2] = {0};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 9, 2);
     CHECK_REFUSED(ep_prepare(p.handle, &p.plan[0], &topk_idx, NULL, NULL, NULL), EP_ERR_SHAPE,
@@ -490,12 +472,11 @@ ThreadTest(handles_plans, another_k, 1) {
 
 /* The routing of a handle's own plan has another K than a plan that its dispatch names. */
 ThreadTest(handles_plans, another_k_at_dispatch, 1) {
-    NEEDS_LATENCY();
+    needs_latency();
     EpTensor plan;
     Case c = plain(ALONE " mode=latency named=0");
     Step step = open_step(bootstrap, &c);
     EpHandle *handle = step.handle;
-    REQUIRE(handle, "no handle");
     c = step.world->c;
     int32_t index[9 * 2] = {0};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 9, 2), tokens = step_tokens(&step);
@@ -528,7 +509,7 @@ static double time_handles(EpGroup *group, const EpHandleConfig *config) {
 /* The best of many times, since the machine may be busy. */
 ThreadTest(handles_plans, handles_cost_nothing, 1) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("ranks=1")), "no handle");
+    plans_open(&p, bootstrap, plain("ranks=1"));
     EpGroupInfo before = EP_GROUP_INFO_INIT, after = before;
     EpHandleConfig config = case_handle_config(&p.world[0]->c);
     CHECK_OK(ep_group_query(p.group, &before));
@@ -571,9 +552,9 @@ static void dispatch_with_routing(Plans *p, int rank, int phases) {
 }
 
 ThreadTest(handles_plans, dispatch_with_its_routing, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("mode=latency")), "no handle");
+    plans_open(&p, bootstrap, plain("mode=latency"));
     EpTensor tokens = step_tokens(&p.step[0]);
     CHECK_REFUSED(ep_dispatch_send(p.handle, &p.plan[0], NULL, &tokens, NULL, NULL, NULL),
                   EP_ERR_NOT_PREPARED, "routing");
@@ -585,7 +566,7 @@ ThreadTest(handles_plans, dispatch_with_its_routing, RANKS) {
 
 ThreadTest(handles_plans, routing_in_throughput_mode, 1) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("ranks=1")), "no handle");
+    plans_open(&p, bootstrap, plain("ranks=1"));
     EpPrepare prepare = EP_PREPARE_INIT;
     EpPlanTensors out = EP_PLAN_TENSORS_INIT;
     int32_t number = 7;
@@ -613,10 +594,10 @@ ThreadTest(handles_plans, routing_in_throughput_mode, 1) {
 /* As many operations may be in flight as the group has sets of buffers. A handle that is destroyed
  * with a pending operation makes room. */
 ThreadTest(handles_plans, more_in_flight_than_sets, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     enum { SETS = 2 };
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("mode=latency sets=2")), "no handle");
+    plans_open(&p, bootstrap, plain("mode=latency sets=2"));
     EpHandle *handles[PLANS];
     StepPending *pending[PLANS];
     for (int round = 0; round < 5; round++) {

@@ -3,10 +3,7 @@
 #include "tests/harness/forks.h"
 #include "tests/harness/suites.h"
 
-#include <criterion/criterion.h>
 #include <criterion/options.h>
-#include <stdio.h>
-#include <unistd.h>
 
 #ifdef __SANITIZE_THREAD__
 

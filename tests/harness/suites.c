@@ -6,12 +6,8 @@
 #if TESTS_ON_GPU
 
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "tests/harness/bodies.h"
 #include "tests/harness/process.h"

@@ -2,10 +2,6 @@
 /* ep_group_abort: it ends the waits of its rank, whatever waits, and the peers learn of it soon,
  * with its sentence. */
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
@@ -125,7 +121,6 @@ static void check_told(const Step *rank, EpStatus status, const char *phase) {
 static void while_waiting_in(const EpBootstrap *bootstrap, int call, EpMode mode) {
     Step rank = rank_open(bootstrap, mode);
     Aborter aborter;
-    REQUIRE(rank.handle, "no handle");
     if (call > 0) CHECK_OK(call_prepare(&rank));
     if (call > 1 && mode == EP_MODE_LATENCY) CHECK_OK(call_dispatch(&rank));
     bootstrap->barrier(bootstrap->context, 60);
@@ -155,7 +150,7 @@ static void while_waiting_in(const EpBootstrap *bootstrap, int call, EpMode mode
 
 #define WaitTest(name, call, mode)                              \
     ThreadTest(runtime_abort, while_waiting_in_##name, RANKS) { \
-        if ((mode) == EP_MODE_LATENCY) NEEDS_LATENCY();         \
+        if ((mode) == EP_MODE_LATENCY) needs_latency();         \
         while_waiting_in(bootstrap, (call), (mode));            \
     }
 
@@ -171,7 +166,6 @@ WaitTest(prepare, 0, EP_MODE_THROUGHPUT) WaitTest(dispatch, 1, EP_MODE_THROUGHPU
     Random random = random_stream(seed, 0, 0);
     Aborter aborter;
     EpStatus status = EP_OK;
-    REQUIRE(rank.handle, "no handle");
     check_note("seed %d", (int)seed);
     double begin = seconds_now();
     if (bootstrap->rank == ABORTED)
@@ -200,7 +194,6 @@ OnThreads(while_running) {
 /* Rank 0 is aborted by its own thread while nobody waits; the others call later. */
 ThreadTest(runtime_abort, while_nobody_waits, RANKS) {
     Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
-    REQUIRE(rank.handle, "no handle");
     step_all(&rank);
     bootstrap->barrier(bootstrap->context, 60);
     double begin = seconds_now();
@@ -218,7 +211,6 @@ ThreadTest(runtime_abort, while_nobody_waits, RANKS) {
 /* The first abort counts, and one by each rank is none of the others'. */
 ThreadTest(runtime_abort, twice, RANKS) {
     Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
-    REQUIRE(rank.handle, "no handle");
     CHECK_OK(ep_group_abort(rank.group, WHY));
     CHECK_OK(ep_group_abort(rank.group, "too late"));
     check_refuses(&rank, EP_ERR_ABORTED, "the group was aborted: ");
@@ -230,7 +222,6 @@ ThreadTest(runtime_abort, twice, RANKS) {
 /* A group that has failed keeps its failure. */
 ThreadTest(runtime_abort, of_a_failed_group, RANKS) {
     Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
-    REQUIRE(rank.handle, "no handle");
     CHECK_OK(call_prepare(&rank));
     Call call = bootstrap->rank == ABSENT ? call_combine : call_dispatch;
     CHECK_STATUS(call_outcome(call, &rank), EP_ERR_ORDER);
@@ -248,7 +239,6 @@ ThreadTest(runtime_abort, by_many_threads, 1) {
     EpGroup *group = open_group(bootstrap, &c);
     Aborter aborters[THREADS];
     char why[THREADS][64], first[512];
-    REQUIRE(group, "no group");
     for (int i = 0; i < THREADS; i++) {
         snprintf(why[i], sizeof(why[i]), "thread %d of %d", i, THREADS);
         aborters[i] = (Aborter){.group = group, .why = why[i]};
@@ -270,7 +260,6 @@ static void while_meeting(const EpBootstrap *bootstrap, int frees) {
     Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     Aborter aborter;
     void *memory = NULL, *out = &memory;
-    REQUIRE(rank.handle, "no handle");
     REQUIRE_OK(ep_mem_alloc(rank.group, 64, &memory));
     bootstrap->barrier(bootstrap->context, 60);
     double begin = seconds_now();
@@ -302,7 +291,6 @@ OnThreads(while_meeting_in_mem_free) {
 OnThreads(before_the_others_meet) {
     Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     void *out = &rank;
-    REQUIRE(rank.handle, "no handle");
     if (bootstrap->rank == ABORTED) CHECK_OK(ep_group_abort(rank.group, WHY));
     bootstrap->barrier(bootstrap->context, 60);
     double begin = seconds_now();
@@ -315,7 +303,6 @@ OnThreads(before_the_others_meet) {
 OnThreads(while_destroying) {
     Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     Aborter aborter;
-    REQUIRE(rank.handle, "no handle");
     step_all(&rank);
     bootstrap->barrier(bootstrap->context, 60);
     double begin = seconds_now();
@@ -401,7 +388,6 @@ static void on_several_nodes(const EpBootstrap *bootstrap, int waits) {
     Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     EpStatus status = EP_OK;
     Aborter aborter;
-    REQUIRE(rank.handle, "no handle");
     step_all(&rank);
     double begin = seconds_now();
     if (bootstrap->rank == ABORTED) {
@@ -450,7 +436,6 @@ ThreadTest(runtime_abort, in_a_callback_that_polls, 1) {
     EpGroup *group = open_group(&mine, &c);
     Aborter aborter;
     void *out = &endless;
-    REQUIRE(group, "no group");
     endless = 1;
     aborter_start(&aborter, group, 50000);
     CHECK_REFUSED(ep_mem_alloc(group, 64, &out), EP_ERR_ABORTED, "rank 0: mem_alloc: ", WHY);
@@ -466,7 +451,6 @@ ThreadTest(runtime_abort, wrong_arguments, 1) {
     Case c = case_complete((Case){.ranks = 1});
     int stray[64] = {1, 2, 3};
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     CHECK_REFUSED(ep_group_abort(NULL, WHY), EP_ERR_NULL, "ep_group_abort: group: ");
     CHECK_REFUSED(ep_group_abort((EpGroup *)stray, WHY), EP_ERR_FOREIGN, "ep_group_abort: group: ");
     CHECK_REFUSED(ep_group_abort(group, NULL), EP_ERR_NULL, "rank 0: ep_group_abort: sentence: ");
@@ -486,7 +470,6 @@ ThreadTest(runtime_abort, sentences, 1) {
     for (int i = 0; i < 3; i++) {
         Case c = case_complete((Case){.ranks = 1});
         EpGroup *group = open_group(bootstrap, &c);
-        REQUIRE(group, "no group");
         CHECK_OK(ep_group_abort(group, given[i]));
         CHECK_REFUSED(ep_group_status(group, NULL), EP_ERR_ABORTED, "was aborted: ");
         const char *said = strstr(ep_last_error(), "aborted: ");

@@ -1,11 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks that do not arrive, or call something else: within the timeout the other ranks get an error
  * that names the rank and the operation, and the group returns it from then on. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
@@ -55,7 +50,6 @@ static void check_timeout(const Step *step, int call) {
 /* Ranks 0 and 1 make the call. Rank 2 waits, outside libep, until both have given up. */
 static void absent_from_in(const EpBootstrap *bootstrap, int call, EpMode mode) {
     Step h = timed_open(bootstrap, SOON, mode);
-    REQUIRE(h.handle, "no handle");
     if (call > 0) CHECK_OK(call_prepare(&h));
     if (call > 1 && mode == EP_MODE_LATENCY) CHECK_OK(call_dispatch(&h));
     if (bootstrap->rank != ABSENT) check_timeout(&h, call);
@@ -65,7 +59,7 @@ static void absent_from_in(const EpBootstrap *bootstrap, int call, EpMode mode) 
 
 #define AbsentTest(name, call, mode)                          \
     ThreadTest(runtime_deadline, absent_from_##name, RANKS) { \
-        if ((mode) == EP_MODE_LATENCY) NEEDS_LATENCY();       \
+        if ((mode) == EP_MODE_LATENCY) needs_latency();       \
         absent_from_in(bootstrap, (call), (mode));            \
     }
 
@@ -133,7 +127,6 @@ static void check_quotes(const Step *step, int call, Then then, const char *refu
 static void refused(const EpBootstrap *bootstrap, int call, Then then, EpMode mode) {
     char refusal[256] = "refused: rank 2: ep_";
     Step h = timed_open(bootstrap, then == STAYS || then == CORRECTS ? SOON : 100, mode);
-    REQUIRE(h.handle, "no handle");
     if (call > 0) CHECK_OK(call_prepare(&h));
     check_note("call %d, then %d", call, (int)then);
     bootstrap->barrier(bootstrap->context, 60);
@@ -182,7 +175,7 @@ Test(runtime_deadline, refused_calls_on_two_nodes, .timeout = 120) {
     if (!TESTS_ON_GPU) refused_calls("0,1,1");
 }
 Test(runtime_deadline, refused_send_phase, .timeout = 120) {
-    NEEDS_LATENCY();
+    needs_latency();
     for (int then = STAYS; then < CORRECTS; then++)
         run_on_threads(RANKS, refused_body, &(Refused){NUM_CALLS, (Then)then, EP_MODE_LATENCY});
 }
@@ -191,7 +184,6 @@ Test(runtime_deadline, refused_send_phase, .timeout = 120) {
 ThreadTest(runtime_deadline, refused_calls_and_no_others, RANKS) {
     for (int only = -1; only < RANKS; only++) { /* -1: on all ranks */
         Step h = timed_open(bootstrap, 100, EP_MODE_THROUGHPUT);
-        REQUIRE(h.handle, "no handle");
         step_all(&h);
         if (only < 0 || only == bootstrap->rank) CHECK_STATUS(refused_call(&h, 1), EP_ERR_NULL);
         timed_close(&h);
@@ -212,7 +204,6 @@ static void check_learns_of_failure(const Step *step) {
  * timeout. */
 ThreadTest(runtime_deadline, late_rank_learns_of_the_failure, RANKS) {
     Step h = timed_open(bootstrap, SOON, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) CHECK_STATUS(call_outcome(call_prepare, &h), EP_ERR_TIMEOUT);
     bootstrap->barrier(bootstrap->context, 60);
     if (bootstrap->rank == ABSENT) check_learns_of_failure(&h);
@@ -225,15 +216,13 @@ static void absent_with(const EpBootstrap *bootstrap, const char *setting, const
                         double seconds) {
     set_on_ranks(bootstrap, setting, value);
     Step h = timed_open(bootstrap, seconds, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) check_timeout(&h, 0);
     bootstrap->barrier(bootstrap->context, 60);
     timed_close(&h);
 }
 
-ThreadTest(runtime_deadline, deadline_from_the_setting, RANKS) {
-    absent_with(bootstrap, "LIBEP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3", EP_DEFAULT);
-}
+RankTest(runtime_deadline, deadline_from_the_setting, RANKS,
+         absent_with(bootstrap, "LIBEP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3", EP_DEFAULT));
 ThreadTest(runtime_deadline, deadline_of_a_wait_that_spins, RANKS) {
     HOST_ONLY("no LIBEP_SPIN on GPUs");
     absent_with(bootstrap, "LIBEP_SPIN", "1000000000", SOON);
@@ -242,7 +231,6 @@ ThreadTest(runtime_deadline, deadline_of_a_wait_that_spins, RANKS) {
 /* The others wait for a slow rank that arrives within the timeout. */
 ThreadTest(runtime_deadline, slow_rank_is_waited_for, RANKS) {
     Step h = timed_open(bootstrap, 30, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
     if (bootstrap->rank == ABSENT) usleep(300000);
     step_all(&h);
     timed_close(&h);
@@ -268,17 +256,12 @@ static void create_without_one(const EpBootstrap *bootstrap, int wrong) {
     CHECK(group == NULL, "a group was made");
 }
 
-ThreadTest(runtime_deadline, absent_from_group_create, RANKS) {
-    create_without_one(bootstrap, -1);
-}
-ThreadTest(runtime_deadline, refused_while_one_is_absent, RANKS) {
-    create_without_one(bootstrap, 0);
-}
+RankTest(runtime_deadline, absent_from_group_create, RANKS, create_without_one(bootstrap, -1));
+RankTest(runtime_deadline, refused_while_one_is_absent, RANKS, create_without_one(bootstrap, 0));
 
 /* One rank destroys its group while the others still call. */
 ThreadTest(runtime_deadline, group_destroyed_by_one_rank, RANKS) {
     Step h = timed_open(bootstrap, SOON, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) {
         EpStatus status = call_outcome(call_prepare, &h);
         CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
@@ -292,7 +275,6 @@ ThreadTest(runtime_deadline, group_destroyed_by_one_rank, RANKS) {
 
 static void check_order(const EpBootstrap *bootstrap, Call usual, Call odd, EpStatus status) {
     Step h = timed_open(bootstrap, 30, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
     CHECK_OK(call_prepare(&h));
     Call call = bootstrap->rank == ABSENT ? odd : usual;
     CHECK_STATUS(call_outcome(call, &h), status);
@@ -308,7 +290,6 @@ static void check_different_calls(const EpBootstrap *bootstrap, Call usual, cons
     char own[32], other[48];
     for (int steps = 0; steps < 3; steps++) {
         Step h = timed_open(bootstrap, 30, EP_MODE_THROUGHPUT);
-        REQUIRE(h.handle, "no handle");
         check_note("after %d steps", steps);
         for (int i = 0; i < steps; i++)
             step_all(&h);
@@ -323,16 +304,13 @@ static void check_different_calls(const EpBootstrap *bootstrap, Call usual, cons
     }
 }
 
-ThreadTest(runtime_deadline, dispatch_against_combine, RANKS) {
-    check_different_calls(bootstrap, call_dispatch, "dispatch", call_combine, "combine");
-}
-ThreadTest(runtime_deadline, combine_against_dispatch_backward, RANKS) {
-    check_different_calls(bootstrap, call_combine, "combine", call_dispatch_backward,
-                          "dispatch backward");
-}
-ThreadTest(runtime_deadline, dispatch_against_prepare, RANKS) {
-    check_different_calls(bootstrap, call_dispatch, "dispatch", call_prepare, "prepare");
-}
+RankTest(runtime_deadline, dispatch_against_combine, RANKS,
+         check_different_calls(bootstrap, call_dispatch, "dispatch", call_combine, "combine"));
+RankTest(runtime_deadline, combine_against_dispatch_backward, RANKS,
+         check_different_calls(bootstrap, call_combine, "combine", call_dispatch_backward,
+                               "dispatch backward"));
+RankTest(runtime_deadline, dispatch_against_prepare, RANKS,
+         check_different_calls(bootstrap, call_dispatch, "dispatch", call_prepare, "prepare"));
 
 /* Dispatch rows of a type and a number of elements. */
 static EpStatus call_odd_dispatch(const Step *step, EpType type, int64_t columns) {
@@ -352,12 +330,10 @@ static EpStatus call_retyped_dispatch(const Step *step) {
     return call_odd_dispatch(step, EP_TYPE_FP16, step->world->c.hidden);
 }
 
-ThreadTest(runtime_deadline, rows_of_other_sizes, RANKS) {
-    check_order(bootstrap, call_dispatch, call_narrow_dispatch, EP_ERR_ORDER);
-}
-ThreadTest(runtime_deadline, rows_of_another_type, RANKS) {
-    check_order(bootstrap, call_dispatch, call_retyped_dispatch, EP_ERR_ORDER);
-}
+RankTest(runtime_deadline, rows_of_other_sizes, RANKS,
+         check_order(bootstrap, call_dispatch, call_narrow_dispatch, EP_ERR_ORDER));
+RankTest(runtime_deadline, rows_of_another_type, RANKS,
+         check_order(bootstrap, call_dispatch, call_retyped_dispatch, EP_ERR_ORDER));
 
 static EpStatus call_narrow_prepare(const Step *step) {
     const RankWorld *me = &step->world->rank[step->rank];
@@ -365,14 +341,12 @@ static EpStatus call_narrow_prepare(const Step *step) {
     return ep_prepare(step->handle, NULL, &topk_idx, NULL, NULL, NULL);
 }
 
-ThreadTest(runtime_deadline, prepare_with_another_k, RANKS) {
-    check_order(bootstrap, call_prepare, call_narrow_prepare, EP_ERR_ORDER);
-}
+RankTest(runtime_deadline, prepare_with_another_k, RANKS,
+         check_order(bootstrap, call_prepare, call_narrow_prepare, EP_ERR_ORDER));
 
 /* Equal handles of a group with different ids. A handle without an id matches any. */
 ThreadTest(runtime_deadline, handles_in_another_order, RANKS) {
     Step h = timed_open(bootstrap, 30, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
     Step second = h;
     Case c = h.world->c;
     for (c.id = 0; c.id < 4; c.id += 3) {
@@ -390,9 +364,8 @@ ThreadTest(runtime_deadline, handles_in_another_order, RANKS) {
 
 /* A rank is absent from a send phase. The send or the receive phase of the others names it. */
 ThreadTest(runtime_deadline, absent_from_a_send_phase, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     Step h = timed_open(bootstrap, SOON, EP_MODE_LATENCY);
-    REQUIRE(h.handle, "no handle");
     CHECK_OK(call_prepare(&h));
     if (bootstrap->rank != ABSENT) {
         static _Thread_local _Alignas(16) char room[1 << 16];
@@ -430,9 +403,8 @@ static Step open_dispatched(const EpBootstrap *bootstrap, double seconds) {
 
 /* The send phase itself waits for the weights of a rank that is absent. */
 ThreadTest(runtime_deadline, absent_from_a_send_phase_with_weights, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     Step h = open_dispatched(bootstrap, SOON);
-    REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) {
         double begin = seconds_now();
         CHECK_REFUSED(call_outcome(call_weighing_combine_send, &h), EP_ERR_TIMEOUT, "rank 2",
@@ -448,7 +420,6 @@ ThreadTest(runtime_deadline, absent_from_a_send_phase_with_weights, RANKS) {
 /* Ranks disagree whether topk_weights are given. */
 static void weights_of_some_ranks(const EpBootstrap *bootstrap, int odd_weighs) {
     Step h = open_dispatched(bootstrap, 30);
-    REQUIRE(h.handle, "no handle");
     int weighs = (bootstrap->rank == ABSENT) == odd_weighs;
     CHECK_STATUS(call_outcome(weighs ? call_weighing_combine : call_combine, &h), EP_ERR_ORDER);
     CHECK(strstr(ep_last_error(), TESTS_ON_GPU ? "sizes" : "number of topk_weights"), "%s",
@@ -458,19 +429,18 @@ static void weights_of_some_ranks(const EpBootstrap *bootstrap, int odd_weighs) 
 }
 
 ThreadTest(runtime_deadline, weights_of_some_ranks, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     weights_of_some_ranks(bootstrap, 1);
     weights_of_some_ranks(bootstrap, 0);
 }
 
 /* One rank has a handle of another mode: its prepare arrives where the others dispatch. */
 ThreadTest(runtime_deadline, handles_of_different_modes, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     Step h = timed_open(bootstrap, 30, EP_MODE_LATENCY);
     Case c = h.world->c;
     if (bootstrap->rank == ABSENT) c.mode = EP_MODE_THROUGHPUT;
-    h.handle = h.group ? open_handle(h.group, &c) : NULL;
-    REQUIRE(h.handle, "no handle");
+    h.handle = open_handle(h.group, &c);
     EpStatus status = call_prepare(&h);
     if (status == EP_OK) status = call_outcome(call_dispatch, &h);
     CHECK(status == EP_ERR_ORDER, "%d", (int)status);

@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creating groups: wrong configurations, ranks that disagree, queries of a live group. */
 #include <stddef.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/refusals.h"
 #include "tests/cases/run.h"
@@ -41,41 +38,20 @@ typedef struct Configured {
     EpGroupMemory memory;
 } Configured;
 
-static void reset_config(void *context, const char *call) {
-    Configured *c = context;
-    (void)call;
-    *c = (Configured){c->bootstrap, plain_config(1), NULL, EP_GROUP_MEMORY_INIT};
-}
-
-static Part find_config(void *context, const char *call, const char *name) {
-    (void)call, (void)name;
-    return PART(config_fields, &((Configured *)context)->config);
-}
-
 static EpStatus call_with_config(void *context, const char *call) {
     Configured *c = context;
     return strcmp(call, "ep_group_create") ? ep_group_memory(&c->config, 2, &c->memory)
                                            : ep_group_create(c->bootstrap, &c->config, &c->group);
 }
 
-static void check_config_outputs(void *context, const char *call) {
-    const Configured *c = context;
-    (void)call;
-    CHECK(!c->group && !c->memory.feasible && !c->memory.shared_bytes, "outputs were written");
-}
-
 ThreadTest(runtime_group, wrong_configurations, 1) {
     static const char *const calls[] = {"ep_group_create", "ep_group_memory", NULL};
-    static const Subject subject = {.reset = reset_config,
-                                    .find = find_config,
-                                    .call = call_with_config,
-                                    .check = check_config_outputs,
+    static const Member members[] = {MEMBER("", config_fields, Configured, config)};
+    static const Subject subject = {members, 1, sizeof(Configured), call_with_config,
                                     .calls = calls};
-    Configured c = {.bootstrap = bootstrap};
+    Configured c = {bootstrap, plain_config(1), NULL, EP_GROUP_MEMORY_INIT};
     check_refusals("group_config", &subject, &c);
-    reset_config(&c, "");
-    CHECK_OK(ep_group_create(bootstrap, &c.config, &c.group));
-    ep_group_destroy(c.group);
+    ep_group_destroy(open_group_with(bootstrap, &c.config));
 }
 
 /* Structs may have grown more than once: every size between the first version's and today's is that
@@ -240,7 +216,6 @@ ThreadTest(runtime_group, handles_that_disagree, 3) {
         const Disagreement *d = &disagreements[i];
         check_note("%d: %s", i, d->field);
         EpGroup *group = open_group(bootstrap, &c);
-        REQUIRE(group, "no group");
         CHECK_REFUSED(create_and_prepare(group, d, bootstrap->rank == 2), EP_ERR_MISMATCH, d->field,
                       d->value, d->other_value, "rank 2");
         ep_group_destroy(group);
@@ -274,11 +249,10 @@ static EpStatus create_and_dispatch(EpGroup *group, const Case *c, int batched) 
 }
 
 ThreadTest(runtime_group, layouts_that_disagree_in_latency_mode, 3) {
-    NEEDS_LATENCY();
+    needs_latency();
     set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
     Case c = case_complete((Case){.ranks = 3, .spread = SPREAD_FULL, .sets = 2});
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     CHECK_REFUSED(create_and_dispatch(group, &c, bootstrap->rank == 2), EP_ERR_MISMATCH,
                   "layout differs", "has EP_LAYOUT_RANK_MAJOR", "has EP_LAYOUT_BATCHED", "rank 2");
     ep_group_destroy(group);
@@ -289,7 +263,6 @@ ThreadTest(runtime_group, layouts_that_disagree_in_latency_mode, 3) {
 ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
     Case c = case_complete((Case){.ranks = 3, .experts = 7});
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     static const int first[] = {0, 3, 5}, count[] = {3, 2, 2};
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     CHECK_OK(ep_group_query(group, &info));
@@ -318,7 +291,6 @@ static void check_promise(const EpBootstrap *bootstrap, int64_t capacity) {
     CHECK_OK(ep_group_memory(&config, 2, &memory));
     CHECK(memory.feasible == 1 && memory.backend == TEST_BACKEND, "%s", memory.reason);
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     int64_t promised = memory.shared_bytes + memory.private_bytes;
     for (int handles = 0; handles < 4; handles++) {
         EpGroupInfo info = EP_GROUP_INFO_INIT;
@@ -374,7 +346,6 @@ ThreadTest(runtime_group, two_groups_of_the_same_ranks, 3) {
     Step step[2];
     for (int i = 0; i < 2; i++) {
         step[i] = open_step(bootstrap, &cases[i]);
-        REQUIRE(step[i].handle, "no handle");
     }
     void (*const operations[])(const Step *) = {step_prepare, step_dispatch, step_combine,
                                                 step_combine_backward, step_dispatch_backward};

@@ -2,7 +2,6 @@
 /* A group that needs more memory than the machine has: an error on every rank, no leak, and the
  * process can go on. */
 #include <stdint.h>
-#include <stdlib.h>
 #include <sys/resource.h>
 
 #include "tests/cases/run.h"

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Random small cases. A failure prints its case, seed included. LIBEP_TEST_SEED=N begins with case
  * N; LIBEP_TEST_CASES=M runs M cases; LIBEP_TEST_CASE runs one that was printed. */
-#include <stdlib.h>
-
 #include "tests/cases/run.h"
 #include "tests/harness/random.h"
 

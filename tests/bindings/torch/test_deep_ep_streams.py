@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from test_deep_ep_normal import send
 import libep
 from libep.deep_ep import Buffer, EventHandle, EventOverlap
 from libep.deep_ep import _streams
-from libep.deep_ep._streams import Lane
+from libep.deep_ep._streams import Lane, Used
 
 # ---- order, on any machine ----------------------------------------------------------------------
 
@@ -78,13 +79,40 @@ def streams(monkeypatch):
         Event=Event,
         stream=use,
         current_stream=lambda device=None: Stream.current,
+        set_stream=lambda stream: setattr(Stream, "current", stream),
+        current_device=lambda: 0,
         is_initialized=lambda: True,
         is_current_stream_capturing=lambda: False,
     )
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(_streams, "current_stream", lambda ordinal: id(Stream.current))
+    monkeypatch.setattr(_streams, "_known", {})
     return use
+
+
+def done(result=None):
+    return Used(result, (), ())
+
+
+def test_inputs_live_until_their_stream_waits(streams):
+    """Where none waits for the event, the allocator learns of the stream that reads them."""
+    device, lane, owner = torch.device("cuda", 0), Lane(), Stream.current
+
+    def run():
+        given = Memory()
+        _, event = lane.run(device, None, True, lambda: Used(None, (given,), ()))
+        return event, weakref.ref(given), given.streams
+
+    event, given, asked = run()
+    with streams(Stream()):
+        event.current_stream_wait()
+    assert given() is not None
+    event.current_stream_wait()
+    assert given() is None and not asked
+    event, given, asked = run()
+    del event
+    assert given() is None and asked == {lane.stream()} and Stream.current is owner
 
 
 def test_order(seed, streams):
@@ -101,18 +129,18 @@ def test_order(seed, streams):
             current.before.add(work)
             previous = EventOverlap(EventHandle()) if choose.random() < 0.5 else None
             is_beside = choose.random() < 0.5
-            memory = Memory()
+            given, made = Memory(), Memory()
 
-            def body(operation=operation, work=work, memory=memory):
+            def body(operation=operation, work=work, given=given, made=made):
                 assert work in Stream.current.before
                 assert set(range(operation)) <= Stream.current.before
                 Stream.current.before.add(operation)
-                return operation, (memory, None)
+                return Used(operation, (given, None), (made,))
 
             result, event = lane.run(device, previous, is_beside, body)
             assert result == operation and (event.event is not None) == is_beside
             if is_beside:
-                assert memory.streams == {lane.stream(), current}
+                assert made.streams == {current} and not given.streams
                 assert operation not in current.before
                 events.append((operation, event))
             else:
@@ -130,7 +158,7 @@ def test_one_stream_needs_no_events(streams):
     Event.made = 0
 
     def run(operation):
-        body = lambda: (Stream.current.before.add(operation), ())  # noqa: E731
+        body = lambda: done(Stream.current.before.add(operation))  # noqa: E731
         return lane.run(device, None, False, body)
 
     for operation in range(3):
@@ -147,13 +175,13 @@ def test_one_stream_needs_no_events(streams):
 def test_streams_that_a_capture_uses_do_not_count(streams, monkeypatch):
     """The next operation comes after the last one that was not captured."""
     device, lane = torch.device("cuda", 0), Lane()
-    lane.run(device, None, False, lambda: (Stream.current.before.add("first"), ()))
+    lane.run(device, None, False, lambda: done(Stream.current.before.add("first")))
     with streams(Stream()):
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            lane.run(device, None, False, lambda: (None, ()))
+            lane.run(device, None, False, done)
     with streams(Stream()):
-        lane.run(device, None, False, lambda: (None, ()))
+        lane.run(device, None, False, done)
         assert "first" in Stream.current.before
 
 
@@ -161,7 +189,7 @@ def test_capture_uses_one_stream(streams, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     device, lane, current = torch.device("cuda", 0), Lane(), Stream.current
     seen = []
-    _, event = lane.run(device, None, True, lambda: (seen.append(Stream.current), ()))
+    _, event = lane.run(device, None, True, lambda: done(seen.append(Stream.current)))
     assert seen == [current] and event.event is not None
 
 

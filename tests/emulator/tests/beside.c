@@ -4,9 +4,6 @@
  * that kernels that wait for each other would make a circle: ranks 0 and 1 of a group wait for the
  * gather's ranks 4 and 5, whose group waits for 6 and 7, which wait for 2 and 3. With
  * EMULATED_NCCL_BLOCKS=3 one block of libep's gets to run: then dispatch ends at its deadline. */
-#include <stdlib.h>
-#include <unistd.h>
-
 #include "ep/ep_weight.h"
 #include "tests/gpu/device_step.h"
 

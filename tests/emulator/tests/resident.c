@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Launches of which two blocks run at a time, with more rows than rings hold. */
-#include <stdlib.h>
-
 #include "tests/gpu/device_step.h"
 
 /* Five blocks, or nine. Of these fewer than half receive in some operations. */
@@ -54,4 +52,4 @@ static void few_resident(const EpBootstrap *bootstrap) {
     two_blocks(bootstrap, EP_MODE_LATENCY, 9);
 }
 
-GpuTests(gpu_resident, two_blocks, few_resident(bootstrap));
+RankTests(gpu_resident, two_blocks, few_resident(bootstrap));
