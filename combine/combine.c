@@ -97,8 +97,7 @@ EpStatus ep_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor 
 /* A named plan does not say to the host how many rows `out` will have: the kernel finds it. */
 static EpStatus combine_send(const char *name, EpHandle *handle, const EpTensor *plan,
                              const EpTensor *expert_out, const EpTensor *slot_weights,
-                             const EpTensor *topk_weights, EpStream stream,
-                             const EpExtras *given) {
+                             const EpTensor *topk_weights, EpStream stream, const EpExtras *given) {
     EpOperation o;
     EpExtras extras;
     EP_TRY(ep_operation_begin_plan(&o, name, handle, plan));
@@ -188,8 +187,8 @@ static EpStatus check_gradients(const EpOperation *o, const EpTensor *slot_weigh
 static EpStatus combine_backward(const char *name, EpHandle *handle, const EpTensor *plan,
                                  const EpTensor *grad_out, const EpTensor *slot_weights,
                                  const EpTensor *expert_out, EpStream stream,
-                                 const EpTensor *grad_expert_out,
-                                 const EpTensor *grad_slot_weights, const EpExtras *given) {
+                                 const EpTensor *grad_expert_out, const EpTensor *grad_slot_weights,
+                                 const EpExtras *given) {
     EpOperation o;
     EpExtras extras;
     EP_TRY(ep_operation_begin_backward(&o, name, handle, plan));
@@ -226,8 +225,8 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
                              const EpTensor *slot_weights, const EpTensor *expert_out,
                              EpStream stream, const EpTensor *grad_expert_out,
                              const EpTensor *grad_slot_weights) {
-    return combine_backward("ep_combine_backward", handle, plan, grad_out, slot_weights,
-                            expert_out, stream, grad_expert_out, grad_slot_weights, NULL);
+    return combine_backward("ep_combine_backward", handle, plan, grad_out, slot_weights, expert_out,
+                            stream, grad_expert_out, grad_slot_weights, NULL);
 }
 
 EpStatus ep_combine_backward_with(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,

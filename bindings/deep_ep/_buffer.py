@@ -355,18 +355,17 @@ class Buffer:
         quant    how dispatch quantises rows to float8_e4m3fn; scales are [rows, S]
         num_sms  multiprocessors, of the combine as well; 0: LIBEP_NUM_SMS
 
-        Other arguments as of dispatch, but checked by libep alone. Returns what dispatch does, in
-        one tuple, and the event.
+        Other arguments as of dispatch. Returns what dispatch does, in one tuple, and the event.
         """
         each = _layout.experts_per_rank("dispatch_rows", num_experts, self.group_size)
-        tokens, _ = _checks.tokens("dispatch_rows", x)
-        _checks.routing("dispatch_rows", topk_idx, tokens.shape[0], tokens.device)
-        _refuse_capture("dispatch_rows: expected another call", tokens)
+        _checks.dispatch_rows(x, topk_idx, topk_weights, quant != Quant.NONE)
+        _checks.dispatch_numbers(expert_alignment, 0)
+        _refuse_capture("dispatch_rows: expected another call", x)
 
-        def body() -> tuple[_normal.Sent, tuple[Optional[Tensor], ...]]:
+        def body() -> Used:
             sent = _normal.dispatch(
                 self._groups,
-                tokens,
+                x,
                 None,
                 topk_idx,
                 topk_weights,
@@ -377,9 +376,9 @@ class Buffer:
                 num_sms,
                 quant,
             )
-            return sent, (tokens, topk_idx, topk_weights, *sent[:4])
+            return Used(sent, (x, topk_idx, topk_weights), sent[:4])
 
-        sent, event = self._lane.run(tokens.device, previous_event, async_finish, body)
+        sent, event = self._lane.run(x.device, previous_event, async_finish, body)
         return sent, event
 
     def combine(

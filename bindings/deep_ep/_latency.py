@@ -145,12 +145,12 @@ def combine(
         _calls.combine_send(layer, handle.plan, x, None, topk_weights, *counters)
 
     def receive() -> None:
-        _calls.combine_wait(layer, written, *counters)
+        _calls.combine_wait(layer, None, None, written, *counters)
         group.give_back(layer)
 
     def whole() -> None:
         keep(handle.plan, handle.stream)
-        _calls.combine(layer, handle.plan, x, None, topk_weights, written, *counters)
+        _calls.combine(layer, handle.plan, x, None, topk_weights, None, None, written, *counters)
         group.give_back(layer)
 
     return out, Operation(send, receive, whole)

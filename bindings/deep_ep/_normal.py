@@ -254,23 +254,24 @@ def combine(
 ) -> tuple[Tensor, Optional[Tensor]]:
     """Return rows to their tokens, and sum them. Arguments as of Buffer.combine."""
     keep(handle.plan, handle.stream)
-    if bias:
-        out = x.new_empty((handle.num_tokens, x.shape[1]))
-        _calls.combine_biased(handle.layer, handle.plan, x, None, bias, out, None)
-    else:
-        out = _sum(handle, x)
+    out = _sum(handle, x, *bias)
     return out, None if topk_weights is None else _sum_weights(handle, topk_weights)
 
 
-def _sum(handle: NormalHandle, rows: Tensor) -> Tensor:
+def _sum(
+    handle: NormalHandle,
+    rows: Tensor,
+    bias0: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+) -> Tensor:
     made = handle.layer.make_fast(
-        FORMS["combine"], handle.plan, rows, None, None, handle.num_tokens, 0
+        FORMS["combine"], handle.plan, rows, None, None, bias0, bias1, handle.num_tokens, 0
     )
     if made is not None:
         summed: Tensor = made[0]
         return summed
     out = rows.new_empty((handle.num_tokens, rows.shape[1]))
-    _calls.combine(handle.layer, handle.plan, rows, None, None, out)
+    _calls.combine(handle.layer, handle.plan, rows, None, None, bias0, bias1, out)
     return out
 
 

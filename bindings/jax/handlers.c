@@ -46,20 +46,23 @@ XLA_FFI_Error *ep_jax_dispatch(XLA_FFI_CallFrame *frame) {
     if (!jax_begin(&call, frame, "dispatch", &result)) return result;
     const EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS | JAX_EXPERTS);
     return jax_end(&call,
-                   ep_dispatch_with(call.handle, jax_operand(&call, 0), NULL,
-                                    jax_operand(&call, 1), jax_operand(&call, 2), NULL, call.stream,
-                                    jax_result(&call, 0), jax_result(&call, 1), NULL, NULL,
-                                    &extras));
+                   ep_dispatch_with(call.handle, jax_operand(&call, 0), NULL, jax_operand(&call, 1),
+                                    jax_operand(&call, 2), NULL, call.stream, jax_result(&call, 0),
+                                    jax_result(&call, 1), NULL, NULL, &extras));
 }
 
-/* plan, expert_out[, slot_weights] -> out */
+/* plan, expert_out[, slot_weights][, bias0[, bias1]] -> out
+ * The attribute `biases` says how many of the last operands are biases. */
 XLA_FFI_Error *ep_jax_combine(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
     if (!jax_begin(&call, frame, "combine", &result)) return result;
-    const EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS);
-    return jax_end(&call, ep_combine_with(call.handle, jax_operand(&call, 0),
-                                          jax_operand(&call, 1), jax_operand(&call, 2), NULL,
+    const int64_t first = call.num_operands - jax_attribute(&call, "biases");
+    EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS);
+    extras.bias0 = jax_operand(&call, first);
+    extras.bias1 = jax_operand(&call, first + 1);
+    return jax_end(&call, ep_combine_with(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
+                                          first > 2 ? jax_operand(&call, 2) : NULL, NULL,
                                           call.stream, jax_result(&call, 0), &extras));
 }
 
@@ -70,10 +73,10 @@ XLA_FFI_Error *ep_jax_dispatch_backward(XLA_FFI_CallFrame *frame) {
     XLA_FFI_Error *result;
     if (!jax_begin(&call, frame, "dispatch_backward", &result)) return result;
     const EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS);
-    return jax_end(&call, ep_dispatch_backward_with(
-                              call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
-                              jax_operand(&call, 2), call.stream, jax_result(&call, 0),
-                              jax_result(&call, 1), &extras));
+    return jax_end(&call, ep_dispatch_backward_with(call.handle, jax_operand(&call, 0),
+                                                    jax_operand(&call, 1), jax_operand(&call, 2),
+                                                    call.stream, jax_result(&call, 0),
+                                                    jax_result(&call, 1), &extras));
 }
 
 /* plan, grad_out[, slot_weights, expert_out]
@@ -83,10 +86,10 @@ XLA_FFI_Error *ep_jax_combine_backward(XLA_FFI_CallFrame *frame) {
     XLA_FFI_Error *result;
     if (!jax_begin(&call, frame, "combine_backward", &result)) return result;
     const EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS);
-    return jax_end(&call, ep_combine_backward_with(
-                              call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
-                              jax_operand(&call, 2), jax_operand(&call, 3), call.stream,
-                              jax_result(&call, 0), jax_result(&call, 1), &extras));
+    return jax_end(
+        &call, ep_combine_backward_with(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
+                                        jax_operand(&call, 2), jax_operand(&call, 3), call.stream,
+                                        jax_result(&call, 0), jax_result(&call, 1), &extras));
 }
 
 /* token -> order, or order -> token: for the compiler alone. */

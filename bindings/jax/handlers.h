@@ -94,6 +94,9 @@ XLA_FFI_Error *jax_end(JaxCall *call, EpStatus status);
 typedef enum JaxCounts { JAX_WAITS = 1, JAX_ROWS = 2, JAX_EXPERTS = 4 } JaxCounts;
 EpExtras jax_extras(JaxCall *call, unsigned counts);
 
+/** Returns an attribute of the call, a 64-bit integer; 0 if it has none of this name. */
+int64_t jax_attribute(const JaxCall *call, const char *name);
+
 /** An operand or a result behind the order, as a tensor; NULL if the call has fewer. */
 const EpTensor *jax_operand(const JaxCall *call, int64_t index);
 const EpTensor *jax_result(const JaxCall *call, int64_t index);

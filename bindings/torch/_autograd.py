@@ -18,6 +18,7 @@ from ._handle import Handle, Plan
 from ._quant import row_scales
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any, Callable, Optional, Union
 
     from torch import Tensor
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     Shape = tuple[int, ...]
     _Shapes = tuple[Shape, Optional[Shape], Optional[Shape]]
     _Outputs = tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]
+    Biases = tuple[Optional[Tensor], ...]  # two of them
+    Bias = Union[Tensor, Sequence[Optional[Tensor]], None]
 
 
 class Received(NamedTuple):
@@ -519,15 +522,19 @@ class _Combine(torch.autograd.Function):
         expert_out: Tensor,
         weights: Optional[Tensor],
         num_tokens: int,
+        bias0: Optional[Tensor],
+        bias1: Optional[Tensor],
         *counters: Optional[Tensor],
     ) -> Tensor:
         out = None
-        ctx.rest = (None,) * (1 + len(counters))
+        biases = bias0, bias1
+        ctx.num_counters = len(counters)
         if type(which) is Handle and not counters:
-            out = _combine_new(which, plan, expert_out, weights, num_tokens)
+            out = _combine_new(which, plan, expert_out, weights, biases, num_tokens)
         if out is None:
             out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
-            _through(which).combine(which, plan, expert_out, weights, None, out, *counters)
+            summed = plan, expert_out, weights, None, *biases, out
+            _through(which).combine(which, *summed, *counters)
         ctx.facts = which, expert_out.shape
         is_kept = weights is not None and ctx.needs_input_grad[3]
         ctx.save_for_backward(plan, weights, expert_out if is_kept else None)
@@ -538,12 +545,14 @@ class _Combine(torch.autograd.Function):
         _refuse_second_derivative("combine")
         plan, weights, expert_out = ctx.saved_tensors
         which, shape = ctx.facts
+        biases = [grad_out if needed else None for needed in ctx.needs_input_grad[5:7]]
+        rest = None, *biases, *(ctx.num_counters * (None,))
         if type(which) is Handle and not _count_modes():
             made = which.make_fast(
                 _COMBINE_BACKWARD, plan, grad_out, weights, expert_out, shape[0], 0
             )
             if made is not None:
-                return None, None, *made, *ctx.rest
+                return None, None, *made, *rest
         out = grad_out.new_empty(shape)
         out_weights = None
         if expert_out is not None:
@@ -551,21 +560,42 @@ class _Combine(torch.autograd.Function):
         _through(which).combine_backward(
             which, plan, grad_out.contiguous(), weights, expert_out, out, out_weights
         )
-        return None, None, out, out_weights, *ctx.rest
+        return None, None, out, out_weights, *rest
 
 
 _apply_combine = _find_apply(_Combine)
 
 
 def _combine_new(
-    handle: Handle, plan: Tensor, expert_out: Tensor, weights: Optional[Tensor], num_tokens: int
+    handle: Handle,
+    plan: Tensor,
+    expert_out: Tensor,
+    weights: Optional[Tensor],
+    biases: Biases,
+    num_tokens: int,
 ) -> Optional[Tensor]:
     """Combine eagerly into a new tensor. None: it must go the slower way."""
     if _count_modes():
-        watched: Tensor = _ops.combine_new(handle.key, plan, expert_out, weights, num_tokens)
+        watched: Tensor = _ops.combine_new(
+            handle.key, plan, expert_out, weights, *biases, num_tokens
+        )
         return watched
-    made = handle.make_fast(_COMBINE, plan, expert_out, weights, None, num_tokens, 0)
+    made = handle.make_fast(_COMBINE, plan, expert_out, weights, None, *biases, num_tokens, 0)
     return None if made is None else made[0]
+
+
+def take_biases(bias: Bias) -> Biases:
+    """Up to two biases, as the operations take them."""
+    if bias is None:
+        return None, None
+    given = bias if isinstance(bias, (tuple, list)) else (bias,)
+    if len(given) > 2:
+        raise TypeError(f"bias: expected a tensor, or up to two of them, got {len(given)}")
+    for tensor in given:
+        if tensor is not None and not is_compiling():
+            _checks.require_usable("bias", tensor)
+    bias0, bias1 = (*given, None, None)[:2]
+    return bias0, bias1
 
 
 def combine(
@@ -575,6 +605,7 @@ def combine(
     weights: Optional[Tensor] = None,
     *,
     topk_weights: Optional[Tensor] = None,
+    bias: Bias = None,
     counters: Optional[Counters] = None,
 ) -> Tensor:
     """Return the experts' rows to the ranks of their tokens, and sum them. Collective.
@@ -585,11 +616,14 @@ def combine(
                   Received.topk_weights of an expert-major or batched dispatch. None: 1, for rows
                   that are weighted already.
     topk_weights  [T, K], in latency mode in place of `weights`: those of this rank's tokens
+    bias          [T, H] of the rows' type, or up to two of them, such as what a shared expert
+                  returns: added to the sums in float32, in order, before they are rounded. None: no
+                  bias. Its gradient is that of the result.
     counters      what it adds to, without expert_tokens; its derivative to nothing. None: not
                   counted
 
-    Returns a new tensor [T, H], zero for tokens without a slot. Differentiable with respect to
-    expert_out and weights in throughput mode.
+    Returns a new tensor [T, H], zero plus bias for tokens without a slot; zero for those past
+    num_tokens. Differentiable with respect to expert_out, weights and bias in throughput mode.
     """
     which = _choose(handle, "expert_out", expert_out)
     try:
@@ -597,13 +631,15 @@ def combine(
     except AttributeError:
         _checks.refuse_plan(plan)
     counted = as_given(counters)
-    if not needs_grad(expert_out, weights, topk_weights):
+    biases = take_biases(bias)
+    if not needs_grad(expert_out, weights, topk_weights, *biases):
         if type(which) is Handle and topk_weights is None and not counted:
-            made = _combine_new(which, block, expert_out, weights, num_tokens)
+            made = _combine_new(which, block, expert_out, weights, biases, num_tokens)
             if made is not None:
                 return made
         out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
-        _through(which).combine(which, block, expert_out, weights, topk_weights, out, *counted)
+        summed = block, expert_out, weights, topk_weights, *biases, out
+        _through(which).combine(which, *summed, *counted)
         return out
     if handle.is_latency or topk_weights is not None:
         raise EpError(
@@ -612,5 +648,5 @@ def combine(
             "torch.no_grad(), or detach them",
         )
     apply = _apply_combine if type(which) is Handle else _Combine.apply
-    combined: Tensor = apply(which, block, expert_out, weights, num_tokens, *counted)
+    combined: Tensor = apply(which, block, expert_out, weights, num_tokens, *biases, *counted)
     return combined

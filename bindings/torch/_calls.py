@@ -150,12 +150,22 @@ def _kept(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[CoreT
     return _indices(handle, tensor, name, handle.is_latency)
 
 
-def _counters(handle: Handle, *tensors: Optional[Tensor]) -> Optional[Extras]:
-    """The counters of a call, if it has any."""
-    given = {name: tensor for name, tensor in zip(COUNTERS, tensors) if tensor is not None}
-    if not given:
+def _extras(
+    handle: Handle,
+    bias0: Optional[Tensor],
+    bias1: Optional[Tensor],
+    *counters: Optional[Tensor],
+) -> Optional[Extras]:
+    """The biases of a sum, which PyTorch may make anywhere in its memory, and counters, if any."""
+    given = {
+        name: _given(handle, tensor, name)
+        for name, tensor in zip(COUNTERS, counters)
+        if tensor is not None
+    }
+    if bias0 is None and bias1 is None and not given:
         return None
-    return Extras(**{name: _given(handle, tensor, name) for name, tensor in given.items()})
+    biases = _gradient(handle, bias0, "bias0"), _gradient(handle, bias1, "bias1")
+    return Extras(*biases, **given)
 
 
 def _numbers(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[PlanTensors]:
@@ -228,12 +238,13 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
         given["prepare"] = f"Prepare({routing})"
     elif operation.of_kind("kept"):
         given["out"] = given.pop("numbers")
-    given["extras"] = f"counters(handle, {', '.join(COUNTERS)})"
+    biases = [name if given.pop(name, None) else "None" for name in ("bias0", "bias1")]
+    given["extras"] = f"extras(handle, {', '.join((*biases, *COUNTERS))})"
     given["stream"] = "handle.stream()"
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     run = getattr(CoreHandle, operation.function)
     call: Callable[..., None] = compile_call(
-        taken, f"run(handle, {text})", run=run, Prepare=Prepare, counters=_counters, **_CONVERTERS
+        taken, f"run(handle, {text})", run=run, extras=_extras, Prepare=Prepare, **_CONVERTERS
     )
     return call
 
@@ -267,33 +278,26 @@ combine_send = _make("combine_send")
 combine_wait = _make("combine_wait")
 
 
-def combine_biased(
+def sum_biased(
     handle: Handle,
     plan: Tensor,
     rows: Tensor,
-    slot_weights: Optional[Tensor],
+    slot_weights: Tensor,
     biases: Sequence[Tensor],
     out: Tensor,
     out_weights: Optional[Tensor],
 ) -> None:
-    """The unweighted sums with up to two biases: combine. With slot_weights, which return to their
-    entries, it is dispatch_backward, which has the same sums."""
-    given: dict[str, Any] = {
-        "plan": _given(handle, plan, "plan"),
-        "extras": Extras(*(_gradient(handle, bias, "bias") for bias in biases)),
-        "stream": handle.stream(),
-    }
-    sums, terms = _given(handle, out, "out"), _input(handle, rows, "x")
-    if slot_weights is None:
-        CoreHandle.combine(handle, terms, out=sums, **given)
-        return
+    """dispatch_backward with up to two biases: the sums of an unweighted combine, with slot_weights
+    that return to their entries."""
     CoreHandle.dispatch_backward(
         handle,
-        terms,
+        _input(handle, rows, "x"),
         _weights(handle, slot_weights, "topk_weights"),
-        grad_tokens=sums,
+        grad_tokens=_given(handle, out, "out"),
         grad_topk_weights=_given(handle, out_weights, "out_weights"),
-        **given,
+        plan=_given(handle, plan, "plan"),
+        extras=_extras(handle, *(*biases, None)[:2]),
+        stream=handle.stream(),
     )
 
 

@@ -18,6 +18,7 @@ from ._autograd import (
     needs_grad,
     require_given,
     require_indices,
+    take_biases,
 )
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ._autograd import Bias
     from ._counters import Counters
     from ._handle import Handle, Plan
 
@@ -124,20 +126,22 @@ def combine_send(
     weights: Optional[Tensor] = None,
     *,
     topk_weights: Optional[Tensor] = None,
+    bias: Bias = None,
     counters: Optional[Counters] = None,
 ) -> tuple[Tensor, Hook]:
     """The send phase of a combine, in latency mode. Arguments as of combine.
 
-    Returns [T, H], and the hook that completes it. No gradient. Either phase adds to the counters
-    what it does itself.
+    The receive phase reads bias, so it may be written until the hook is called. Either phase adds to
+    the counters what it does itself. Returns [T, H], and the hook that completes it. No gradient.
     """
-    _require_plain("combine_send", "expert_out", expert_out, weights, topk_weights)
+    biases = take_biases(bias)
+    _require_plain("combine_send", "expert_out", expert_out, weights, topk_weights, *biases)
     out = expert_out.new_empty((plan.num_tokens, expert_out.shape[-1]))
     sends = () if counters is None else counters.without_experts
     waits = () if counters is None else counters.of_waits
     _calls.combine_send(handle, plan.bytes, expert_out, weights, topk_weights, *sends)
 
     def receive() -> None:
-        _calls.combine_wait(handle, out, *waits)
+        _calls.combine_wait(handle, *biases, out, *waits)
 
-    return out, Hook(handle, receive, (plan.bytes, out, *waits))
+    return out, Hook(handle, receive, (plan.bytes, out, *biases, *waits))

@@ -36,7 +36,7 @@ void *PyCFunction_NewEx(PyMethodDef *method, void *self, void *module);
 #define MOST_TENSORS 11
 #define ROW_UNIT 16 /* rows start on multiples of this many bytes */
 
-#define COUNTERS 5       /* that may follow an operation's tensors */
+#define COUNTERS 5 /* that may follow an operation's tensors */
 
 /* A call's tensors, in the order of the operation's arguments; NULL where there is none. */
 typedef struct Arguments {
@@ -189,6 +189,7 @@ static int divide(const EpTorchHandle *h, const EpTensor *numbers, Numbers *out)
 static EpStatus run(const EpTorchHandle *h, int32_t number, const Arguments *a, const Numbers *n) {
     const EpTensor *const *t = a->at;
     EpPrepare routing = EP_PREPARE_INIT;
+    EpExtras extras = a->extras;
     switch (number) {
     case TORCH_PREPARE:
         return ep_prepare_with(h->handle, t[2], t[0], t[1], a->stream, t[3] ? &n->outputs : NULL,
@@ -202,7 +203,8 @@ static EpStatus run(const EpTorchHandle *h, int32_t number, const Arguments *a, 
         return ep_dispatch_with(h->handle, t[5], &routing, t[2], t[3], t[4], a->stream, t[7], t[8],
                                 t[9], t[10], &a->extras);
     case TORCH_COMBINE:
-        return ep_combine_with(h->handle, t[0], t[1], t[2], t[3], a->stream, t[4], &a->extras);
+        extras.bias0 = t[4], extras.bias1 = t[5];
+        return ep_combine_with(h->handle, t[0], t[1], t[2], t[3], a->stream, t[6], &extras);
     case TORCH_COMBINE_BACKWARD:
         return ep_combine_backward_with(h->handle, t[0], t[1], t[2], t[3], a->stream, t[4], t[5],
                                         &a->extras);
@@ -313,7 +315,7 @@ static void allocate_outputs(Made *made, int32_t operation, int64_t number, EpTy
         if (h->is_per_token) allocate_rows(made, 7, indices, number, h->top_k);
         break;
     case TORCH_COMBINE:
-        allocate_matrix(made, 4, t[1]->type, number, width(t[1]));
+        allocate_matrix(made, 6, t[1]->type, number, width(t[1]));
         break;
     case TORCH_COMBINE_BACKWARD:
         allocate_rows(made, 4, t[1]->type, number, width(t[1]));

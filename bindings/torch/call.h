@@ -31,7 +31,7 @@ typedef struct EpTorchForm {
     int32_t count;      /**< of its arguments */
     int32_t inputs;     /**< how many of them, the first ones, it reads */
     int32_t numbers;    /**< which one is Plan.numbers; -1: none */
-    uint32_t gradients; /**< rows that Python copies to a multiple of 16 bytes */
+    uint32_t gradients; /**< rows, biases too, that Python copies to a multiple of 16 bytes */
     uint32_t weights;   /**< inputs that Python converts to float32 */
 } EpTorchForm;
 
@@ -65,8 +65,9 @@ typedef struct EpTorchHandle {
 
 /**
  * Call an operation on the current stream. `objects` is a tuple of its arguments in order, tensors
- * and None, and behind them perhaps the five counters of EpExtras, likewise. Called with the interpreter's lock, which others may have while the operation runs.
- * Returns an EpStatus, or EP_TORCH_LEFT.
+ * and None, and behind them perhaps the five counters of EpExtras, likewise. Called with the
+ * interpreter's lock, which others may have while the operation runs. Returns an EpStatus, or
+ * EP_TORCH_LEFT.
  */
 int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void *objects);
 

@@ -50,7 +50,6 @@ class Form(NamedTuple):
     """Whether it is a step of at most LATENCY_TOKENS tokens of each rank."""
 
     quant: Quant
-    micro_batch: int
     num_sms: int
 
 

@@ -40,6 +40,11 @@ def weigh(tokens: Tensor, topk_weights: Tensor) -> Tensor:
     return tokens * topk_weights.to(tokens.dtype)
 
 
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether a graph is captured, where the host reads no sizes."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
     """Dispatch and combine of a layer. See FusedMoEPrepareAndFinalizeModular.
 
@@ -89,25 +94,11 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
     # ---- prepare ----------------------------------------------------------------------------------
 
     def prepare(self, *given: Any, **named: Any) -> mk.PrepareResultType:
-        """prepare_async, without anything in between."""
-        _, receive = self._prepare(False, *given, **named)
-        return receive()
+        """prepare_async, and its receiver."""
+        return self.prepare_async(*given, **named)()
 
     def prepare_async(
-        self, *given: Any, **named: Any
-    ) -> Union[mk.ReceiverType, tuple[Hook, mk.ReceiverType]]:
-        """Send the tokens. Collective. Arguments as of FusedMoEPrepareAndFinalizeModular.prepare.
-
-        The hook, of small steps of micro-batches, is the receive phase. Results are rows, their
-        scales, the counts of local experts, global expert ids (-1: none, or of another rank), and
-        weights. EpError on all ranks if one has more tokens than the layer was made for.
-        """
-        hook, receive = self._prepare(ubatching.dbo_enabled(), *given, **named)
-        return receive if hook is None else (hook, receive)
-
-    def _prepare(
         self,
-        is_split: bool,
         a1: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
@@ -116,23 +107,24 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
-    ) -> tuple[Optional[Hook], mk.ReceiverType]:
+    ) -> mk.ReceiverType:
+        """Send the tokens. Collective. Arguments as of FusedMoEPrepareAndFinalizeModular.prepare.
+
+        The receiver gives rows, their scales, the counts of local experts, global expert ids (-1:
+        none, or of another rank) and weights. EpError on all ranks if one has more tokens than the
+        layer was made for.
+        """
         most = self._most_tokens(a1.shape[0])
         if apply_router_weight_on_input:
             a1 = weigh(a1, topk_weights)
         micro_batch = ubatching.dbo_current_ubatch_id()
         is_small = most <= LATENCY_TOKENS
-        is_static = is_small or a1.is_cuda and torch.cuda.is_current_stream_capturing()
+        is_static = is_small or is_capturing(a1)
         quant = _quant.choose(quant_config, a1.shape[1], defer_input_quant)
-        form = Form(not is_static, is_small, quant, micro_batch, self._manager.num_sms)
-        layer, hook = self._groups.handle(form), None
+        layer = self._groups.handle(Form(not is_static, is_small, quant, self._manager.num_sms))
         given = _steps.Given(a1.contiguous(), topk_weights.contiguous(), topk_ids.contiguous())
-        if layer.is_latency:
-            step, hook = _steps.dispatch_small(layer, given, most, is_split)
-        else:
-            step = _steps.dispatch_large(layer, given, most)
-        self._steps[micro_batch] = step
-        return hook, lambda: _finish(step, quant_config, defer_input_quant)
+        step = self._steps[micro_batch] = _steps.dispatch(layer, given, most)
+        return lambda: _finish(step, quant_config, defer_input_quant)
 
     def _most_tokens(self, mine: int) -> int:
         """The most tokens of a rank in this step, the same on all ranks; at least 1."""
@@ -154,33 +146,45 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
     # ---- finalize ---------------------------------------------------------------------------------
 
-    def finalize(self, *given: Any, **named: Any) -> None:
+    def finalize(self, output: Tensor, *given: Any, **named: Any) -> None:
         """Return the experts' outputs to the ranks of their tokens, and sum them. Collective.
 
         Arguments as of FusedMoEPrepareAndFinalizeModular.finalize: outputs [rows, H], or
         [rows, top-k, H], of the type of `output`, which is written in place.
         """
-        _, receive = self._finalize(False, *given, **named)
-        receive()
+        step, rows = self._reduce(output, *given, **named)
+        if ubatching.dbo_enabled():
+            _steps.combine_in_turn(step, rows, output)()
+        else:
+            _steps.combine(step, rows, output)
 
-    def finalize_async(self, *given: Any, **named: Any) -> Union[Hook, tuple[Hook, Hook]]:
+    def finalize_async(
+        self, output: Tensor, *given: Any, **named: Any
+    ) -> Union[Hook, tuple[Hook, Hook]]:
         """The send phase of finalize, or all of it on another stream.
 
         `output` is complete after the hook, of small steps, and the receiver.
         """
-        hook, receive = self._finalize(True, *given, **named)
-        return receive if hook is None else (hook, receive)
+        step, rows = self._reduce(output, *given, **named)
+        if ubatching.dbo_enabled():
+            return _steps.combine_in_turn(step, rows, output)
+        if step.layer.is_latency:
+            return _steps.combine_send(step, rows, output), _do_nothing
+        if self._groups.stream is not None:
+            return _steps.combine_beside(step, rows, output, self._groups.stream)
+        _steps.combine(step, rows, output)
+        return _do_nothing
 
-    def _finalize(
+    def _reduce(
         self,
-        is_split: bool,
         output: Tensor,
         fused_expert_output: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
-    ) -> tuple[Optional[Hook], Hook]:
+    ) -> tuple[_steps.Step, Tensor]:
+        """The step that ends, and the sums of this rank's experts in its rows."""
         step = self._steps.pop(ubatching.dbo_current_ubatch_id())
         rows = fused_expert_output
         if rows.numel():
@@ -193,11 +197,9 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
                 topk_ids=topk_ids,
                 apply_router_weight_on_input=apply_router_weight_on_input,
             )
-        rows = rows.view(*step.received.tokens.shape[:-1], rows.shape[-1])
-        if step.layer.is_latency:
-            return _steps.combine_small(step, rows, output, is_split), _do_nothing
-        beside = self._groups.stream if is_split else None
-        return None, _steps.combine_large(step, rows, output, beside)
+        if rows.data_ptr() == output.data_ptr():
+            rows = rows.clone()  # vLLM lets experts write to `output` where the shapes agree
+        return step, rows.reshape(*step.received.tokens.shape[:-1], rows.shape[-1])
 
 
 def _finish(

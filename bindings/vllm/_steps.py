@@ -73,92 +73,62 @@ def record(*tensors: Optional[Tensor]) -> None:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-# ---- latency mode -------------------------------------------------------------------------------
-
-
-def dispatch_small(
-    layer: Handle, given: Given, most: int, is_split: bool
-) -> tuple[Step, Optional[Hook]]:
-    """One operation. is_split: its receive phase is the hook."""
-    tokens, weights, idx = given
-    plan = make_plan(layer, idx)
-    received = _make_received(layer, (layer.group.size, most), given)
-    step = Step(layer, plan, received, None)
-    if is_split:
-        _calls.dispatch_send(layer, idx, None, tokens, weights, None, plan.bytes, plan.numbers)
-        return step, lambda: _calls.dispatch_wait(layer, *received)
-    _calls.dispatch_routed(
-        layer, idx, None, tokens, weights, None, plan.bytes, plan.numbers, *received
-    )
-    return step, None
-
-
-def combine_small(step: Step, rows: Tensor, output: Tensor, is_split: bool) -> Optional[Hook]:
-    """As dispatch_small."""
-    layer, plan = step.layer, step.plan.bytes
-    if is_split:
-        _calls.combine_send(layer, plan, rows, None, None)
-        return lambda: _calls.combine_wait(step.layer, output)  # which keeps the plan
-    _calls.combine(layer, plan, rows, None, None, output)
-    return None
-
-
-# ---- throughput mode ----------------------------------------------------------------------------
-
-
-def dispatch_large(layer: Handle, given: Given, most: int) -> Step:
-    """With two micro-batches the other one's turn comes first, and the stream is another one."""
-    tokens, weights, idx = given
+def dispatch(layer: Handle, given: Given, most: int) -> Step:
+    """Send rows. With two micro-batches the other one's turn comes first, and the stream is that of
+    communication."""
     ubatching.dbo_yield_and_switch_from_compute_to_comm()
     record(*given)
-    plan = make_plan(layer, idx)
-    _calls.prepare(layer, idx, None, plan.bytes, plan.numbers)
+    tokens, weights, idx = given
+    plan, counts = make_plan(layer, idx), None
+    numbers = plan.bytes, plan.numbers
     lead: tuple[int, ...] = (layer.group.size, most)
-    counts = None
-    if layer.is_exact:
-        numbers = plan.numbers.cpu()
-        lead = (_calls.count_rows(layer, numbers),)
-        counts = numbers[: plan.num_local_experts]
-    received = _make_received(layer, lead, given)
-    _calls.dispatch(layer, plan.bytes, tokens, weights, None, *received)
+    if layer.is_latency:
+        received = _make_received(layer, lead, given)
+        _calls.dispatch_routed(layer, idx, None, tokens, weights, None, *numbers, *received)
+    else:
+        _calls.prepare(layer, idx, None, *numbers)
+        if layer.is_exact:
+            read = plan.numbers.cpu()
+            lead = (_calls.count_rows(layer, read),)
+            counts = read[: plan.num_local_experts]
+        received = _make_received(layer, lead, given)
+        _calls.dispatch(layer, plan.bytes, tokens, weights, None, *received)
     ubatching.dbo_switch_to_compute_sync()
-    record(*received, *plan[:2])
+    record(*received, *numbers)
     return Step(layer, plan, received, counts)
 
 
-def combine_large(
-    step: Step, rows: Tensor, output: Tensor, beside: Optional[torch.cuda.Stream]
-) -> Hook:
-    """Returns what lets the current stream wait for `output`.
+def combine(step: Step, rows: Tensor, output: Tensor) -> None:
+    """Sum rows into `output`, on the current stream."""
+    _calls.combine(step.layer, step.plan.bytes, rows, None, None, None, None, output)
 
-    beside  the stream to run on, unless micro-batches have theirs; None: the current one
-    """
 
-    def run() -> None:
-        _calls.combine(step.layer, step.plan.bytes, rows, None, None, output)
+def combine_in_turn(step: Step, rows: Tensor, output: Tensor) -> Hook:
+    """combine, of one of two micro-batches. Returns what lets it wait for `output`."""
+    ubatching.dbo_yield_and_switch_from_compute_to_comm()
+    record(rows, output, step.plan.bytes)
+    combine(step, rows, output)
+    ubatching.dbo_switch_to_compute()
 
-    if ubatching.dbo_enabled():
-        ubatching.dbo_yield_and_switch_from_compute_to_comm()
-        record(rows, output)
-        run()
-        ubatching.dbo_switch_to_compute()
-        return _join_micro_batch
-    if beside is None:
-        run()
-        return _join_nothing
+    def join() -> None:
+        ubatching.dbo_switch_to_comm()
+        ubatching.dbo_yield_and_switch_from_comm_to_compute()
+
+    return join
+
+
+def combine_send(step: Step, rows: Tensor, output: Tensor) -> Hook:
+    """The send phase of combine, in latency mode. Returns the receive phase."""
+    _calls.combine_send(step.layer, step.plan.bytes, rows, None, None)
+    return lambda: _calls.combine_wait(step.layer, None, None, output)  # it keeps the step's plan
+
+
+def combine_beside(step: Step, rows: Tensor, output: Tensor, beside: torch.cuda.Stream) -> Hook:
+    """combine on another stream. Returns what lets the current one wait for `output`."""
     current = torch.cuda.current_stream(rows.device)
     beside.wait_stream(current)
     with torch.cuda.stream(beside):
-        run()
+        combine(step, rows, output)
     for tensor in (rows, output, step.plan.bytes):
         tensor.record_stream(beside)
     return lambda: current.wait_stream(beside)
-
-
-def _join_micro_batch() -> None:
-    ubatching.dbo_switch_to_comm()
-    ubatching.dbo_yield_and_switch_from_comm_to_compute()
-
-
-def _join_nothing() -> None:
-    pass

@@ -647,13 +647,12 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
 
 /* Add to the caller's counters. By the signal warp of the first receiving block, before its first
  * item: until all ranks are here there is none. */
-template <Form FORM>
-__device__ __forceinline__ void count(const EpGatherArgs &a, uint32_t epoch) {
+template <Form FORM> __device__ __forceinline__ void count(const EpGatherArgs &a, uint32_t epoch) {
     if (blockIdx.x != 1) return;
     ep_count_rows(a.group, a.stats, a.plan.rows_from);
     for (int i = threadIdx.x % 32; FORM != ONE_NODE && i < a.num_sources; i += 32)
-        ep_count_row(a.stats, a.sources[i], min(max(a.plan.rows_to[a.group.size + i], 0),
-                                                a.group.layout.max_tokens));
+        ep_count_row(a.stats, a.sources[i],
+                     min(max(a.plan.rows_to[a.group.size + i], 0), a.group.layout.max_tokens));
     ep_measure_arrivals(a.group, a.stats, epoch);
 }
 

@@ -208,8 +208,7 @@ __device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64
         send_head(g, a.latency, r, EP_HEAD_COUNTS + count, flag,
                   [&](int unit) { return head_unit(a, r, first, count, sent, unit); });
     }
-    if (threadIdx.x < 32)
-        ep_count_rows(g, a.route.stats, workspace_counts(a) + g.num_experts);
+    if (threadIdx.x < 32) ep_count_rows(g, a.route.stats, workspace_counts(a) + g.num_experts);
 }
 
 /* ---- heads of the sources ------------------------------------------------------------------ */

@@ -75,8 +75,8 @@ __device__ __forceinline__ int is_usable(const EpPackArgs &a) {
 /* Add the records of each message to the caller's counters. By all threads of a block. */
 __device__ __forceinline__ void count_records(const EpPackArgs &a) {
     for (int i = threadIdx.x; i < a.messages; i += PACK_THREADS)
-        ep_count_row(a.stats, a.relays[i], min(max(a.plan.rows_to[a.group.size + i], 0),
-                                               a.message_slots));
+        ep_count_row(a.stats, a.relays[i],
+                     min(max(a.plan.rows_to[a.group.size + i], 0), a.message_slots));
 }
 
 __global__ void __launch_bounds__(PACK_THREADS) pack_tokens(const __grid_constant__ EpPackArgs a) {

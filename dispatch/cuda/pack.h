@@ -22,7 +22,7 @@ typedef struct EpPackArgs {
     char *out;             /**< [messages, message_slots] records */
     const int32_t *relays; /**< device [messages]: the rank of the group that gets each of them */
     EpStatistics stats;
-    EpStamp *stamp;        /**< this rank's, which goes with the messages */
+    EpStamp *stamp; /**< this rank's, which goes with the messages */
 } EpPackArgs;
 
 #ifdef __cplusplus

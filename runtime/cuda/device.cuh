@@ -564,8 +564,7 @@ __device__ __forceinline__ void ep_count_wait(const EpCudaGroup &g, const EpStat
     int member = ep_member(g, rank);
     if (rank == g.rank) return;
     ep_count(s.peer_wait, member, (int64_t)ns);
-    if (s.peer_longest_wait)
-        atomicMax((long long *)s.peer_longest_wait + member, (long long)ns);
+    if (s.peer_longest_wait) atomicMax((long long *)s.peer_longest_wait + member, (long long)ns);
 }
 
 /**

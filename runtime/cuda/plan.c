@@ -36,8 +36,7 @@ static void take_rows(const EpPlanShape *s, int64_t ranks, int64_t tokens, int64
     *at = arena;
 }
 
-static void take_chunk_rows(const EpPlanShape *s, EpChunkPlan kind, EpArena *at,
-                            EpCudaPlan *plan) {
+static void take_chunk_rows(const EpPlanShape *s, EpChunkPlan kind, EpArena *at, EpCudaPlan *plan) {
     int64_t messages = kind == EP_CHUNK_OWN ? s->nodes.nodes - 1 : s->nodes.sources;
     take_rows(s, s->nodes.ranks, ep_chunk_plan_tokens(s, kind), messages, at, plan);
 }

@@ -3,8 +3,7 @@
 #include <sched.h>
 
 #include "bootstrap/bootstrap.h"
-#include "tests/harness/check.h"
-#include "tests/harness/threads.h"
+#include "tests/cases/run.h"
 
 static cpu_set_t allowed(void) {
     cpu_set_t cpus;
@@ -89,9 +88,8 @@ ThreadTest(bootstrap_bind, asked_for_without_a_gpu, 1) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = 4, config.max_tokens = 4, config.max_top_k = 2, config.max_row_bytes = 64;
     config.backend = EP_BACKEND_HOST;
-    EpGroup *group = NULL;
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     CHECK_OK(ep_group_query(group, &info));
     CHECK(info.bound == 0, "bound");
     ep_group_destroy(group);

@@ -48,8 +48,7 @@ static int has_made(const Made *made) {
 }
 
 static EpStatus make(const EpBootstrap *own, int comm, Made *made) {
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(RANKS);
     EpMesh mesh = EP_MESH_INIT;
     EpMeshCommConfig of_mesh = EP_MESH_COMM_CONFIG_INIT;
     config.timeout_seconds = of_mesh.timeout_seconds = DEADLINE;

@@ -49,8 +49,7 @@ static EpWeightConfig weight_config(const EpMesh *mesh) {
 
 /* Make it while allocation n of rank `odd` fails. Returns 0 if it makes fewer. */
 static int create(const EpBootstrap *bootstrap, const EpBootstrap *own, What what, int odd, int n) {
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(RANKS);
     EpMesh mesh = mesh_of_all();
     EpWeightConfig weight = weight_config(&mesh);
     Made made = {.group = NULL};

@@ -53,6 +53,7 @@ void fixture_open(Fixture *fixture, const Case *c) {
 
 Fixture *fixture_new(const char *changes) {
     Case c = case_complete(changed_case(changes));
+    if (c.mode == EP_MODE_LATENCY) needs_latency();
     Fixture *fixture = calloc(1, sizeof(*fixture));
     fixture_open(fixture, &c);
     check_assert();
@@ -159,8 +160,8 @@ void fixture_reset(Fixture *fixture) {
 /* Call an operation with the fixture's extras. */
 static EpStatus call_with(Fixture *f, Op op, const EpPlanTensors *out) {
     const EpTensor *const *a = f->arg;
-    const EpExtras x = {sizeof(x),     a[BIAS0],      a[BIAS1],     a[EXPERT_TOKENS],
-                        a[PEER_ROWS],  a[PEER_BYTES], a[PEER_WAIT], a[LONGEST_WAIT]};
+    const EpExtras x = {sizeof(x),    a[BIAS0],      a[BIAS1],     a[EXPERT_TOKENS],
+                        a[PEER_ROWS], a[PEER_BYTES], a[PEER_WAIT], a[LONGEST_WAIT]};
     switch (op) {
     case OP_PREPARE:
         return ep_prepare_with(f->handle, f->plan, a[TOPK_IDX], a[NUM_TOKENS], NULL, out, &x);

@@ -25,42 +25,42 @@ typedef enum Op {
 
 /** Every tensor argument: X(constant, name in ep.h, is an output). Changes in refusals.def name it
  * by its constant, in lower case. */
-#define FIXTURE_TENSORS(X)                       \
-    X(TOPK_IDX, "topk_idx", 0)                   \
-    X(NUM_TOKENS, "num_tokens", 0)               \
-    X(EXPERT_COUNTS, "expert_counts", 1)         \
-    X(EXPERT_PADDED, "expert_padded", 1)         \
-    X(EXPERT_OFFSETS, "expert_offsets", 1)       \
-    X(TOTALS, "totals", 1)                       \
-    X(SOURCE_COUNTS, "source_counts", 1)         \
-    X(RECV_ROWS, "recv_rows", 1)                 \
-    X(NEEDED_ROWS, "needed_rows", 1)             \
-    X(DROPPED_SLOTS, "dropped_slots", 1)         \
-    X(SOURCE_ROWS, "source_rows", 1)             \
-    X(TOKENS, "tokens", 0)                       \
-    X(TOPK_WEIGHTS, "topk_weights", 0)           \
-    X(SCALES, "scales", 0)                       \
-    X(RECV_TOKENS, "recv_tokens", 1)             \
-    X(RECV_TOPK_WEIGHTS, "recv_topk_weights", 1) \
-    X(RECV_SCALES, "recv_scales", 1)             \
-    X(RECV_TOPK_IDX, "recv_topk_idx", 1)         \
-    X(EXPERT_OUT, "expert_out", 0)               \
-    X(SLOT_WEIGHTS, "slot_weights", 0)           \
-    X(COMBINE_WEIGHTS, "topk_weights", 0)        \
-    X(OUT, "out", 1)                             \
-    X(BIAS0, "extras.bias0", 0)                  \
-    X(BIAS1, "extras.bias1", 0)                  \
-    X(EXPERT_TOKENS, "extras.expert_tokens", 1)  \
-    X(PEER_ROWS, "extras.peer_rows", 1)          \
-    X(PEER_BYTES, "extras.peer_bytes", 1)        \
-    X(PEER_WAIT, "extras.peer_wait_ns", 1)       \
+#define FIXTURE_TENSORS(X)                            \
+    X(TOPK_IDX, "topk_idx", 0)                        \
+    X(NUM_TOKENS, "num_tokens", 0)                    \
+    X(EXPERT_COUNTS, "expert_counts", 1)              \
+    X(EXPERT_PADDED, "expert_padded", 1)              \
+    X(EXPERT_OFFSETS, "expert_offsets", 1)            \
+    X(TOTALS, "totals", 1)                            \
+    X(SOURCE_COUNTS, "source_counts", 1)              \
+    X(RECV_ROWS, "recv_rows", 1)                      \
+    X(NEEDED_ROWS, "needed_rows", 1)                  \
+    X(DROPPED_SLOTS, "dropped_slots", 1)              \
+    X(SOURCE_ROWS, "source_rows", 1)                  \
+    X(TOKENS, "tokens", 0)                            \
+    X(TOPK_WEIGHTS, "topk_weights", 0)                \
+    X(SCALES, "scales", 0)                            \
+    X(RECV_TOKENS, "recv_tokens", 1)                  \
+    X(RECV_TOPK_WEIGHTS, "recv_topk_weights", 1)      \
+    X(RECV_SCALES, "recv_scales", 1)                  \
+    X(RECV_TOPK_IDX, "recv_topk_idx", 1)              \
+    X(EXPERT_OUT, "expert_out", 0)                    \
+    X(SLOT_WEIGHTS, "slot_weights", 0)                \
+    X(COMBINE_WEIGHTS, "topk_weights", 0)             \
+    X(OUT, "out", 1)                                  \
+    X(BIAS0, "extras.bias0", 0)                       \
+    X(BIAS1, "extras.bias1", 0)                       \
+    X(EXPERT_TOKENS, "extras.expert_tokens", 1)       \
+    X(PEER_ROWS, "extras.peer_rows", 1)               \
+    X(PEER_BYTES, "extras.peer_bytes", 1)             \
+    X(PEER_WAIT, "extras.peer_wait_ns", 1)            \
     X(LONGEST_WAIT, "extras.peer_longest_wait_ns", 1) \
-    X(GRAD_RECV_TOKENS, "grad_recv_tokens", 0)   \
-    X(GRAD_RECV_WEIGHTS, "grad_slot_weights", 0) \
-    X(GRAD_TOKENS, "grad_tokens", 1)             \
-    X(GRAD_TOPK_WEIGHTS, "grad_topk_weights", 1) \
-    X(GRAD_OUT, "grad_out", 0)                   \
-    X(GRAD_EXPERT_OUT, "grad_expert_out", 1)     \
+    X(GRAD_RECV_TOKENS, "grad_recv_tokens", 0)        \
+    X(GRAD_RECV_WEIGHTS, "grad_slot_weights", 0)      \
+    X(GRAD_TOKENS, "grad_tokens", 1)                  \
+    X(GRAD_TOPK_WEIGHTS, "grad_topk_weights", 1)      \
+    X(GRAD_OUT, "grad_out", 0)                        \
+    X(GRAD_EXPERT_OUT, "grad_expert_out", 1)          \
     X(GRAD_SLOT_WEIGHTS, "grad_slot_weights", 1)
 
 typedef enum Arg {
@@ -119,11 +119,19 @@ void fixture_check_guards(const Fixture *fixture);
  * `changes` to fixture_case, as "layout=flat". */
 void fixture_check_refusals(const char *group, const char *changes);
 
+/** A test on such a fixture, `f`. One of latency mode is skipped where the backend has none. */
+#define FixtureTest(suite, name, changes)        \
+    static void suite##_##name##_on(Fixture *f); \
+    SoloTest(suite, name) {                      \
+        Fixture *f = fixture_new(changes);       \
+        suite##_##name##_on(f);                  \
+        fixture_free(f);                         \
+    }                                            \
+    static void suite##_##name##_on(Fixture *f)
+
 /** A test of such a group. */
-#define RefusalsTest(suite, name, group, changes)   \
-    SoloTest(suite, name) {                         \
-        fixture_check_refusals((group), (changes)); \
-    }
+#define RefusalsTest(suite, name, group, changes) \
+    SoloCall(suite, name, fixture_check_refusals((group), (changes)))
 
 /** Check that zero_tail writes no further than the end of the shortest output: `arg`, of one float
  * per row, which has room for the capacity only. */

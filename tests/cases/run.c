@@ -14,6 +14,19 @@ EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c) {
     return open_group_with(bootstrap, &config);
 }
 
+EpGroupConfig group_config(int ranks) {
+    Case c = case_complete((Case){.ranks = ranks});
+    return case_group_config(&c);
+}
+
+void check_no_group(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpStatus status,
+                    const char *const *words, const char *file, int line) {
+    EpGroup *group = NULL;
+    check_refused(ep_group_create(bootstrap, config, &group), status, words, file, line,
+                  "ep_group_create");
+    check_that(!group, file, line, "ep_group_create", "a group was made");
+}
+
 EpHandle *open_handle_with(EpGroup *group, const EpHandleConfig *config) {
     EpHandle *handle = NULL;
     REQUIRE_OK(ep_handle_create(group, config, &handle));
@@ -26,6 +39,7 @@ EpHandle *open_handle(EpGroup *group, const Case *c) {
 }
 
 Step open_step(const EpBootstrap *bootstrap, const Case *c) {
+    if (c->mode == EP_MODE_LATENCY) needs_latency();
     Step step = {.world = world_new(c), .rank = bootstrap->rank};
     step.group = open_group(bootstrap, &step.world->c);
     step.handle = open_handle(step.group, &step.world->c);
@@ -197,6 +211,11 @@ void run_case_on_threads(const Case *c) {
 void run_layouts(Case c) {
     for (c.layout = EP_LAYOUT_EXPERT_MAJOR; c.layout <= EP_LAYOUT_RANK_MAJOR; c.layout++)
         run_case_on_threads(&c);
+}
+
+void run_texts(void (*run)(Case c), const char *const *texts) {
+    for (int i = 0; texts[i]; i++)
+        run(case_of("seed=%d %s", i, texts[i]));
 }
 
 static void dispatch_body(const EpBootstrap *bootstrap, void *arg) {

@@ -180,6 +180,14 @@ void step_combine_backward(const Step *step) {
     make_call(step, STEP_COMBINE_BACKWARD);
 }
 
+void step_combine_backward_rows(const Step *step) {
+    Run r = run_new(step, STEP_COMBINE_BACKWARD);
+    r.memory.out[OUT_GRAD_SLOTS] = NULL;
+    run_call(&r, STEP_COMBINE_BACKWARD);
+    image_free(&r.got[OUT_GRAD_SLOTS]);
+    run_end(&r);
+}
+
 void step_dispatch_backward(const Step *step) {
     make_call(step, STEP_DISPATCH_BACKWARD);
 }

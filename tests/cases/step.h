@@ -149,6 +149,8 @@ void step_combine_wait(const Step *step);
 void step_dispatch_again(const Step *step);
 void step_combine(const Step *step);
 void step_combine_backward(const Step *step);
+/** Likewise without gradients of weights, and so without expert_out. */
+void step_combine_backward_rows(const Step *step);
 void step_dispatch_backward(const Step *step);
 
 /** Dispatch and combine; in throughput mode also combine_backward and dispatch_backward. */

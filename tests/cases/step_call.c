@@ -58,8 +58,7 @@ static const EpExtras *extras(Arguments *a, StepOp op) {
     int counters = step_counters(a->step, op, a->memory->counters, a->counter, &a->extras);
     int biases = op & sums ? c->biases : 0;
     if (biases) a->extras.bias0 = in(a, IN_BIAS0), a->extras.bias1 = in(a, IN_BIAS1);
-    if (biases == 1 && c->seed % 2)
-        a->extras.bias1 = a->extras.bias0, a->extras.bias0 = NULL;
+    if (biases == 1 && c->seed % 2) a->extras.bias1 = a->extras.bias0, a->extras.bias0 = NULL;
     return counters || biases ? &a->extras : NULL;
 }
 
@@ -69,9 +68,8 @@ static EpStatus prepare(Arguments *a, EpStream stream) {
     const EpTensor *plan = a->step->plan, *index = in(a, IN_INDEX), *count = in(a, IN_COUNT);
     const EpExtras *more = extras(a, STEP_PREPARE);
     if (!index->shape[0]) a->in[IN_INDEX].data = NULL;
-    EpStatus status = more
-                          ? ep_prepare_with(handle, plan, index, count, stream, &numbers, more)
-                          : ep_prepare(handle, plan, index, count, stream, &numbers);
+    EpStatus status = more ? ep_prepare_with(handle, plan, index, count, stream, &numbers, more)
+                           : ep_prepare(handle, plan, index, count, stream, &numbers);
     memset(&numbers, 0x77, sizeof(numbers));
     return status;
 }
@@ -139,10 +137,10 @@ static EpStatus combine(Arguments *a, EpStream stream) {
 
 static EpStatus combine_backward(Arguments *a, EpStream stream) {
     EpHandle *handle = a->step->handle;
-    int weighted = a->step->world->c.weighted;
-    const EpTensor *plan = a->step->plan, *grad = in(a, IN_GRAD_OUT);
-    const EpTensor *slots = in(a, IN_SLOT_WEIGHTS), *rows = weighted ? in(a, IN_EXPERT_OUT) : NULL;
+    const EpTensor *plan = a->step->plan, *grad = in(a, IN_GRAD_OUT),
+                   *slots = in(a, IN_SLOT_WEIGHTS);
     const EpTensor *grad_rows = out(a, OUT_GRAD_ROWS), *grad_slots = out(a, OUT_GRAD_SLOTS);
+    const EpTensor *rows = grad_slots ? in(a, IN_EXPERT_OUT) : NULL;
     const EpExtras *more = extras(a, STEP_COMBINE_BACKWARD);
     if (!more)
         return ep_combine_backward(handle, plan, grad, slots, rows, stream, grad_rows, grad_slots);

@@ -20,15 +20,11 @@ static void run_types(Case given) {
     }
 }
 
-Test(combine_sums, few_terms, .timeout = 120) {
-    run_types(case_of("ranks=2 top_k=2 hidden=104"));
-}
-Test(combine_sums, many_terms_per_rank, .timeout = 120) {
-    run_types(case_of("ranks=2 experts=64 top_k=32 hidden=64"));
-}
-Test(combine_sums, many_ranks, .timeout = 120) {
-    run_types(case_of("ranks=%d experts=48 top_k=16 hidden=16", GPU_RANKS(12)));
-}
+CasesTest(combine_sums, few_terms, run_types(case_of("ranks=2 top_k=2 hidden=104")));
+CasesTest(combine_sums, many_terms_per_rank,
+          run_types(case_of("ranks=2 experts=64 top_k=32 hidden=64")));
+CasesTest(combine_sums, many_ranks,
+          run_types(case_of("ranks=%d experts=48 top_k=16 hidden=16", GPU_RANKS(12))));
 
 /* Combine in a group of one rank and one expert, with one token per row of `rows`. */
 static void combine_alone(const void *rows, EpType type, int64_t tokens, int64_t hidden,
@@ -129,15 +125,9 @@ static void run_nodes(EpLayout layout) {
     }
 }
 
-Test(combine_sums, nodes_expert_major, .timeout = 120) {
-    run_nodes(EP_LAYOUT_EXPERT_MAJOR);
-}
-Test(combine_sums, nodes_flat, .timeout = 120) {
-    run_nodes(EP_LAYOUT_FLAT);
-}
-Test(combine_sums, nodes_batched, .timeout = 120) {
-    run_nodes(EP_LAYOUT_BATCHED);
-}
+CasesTest(combine_sums, nodes_expert_major, run_nodes(EP_LAYOUT_EXPERT_MAJOR));
+CasesTest(combine_sums, nodes_flat, run_nodes(EP_LAYOUT_FLAT));
+CasesTest(combine_sums, nodes_batched, run_nodes(EP_LAYOUT_BATCHED));
 
 /* A token of one rank on two nodes: the partial sum of each rank, NAN where it has no slot, and
  * what the order of summation makes of them. */

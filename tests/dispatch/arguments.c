@@ -3,18 +3,17 @@
  * say. */
 #include "tests/cases/fixture.h"
 
-RefusalsTest(dispatch_arguments, wrong_tensors, "dispatch", "")
-    RefusalsTest(dispatch_arguments, wrong_tensors_of_flat, "dispatch_flat", "layout=flat")
-        RefusalsTest(dispatch_arguments, wrong_tensors_of_batched, "dispatch_batched",
-                     "layout=batched") RefusalsTest(dispatch_arguments, wrong_tensors_of_rank_major,
-                                                    "rank_major", "layout=rank-major")
-    /* recv_topk_idx exists in FLAT and RANK_MAJOR only. */
-    RefusalsTest(dispatch_arguments, expert_ids_of_expert_major, "no_ids", "")
-        RefusalsTest(dispatch_arguments, expert_ids_of_batched, "no_ids", "layout=batched")
+RefusalsTest(dispatch_arguments, wrong_tensors, "dispatch", "");
+RefusalsTest(dispatch_arguments, wrong_tensors_of_flat, "dispatch_flat", "layout=flat");
+RefusalsTest(dispatch_arguments, wrong_tensors_of_batched, "dispatch_batched", "layout=batched");
+RefusalsTest(dispatch_arguments, wrong_tensors_of_rank_major, "rank_major", "layout=rank-major");
+/* recv_topk_idx exists in FLAT and RANK_MAJOR only. */
+RefusalsTest(dispatch_arguments, expert_ids_of_expert_major, "no_ids", "");
+RefusalsTest(dispatch_arguments, expert_ids_of_batched, "no_ids", "layout=batched");
 
-    /* The sentence says how many rows are needed, and that many are enough: what arrives, or with a
-     * static capacity all of it. */
-    SoloTest(dispatch_arguments, size_needed_is_in_the_sentence) {
+/* The sentence says how many rows are needed, and that many are enough: what arrives, or with a
+ * static capacity all of it. */
+SoloTest(dispatch_arguments, size_needed_is_in_the_sentence) {
     static const char *const sizes[] = {"", "capacity=77"};
     for (int i = 0; i < LENGTH(sizes); i++) {
         Fixture *f = fixture_new(sizes[i]);

@@ -34,10 +34,10 @@ GRID(mxfp8, EP_QUANT_MXFP8)
 /* Scales that the caller passes can be received by column, too. */
 LayoutsTest(dispatch_quant, carried_scales_by_column,
             "ranks=3 scale_bytes=12 spare_rows=2 zero_tail=zero weighted=1 scale_order=by-column "
-            "alignment=4")
+            "alignment=4");
 
-    /* Rows of other nodes are packed instead of staged, and arrive in many rounds. */
-    Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
+/* Rows of other nodes are packed instead of staged, and arrive in many rounds. */
+Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
     setenv("LIBEP_NODE_CHUNK", "3000", 1);
     for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_MXFP8; quant++)
@@ -73,8 +73,7 @@ static float boundary(int i) {
 }
 
 /* Rows whose largest element is 448 have a scale of 1, so each element is sent as its own code. */
-SoloTest(dispatch_quant, every_rounding) {
-    Fixture *f = fixture_new("hidden=128 row_type=fp32 quant=fp8");
+FixtureTest(dispatch_quant, every_rounding, "hidden=128 row_type=fp32 quant=fp8") {
     const RankWorld *me = f->world->rank;
     float *x = f->tensor[TOKENS].data;
     for (int64_t i = 0; i < (int64_t)me->rows * 128; i++)
@@ -89,32 +88,28 @@ SoloTest(dispatch_quant, every_rounding) {
         CHECK(got[i] == quant_encode((double)value), "%a: 0x%02x instead of 0x%02x", (double)value,
               got[i], quant_encode((double)value));
     }
-    fixture_free(f);
 }
 
 /* A dispatch that quantises takes no memory of its own. */
-SoloTest(dispatch_quant, costs_no_buffers) {
-    Fixture *f = fixture_new("hidden=160 quant=fp8");
+FixtureTest(dispatch_quant, costs_no_buffers, "hidden=160 quant=fp8") {
     EpHandleConfig config = case_handle_config(&f->world->c);
     EpHandleCost cost = EP_HANDLE_COST_INIT;
     CHECK_OK(ep_handle_cost(f->group, &config, &cost));
     CHECK(cost.buffer_bytes == 0, "%lld bytes", (long long)cost.buffer_bytes);
-    fixture_free(f);
 }
 
 /* ---- refusals ---- */
 
-RefusalsTest(dispatch_quant, wrong_tensors_of_fp8, "quant_fp8", "hidden=160 quant=fp8")
-    RefusalsTest(dispatch_quant, wrong_tensors_of_mxfp8_by_column, "quant_mxfp8_by_column",
-                 "hidden=160 layout=flat quant=mxfp8 scale_order=by-column")
-        RefusalsTest(dispatch_quant, wrong_tensors_of_batched_by_column, "quant_batched_by_column",
-                     "hidden=160 layout=batched quant=fp8-ue8m0 scale_order=by-column")
-            RefusalsTest(dispatch_quant, wrong_tensors_of_rank_major_by_column,
-                         "quant_rank_major_by_column",
-                         "hidden=160 layout=rank-major quant=fp8-ue8m0 scale_order=by-column")
+RefusalsTest(dispatch_quant, wrong_tensors_of_fp8, "quant_fp8", "hidden=160 quant=fp8");
+RefusalsTest(dispatch_quant, wrong_tensors_of_mxfp8_by_column, "quant_mxfp8_by_column",
+             "hidden=160 layout=flat quant=mxfp8 scale_order=by-column");
+RefusalsTest(dispatch_quant, wrong_tensors_of_batched_by_column, "quant_batched_by_column",
+             "hidden=160 layout=batched quant=fp8-ue8m0 scale_order=by-column");
+RefusalsTest(dispatch_quant, wrong_tensors_of_rank_major_by_column, "quant_rank_major_by_column",
+             "hidden=160 layout=rank-major quant=fp8-ue8m0 scale_order=by-column");
 
-    /* A dispatch that quantises refuses scales of the caller. */
-    SoloTest(dispatch_quant, scales_on_top) {
+/* A dispatch that quantises refuses scales of the caller. */
+SoloTest(dispatch_quant, scales_on_top) {
     Fixture *f = fixture_new_prepared("hidden=160 quant=fp8");
     f->arg[SCALES] = f->arg[TOPK_WEIGHTS];
     CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_UNSUPPORTED, "ep_dispatch", "scales",

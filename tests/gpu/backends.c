@@ -60,9 +60,8 @@ static EpGroup *group_on(const EpBootstrap *bootstrap, EpBackend backend, EpMode
     widest.mode = mode;
     if (mode == EP_MODE_LATENCY) widest.max_tokens = LATENCY_TOKENS;
     EpGroupConfig config = case_group_config(&widest);
-    EpGroup *group = NULL;
     config.backend = backend;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     return group;
 }
 

@@ -287,8 +287,7 @@ ThreadTest(gpu_faults, more_experts_than_there_is_room, 1) {
     /* The most that fit on an H100. */
     config.num_experts = 5400, config.backend = EP_BACKEND_CUDA;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    EpHandle *handle = NULL;
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    open_handle_with(group, NULL);
     ep_group_destroy(group);
 }
 

@@ -242,9 +242,9 @@ EpStatus gpu_prepare_with(EpHandle *handle, const EpTensor *plan, const EpTensor
     Moved m = {.stream = stream};
     EpPlanTensors moved;
     EpExtras copy;
-    EpStatus status = ep_prepare_with(handle, output(&m, plan), input(&m, topk_idx),
-                                      input(&m, num_tokens), stream, move_numbers(&m, out, &moved),
-                                      move_extras(&m, extras, &copy));
+    EpStatus status =
+        ep_prepare_with(handle, output(&m, plan), input(&m, topk_idx), input(&m, num_tokens),
+                        stream, move_numbers(&m, out, &moved), move_extras(&m, extras, &copy));
     if (status != EP_OK || !ep_handle_is_latency(handle)) return settle(&m, status);
     keep(handle, &m);
     return status;

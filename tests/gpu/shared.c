@@ -95,11 +95,9 @@ Test(mpi_gpu_shared, windows, .timeout = 110) {
 static void refused(const EpBootstrap *bootstrap, void *arg) {
     Case c = process_case(bootstrap->size, 0);
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     config.device = 0;
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "config.backend",
-                  (const char *)arg, "ranks 0 and 1");
-    CHECK(group == NULL, "a group was made");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_UNSUPPORTED, "config.backend", (const char *)arg,
+                   "ranks 0 and 1");
 }
 
 Test(gpu_shared, unless_asked_for, .timeout = 60) {
@@ -143,9 +141,5 @@ static void uneven(const EpBootstrap *bootstrap) {
     CHECK_CUDA(cudaStreamDestroy(stream));
 }
 
-RankedTest(mpi_gpu_uneven, of_two, 2, 60) {
-    uneven(bootstrap);
-}
-RankedTest(mpi_gpu_uneven, of_four, 4, 60) {
-    uneven(bootstrap);
-}
+RankedCall(mpi_gpu_uneven, of_two, 2, 60, uneven(bootstrap));
+RankedCall(mpi_gpu_uneven, of_four, 4, 60, uneven(bootstrap));

@@ -19,34 +19,23 @@ static void run_all_layouts(const char *shape) {
     }
 }
 
-Test(handles_counters, one_rank, .timeout = 120) {
-    run_all_layouts("masked_percent=30 invalid_percent=0");
-}
-Test(handles_counters, two_ranks, .timeout = 120) {
-    run_all_layouts("ranks=2 top_k=4 hidden=1032 masked_percent=30 duplicates=1 biases=1");
-}
-Test(handles_counters, lost_rows, .timeout = 120) {
-    run_all_layouts("ranks=2 top_k=4 capacity=10 rows_per_expert=3 overflow=drop");
-}
-Test(handles_counters, no_tokens, .timeout = 120) {
-    run_all_layouts("ranks=2 spread=none");
-}
-Test(handles_counters, many_ranks, .timeout = 120) {
-    run_all_layouts(GPU_RANKS(8) < 8 ? "ranks=4 experts=24 top_k=6 max_tokens=30"
-                                     : "ranks=8 experts=24 top_k=6 max_tokens=30");
-}
-Test(handles_counters, quantised, .timeout = 120) {
-    run_all_layouts("ranks=2 top_k=4 hidden=1200 sum_quant=fp8");
-    Case c = case_of("ranks=2 top_k=4 hidden=1200 quant=fp8 weighted=1 counters=1");
-    run_case_on_threads(&c);
-}
-Test(handles_counters, nodes, .timeout = 120) {
-    setenv("LIBEP_NODE_CHUNK", "3000", 1);
-    run_all_layouts("ranks=4 nodes=0110 experts=12 top_k=5 max_tokens=25");
-}
-Test(handles_counters, unequal_nodes, .timeout = 120) {
-    run_all_layouts("ranks=5 nodes=01011 experts=12 top_k=3 max_tokens=25");
-}
+CasesTest(handles_counters, one_rank, run_all_layouts("masked_percent=30 invalid_percent=0"));
+CasesTest(handles_counters, two_ranks,
+          run_all_layouts("ranks=2 top_k=4 hidden=1032 masked_percent=30 duplicates=1 biases=1"));
+CasesTest(handles_counters, lost_rows,
+          run_all_layouts("ranks=2 top_k=4 capacity=10 rows_per_expert=3 overflow=drop"));
+CasesTest(handles_counters, no_tokens, run_all_layouts("ranks=2 spread=none"));
+CasesTest(handles_counters, many_ranks,
+          run_all_layouts(GPU_RANKS(8) < 8 ? "ranks=4 experts=24 top_k=6 max_tokens=30"
+                                           : "ranks=8 experts=24 top_k=6 max_tokens=30"));
+CasesTest(handles_counters, sums_of_fp8,
+          run_all_layouts("ranks=2 top_k=4 hidden=1200 sum_quant=fp8"));
+LayoutsTest(handles_counters, rows_of_fp8,
+            "ranks=2 top_k=4 hidden=1200 quant=fp8 weighted=1 counters=1");
+CasesTest(handles_counters, nodes, setenv("LIBEP_NODE_CHUNK", "3000", 1);
+          run_all_layouts("ranks=4 nodes=0110 experts=12 top_k=5 max_tokens=25"));
+CasesTest(handles_counters, unequal_nodes,
+          run_all_layouts("ranks=5 nodes=01011 experts=12 top_k=3 max_tokens=25"));
 
 /* ---- waits --------------------------------------------------------------------------------- */
 
@@ -67,8 +56,7 @@ static int64_t wait_for_late_rank(Fixture *f, Late *late, int attempt) {
     late->entered[f->step.rank] = attempt;
     while (late->entered[0] < attempt)
         sched_yield();
-    if (f->step.rank)
-        nanosleep(&(struct timespec){0, LATE_MS * 1000000}, NULL);
+    if (f->step.rank) nanosleep(&(struct timespec){0, LATE_MS * 1000000}, NULL);
     CHECK_OK(fixture_call(f, OP_DISPATCH));
     CHECK(wait[f->step.rank] == 0, "a rank waited for itself");
     CHECK(wait[!f->step.rank] == longest[!f->step.rank], "two waits in one call");
@@ -88,8 +76,7 @@ static void late_body(const EpBootstrap *bootstrap, void *arg) {
         int64_t last = wait_for_late_rank(&f, late, attempt);
         if (last > wait) wait = last;
     }
-    if (!f.step.rank)
-        CHECK(wait >= LEAST_MS * 1000000LL, "waited %lld ns", (long long)wait);
+    if (!f.step.rank) CHECK(wait >= LEAST_MS * 1000000LL, "waited %lld ns", (long long)wait);
     fixture_close_on(&f);
 }
 
@@ -108,8 +95,8 @@ Test(handles_counters, late_rank, .timeout = 60) {
 
 /* ---- wrong tensors ------------------------------------------------------------------------- */
 
-RefusalsTest(handles_counters, wrong_tensors, "counters", "")
-RefusalsTest(handles_counters, wrong_tensors_of_flat, "counters", "layout=flat")
+RefusalsTest(handles_counters, wrong_tensors, "counters", "");
+RefusalsTest(handles_counters, wrong_tensors_of_flat, "counters", "layout=flat");
 
 static void check_prepare(const char *changes, EpStatus status, const char *sentence) {
     Fixture *f = fixture_new(changes);
@@ -126,8 +113,8 @@ SoloTest(handles_counters, waits_of_prepare) {
 }
 
 /* Each pair of counters in one place, or a part of it. */
-SoloTest(handles_counters, overlapping) {
-    Fixture *f = fixture_new_prepared("");
+FixtureTest(handles_counters, overlapping, "") {
+    CHECK_OK(fixture_call(f, OP_PREPARE));
     static const Arg args[] = {EXPERT_TOKENS, PEER_ROWS, PEER_BYTES, PEER_WAIT, LONGEST_WAIT};
     for (int i = 1; i < 5; i++) {
         for (int j = 0; j < i; j++) {
@@ -139,5 +126,4 @@ SoloTest(handles_counters, overlapping) {
             fixture_check_untouched(f);
         }
     }
-    fixture_free(f);
 }

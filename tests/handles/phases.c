@@ -10,20 +10,16 @@
 
 static const Op phases[] = {OP_DISPATCH_SEND, OP_DISPATCH_WAIT, OP_COMBINE_SEND, OP_COMBINE_WAIT};
 
-SoloTest(handles_phases, none_in_throughput_mode) {
-    Fixture *f = fixture_new("");
+FixtureTest(handles_phases, none_in_throughput_mode, "") {
     step_prepare(&f->step);
     for (int i = 0; i < LENGTH(phases); i++)
         CHECK_REFUSED(fixture_call(f, phases[i]), EP_ERR_UNSUPPORTED, "rank 0", "handle",
                       "latency mode", "throughput mode");
     fixture_check_untouched(f);
     step_move(&f->step);
-    fixture_free(f);
 }
 
-SoloTest(handles_phases, wait_without_send) {
-    needs_latency();
-    Fixture *f = fixture_new("mode=latency layout=batched");
+FixtureTest(handles_phases, wait_without_send, "mode=latency layout=batched") {
     CHECK_REFUSED(fixture_call(f, OP_DISPATCH_SEND), EP_ERR_NOT_PREPARED, "ep_dispatch_send",
                   "routing");
     CHECK_REFUSED(fixture_call(f, OP_COMBINE_SEND), EP_ERR_NOT_PREPARED, "ep_combine_send", "plan");
@@ -35,7 +31,6 @@ SoloTest(handles_phases, wait_without_send) {
         fixture_check_untouched(f);
         step_dispatch(&f->step);
     }
-    fixture_free(f);
 }
 
 /* All calls but the receive phase of `pending` are refused, and the operation stays pending. */
@@ -55,21 +50,16 @@ static void refuse_while_pending(Fixture *f, Op pending, const char *wait, const
     CHECK_OK(fixture_call(f, pending == OP_DISPATCH_SEND ? OP_DISPATCH_WAIT : OP_COMBINE_WAIT));
 }
 
-SoloTest(handles_phases, other_calls_in_between) {
-    needs_latency();
-    Fixture *f = fixture_new("mode=latency layout=batched");
+FixtureTest(handles_phases, other_calls_in_between, "mode=latency layout=batched") {
     for (int round = 0; round < 2; round++) {
         refuse_while_pending(f, OP_DISPATCH_SEND, "ep_dispatch_wait", "ep_dispatch_send");
         refuse_while_pending(f, OP_COMBINE_SEND, "ep_combine_wait", "ep_combine_send");
     }
     step_all(&f->step);
-    fixture_free(f);
 }
 
 /* A pending operation is dropped with its handle and with its group. */
-SoloTest(handles_phases, destroyed_while_pending) {
-    needs_latency();
-    Fixture *f = fixture_new("mode=latency layout=batched");
+FixtureTest(handles_phases, destroyed_while_pending, "mode=latency layout=batched") {
     fixture_begin(f, OP_DISPATCH_SEND);
     ep_handle_destroy(f->handle);
     CHECK_REFUSED(fixture_call(f, OP_DISPATCH_WAIT), EP_ERR_DESTROYED, "handle");
@@ -77,17 +67,14 @@ SoloTest(handles_phases, destroyed_while_pending) {
     step_all(&f->step);
     fixture_reset(f);
     fixture_begin(f, OP_DISPATCH_SEND);
-    fixture_free(f);
 }
 
 /* ---- arguments ---- */
 
-RefusalsTest(handles_phases, wrong_tensors, "phases", "mode=latency")
+RefusalsTest(handles_phases, wrong_tensors, "phases", "mode=latency");
 
-    /* Weights and scales that were not sent cannot be received. */
-    SoloTest(handles_phases, receiving_what_was_not_sent) {
-    needs_latency();
-    Fixture *f = fixture_new("mode=latency");
+/* Weights and scales that were not sent cannot be received. */
+FixtureTest(handles_phases, receiving_what_was_not_sent, "mode=latency") {
     f->arg[TOPK_WEIGHTS] = f->arg[SCALES] = NULL;
     fixture_begin(f, OP_DISPATCH_SEND);
     CHECK_REFUSED(fixture_call(f, OP_DISPATCH_WAIT), EP_ERR_NULL, "recv_topk_weights", "NULL");
@@ -96,7 +83,6 @@ RefusalsTest(handles_phases, wrong_tensors, "phases", "mode=latency")
     fixture_check_untouched(f);
     f->arg[RECV_SCALES] = NULL;
     CHECK_OK(fixture_call(f, OP_DISPATCH_WAIT));
-    fixture_free(f);
 }
 
 /* ---- many pending operations ---- */

@@ -25,6 +25,7 @@ typedef struct Plans {
 
 static void plans_open(Plans *p, const EpBootstrap *bootstrap, Case c) {
     *p = (Plans){.group = NULL};
+    if (c.mode == EP_MODE_LATENCY) needs_latency();
     for (int i = 0; i < PLANS; i++) {
         c.seed = 40 + (uint64_t)i;
         p->world[i] = world_new(&c);
@@ -48,6 +49,17 @@ static void plans_close(Plans *p) {
     for (int i = 0; i < PLANS; i++)
         world_free(p->world[i]);
 }
+
+/* A test of three plans of one handle, `p`. */
+#define PlansTest(name, ranks, text)                               \
+    static void name##_on(const EpBootstrap *bootstrap, Plans *p); \
+    ThreadTest(handles_plans, name, ranks) {                       \
+        Plans p;                                                   \
+        plans_open(&p, bootstrap, plain(text));                    \
+        name##_on(bootstrap, &p);                                  \
+        plans_close(&p);                                           \
+    }                                                              \
+    static void name##_on(__attribute__((unused)) const EpBootstrap *bootstrap, Plans *p)
 
 /* Move a plan's bytes, and overwrite those at the old address. */
 static void move(EpTensor *plan) {
@@ -150,49 +162,40 @@ ThreadTest(handles_plans, three_in_latency_mode, RANKS) {
 }
 
 /* A saved plan is restored after its memory has served another step. */
-ThreadTest(handles_plans, saved_and_restored, RANKS) {
-    Plans p;
-    plans_open(&p, bootstrap, plain(""));
-    size_t bytes = (size_t)p.plan[0].shape[0];
+PlansTest(saved_and_restored, RANKS, "") {
+    size_t bytes = (size_t)p->plan[0].shape[0];
     void *saved = malloc(bytes);
-    step_prepare(&p.step[0]);
-    step_dispatch(&p.step[0]);
-    memcpy(saved, p.plan[0].data, bytes);
-    Step second = p.step[1];
-    second.plan = &p.plan[0];
+    step_prepare(&p->step[0]);
+    step_dispatch(&p->step[0]);
+    memcpy(saved, p->plan[0].data, bytes);
+    Step second = p->step[1];
+    second.plan = &p->plan[0];
     step_all(&second);
-    memcpy(p.plan[0].data, saved, bytes);
-    step_move(&p.step[0]);
+    memcpy(p->plan[0].data, saved, bytes);
+    step_move(&p->step[0]);
     free(saved);
-    plans_close(&p);
 }
 
 /* A handle with a plan of its own may name others, too. */
-ThreadTest(handles_plans, beside_the_own_one, RANKS) {
-    Plans p;
-    plans_open(&p, bootstrap, plain("named=0"));
-    Step own = p.step[1];
+PlansTest(beside_the_own_one, RANKS, "named=0") {
+    Step own = p->step[1];
     own.plan = NULL;
     step_prepare(&own);
-    step_prepare(&p.step[0]);
-    step_move(&p.step[0]);
+    step_prepare(&p->step[0]);
+    step_move(&p->step[0]);
     step_move(&own);
-    plans_close(&p);
 }
 
 /* No byte behind the plan is written. */
-ThreadTest(handles_plans, exactly_the_bytes_asked_for, 1) {
-    Plans p;
-    plans_open(&p, bootstrap, plain("ranks=1"));
-    size_t bytes = (size_t)p.plan[0].shape[0];
+PlansTest(exactly_the_bytes_asked_for, 1, "ranks=1") {
+    size_t bytes = (size_t)p->plan[0].shape[0];
     unsigned char *room = aligned_alloc(64, (bytes + 64 + 63) / 64 * 64 + 192);
     memset(room, 0xee, bytes + 128);
-    free(p.plan[0].data);
-    p.plan[0].data = room;
-    step_all(&p.step[0]);
+    free(p->plan[0].data);
+    p->plan[0].data = room;
+    step_all(&p->step[0]);
     for (size_t i = bytes; i < bytes + 128; i++)
         if (!CHECK(room[i] == 0xee, "byte %zu behind the plan was written", i - bytes)) break;
-    plans_close(&p);
 }
 
 /* ---- named by some ranks ------------------------------------------------------------------- */
@@ -335,38 +338,32 @@ ThreadTest(handles_plans, own_plan_overwritten, 1) {
 }
 
 /* Rows that a plan counts as sent, but not as received, have entries that nothing has checked. */
-ThreadTest(handles_plans, damaged_own_rows, 1) {
+PlansTest(damaged_own_rows, 1, ALONE) {
     HOST_ONLY("the host backend checks a plan's numbers");
-    Plans p;
     EpPlan plan;
-    plans_open(&p, bootstrap, plain(ALONE));
-    step_prepare(&p.step[0]);
-    ep_plan_map(&p.handle->shape, p.plan[0].data, &plan);
+    step_prepare(&p->step[0]);
+    ep_plan_map(&p->handle->shape, p->plan[0].data, &plan);
     int32_t row = plan.recv_begin[1] - 1;
     plan.recv_begin[1] = row;
     plan.row_entry[row] = 959619703;
-    CHECK_REFUSED(call_combine(&p.step[0], &p.plan[0]), EP_ERR_HANDLE_MEMORY, "rank 0", "plan",
+    CHECK_REFUSED(call_combine(&p->step[0], &p->plan[0]), EP_ERR_HANDLE_MEMORY, "rank 0", "plan",
                   "damaged numbers");
-    plans_close(&p);
 }
 
 /* A row without an entry on its rank: with many of them a token had more rows than entries. */
-ThreadTest(handles_plans, damaged_owner, 2) {
+PlansTest(damaged_owner, 2, "ranks=2 spread=full") {
     HOST_ONLY("the host backend checks a plan's numbers");
-    Plans p;
     EpPlan plan;
-    plans_open(&p, bootstrap, plain("ranks=2 spread=full"));
-    int top_k = p.world[0]->c.top_k;
-    step_prepare(&p.step[0]);
-    ep_plan_map(&p.handle->shape, p.plan[0].data, &plan);
+    int top_k = p->world[0]->c.top_k;
+    step_prepare(&p->step[0]);
+    ep_plan_map(&p->handle->shape, p->plan[0].data, &plan);
     if (bootstrap->rank == 0) {
         int64_t first = (int64_t)plan.send_token[plan.send_begin[1]] * top_k;
         for (int64_t i = first; i < first + top_k; i++)
             if (plan.owner[i] == 1) plan.owner[i] = -1;
-        CHECK_REFUSED(call_combine(&p.step[0], &p.plan[0]), EP_ERR_HANDLE_MEMORY, "rank 0", "plan",
-                      "damaged numbers");
+        CHECK_REFUSED(call_combine(&p->step[0], &p->plan[0]), EP_ERR_HANDLE_MEMORY, "rank 0",
+                      "plan", "damaged numbers");
     }
-    plans_close(&p);
 }
 
 static void set_tokens(Fixture *f, int64_t rows) {
@@ -404,40 +401,34 @@ SoloTest(handles_plans, one_number_of_tokens) {
 }
 
 /* Another number of tokens than the plan's. */
-ThreadTest(handles_plans, other_tokens, 1) {
-    Plans p;
-    plans_open(&p, bootstrap, plain(ALONE));
-    step_prepare(&p.step[0]);
-    EpTensor rows = step_expert_out(&p.step[0]), out = step_grad_out(&p.step[0]);
+PlansTest(other_tokens, 1, ALONE) {
+    step_prepare(&p->step[0]);
+    EpTensor rows = step_expert_out(&p->step[0]), out = step_grad_out(&p->step[0]);
     out.shape[0]--;
     CHECK_REFUSED(
-        outcome(&p.step[0], ep_combine(p.handle, &p.plan[0], &rows, NULL, NULL, NULL, &out)),
+        outcome(&p->step[0], ep_combine(p->handle, &p->plan[0], &rows, NULL, NULL, NULL, &out)),
         EP_ERR_SHAPE, "rank 0", "got 8");
-    plans_close(&p);
 }
 
-ThreadTest(handles_plans, wrong_tensors, 1) {
-    Plans p;
-    plans_open(&p, bootstrap, plain(ALONE));
-    EpTensor good = p.plan[0], bad = good;
+PlansTest(wrong_tensors, 1, ALONE) {
+    EpTensor good = p->plan[0], bad = good;
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     char needed[32];
-    step_prepare(&p.step[0]);
-    CHECK_REFUSED(call_combine(&p.step[0], NULL), EP_ERR_NULL, "plan", "EP_PLANS_NAMED");
+    step_prepare(&p->step[0]);
+    CHECK_REFUSED(call_combine(&p->step[0], NULL), EP_ERR_NULL, "plan", "EP_PLANS_NAMED");
     bad.type = EP_TYPE_INT32;
-    CHECK_REFUSED(call_combine(&p.step[0], &bad), EP_ERR_TYPE, "plan", "uint8");
+    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_TYPE, "plan", "uint8");
     bad = good, bad.ndim = 2;
-    CHECK_REFUSED(call_combine(&p.step[0], &bad), EP_ERR_NDIM, "plan", "got 2");
+    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_NDIM, "plan", "got 2");
     bad = good, bad.shape[0]--;
     snprintf(needed, sizeof(needed), "at least %lld", (long long)good.shape[0]);
-    CHECK_REFUSED(call_combine(&p.step[0], &bad), EP_ERR_BUFFER_SIZE, "plan", needed);
+    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_BUFFER_SIZE, "plan", needed);
     bad = good, bad.data = (char *)good.data + 32;
-    CHECK_REFUSED(call_combine(&p.step[0], &bad), EP_ERR_ADDRESS, "plan", "64");
+    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_ADDRESS, "plan", "64");
     bad = good, bad.data = NULL;
-    CHECK_REFUSED(call_combine(&p.step[0], &bad), EP_ERR_NULL, "plan");
-    CHECK_REFUSED(ep_handle_info(p.handle, &info), EP_ERR_UNSUPPORTED, "named plans");
-    step_all(&p.step[0]);
-    plans_close(&p);
+    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_NULL, "plan");
+    CHECK_REFUSED(ep_handle_info(p->handle, &info), EP_ERR_UNSUPPORTED, "named plans");
+    step_all(&p->step[0]);
 }
 
 /* Ranks name plans that different operations wrote. */
@@ -460,14 +451,11 @@ RankTest(handles_plans, of_different_operations_on_nodes, RANKS,
          name_different_plans(bootstrap, "0,1,2"));
 
 /* Without a top_k of the handle's own, K of a named plan is the group's max_top_k. */
-ThreadTest(handles_plans, another_k, 1) {
-    Plans p;
-    plans_open(&p, bootstrap, plain(ALONE));
+PlansTest(another_k, 1, ALONE) {
     int32_t index[9 * 2] = {0};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 9, 2);
-    CHECK_REFUSED(ep_prepare(p.handle, &p.plan[0], &topk_idx, NULL, NULL, NULL), EP_ERR_SHAPE,
+    CHECK_REFUSED(ep_prepare(p->handle, &p->plan[0], &topk_idx, NULL, NULL, NULL), EP_ERR_SHAPE,
                   "topk_idx", "max_top_k", "got 2");
-    plans_close(&p);
 }
 
 /* The routing of a handle's own plan has another K than a plan that its dispatch names. */
@@ -507,22 +495,19 @@ static double time_handles(EpGroup *group, const EpHandleConfig *config) {
 }
 
 /* The best of many times, since the machine may be busy. */
-ThreadTest(handles_plans, handles_cost_nothing, 1) {
-    Plans p;
-    plans_open(&p, bootstrap, plain("ranks=1"));
+PlansTest(handles_cost_nothing, 1, "ranks=1") {
     EpGroupInfo before = EP_GROUP_INFO_INIT, after = before;
-    EpHandleConfig config = case_handle_config(&p.world[0]->c);
-    CHECK_OK(ep_group_query(p.group, &before));
+    EpHandleConfig config = case_handle_config(&p->world[0]->c);
+    CHECK_OK(ep_group_query(p->group, &before));
     double best = 1e9;
     for (int i = 0; i < 50; i++) {
-        double each = time_handles(p.group, &config);
+        double each = time_handles(p->group, &config);
         best = each < best ? each : best;
     }
     CHECK(best < 20, "%.1f us for each handle", best);
-    CHECK_OK(ep_group_query(p.group, &after));
+    CHECK_OK(ep_group_query(p->group, &after));
     CHECK(after.library_bytes == before.library_bytes, "%lld bytes more",
           (long long)(after.library_bytes - before.library_bytes));
-    plans_close(&p);
 }
 
 /* ---- latency mode -------------------------------------------------------------------------- */
@@ -551,27 +536,21 @@ static void dispatch_with_routing(Plans *p, int rank, int phases) {
     step_combine(step);
 }
 
-ThreadTest(handles_plans, dispatch_with_its_routing, RANKS) {
-    needs_latency();
-    Plans p;
-    plans_open(&p, bootstrap, plain("mode=latency"));
-    EpTensor tokens = step_tokens(&p.step[0]);
-    CHECK_REFUSED(ep_dispatch_send(p.handle, &p.plan[0], NULL, &tokens, NULL, NULL, NULL),
+PlansTest(dispatch_with_its_routing, RANKS, "mode=latency") {
+    EpTensor tokens = step_tokens(&p->step[0]);
+    CHECK_REFUSED(ep_dispatch_send(p->handle, &p->plan[0], NULL, &tokens, NULL, NULL, NULL),
                   EP_ERR_NOT_PREPARED, "routing");
     if (!TESTS_ON_GPU)
         for (int phases = 0; phases < 2; phases++)
-            dispatch_with_routing(&p, bootstrap->rank, phases);
-    plans_close(&p);
+            dispatch_with_routing(p, bootstrap->rank, phases);
 }
 
-ThreadTest(handles_plans, routing_in_throughput_mode, 1) {
-    Plans p;
-    plans_open(&p, bootstrap, plain("ranks=1"));
+PlansTest(routing_in_throughput_mode, 1, "ranks=1") {
     EpPrepare prepare = EP_PREPARE_INIT;
     EpPlanTensors out = EP_PLAN_TENSORS_INIT;
     int32_t number = 7;
-    EpTensor tokens = step_tokens(&p.step[0]), vector = ep_tensor_1d(&number, EP_TYPE_INT32, 1);
-    step_prepare(&p.step[0]);
+    EpTensor tokens = step_tokens(&p->step[0]), vector = ep_tensor_1d(&number, EP_TYPE_INT32, 1);
+    step_prepare(&p->step[0]);
     const struct {
         const EpTensor *topk_idx, *rows, *by_source;
         EpStatus status;
@@ -583,44 +562,39 @@ ThreadTest(handles_plans, routing_in_throughput_mode, 1) {
     for (size_t i = 0; i < sizeof(wrong) / sizeof(*wrong); i++) {
         prepare.topk_idx = wrong[i].topk_idx;
         out.recv_rows = wrong[i].rows, out.source_rows = wrong[i].by_source;
-        CHECK_REFUSED(ep_dispatch(p.handle, &p.plan[0], &prepare, &tokens, NULL, NULL, NULL,
+        CHECK_REFUSED(ep_dispatch(p->handle, &p->plan[0], &prepare, &tokens, NULL, NULL, NULL,
                                   &tokens, NULL, NULL, NULL),
                       wrong[i].status, wrong[i].argument, wrong[i].text);
     }
     CHECK(number == 7, "a refused call has written %d", number);
-    plans_close(&p);
 }
 
 /* As many operations may be in flight as the group has sets of buffers. A handle that is destroyed
  * with a pending operation makes room. */
-ThreadTest(handles_plans, more_in_flight_than_sets, RANKS) {
-    needs_latency();
+PlansTest(more_in_flight_than_sets, RANKS, "mode=latency sets=2") {
     enum { SETS = 2 };
-    Plans p;
-    plans_open(&p, bootstrap, plain("mode=latency sets=2"));
     EpHandle *handles[PLANS];
     StepPending *pending[PLANS];
     for (int round = 0; round < 5; round++) {
         for (int i = 0; i < PLANS; i++)
-            p.step[i].handle = handles[i] = open_handle(p.group, &p.world[0]->c);
+            p->step[i].handle = handles[i] = open_handle(p->group, &p->world[0]->c);
         for (int i = 0; i < SETS; i++)
-            pending[i] = step_dispatch_send(&p.step[i]);
+            pending[i] = step_dispatch_send(&p->step[i]);
         int32_t index[9 * 3] = {0};
         EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 9, 3);
-        EpTensor tokens = step_tokens(&p.step[SETS]);
+        EpTensor tokens = step_tokens(&p->step[SETS]);
         tokens.shape[0] = 9;
-        CHECK_OK(ep_prepare(handles[SETS], &p.plan[SETS], &topk_idx, NULL, NULL, NULL));
+        CHECK_OK(ep_prepare(handles[SETS], &p->plan[SETS], &topk_idx, NULL, NULL, NULL));
         CHECK_REFUSED(
-            ep_dispatch_send(handles[SETS], &p.plan[SETS], NULL, &tokens, NULL, NULL, NULL),
+            ep_dispatch_send(handles[SETS], &p->plan[SETS], NULL, &tokens, NULL, NULL, NULL),
             EP_ERR_ORDER, "latency_sets", "2 sets");
-        step_dispatch_wait(&p.step[0], pending[0]);
-        pending[SETS] = step_dispatch_send(&p.step[SETS]);
-        step_dispatch_wait(&p.step[1], pending[1]);
-        step_dispatch_wait(&p.step[SETS], pending[SETS]);
+        step_dispatch_wait(&p->step[0], pending[0]);
+        pending[SETS] = step_dispatch_send(&p->step[SETS]);
+        step_dispatch_wait(&p->step[1], pending[1]);
+        step_dispatch_wait(&p->step[SETS], pending[SETS]);
         for (int i = 0; i < PLANS; i++)
-            step_combine(&p.step[i]);
+            step_combine(&p->step[i]);
         for (int i = 0; i < PLANS; i++)
             ep_handle_destroy(handles[i]);
     }
-    plans_close(&p);
 }

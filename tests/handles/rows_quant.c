@@ -3,8 +3,8 @@
 #include "ep/ep_quant.h"
 
 #include "tests/cases/refusals.h"
+#include "tests/cases/run.h"
 #include "tests/harness/random.h"
-#include "tests/harness/threads.h"
 #include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"
 
@@ -22,10 +22,9 @@ typedef struct Shape {
 
 static EpGroup *open_group_of(const EpBootstrap *bootstrap, int alignment) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
-    EpGroup *group = NULL;
     config.num_experts = 4, config.max_tokens = 8, config.max_top_k = 2;
     config.max_row_bytes = 256, config.alignment = alignment, config.backend = TEST_BACKEND;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     return group;
 }
 

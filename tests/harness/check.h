@@ -90,14 +90,14 @@ _Noreturn void check_leave(void);
     } while (0)
 
 /** A test without ranks, with checks instead of assertions. */
-#define SoloTest(suite, name)                                                     \
-    static void suite##_##name##_body(void *unused);                              \
-    Test(suite, name, .timeout = 120) {                                           \
-        GPU_NEEDS(1);                                                             \
-        GPU_TAKE(0);                                                              \
-        check_body(suite##_##name##_body, NULL);                                  \
-        check_assert();                                                           \
-    }                                                                             \
+#define SoloTest(suite, name)                        \
+    static void suite##_##name##_body(void *unused); \
+    Test(suite, name, .timeout = 120) {              \
+        GPU_NEEDS(1);                                \
+        GPU_TAKE(0);                                 \
+        check_body(suite##_##name##_body, NULL);     \
+        check_assert();                              \
+    }                                                \
     static void suite##_##name##_body(__attribute__((unused)) void *unused)
 
 /** Likewise of one call: SoloCall(suite, name, call); */
@@ -134,7 +134,7 @@ _Noreturn void check_leave(void);
 /** Skip a test of latency mode where the backend has none. */
 void needs_latency(void);
 
-/** Whether forks.h or suites.h runs the tests instead of Criterion's runner. */
+/** Whether suites.h runs the tests instead of Criterion's runner. */
 #if defined(__SANITIZE_THREAD__) || TESTS_ON_GPU
 #define TESTS_OWN_RUNNER 1
 #else

@@ -33,19 +33,25 @@ void ranked_leave(void);
 
 /** A test on MPI ranks. The suite's name begins with mpi_; sanitizer builds skip it, because MPI
  * does not run under a sanitizer. `skips` comes before mpirun starts. */
-#define MpiTest(suite, name, ranks, seconds, skips)                                        \
-    static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg);            \
-    Test(suite, name, .timeout = (seconds) + 10) {                                         \
-        skips;                                                                             \
-        ranked_run(#suite "/" #name, ranks, seconds, suite##_##name##_body);               \
-    }                                                                                      \
+#define MpiTest(suite, name, ranks, seconds, skips)                                         \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg);             \
+    Test(suite, name, .timeout = (seconds) + 10) {                                          \
+        skips;                                                                              \
+        ranked_run(#suite "/" #name, ranks, seconds, suite##_##name##_body);                \
+    }                                                                                       \
     static void suite##_##name##_body(__attribute__((unused)) const EpBootstrap *bootstrap, \
                                       __attribute__((unused)) void *arg)
 #define RankedTest(suite, name, ranks, seconds) MpiTest(suite, name, ranks, seconds, )
 /** One that the CUDA backend skips. */
 #define HostRankedTest(suite, name, ranks, seconds, why) \
     MpiTest(suite, name, ranks, seconds, HOST_ONLY(why))
-/** One of one call: HostRankedCall(suite, name, ranks, seconds, why, call); */
+/** Tests of one call: RankedCall(suite, name, ranks, seconds, call); */
+#define RankedCall(suite, name, ranks, seconds, call) \
+    RankedTest(suite, name, ranks, seconds) {         \
+        call;                                         \
+    }                                                 \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg)
+/** Likewise: HostRankedCall(suite, name, ranks, seconds, why, call); */
 #define HostRankedCall(suite, name, ranks, seconds, why, call) \
     HostRankedTest(suite, name, ranks, seconds, why) {         \
         call;                                                  \

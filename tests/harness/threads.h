@@ -44,8 +44,7 @@ void run_ranks(int ranks, RankBody body, void *arg);
     RankTest(suite, name##_4, 4, call)
 
 /** Likewise of latency mode. */
-#define LatencyTest(suite, name, ranks, call) \
-    RankTest(suite, name, ranks, needs_latency(); call)
+#define LatencyTest(suite, name, ranks, call) RankTest(suite, name, ranks, needs_latency(); call)
 #define LatencyTests(suite, name, call) RankTests(suite, name, needs_latency(); call)
 
 #endif

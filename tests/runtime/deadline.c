@@ -27,6 +27,16 @@ static void timed_close(Step *rank) {
           seconds_now() - begin);
 }
 
+/* A test of a step `h` that is opened so, and closed in time. */
+#define DeadlineTest(name, open)                                  \
+    static void name##_on(const EpBootstrap *bootstrap, Step *h); \
+    ThreadTest(runtime_deadline, name, RANKS) {                   \
+        Step h = open;                                            \
+        name##_on(bootstrap, &h);                                 \
+        timed_close(&h);                                          \
+    }                                                             \
+    static void name##_on(const EpBootstrap *bootstrap, Step *h)
+
 static void check_group_failed(const Step *step, EpStatus status) {
     for (int i = 0; i < NUM_CALLS; i++)
         CHECK_STATUS(calls[i](step), status);
@@ -57,19 +67,18 @@ static void absent_from_in(const EpBootstrap *bootstrap, int call, EpMode mode) 
     timed_close(&h);
 }
 
-#define AbsentTest(name, call, mode)                          \
-    ThreadTest(runtime_deadline, absent_from_##name, RANKS) { \
-        if ((mode) == EP_MODE_LATENCY) needs_latency();       \
-        absent_from_in(bootstrap, (call), (mode));            \
-    }
+#define ABSENT_FROM(name, call, mode)                     \
+    RankTest(runtime_deadline, absent_from_##name, RANKS, \
+             absent_from_in(bootstrap, call, EP_MODE_##mode))
+ABSENT_FROM(prepare, 0, THROUGHPUT);
+ABSENT_FROM(dispatch, 1, THROUGHPUT);
+ABSENT_FROM(combine, 2, THROUGHPUT);
+ABSENT_FROM(combine_backward, 3, THROUGHPUT);
+ABSENT_FROM(dispatch_backward, 4, THROUGHPUT);
+ABSENT_FROM(dispatch_in_latency_mode, 1, LATENCY);
+ABSENT_FROM(combine_in_latency_mode, 2, LATENCY);
 
-AbsentTest(prepare, 0, EP_MODE_THROUGHPUT) AbsentTest(dispatch, 1, EP_MODE_THROUGHPUT)
-    AbsentTest(combine, 2, EP_MODE_THROUGHPUT) AbsentTest(combine_backward, 3, EP_MODE_THROUGHPUT)
-        AbsentTest(dispatch_backward, 4, EP_MODE_THROUGHPUT)
-            AbsentTest(dispatch_in_latency_mode, 1, EP_MODE_LATENCY)
-                AbsentTest(combine_in_latency_mode, 2, EP_MODE_LATENCY)
-
-                    static void absent_from_call(const EpBootstrap *bootstrap, void *call) {
+static void absent_from_call(const EpBootstrap *bootstrap, void *call) {
     HOST_ONLY("LIBEP_TEST_NODES=2 runs this suite on nodes of GPUs");
     absent_from_in(bootstrap, *(const int *)call, EP_MODE_THROUGHPUT);
 }
@@ -166,9 +175,7 @@ static void refused_calls(const char *nodes) {
 
 /* Peers quote the sentence of a refused call: at their deadline, or at once if the rank is aborted
  * or destroys the group. A rank that calls again is waited for as any other. */
-Test(runtime_deadline, refused_calls, .timeout = 120) {
-    refused_calls("");
-}
+CasesTest(runtime_deadline, refused_calls, refused_calls(""));
 Test(runtime_deadline, refused_calls_on_two_nodes, .timeout = 120) {
     refused_calls("0,0,1");
     /* On GPUs NCCL's wait for rank 0 may end before that for rank 2, which no watcher watches. */
@@ -202,12 +209,10 @@ static void check_learns_of_failure(const Step *step) {
 
 /* A rank that arrives after the others gave up gets an error and does not wait for its own
  * timeout. */
-ThreadTest(runtime_deadline, late_rank_learns_of_the_failure, RANKS) {
-    Step h = timed_open(bootstrap, SOON, EP_MODE_THROUGHPUT);
-    if (bootstrap->rank != ABSENT) CHECK_STATUS(call_outcome(call_prepare, &h), EP_ERR_TIMEOUT);
+DeadlineTest(late_rank_learns_of_the_failure, timed_open(bootstrap, SOON, EP_MODE_THROUGHPUT)) {
+    if (bootstrap->rank != ABSENT) CHECK_STATUS(call_outcome(call_prepare, h), EP_ERR_TIMEOUT);
     bootstrap->barrier(bootstrap->context, 60);
-    if (bootstrap->rank == ABSENT) check_learns_of_failure(&h);
-    timed_close(&h);
+    if (bootstrap->rank == ABSENT) check_learns_of_failure(h);
 }
 
 /* LIBEP_TIMEOUT is the timeout of a group whose configuration names none. A spinning wait also ends
@@ -229,18 +234,15 @@ ThreadTest(runtime_deadline, deadline_of_a_wait_that_spins, RANKS) {
 }
 
 /* The others wait for a slow rank that arrives within the timeout. */
-ThreadTest(runtime_deadline, slow_rank_is_waited_for, RANKS) {
-    Step h = timed_open(bootstrap, 30, EP_MODE_THROUGHPUT);
+DeadlineTest(slow_rank_is_waited_for, timed_open(bootstrap, 30, EP_MODE_THROUGHPUT)) {
     if (bootstrap->rank == ABSENT) usleep(300000);
-    step_all(&h);
-    timed_close(&h);
+    step_all(h);
 }
 
 /* A rank with a wrong configuration gets that error within the timeout; the other ranks' errors
  * name the missing rank. */
 static void create_without_one(const EpBootstrap *bootstrap, int wrong) {
-    Case c = case_complete(case_of("ranks=%d", RANKS));
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(RANKS);
     EpGroup *group = NULL;
     config.timeout_seconds = TESTS_ON_GPU ? 5 : 0.3; /* GPU discovery is slow */
     if (bootstrap->rank == wrong) config.max_tokens = 0;
@@ -260,15 +262,13 @@ RankTest(runtime_deadline, absent_from_group_create, RANKS, create_without_one(b
 RankTest(runtime_deadline, refused_while_one_is_absent, RANKS, create_without_one(bootstrap, 0));
 
 /* One rank destroys its group while the others still call. */
-ThreadTest(runtime_deadline, group_destroyed_by_one_rank, RANKS) {
-    Step h = timed_open(bootstrap, SOON, EP_MODE_THROUGHPUT);
+DeadlineTest(group_destroyed_by_one_rank, timed_open(bootstrap, SOON, EP_MODE_THROUGHPUT)) {
     if (bootstrap->rank != ABSENT) {
-        EpStatus status = call_outcome(call_prepare, &h);
+        EpStatus status = call_outcome(call_prepare, h);
         CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
               ep_last_error());
         CHECK(strstr(ep_last_error(), "rank 2"), "%s", ep_last_error());
     }
-    timed_close(&h);
 }
 
 /* ---- ranks that call something else ---- */
@@ -345,39 +345,33 @@ RankTest(runtime_deadline, prepare_with_another_k, RANKS,
          check_order(bootstrap, call_prepare, call_narrow_prepare, EP_ERR_ORDER));
 
 /* Equal handles of a group with different ids. A handle without an id matches any. */
-ThreadTest(runtime_deadline, handles_in_another_order, RANKS) {
-    Step h = timed_open(bootstrap, 30, EP_MODE_THROUGHPUT);
-    Step second = h;
-    Case c = h.world->c;
+DeadlineTest(handles_in_another_order, timed_open(bootstrap, 30, EP_MODE_THROUGHPUT)) {
+    Step second = *h;
+    Case c = h->world->c;
     for (c.id = 0; c.id < 4; c.id += 3) {
-        second.handle = open_handle(h.group, &c);
-        if (!c.id) CHECK_OK(call_outcome(call_prepare, bootstrap->rank == ABSENT ? &second : &h));
+        second.handle = open_handle(h->group, &c);
+        if (!c.id) CHECK_OK(call_outcome(call_prepare, bootstrap->rank == ABSENT ? &second : h));
     }
-    CHECK_STATUS(call_outcome(call_prepare, bootstrap->rank == ABSENT ? &second : &h),
-                 EP_ERR_ORDER);
+    CHECK_STATUS(call_outcome(call_prepare, bootstrap->rank == ABSENT ? &second : h), EP_ERR_ORDER);
     CHECK(strstr(ep_last_error(), "id differs") && strstr(ep_last_error(), "has 3"), "%s",
           ep_last_error());
-    timed_close(&h);
 }
 
 /* ---- latency mode ---- */
 
 /* A rank is absent from a send phase. The send or the receive phase of the others names it. */
-ThreadTest(runtime_deadline, absent_from_a_send_phase, RANKS) {
-    needs_latency();
-    Step h = timed_open(bootstrap, SOON, EP_MODE_LATENCY);
-    CHECK_OK(call_prepare(&h));
+DeadlineTest(absent_from_a_send_phase, timed_open(bootstrap, SOON, EP_MODE_LATENCY)) {
+    CHECK_OK(call_prepare(h));
     if (bootstrap->rank != ABSENT) {
         static _Thread_local _Alignas(16) char room[1 << 16];
-        EpTensor tokens = step_tokens(&h), rows = step_recv_tokens(&h, room);
-        EpStatus status = ep_dispatch_send(h.handle, NULL, NULL, &tokens, NULL, NULL, NULL);
-        if (status == EP_OK) status = ep_dispatch_wait(h.handle, NULL, &rows, NULL, NULL, NULL);
-        if (status == EP_OK) status = ep_group_status(h.group, NULL);
+        EpTensor tokens = step_tokens(h), rows = step_recv_tokens(h, room);
+        EpStatus status = ep_dispatch_send(h->handle, NULL, NULL, &tokens, NULL, NULL, NULL);
+        if (status == EP_OK) status = ep_dispatch_wait(h->handle, NULL, &rows, NULL, NULL, NULL);
+        if (status == EP_OK) status = ep_group_status(h->group, NULL);
         CHECK_REFUSED(status, EP_ERR_TIMEOUT, "rank 2", "dispatch");
-        CHECK_STATUS(ep_dispatch_wait(h.handle, NULL, &rows, NULL, NULL, NULL), EP_ERR_TIMEOUT);
+        CHECK_STATUS(ep_dispatch_wait(h->handle, NULL, &rows, NULL, NULL, NULL), EP_ERR_TIMEOUT);
     }
     bootstrap->barrier(bootstrap->context, 60);
-    timed_close(&h);
 }
 
 /* Combine in latency mode with topk_weights, whole or its send phase alone. */
@@ -402,19 +396,16 @@ static Step open_dispatched(const EpBootstrap *bootstrap, double seconds) {
 }
 
 /* The send phase itself waits for the weights of a rank that is absent. */
-ThreadTest(runtime_deadline, absent_from_a_send_phase_with_weights, RANKS) {
-    needs_latency();
-    Step h = open_dispatched(bootstrap, SOON);
+DeadlineTest(absent_from_a_send_phase_with_weights, open_dispatched(bootstrap, SOON)) {
     if (bootstrap->rank != ABSENT) {
         double begin = seconds_now();
-        CHECK_REFUSED(call_outcome(call_weighing_combine_send, &h), EP_ERR_TIMEOUT, "rank 2",
+        CHECK_REFUSED(call_outcome(call_weighing_combine_send, h), EP_ERR_TIMEOUT, "rank 2",
                       "combine");
         CHECK(seconds_now() - begin > 0.8 * SOON && seconds_now() - begin < LATE,
               "gave up after %.2f s", seconds_now() - begin);
-        check_group_failed(&h, EP_ERR_TIMEOUT);
+        check_group_failed(h, EP_ERR_TIMEOUT);
     }
     bootstrap->barrier(bootstrap->context, 60);
-    timed_close(&h);
 }
 
 /* Ranks disagree whether topk_weights are given. */
@@ -435,17 +426,14 @@ ThreadTest(runtime_deadline, weights_of_some_ranks, RANKS) {
 }
 
 /* One rank has a handle of another mode: its prepare arrives where the others dispatch. */
-ThreadTest(runtime_deadline, handles_of_different_modes, RANKS) {
-    needs_latency();
-    Step h = timed_open(bootstrap, 30, EP_MODE_LATENCY);
-    Case c = h.world->c;
+DeadlineTest(handles_of_different_modes, timed_open(bootstrap, 30, EP_MODE_LATENCY)) {
+    Case c = h->world->c;
     if (bootstrap->rank == ABSENT) c.mode = EP_MODE_THROUGHPUT;
-    h.handle = open_handle(h.group, &c);
-    EpStatus status = call_prepare(&h);
-    if (status == EP_OK) status = call_outcome(call_dispatch, &h);
+    h->handle = open_handle(h->group, &c);
+    EpStatus status = call_prepare(h);
+    if (status == EP_OK) status = call_outcome(call_dispatch, h);
     CHECK(status == EP_ERR_ORDER, "%d", (int)status);
     CHECK(strstr(ep_last_error(), "dispatch in latency mode") &&
               strstr(ep_last_error(), "prepare") && strstr(ep_last_error(), "on handle 1"),
           "%s", ep_last_error());
-    timed_close(&h);
 }

@@ -26,11 +26,6 @@ static const TextField config_fields[] = {
     TEXT_FIELD(EpGroupConfig, duplicates, "|keep|merge"),
 };
 
-static EpGroupConfig plain_config(int ranks) {
-    Case c = case_complete((Case){.ranks = ranks});
-    return case_group_config(&c);
-}
-
 typedef struct Configured {
     const EpBootstrap *bootstrap;
     EpGroupConfig config;
@@ -49,7 +44,7 @@ ThreadTest(runtime_group, wrong_configurations, 1) {
     static const Member members[] = {MEMBER("", config_fields, Configured, config)};
     static const Subject subject = {members, 1, sizeof(Configured), call_with_config,
                                     .calls = calls};
-    Configured c = {bootstrap, plain_config(1), NULL, EP_GROUP_MEMORY_INIT};
+    Configured c = {bootstrap, group_config(1), NULL, EP_GROUP_MEMORY_INIT};
     check_refusals("group_config", &subject, &c);
     ep_group_destroy(open_group_with(bootstrap, &c.config));
 }
@@ -57,8 +52,7 @@ ThreadTest(runtime_group, wrong_configurations, 1) {
 /* Structs may have grown more than once: every size between the first version's and today's is that
  * of some version. */
 ThreadTest(runtime_group, structs_of_all_versions, 1) {
-    EpGroupConfig config = plain_config(1);
-    EpGroup *group = NULL;
+    EpGroupConfig config = group_config(1);
     config.struct_size = offsetof(EpGroupConfig, mode);
     config.mode = (EpMode)-77;
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
@@ -66,7 +60,7 @@ ThreadTest(runtime_group, structs_of_all_versions, 1) {
     CHECK_OK(ep_group_memory(&config, 1, &memory));
     CHECK(memory.feasible, "%s", memory.reason);
     CHECK_OK(ep_max_recv_rows(&config, 1, 0, EP_LAYOUT_FLAT, 0, &rows));
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     for (size_t size = offsetof(EpGroupInfo, device); size <= sizeof(EpGroupInfo); size++) {
         union {
             EpGroupInfo info;
@@ -91,7 +85,7 @@ SoloTest(runtime_group, structs_of_a_later_version) {
     struct {
         EpGroupConfig config;
         int64_t more;
-    } newer = {.config = plain_config(1), .more = 1};
+    } newer = {.config = group_config(1), .more = 1};
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     newer.config.struct_size = sizeof(newer);
     snprintf(today, sizeof(today), "%zu .. %zu", offsetof(EpGroupConfig, device),
@@ -105,7 +99,7 @@ SoloTest(runtime_group, structs_of_a_later_version) {
 }
 
 ThreadTest(runtime_group, missing_arguments, 1) {
-    EpGroupConfig config = plain_config(1);
+    EpGroupConfig config = group_config(1);
     EpGroup *group = NULL;
     CHECK_REFUSED(ep_group_create(NULL, &config, &group), EP_ERR_NULL, "bootstrap");
     CHECK_REFUSED(ep_group_create(bootstrap, NULL, &group), EP_ERR_NULL, "config");
@@ -144,7 +138,7 @@ static const char *const differences[][5] = {
 ThreadTest(runtime_group, ranks_that_disagree, 3) {
     for (int i = 0; i < LENGTH(differences); i++) {
         const char *const *d = differences[i];
-        EpGroupConfig config = plain_config(3);
+        EpGroupConfig config = group_config(3);
         EpGroup *group = NULL;
         check_note("%s differs", d[0]);
         text_set(&config, config_fields, LENGTH(config_fields), d[0],
@@ -160,7 +154,7 @@ ThreadTest(runtime_group, ranks_that_disagree, 3) {
 /* One rank's wrong configuration is an error on every rank; the other ranks' errors name that
  * rank. */
 ThreadTest(runtime_group, mistake_of_one_rank, 3) {
-    EpGroupConfig config = plain_config(3);
+    EpGroupConfig config = group_config(3);
     EpGroup *group = NULL;
     if (bootstrap->rank == 1) config.alignment = 12;
     EpStatus status = ep_group_create(bootstrap, &config, &group);
@@ -314,24 +308,20 @@ ThreadTest(runtime_group, memory_as_promised, 2) {
 }
 
 ThreadTest(runtime_group, a_communicator_on_the_host_backend, 1) {
-    EpGroupConfig config = plain_config(1);
-    EpGroup *group = NULL;
+    EpGroupConfig config = group_config(1);
     config.backend = EP_BACKEND_HOST;
     config.nccl_comm = &config;
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "NCCL");
-    CHECK(group == NULL, "a group was made");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_UNSUPPORTED, "NCCL");
 }
 
 /* AUTO becomes an available backend, and the group can be created. */
 ThreadTest(runtime_group, backend_auto, 2) {
-    Case c = case_complete((Case){.ranks = 2});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(2);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     config.backend = EP_BACKEND_AUTO;
     CHECK_OK(ep_group_memory(&config, 2, &memory));
-    EpGroup *group = NULL;
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     CHECK_OK(ep_group_query(group, &info));
     CHECK(info.backend == memory.backend, "%d", (int)info.backend);
     ep_group_destroy(group);

@@ -8,10 +8,10 @@
 
 /** What they hold in the end, over all calls and ranks. */
 typedef struct CountersResult {
-    int64_t slots, most_slots;  /**< received; of the busiest expert */
-    int64_t rows, bytes;        /**< sent to other ranks */
-    double waited_us;           /**< all ranks for all others */
-    double longest_us;          /**< the longest wait of a call */
+    int64_t slots, most_slots; /**< received; of the busiest expert */
+    int64_t rows, bytes;       /**< sent to other ranks */
+    double waited_us;          /**< all ranks for all others */
+    double longest_us;         /**< the longest wait of a call */
 } CountersResult;
 
 /** Returns the elements of the buffer: 0 without --stats. */

@@ -55,11 +55,10 @@ static EpStatus dispatch(Case *c) {
         EpStatus status = dispatch_send(c);
         return status == EP_OK ? dispatch_wait(c) : status;
     }
-    return ep_dispatch_with(c->handle, c->plan, NULL, &t->tokens_in,
-                            optional(c->options->weighted, &t->topk_weights),
-                            optional(c->options->scale_bytes > 0, &t->scales), c->stream,
-                            &t->recv_tokens, to.weights, to.scales, to.index,
-                            counters_of(c, PHASE_DISPATCH));
+    return ep_dispatch_with(
+        c->handle, c->plan, NULL, &t->tokens_in, optional(c->options->weighted, &t->topk_weights),
+        optional(c->options->scale_bytes > 0, &t->scales), c->stream, &t->recv_tokens, to.weights,
+        to.scales, to.index, counters_of(c, PHASE_DISPATCH));
 }
 
 static EpStatus combine_send(Case *c) {
@@ -88,11 +87,10 @@ static EpStatus combine(Case *c) {
 static EpStatus combine_backward(Case *c) {
     Tensors *t = &c->tensors;
     bool weighted = c->options->weighted;
-    return ep_combine_backward_with(c->handle, c->plan, &t->tokens_in,
-                                    optional(weighted, &t->slot_weights),
-                                    optional(weighted, &t->slots_in), c->stream, &t->slots_out,
-                                    optional(weighted, &t->slot_grads_out),
-                                    counters_of(c, PHASE_COMBINE_BACKWARD));
+    return ep_combine_backward_with(
+        c->handle, c->plan, &t->tokens_in, optional(weighted, &t->slot_weights),
+        optional(weighted, &t->slots_in), c->stream, &t->slots_out,
+        optional(weighted, &t->slot_grads_out), counters_of(c, PHASE_COMBINE_BACKWARD));
 }
 
 static EpStatus dispatch_backward(Case *c) {

@@ -230,9 +230,8 @@ static void report_counters(const Options *o, const SizeResult *r) {
     if (!o->stats) return;
     printf("# tokens %lld: counted in all calls: %lld slots, the busiest expert's %.2f times the "
            "mean; %lld rows and %lld bytes to other ranks; waits of %.0f us, the longest %.1f us\n",
-           (long long)r->tokens, (long long)n->slots,
-           n->slots ? (double)n->most_slots / mean : 1.0, (long long)n->rows, (long long)n->bytes,
-           n->waited_us, n->longest_us);
+           (long long)r->tokens, (long long)n->slots, n->slots ? (double)n->most_slots / mean : 1.0,
+           (long long)n->rows, (long long)n->bytes, n->waited_us, n->longest_us);
 }
 
 static void report_rest(const Options *o, const SizeResult *result) {

@@ -134,7 +134,7 @@ class Extras(_abi.EpExtras):
 
     def __init__(
         self,
-        *biases: TensorLike,
+        *biases: Optional[TensorLike],
         expert_tokens: Optional[TensorLike] = None,
         peer_rows: Optional[TensorLike] = None,
         peer_bytes: Optional[TensorLike] = None,

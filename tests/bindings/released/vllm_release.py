@@ -7,6 +7,7 @@ where there is no GPU (quantising, the sum over top-k, expert ids of deepep_v2).
 
 from __future__ import annotations
 
+import threading
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ HOLLOW = """vllm vllm._aiter_ops vllm._custom_ops vllm.config vllm.config.load v
     vllm.v1.core.sched.output vllm.v1.executor"""
 ABSENT = """cbor2 cloudpickle psutil transformers pydantic regex msgspec zmq PIL huggingface_hub
     prometheus_client yaml requests fastapi einops aiohttp openai urllib3 cachetools"""
+COMMUNICATORS = "vllm.distributed.device_communicators"
 MOE = "vllm.model_executor.layers.fused_moe"
 
 BLOCK, LARGEST = 128, 448.0  # of fp8 with scales
@@ -35,6 +37,7 @@ class Platform:
     is_cuda = is_cuda_alike = staticmethod(lambda: True)
     fp8_dtype = staticmethod(lambda: torch.float8_e4m3fn)
     get_device_capability = staticmethod(lambda *_: None)
+    device_count = staticmethod(lambda: 8)
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -94,10 +97,41 @@ def _replace_kernels():
     utils.mxfp8_e4m3_quantize = quantise_mx
     # deepep_v2 asks for an NCCL and a network that libep does not need.
     import_module("vllm.utils.import_utils")._get_runtime_nccl_version = lambda: 23004
-    managers = import_module("vllm.distributed.device_communicators.all2all")
+    managers = import_module(f"{COMMUNICATORS}.all2all")
     managers.DeepEPV2All2AllManager._check_gin_support = lambda *_: None
-    if not torch.cuda.is_available():  # a kernel of Triton
+    if not torch.cuda.is_available():
+        _replace_streams()
+        # A kernel of Triton.
         import_module(f"{MOE}.prepare_finalize.deepep_v2")._globalize_recv_topk_idx = globalise
+
+
+class _Stream:
+    """A stream where there is none: operations are done when they return."""
+
+    def wait_event(self, event):
+        pass
+
+
+class _Event:
+    def record(self, stream):
+        pass
+
+
+def make_streams():
+    """Two streams, for computing and for communication."""
+    kind = torch.cuda.Stream if torch.cuda.is_available() else _Stream
+    return kind(), kind()
+
+
+def _replace_streams():
+    """Let the micro-batches' threads switch between streams that are none."""
+    ubatching = import_module("vllm.v1.worker.ubatching")
+    current = threading.local()
+    torch.cuda.set_stream = lambda stream: setattr(current, "stream", stream)
+    torch.Event = _Event
+    ubatching.current_stream = lambda: getattr(current, "stream", None)
+    high_throughput = import_module(f"{MOE}.prepare_finalize.deepep_ht")
+    high_throughput._dbo_record_stream = lambda *_: None
 
 
 def quantise(x, block, column_major_scales=False):
@@ -121,6 +155,17 @@ def globalise(ids, ends, first, num_experts):
     came = torch.arange(len(ids), device=ids.device) < ends[-1]
     ids.copy_(torch.where((ids >= 0) & came[:, None], ids + first, -1))
     return ids
+
+
+def make_communicator(kind, device):
+    """What the process group of the experts' ranks communicates with, and chooses a manager."""
+    return kind(
+        cpu_group=dist.group.WORLD,
+        device=torch.device(device),
+        device_group=dist.group.WORLD,
+        unique_name="ep:0",
+        use_all2all=True,
+    )
 
 
 def make_layer(config, backend, *, experts, top_k, hidden, most, quant=None):
@@ -163,18 +208,12 @@ def make_layer(config, backend, *, experts, top_k, hidden, most, quant=None):
     given = {None: {}, "mxfp8": dict(quant_dtype="mxfp8", is_scale_swizzled=False)}
     given["fp8"] = dict(quant_dtype=torch.float8_e4m3fn, block_shape=[BLOCK, BLOCK])
     quant_config = configs.FusedMoEQuantConfig.make(**given[quant])
-    communicator = import_module(
-        "vllm.distributed.device_communicators.cuda_communicator"
-    ).CudaCommunicator
-    made = communicator(
-        cpu_group=dist.group.WORLD,
-        device=torch.device(moe.device),
-        device_group=dist.group.WORLD,
-        unique_name="ep:0",
-        use_all2all=True,
+    made = make_communicator(
+        import_module(f"{COMMUNICATORS}.cuda_communicator").CudaCommunicator, moe.device
     )
     manager = made.all2all_manager
     return SimpleNamespace(
+        communicator=made,
         quant_config=quant_config,
         manager=manager,
         prepare_finalize=utils.maybe_make_prepare_finalize(

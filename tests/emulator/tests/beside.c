@@ -98,12 +98,11 @@ static void beside(const EpBootstrap *world, const EpBootstrap *ep, const EpMesh
     const int gathers_first = world->rank / EXPERTS == ep->rank / 2;
     Case c = beside_case();
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     Sharded s = {NULL};
     DeviceStep gpu;
     config.num_sms = 4, config.timeout_seconds = 30;
     open_sharded(&s, world, mesh);
-    REQUIRE_OK(ep_group_create(ep, &config, &group));
+    EpGroup *group = open_group_with(ep, &config);
     device_step_new(&gpu, group, &c, ep->rank);
     device_step_draw(&gpu, &c);
     gather(&s); /* NCCL connects the ranks */

@@ -29,9 +29,8 @@ static void two_blocks(const EpBootstrap *bootstrap, EpMode mode, int blocks) {
     DeviceStep gpu;
     Case c = resident_case(bootstrap->size, mode);
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     config.num_sms = blocks, config.timeout_seconds = 60;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     device_step_new(&gpu, group, &c, bootstrap->rank);
     device_step_draw(&gpu, &c);
     check_note("%d blocks: %s", blocks, case_describe(&c));
