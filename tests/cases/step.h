@@ -63,7 +63,7 @@ typedef enum StepInput {
 } StepInput;
 
 typedef enum StepOutput {
-    OUT_COUNTS,
+    OUT_COUNTS = INPUTS, /**< inputs and outputs are numbered together */
     OUT_PADDED,
     OUT_OFFSETS,
     OUT_TOTALS,
@@ -84,6 +84,16 @@ typedef enum StepOutput {
     STEP_OUTPUTS
 } StepOutput;
 
+/** What calls add to, numbered behind the outputs. */
+typedef enum StepCounter {
+    EXPERT_TOKENS = STEP_OUTPUTS,
+    PEER_ROWS,
+    PEER_BYTES,
+    PEER_WAIT,
+    LONGEST_WAIT,
+    STEP_ARRAYS
+} StepCounter;
+
 /** Where the arrays of calls lie. NULL: an output is not asked for. */
 typedef struct StepMemory {
     void *in[INPUTS], *out[STEP_OUTPUTS];
@@ -93,7 +103,12 @@ typedef struct StepMemory {
 
 /** Make one call of the step's case, and return its status. */
 EpStatus step_call(const Step *step, const StepMemory *memory, StepOp op, EpStream stream);
+/** Make one call with any tensors; NULL: none is given. `again`: numbers_again. */
+EpStatus step_call_with(const Step *step, const EpTensor *const given[STEP_ARRAYS], int again,
+                        StepOp op, EpStream stream);
 
+/** Returns the name of an array in sentences. */
+const char *step_array_name(int array);
 /** Return an input, over the world's array, or the shape of an output, without data. */
 EpTensor step_input(const Step *step, StepInput input);
 EpTensor step_output(const Step *step, StepOutput output);
@@ -119,15 +134,13 @@ void step_compare(const Step *step, StepOutput output, const Image *got, Image *
 
 /* ---- counters ------------------------------------------------------------------------------ */
 
-enum { STEP_COUNTERS = 5 };
-
 /** Return what the case's calls add to, filled with what it holds before the first one: in this
- * order, the vectors of EpExtras. Calls get those that the case asks for and that they take. NULL:
- * the case asks for none. */
+ * order, the vectors of StepCounter. Calls get those that the case asks for and that they take.
+ * NULL: the case asks for none. */
 int64_t *step_counters_new(const Step *step);
-/** Make the tensors of a call's counters members of `extras`, and return how many there are. */
-int step_counters(const Step *step, StepOp op, int64_t *counters, EpTensor *tensor,
-                  EpExtras *extras);
+/** Return a counter, without data where `counters` is NULL, and whether a call gets it. */
+EpTensor step_counter(const Step *step, int64_t *counters, StepCounter counter);
+int step_counts(const Step *step, StepOp op, StepCounter counter);
 /** Check that these operations, so many times each, have added to them, and free them. */
 void step_counters_check(const Step *step, unsigned ops, int times, int64_t *counters);
 

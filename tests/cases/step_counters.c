@@ -3,50 +3,33 @@
 #include "tests/cases/step.h"
 #include "tests/oracle/expect.h"
 
-enum { EXPERT_TOKENS, PEER_ROWS, PEER_BYTES, PEER_WAIT, LONGEST_WAIT };
-enum { EXPERTS = 1 << EXPERT_TOKENS, ROWS = 1 << PEER_ROWS | 1 << PEER_BYTES };
-enum { WAITS = 1 << PEER_WAIT | 1 << LONGEST_WAIT };
-
-static const char *const names[] = {"expert_tokens", "peer_rows", "peer_bytes", "peer_wait_ns",
-                                    "peer_longest_wait_ns"};
+enum { EXPERTS = 1, ROWS = 2, BYTES = 4, WAITS = 24 };
 
 /* Returns the counters that a call takes. */
 static int taken(const Step *step, StepOp op) {
     if (op == STEP_PREPARE) return step->world->c.mode == EP_MODE_LATENCY ? 0 : WAITS;
-    if (op == STEP_DISPATCH) return EXPERTS | ROWS | WAITS;
+    if (op == STEP_DISPATCH) return EXPERTS | ROWS | BYTES | WAITS;
     if (op == STEP_DISPATCH_WAIT) return EXPERTS | WAITS;
-    return op == STEP_COMBINE_WAIT ? WAITS : ROWS | WAITS;
+    return op == STEP_COMBINE_WAIT ? WAITS : ROWS | BYTES | WAITS;
 }
 
-static int is_given(const Step *step, StepOp op, int counter) {
-    int which = step->world->c.counters;
-    return which && taken(step, op) >> counter & 1 && (which == 1 || counter % 2 == which % 2);
+int step_counts(const Step *step, StepOp op, StepCounter counter) {
+    int which = step->world->c.counters, number = (int)counter - EXPERT_TOKENS;
+    return which && taken(step, op) >> number & 1 && (which == 1 || number % 2 == which % 2);
 }
 
-static EpTensor counter_tensor(const Step *step, int64_t *counters, int counter) {
+EpTensor step_counter(const Step *step, int64_t *counters, StepCounter counter) {
     int64_t experts = step_mine(step)->num_experts, ranks = step->world->c.ranks;
     EpType type = step->world->c.counters == 2 ? EP_TYPE_INT32 : EP_TYPE_INT64;
     if (counter == EXPERT_TOKENS) return ep_tensor_1d(counters, type, experts);
-    return ep_tensor_1d(counters + experts + (counter - 1) * ranks, EP_TYPE_INT64, ranks);
-}
-
-int step_counters(const Step *step, StepOp op, int64_t *counters, EpTensor *tensor,
-                  EpExtras *extras) {
-    const EpTensor **members[] = {&extras->expert_tokens, &extras->peer_rows, &extras->peer_bytes,
-                                  &extras->peer_wait_ns, &extras->peer_longest_wait_ns};
-    int count = 0;
-    for (int i = 0; i < STEP_COUNTERS; i++) {
-        if (!counters || !is_given(step, op, i)) continue;
-        tensor[i] = counter_tensor(step, counters, i);
-        *members[i] = &tensor[i], count++;
-    }
-    return count;
+    if (counters) counters += experts + (counter - PEER_ROWS) * ranks;
+    return ep_tensor_1d(counters, EP_TYPE_INT64, ranks);
 }
 
 /* ---- contents ------------------------------------------------------------------------------ */
 
 /* What a counter holds before the first call. */
-static int64_t held(int counter, int64_t i) {
+static int64_t held(StepCounter counter, int64_t i) {
     return counter == LONGEST_WAIT ? 5 : 1000 + i;
 }
 
@@ -58,8 +41,8 @@ int64_t *step_counters_new(const Step *step) {
     int64_t count = step_mine(step)->num_experts + 4 * (int64_t)step->world->c.ranks;
     if (!step->world->c.counters) return NULL;
     int64_t *counters = calloc((size_t)count, sizeof(*counters));
-    for (int counter = 0; counter < STEP_COUNTERS; counter++) {
-        EpTensor t = counter_tensor(step, counters, counter);
+    for (StepCounter counter = EXPERT_TOKENS; counter < STEP_ARRAYS; counter++) {
+        EpTensor t = step_counter(step, counters, counter);
         for (int64_t i = 0; i < t.shape[0]; i++) {
             if (t.type == EP_TYPE_INT32)
                 ((int32_t *)t.data)[i] = (int32_t)held(counter, i);
@@ -95,31 +78,32 @@ static int64_t rows_sent(const Step *step, StepOp op, int peer, int relays) {
     return (relays ? expect_relayed_rows : expect_rows)(step->world, from, to);
 }
 
-static int64_t added(const Step *step, StepOp op, int counter, int i, int relays) {
-    if (!is_given(step, op, counter)) return 0;
+static int64_t added(const Step *step, StepOp op, StepCounter counter, int i, int relays) {
+    if (!step_counts(step, op, counter)) return 0;
     if (counter == EXPERT_TOKENS) return step_mine(step)->count[i];
     int64_t rows = rows_sent(step, op, i, relays);
     return counter == PEER_ROWS ? rows : rows * row_bytes(step, op);
 }
 
-static int64_t added_by_all(const Step *step, unsigned ops, int counter, int i, int relays) {
+static int64_t added_by_all(const Step *step, unsigned ops, StepCounter counter, int i,
+                            int relays) {
     int64_t sum = 0;
     for (unsigned op = STEP_PREPARE; op <= STEP_COMBINE_WAIT; op <<= 1)
         if (ops & op) sum += added(step, (StepOp)op, counter, i, relays);
     return sum;
 }
 
-static int any_given(const Step *step, unsigned ops, int counter) {
+static int any_given(const Step *step, unsigned ops, StepCounter counter) {
     int given = 0;
     for (unsigned op = STEP_PREPARE; op <= STEP_COMBINE_WAIT; op <<= 1)
-        given |= ops & op && is_given(step, (StepOp)op, counter);
+        given |= ops & op && step_counts(step, (StepOp)op, counter);
     return given;
 }
 
 /* Whether the waits for a rank may be what they are. Alone, a call's wait is the longest one. */
 static int are_waits_right(const Step *step, unsigned ops, int64_t *counters, int i, int is_alone) {
-    EpTensor sums = counter_tensor(step, counters, PEER_WAIT);
-    EpTensor most = counter_tensor(step, counters, LONGEST_WAIT);
+    EpTensor sums = step_counter(step, counters, PEER_WAIT);
+    EpTensor most = step_counter(step, counters, LONGEST_WAIT);
     int64_t sum = get(&sums, i) - held(PEER_WAIT, i), longest = get(&most, i);
     int64_t least = held(LONGEST_WAIT, i), most_possible = sum > least ? sum : least;
     int is_self = i == step->rank;
@@ -134,13 +118,13 @@ static int are_waits_right(const Step *step, unsigned ops, int64_t *counters, in
 void step_counters_check(const Step *step, unsigned ops, int times, int64_t *counters) {
     int relays = counters && passes_rows_on(step);
     int is_alone = times == 1 && !(ops & (ops - 1)) && !relays;
-    for (int counter = 0; counters && counter < PEER_WAIT; counter++) {
-        EpTensor t = counter_tensor(step, counters, counter);
+    for (StepCounter counter = EXPERT_TOKENS; counters && counter < PEER_WAIT; counter++) {
+        EpTensor t = step_counter(step, counters, counter);
         for (int i = 0; i < t.shape[0]; i++) {
             int64_t seen = get(&t, i) - held(counter, i);
             int64_t expected = times * added_by_all(step, ops, counter, i, relays);
-            CHECK(seen == expected, "%s[%d]: calls %x added %lld, not %lld", names[counter], i, ops,
-                  (long long)seen, (long long)expected);
+            CHECK(seen == expected, "%s[%d]: calls %x added %lld, not %lld",
+                  step_array_name(counter), i, ops, (long long)seen, (long long)expected);
         }
     }
     for (int i = 0; counters && i < step->world->c.ranks; i++)

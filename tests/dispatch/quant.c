@@ -56,8 +56,6 @@ Test(dispatch_quant, longest_rows, .timeout = 120) {
     }
 }
 
-/* ---- every rounding ---- */
-
 /* Returns test value `i` for rounding to e4m3, of both signs: each code, the midpoint to the next
  * code and its neighbours, then infinity, NaN and tiny numbers. */
 static float boundary(int i) {
@@ -75,13 +73,13 @@ static float boundary(int i) {
 /* Rows whose largest element is 448 have a scale of 1, so each element is sent as its own code. */
 FixtureTest(dispatch_quant, every_rounding, "hidden=128 row_type=fp32 quant=fp8") {
     const RankWorld *me = f->world->rank;
-    float *x = f->tensor[TOKENS].data;
+    float *x = f->tensor[IN_TOKENS].data;
     for (int64_t i = 0; i < (int64_t)me->rows * 128; i++)
         x[i] = i % 128 ? boundary((int)(i / 128 * 127 + i % 128 - 1)) : 448;
     CHECK(me->rows * 127 >= 0x7f * 8 + 12, "only %d tokens", me->rows);
-    CHECK_OK(fixture_call(f, OP_PREPARE));
-    CHECK_OK(fixture_call(f, OP_DISPATCH));
-    const uint8_t *got = f->tensor[RECV_TOKENS].data;
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
+    CHECK_OK(fixture_call(f, STEP_DISPATCH));
+    const uint8_t *got = f->tensor[OUT_TOKENS].data;
     for (int64_t i = 0; i < me->recv_rows * 128; i++) {
         if (me->row[i / 128].kind != ROW_FILLED) continue;
         float value = x[me->row[i / 128].token * 128 + i % 128];
@@ -98,8 +96,6 @@ FixtureTest(dispatch_quant, costs_no_buffers, "hidden=160 quant=fp8") {
     CHECK(cost.buffer_bytes == 0, "%lld bytes", (long long)cost.buffer_bytes);
 }
 
-/* ---- refusals ---- */
-
 RefusalsTest(dispatch_quant, wrong_tensors_of_fp8, "quant_fp8", "hidden=160 quant=fp8");
 RefusalsTest(dispatch_quant, wrong_tensors_of_mxfp8_by_column, "quant_mxfp8_by_column",
              "hidden=160 layout=flat quant=mxfp8 scale_order=by-column");
@@ -111,8 +107,8 @@ RefusalsTest(dispatch_quant, wrong_tensors_of_rank_major_by_column, "quant_rank_
 /* A dispatch that quantises refuses scales of the caller. */
 SoloTest(dispatch_quant, scales_on_top) {
     Fixture *f = fixture_new_prepared("hidden=160 quant=fp8");
-    f->arg[SCALES] = f->arg[TOPK_WEIGHTS];
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_UNSUPPORTED, "ep_dispatch", "scales",
+    f->arg[IN_SCALES] = f->arg[IN_WEIGHTS];
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_UNSUPPORTED, "ep_dispatch", "scales",
                   "quantises");
     fixture_free(f);
 }

@@ -57,7 +57,7 @@ static int64_t wait_for_late_rank(Fixture *f, Late *late, int attempt) {
     while (late->entered[0] < attempt)
         sched_yield();
     if (f->step.rank) nanosleep(&(struct timespec){0, LATE_MS * 1000000}, NULL);
-    CHECK_OK(fixture_call(f, OP_DISPATCH));
+    CHECK_OK(fixture_call(f, STEP_DISPATCH));
     CHECK(wait[f->step.rank] == 0, "a rank waited for itself");
     CHECK(wait[!f->step.rank] == longest[!f->step.rank], "two waits in one call");
     return wait[1];
@@ -70,8 +70,8 @@ static void late_body(const EpBootstrap *bootstrap, void *arg) {
     int64_t wait = 0;
     c.mode = late->mode, c = case_complete(c);
     fixture_open_on(&f, bootstrap, &c);
-    f.arg[NUM_TOKENS] = NULL;
-    CHECK_OK(fixture_call(&f, OP_PREPARE));
+    f.arg[IN_COUNT] = NULL;
+    CHECK_OK(fixture_call(&f, STEP_PREPARE));
     for (int attempt = 1; attempt <= ATTEMPTS; attempt++) {
         int64_t last = wait_for_late_rank(&f, late, attempt);
         if (last > wait) wait = last;
@@ -101,7 +101,7 @@ RefusalsTest(handles_counters, wrong_tensors_of_flat, "counters", "layout=flat")
 static void check_prepare(const char *changes, EpStatus status, const char *sentence) {
     Fixture *f = fixture_new(changes);
     f->tensor[PEER_WAIT].type = EP_TYPE_INT32, f->arg[PEER_WAIT] = &f->tensor[PEER_WAIT];
-    CHECK_REFUSED(fixture_call(f, OP_PREPARE), status, "extras.peer_wait_ns", sentence);
+    CHECK_REFUSED(fixture_call(f, STEP_PREPARE), status, "extras.peer_wait_ns", sentence);
     fixture_check_untouched(f);
     fixture_free(f);
 }
@@ -114,14 +114,15 @@ SoloTest(handles_counters, waits_of_prepare) {
 
 /* Each pair of counters in one place, or a part of it. */
 FixtureTest(handles_counters, overlapping, "") {
-    CHECK_OK(fixture_call(f, OP_PREPARE));
-    static const Arg args[] = {EXPERT_TOKENS, PEER_ROWS, PEER_BYTES, PEER_WAIT, LONGEST_WAIT};
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
+    static const StepCounter args[] = {EXPERT_TOKENS, PEER_ROWS, PEER_BYTES, PEER_WAIT,
+                                       LONGEST_WAIT};
     for (int i = 1; i < 5; i++) {
         for (int j = 0; j < i; j++) {
             fixture_reset(f);
             f->arg[args[i]] = &f->tensor[args[i]], f->arg[args[j]] = &f->tensor[args[j]];
             f->tensor[args[i]].data = (int64_t *)f->tensor[args[j]].data + (j ? 0 : 3);
-            CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_ADDRESS,
+            CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_ADDRESS,
                           "expected memory of its own, got memory that overlaps extras.");
             fixture_check_untouched(f);
         }

@@ -8,8 +8,6 @@
 #include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"
 
-TestSuite(handles_rows_quant);
-
 enum { GUARD = 64, FILL = 0x5a };
 
 /** Rows [slabs, rows, columns]; `three`: the tensor has three dimensions. */
