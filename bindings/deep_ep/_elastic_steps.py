@@ -82,10 +82,12 @@ def send(handle: EPHandle, form: Form, given: Given, stats: Optional[Tensor]) ->
     tokens, scales, weights = given
     keep(plan.bytes, handle.stream)
     is_small = handle.topk_idx.dtype is torch.int32
-    made = layer.make_fast(FORMS["dispatch"], plan.bytes, tokens, weights, scales, rows, is_small)
-    if made is not None:
-        recv, recv_weights, recv_scales, recv_idx = made
-        return Received(recv, recv_scales, recv_idx, recv_weights)
+    if stats is None:
+        given_rows = plan.bytes, tokens, weights, scales, rows
+        fast = layer.make_fast(FORMS["dispatch"], *given_rows, is_small)
+        if fast is not None:
+            recv, recv_weights, recv_scales, recv_idx = fast
+            return Received(recv, recv_scales, recv_idx, recv_weights)
     recv = tokens.new_empty((rows, tokens.shape[1]))
     recv_idx = recv_weights = recv_scales = None
     if not form.do_expand:
@@ -122,7 +124,7 @@ def combine(
     keep(handle.plan.bytes, handle.stream)
     layer, plan = handle.group.layer(form), handle.plan
     if not biases:
-        inputs = (x, None, None) if topk_weights is None else (x, topk_weights)
+        inputs = (x, *(4 * (None,))) if topk_weights is None else (x, topk_weights)
         name = "combine" if topk_weights is None else "dispatch_backward"
         made = layer.make_fast(FORMS[name], plan.bytes, *inputs, plan.num_tokens, 0)
         if made is not None:
