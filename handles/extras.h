@@ -7,7 +7,12 @@
 #include "handles/operation.h"
 
 /** The members that a call takes. */
-typedef enum EpTakes { EP_TAKES_BIAS = 1 } EpTakes;
+typedef enum EpTakes {
+    EP_TAKES_BIAS = 1,
+    EP_TAKES_EXPERTS = 2,
+    EP_TAKES_ROWS = 4, /**< rows and bytes for each peer */
+    EP_TAKES_WAITS = 8
+} EpTakes;
 
 /** Copy the extras of a call (NULL: none), which may have the size of an earlier version. Refuses
  *  members that are not in `takes`. */
@@ -16,5 +21,9 @@ EpStatus ep_extras_read(const EpOperation *o, const EpExtras *given, unsigned ta
 /** Check the biases of the rows `out` [T, H], which have been checked, and describe them. */
 EpStatus ep_extras_bias(EpOperation *o, const EpExtras *extras, const EpTensor *out,
                         EpGatherTensors *t);
+
+/** Check the statistics, and describe them. `row_bytes`: of a row as it travels. */
+EpStatus ep_extras_statistics(const EpOperation *o, const EpExtras *extras, int64_t row_bytes,
+                              EpStatistics *out);
 
 #endif

@@ -11,6 +11,7 @@ from .._abi import Quant, Status
 from .._library import EpError
 from ..torch import _calls
 from ..torch._autograd import make_plan, make_received
+from ..torch._counters import Counters, as_given
 from ._handles import LatencyHandle
 from ._streams import keep
 
@@ -66,11 +67,17 @@ def choose_quant(use_fp8: bool, round_scale: bool, use_ue8m0: bool, hidden: int)
 
 
 def dispatch(
-    group: LatencyGroup, x: Tensor, topk_idx: Tensor, quant: Quant, stats: Optional[Tensor]
+    group: LatencyGroup,
+    x: Tensor,
+    topk_idx: Tensor,
+    quant: Quant,
+    stats: Optional[Tensor],
+    waits: Optional[Tensor],
 ) -> tuple[Dispatched, Operation]:
     """Set a dispatch up. Arguments as of Buffer.low_latency_dispatch.
 
     stats  cumulative_local_expert_recv_stats
+    waits  dispatch_wait_recv_cost_stats
     """
     layer = group.take(quant)
     plan = make_plan(layer, topk_idx)
@@ -87,20 +94,22 @@ def dispatch(
         if packed is not None:
             assert scales is not None
             packed.transpose(1, 2).copy_(scales.view(torch.int32))
-        if stats is not None:
-            stats.add_(plan.expert_counts)
+
+    sends = as_given(Counters(peer_wait_ns=waits))
+    counters = as_given(Counters(stats, peer_wait_ns=waits))
 
     def send() -> None:
-        _calls.dispatch_send(layer, topk_idx, None, x, None, None, plan.bytes, plan.numbers)
+        _calls.dispatch_send(
+            layer, topk_idx, None, x, None, None, plan.bytes, plan.numbers, *sends
+        )
 
     def receive() -> None:
-        _calls.dispatch_wait(layer, rows, None, scales, None)
+        _calls.dispatch_wait(layer, rows, None, scales, None, *counters)
         finish()
 
     def whole() -> None:
-        _calls.dispatch_routed(
-            layer, topk_idx, None, x, None, None, plan.bytes, plan.numbers, rows, None, scales, None
-        )
+        made = plan.bytes, plan.numbers, rows, None, scales, None
+        _calls.dispatch_routed(layer, topk_idx, None, x, None, None, *made, *counters)
         finish()
 
     handle = LatencyHandle(plan.bytes, group, x.shape[0])
@@ -112,9 +121,15 @@ def dispatch(
 
 
 def combine(
-    handle: LatencyHandle, x: Tensor, topk_weights: Tensor, out: Optional[Tensor]
+    handle: LatencyHandle,
+    x: Tensor,
+    topk_weights: Tensor,
+    out: Optional[Tensor],
+    waits: Optional[Tensor],
 ) -> tuple[Tensor, Operation]:
     """Set a combine up. Arguments as of Buffer.low_latency_combine.
+
+    waits  combine_wait_recv_cost_stats
 
     Returns the output and the operation.
     """
@@ -123,18 +138,19 @@ def combine(
     if out is None:
         out = x.new_empty((handle.num_tokens, x.shape[-1]))
     written = out
+    counters = as_given(Counters(peer_wait_ns=waits))
 
     def send() -> None:
         keep(handle.plan, handle.stream)
-        _calls.combine_send(layer, handle.plan, x, None, topk_weights)
+        _calls.combine_send(layer, handle.plan, x, None, topk_weights, *counters)
 
     def receive() -> None:
-        _calls.combine_wait(layer, None, None, written)
+        _calls.combine_wait(layer, None, None, written, *counters)
         group.give_back(layer)
 
     def whole() -> None:
         keep(handle.plan, handle.stream)
-        _calls.combine(layer, handle.plan, x, None, topk_weights, None, None, written)
+        _calls.combine(layer, handle.plan, x, None, topk_weights, None, None, written, *counters)
         group.give_back(layer)
 
     return out, Operation(send, receive, whole)

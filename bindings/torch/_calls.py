@@ -15,7 +15,7 @@ from .._abi import Status, Type
 from .._handle import Handle as CoreHandle
 from .._handle import Extras, PlanTensors, Prepare
 from .._library import EpError
-from .._operations import OPERATIONS, compile_call
+from .._operations import COUNTERS, OPERATIONS, compile_call
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
 from . import _checks, _fast
@@ -151,12 +151,21 @@ def _kept(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[CoreT
 
 
 def _extras(
-    handle: Handle, bias0: Optional[Tensor], bias1: Optional[Tensor]
+    handle: Handle,
+    bias0: Optional[Tensor],
+    bias1: Optional[Tensor],
+    *counters: Optional[Tensor],
 ) -> Optional[Extras]:
-    """The biases of a sum, which PyTorch may make anywhere in its memory."""
-    if bias0 is None and bias1 is None:
+    """The biases of a sum, which PyTorch may make anywhere in its memory, and counters, if any."""
+    given = {
+        name: _given(handle, tensor, name)
+        for name, tensor in zip(COUNTERS, counters)
+        if tensor is not None
+    }
+    if bias0 is None and bias1 is None and not given:
         return None
-    return Extras(_gradient(handle, bias0, "bias0"), _gradient(handle, bias1, "bias1"))
+    biases = _gradient(handle, bias0, "bias0"), _gradient(handle, bias1, "bias1")
+    return Extras(*biases, **given)
 
 
 def _numbers(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[PlanTensors]:
@@ -223,15 +232,14 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
     given = {
         each.name: f"to_{each.kind}(handle, {each.name}, '{each.name}')" for each in arguments
     }
-    taken = ["handle", *given]
+    taken = ["handle", *given, *(f"{name}=None" for name in COUNTERS)]
     if operation.of_kind("indices"):
         routing = ", ".join(given.pop(each) for each in ("topk_idx", "num_tokens", "numbers"))
         given["prepare"] = f"Prepare({routing})"
     elif operation.of_kind("kept"):
         given["out"] = given.pop("numbers")
-    if operation.of_kind("bias"):
-        del given["bias0"], given["bias1"]
-        given["extras"] = "extras(handle, bias0, bias1)"
+    biases = [name if given.pop(name, None) else "None" for name in ("bias0", "bias1")]
+    given["extras"] = f"extras(handle, {', '.join((*biases, *COUNTERS))})"
     given["stream"] = "handle.stream()"
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     run = getattr(CoreHandle, operation.function)
@@ -242,7 +250,8 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
 
 
 def _make(name: str) -> Callable[..., None]:
-    """The call of an operation: its arguments are a handle, and what the table says."""
+    """The call of an operation: its arguments are a handle, what the table says, and perhaps
+    counters."""
     operation = OPERATIONS[name]
     slow, form = _make_slow(operation), _fast.FORMS.get(name)
     if form is None:

@@ -19,9 +19,9 @@ int gpu_has_latency(void) {
  * unchanged: tests of gpu/ make it, and do not wait. */
 typedef struct Moved {
     EpStream stream;
-    EpTensor tensor[16];
-    void *home[16];
-    int is_output[16];
+    EpTensor tensor[32];
+    void *home[32];
+    int is_output[32];
     int count;
 } Moved;
 
@@ -189,6 +189,32 @@ static const EpPlanTensors *move_numbers(Moved *m, const EpPlanTensors *out, EpP
     return moved;
 }
 
+/* Returns `extras`, or `copy` with copies of its tensors. */
+static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *copy) {
+    if (!extras || extras->struct_size != sizeof(*extras)) return extras;
+    *copy = *extras;
+    copy->bias0 = input(m, extras->bias0), copy->bias1 = input(m, extras->bias1);
+    const EpTensor **counters[] = {&copy->expert_tokens, &copy->peer_rows, &copy->peer_bytes,
+                                   &copy->peer_wait_ns, &copy->peer_longest_wait_ns};
+    for (size_t i = 0; i < sizeof(counters) / sizeof(*counters); i++)
+        *counters[i] = output(m, *counters[i]);
+    return copy;
+}
+#define EXTRAS move_extras(&m, extras, &(EpExtras){0})
+
+EpStatus gpu_prepare_with(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
+                          const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out,
+                          const EpExtras *extras) {
+    Moved m = {.stream = stream};
+    EpPlanTensors moved;
+    EpStatus status =
+        ep_prepare_with(handle, output(&m, plan), input(&m, topk_idx), input(&m, num_tokens),
+                        stream, move_numbers(&m, out, &moved), EXTRAS);
+    if (status != EP_OK || !ep_handle_is_latency(handle)) return settle(&m, status);
+    keep(handle, &m);
+    return status;
+}
+
 EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
                      const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out) {
     Moved m = {.stream = stream};
@@ -220,6 +246,26 @@ EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *p
     return deliver(handle, &m, status);
 }
 
+EpStatus gpu_dispatch_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                           const EpTensor *tokens, const EpTensor *topk_weights,
+                           const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
+                           const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                           const EpTensor *recv_topk_idx, const EpExtras *extras) {
+    Moved m = {.stream = stream};
+    EpPlanTensors numbers;
+    EpPrepare outputs;
+    if (prepare && prepare->struct_size == sizeof(*prepare) && !prepare->topk_idx) {
+        outputs = *prepare, outputs.out = move_numbers(&m, prepare->out, &numbers);
+        prepare = &outputs;
+    }
+    refresh(handle);
+    EpStatus status = ep_dispatch_with(handle, output(&m, plan), prepare, input(&m, tokens),
+                                       input(&m, topk_weights), input(&m, scales), stream,
+                                       output(&m, recv_tokens), output(&m, recv_topk_weights),
+                                       output(&m, recv_scales), output(&m, recv_topk_idx), EXTRAS);
+    return deliver(handle, &m, status);
+}
+
 /* A call whose tensors are moved, and which is over when it returns. */
 #define SETTLED(name, parameters, ...)             \
     EpStatus gpu_##name parameters {               \
@@ -244,6 +290,24 @@ EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, TENSOR recv_tokens
     return deliver(handle, &m,
                    ep_dispatch_wait(handle, stream, OUT(recv_tokens), OUT(recv_topk_weights),
                                     OUT(recv_scales), OUT(recv_topk_idx)));
+}
+
+EpStatus gpu_dispatch_send_with(EpHandle *handle, TENSOR plan, const EpPrepare *prepare,
+                                TENSOR tokens, TENSOR topk_weights, TENSOR scales, EpStream stream,
+                                const EpExtras *extras) {
+    Moved m = {.stream = stream};
+    refresh(handle);
+    return settle(&m, ep_dispatch_send_with(handle, OUT(plan), prepare, IN(tokens),
+                                            IN(topk_weights), IN(scales), stream, EXTRAS));
+}
+
+EpStatus gpu_dispatch_wait_with(EpHandle *handle, EpStream stream, TENSOR recv_tokens,
+                                TENSOR recv_topk_weights, TENSOR recv_scales, TENSOR recv_topk_idx,
+                                const EpExtras *extras) {
+    Moved m = {.stream = stream};
+    return deliver(handle, &m,
+                   ep_dispatch_wait_with(handle, stream, OUT(recv_tokens), OUT(recv_topk_weights),
+                                         OUT(recv_scales), OUT(recv_topk_idx), EXTRAS));
 }
 
 SETTLED(combine,
@@ -279,15 +343,15 @@ SETTLED(quantise_rows,
          TENSOR out, TENSOR scales),
         group, form, IN(rows), IN(num_rows), stream, OUT(out), OUT(scales))
 
-/* Returns `extras`, or `copy` with copies of its tensors. */
-static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *copy) {
-    if (!extras || extras->struct_size != sizeof(*extras)) return extras;
-    *copy = *extras;
-    copy->bias0 = input(m, extras->bias0), copy->bias1 = input(m, extras->bias1);
-    return copy;
-}
-#define EXTRAS move_extras(&m, extras, &(EpExtras){0})
-
+SETTLED(combine_send_with,
+        (EpHandle * handle, TENSOR plan, TENSOR expert_out, TENSOR slot_weights,
+         TENSOR topk_weights, EpStream stream, const EpExtras *extras),
+        handle, OUT(plan), IN(expert_out), IN(slot_weights), IN(topk_weights), stream, EXTRAS)
+SETTLED(combine_backward_with,
+        (EpHandle * handle, TENSOR plan, TENSOR grad_out, TENSOR slot_weights, TENSOR expert_out,
+         EpStream stream, TENSOR grad_expert_out, TENSOR grad_slot_weights, const EpExtras *extras),
+        handle, OUT(plan), IN(grad_out), IN(slot_weights), IN(expert_out), stream,
+        OUT(grad_expert_out), OUT(grad_slot_weights), EXTRAS)
 SETTLED(combine_with,
         (EpHandle * handle, TENSOR plan, TENSOR expert_out, TENSOR slot_weights,
          TENSOR topk_weights, EpStream stream, TENSOR out, const EpExtras *extras),

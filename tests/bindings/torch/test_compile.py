@@ -63,7 +63,10 @@ def test_opcheck(alone, name):
         "prepare_new": (key, idx, None),
         "dispatch_new": (key, plan, x, weights, rows),
         "combine_new": (key, plan, recv + 1, recv_w + 1, x, None, 7),
-        "combine": (key, plan, recv + 1, recv_w + 1, None, None, x, zeros(7, 16)),
+        "combine": (
+            *(key, plan, recv + 1, recv_w + 1, None, None, x, zeros(7, 16)),
+            *(None, *zeros(4, 1).long()),
+        ),
         "combine_backward": (key, plan, x, recv_w + 1, recv + 1, recv, recv_w),
         "dispatch_backward": (key, plan, recv + 1, recv_w + 1, zeros(7, 16), zeros(7, 2)),
     }
@@ -83,6 +86,33 @@ def check_compiled(handle, compiled, plain, tokens=7, divisor=100):
         results.append((y.detach(), totals, x.grad, weights.grad))
     for got, expected in zip(*results):
         assert_close(got, expected, 1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_counters(alone, backend):
+    """A compiled program adds to them, and reads them afterwards."""
+    group = alone()
+    handle = ep.Handle(group)
+    counters = ep.Counters.zeros(handle)
+    x, idx, weights = inputs(group)
+
+    def counted(*given):
+        received = ep.dispatch(handle, *given, counters=counters)
+        rows, weights = torch.sin(received.tokens), received.topk_weights
+        biases, counts = (given[0], torch.cos(given[0])), counters.without_experts
+        out = ep.combine(handle, received.plan, rows, weights, bias=biases, counters=counts)
+        return out, counters.peer_rows.clone()
+
+    compiled = torch.compile(counted, fullgraph=True, backend=backend)
+    for step in (1, 2):
+        out, rows = compiled(x, idx, weights)
+        out.sum().backward()
+        assert rows.tolist() == [14 * step] and counters.expert_tokens.sum() == 14 * step
+    wanted = inputs(group)
+    expected = layer(handle, *wanted)[0]
+    expected.sum().backward()
+    assert_close(out, expected, 1e-6)
+    assert_close(x.grad, 2 * wanted[0].grad, 1e-6)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
