@@ -645,9 +645,13 @@ def take_biases(bias: Bias) -> Biases:
     given = bias if isinstance(bias, (tuple, list)) else (bias,)
     if len(given) > 2:
         raise TypeError(f"bias: expected a tensor, or up to two of them, got {len(given)}")
-    for tensor in given:
-        if tensor is not None and not is_compiling():
-            _checks.require_usable("bias", tensor)
+    if is_compiling():
+        # Dynamo loses a gradient of a tensor that a Function gets twice.
+        given = [each if each is None else each.view_as(each) for each in given]
+    else:
+        for tensor in given:
+            if tensor is not None:
+                _checks.require_usable("bias", tensor)
     bias0, bias1 = (*given, None, None)[:2]
     return bias0, bias1
 
