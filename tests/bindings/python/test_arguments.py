@@ -63,7 +63,7 @@ def read_only(array):
     ("UNSUPPORTED", dict(prepare=libep.Prepare(IDX))),
 ])  # fmt: skip
 def test_refused_outputs(handle, text, changed):
-    with refused(text if " " in text else f"{text} ^rank 0: ep_dispatch: "):
+    with refused(text if " " in text else f"{text} ^rank 0: ep_dispatch_with: "):
         dispatch(handle, **changed)
     dispatch(handle, tokens=np.frombuffer(X.tobytes(), np.float32).reshape(2, 8))
 
