@@ -92,7 +92,8 @@ static void lie_about_bus(const EpBootstrap *bootstrap, __attribute__((unused)) 
     EpGroup *group = NULL;
     if (!TESTS_ON_GPU) check_left_out("the host backend has no bus ids");
     EpBootstrap own = next_wrapped(bootstrap, &wrapped);
-    EpGroupConfig config = group_config(RANKS);
+    Case c = case_complete(case_of("ranks=%d", RANKS));
+    EpGroupConfig config = case_group_config(&c);
     liar.bytes = sizeof(group->choice.bus);
     EpStatus status = ep_group_create(&own, &config, &group);
     if (own.rank == 0)

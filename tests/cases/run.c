@@ -27,19 +27,6 @@ void check_no_group(const EpBootstrap *bootstrap, const EpGroupConfig *config, E
     check_that(!group, file, line, "ep_group_create", "a group was made");
 }
 
-EpGroupConfig group_config(int ranks) {
-    Case c = case_complete((Case){.ranks = ranks});
-    return case_group_config(&c);
-}
-
-void check_no_group(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpStatus status,
-                    const char *const *words, const char *file, int line) {
-    EpGroup *group = NULL;
-    check_refused(ep_group_create(bootstrap, config, &group), status, words, file, line,
-                  "ep_group_create");
-    check_that(!group, file, line, "ep_group_create", "a group was made");
-}
-
 EpHandle *open_handle_with(EpGroup *group, const EpHandleConfig *config) {
     EpHandle *handle = NULL;
     REQUIRE_OK(ep_handle_create(group, config, &handle));

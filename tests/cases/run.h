@@ -58,14 +58,6 @@ EpGroupConfig group_config(int ranks);
                    __LINE__)
 void check_no_group(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpStatus status,
                     const char *const *words, const char *file, int line);
-/** Returns the configuration of a plain case. */
-EpGroupConfig group_config(int ranks);
-/** Check that a group is refused, with these words. */
-#define CHECK_NO_GROUP(bootstrap, config, status, ...)                                          \
-    check_no_group(bootstrap, config, status, (const char *const[]){__VA_ARGS__, NULL}, __FILE__, \
-                   __LINE__)
-void check_no_group(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpStatus status,
-                    const char *const *words, const char *file, int line);
 EpHandle *open_handle(EpGroup *group, const Case *c);
 EpHandle *open_handle_with(EpGroup *group, const EpHandleConfig *config);
 
