@@ -330,25 +330,19 @@ __device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, int
                            workspace()->source_rows[g.rank]);
 }
 
-/* Add the plan's counts, which this block has stored before a barrier. By all of its threads. */
-__device__ __forceinline__ void count_experts(const EpLatencyScatterArgs &a) {
-    ep_count_experts(a.route.stats, a.route.plan.expert_counts, a.route.shape.num_local,
-                     (int)threadIdx.x, LATENCY_THREADS);
-}
-
 /* Publish the routing of layouts whose entries have slots of their own. By a block that has
  * received the heads. */
 __device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a,
                                                 const LatencyOp &op) {
     int64_t step = step_under_way(a.route);
     int warp = (int)(threadIdx.x / 32);
-    if (warp == 0) publish_slabs(a.route, step, workspace_total(a));
+    auto count = [&](int e, int slots) { ep_count_expert(a.route.stats, e, slots); };
+    if (warp == 0) publish_slabs(a.route, step, workspace_total(a), count);
     if (warp == 1) publish_sizes(a, step);
     __syncthreads();
     publish_sources(a.route, [&](int e, int source) { return count_of(a, e, source); });
     if (threadIdx.x == 0)
         publish_step(a.route, step, workspace()->source_tokens[a.route.group.rank], op.number);
-    count_experts(a);
 }
 
 /* Returns the end of the slots of the rows that arrive, and flat_rows_kept of those that are kept:
@@ -389,7 +383,8 @@ __device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a, cons
     const EpPrepareArgs &route = a.route;
     int64_t step = step_under_way(route);
     int warp = (int)(threadIdx.x / 32);
-    if (warp == 0) publish_flat_experts(route, step, workspace_total(a));
+    auto count = [&](int e, int slots) { ep_count_expert(a.route.stats, e, slots); };
+    if (warp == 0) publish_flat_experts(route, step, workspace_total(a), count);
     if (warp == 1) publish_sizes(a, step);
     if (warp == 0) publish_flat_totals(a, step);
     __syncthreads();
@@ -398,7 +393,6 @@ __device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a, cons
     __syncthreads();
     if (threadIdx.x == 0)
         publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
-    count_experts(a);
 }
 
 /* Count the entries of the flat rows that are kept, from the plan that all blocks have written. */
@@ -437,11 +431,11 @@ __device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a, La
     if (threadIdx.x == 0) publish_totals(route, step, kept, rows, rows - kept);
     publish_kept_by_source(a);
     count_kept(route);
-    if (threadIdx.x < 32) publish_flat_experts(route, step, NULL);
+    auto count = [&](int e, int slots) { ep_count_expert(a.route.stats, e, slots); };
+    if (threadIdx.x < 32) publish_flat_experts(route, step, NULL, count);
     __syncthreads();
     if (threadIdx.x == 0)
         publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
-    count_experts(a);
 }
 
 /* ==== sending blocks ======================================================================== */
