@@ -546,6 +546,27 @@ EpStatus ep_group_relay(const EpGroup *group, int32_t node, int32_t *rank);
 EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, int32_t *first,
                          int32_t *count);
 
+/**
+ * Count where a rank's tokens go, by its routing alone. Local: needs no group, and no rank waits for
+ * another one. Callers whose interface has such counts use it; ep_prepare does not need them.
+ * Allocates nothing, can be captured, and its sums have no order that could change.
+ *
+ * backend        HOST or CUDA, which must reach all memory. CUDA: the current device is the
+ *                stream's.
+ * topk_idx       [T, K] INT32 or INT64, at most 2^31 - 1 entries. Negative indices, and those >= E,
+ *                are no expert.
+ * rank_tokens    [R] INT32: tokens that name an expert of the rank, each once. Its length is the
+ *                number of ranks, 1 .. EP_MAX_RANKS.
+ * expert_tokens  [E] INT32: entries that name the expert. Its length is the number of experts,
+ *                1 .. EP_MAX_EXPERTS; ep_expert_range says whose they are.
+ * token_in_rank  [T, R] UINT8: 1 where the token names an expert of the rank, else 0
+ *
+ * EP_ERR_UNSUPPORTED: this build does not have the backend.
+ */
+EpStatus ep_count_routing(EpBackend backend, const EpTensor *topk_idx, EpStream stream,
+                          const EpTensor *rank_tokens, const EpTensor *expert_tokens,
+                          const EpTensor *token_in_rank);
+
 /** The order of slots in the receive buffer. */
 typedef enum EpLayout {
     /** [rows, H]: one slot per (token, k). One slab per local expert, in expert order, padded to

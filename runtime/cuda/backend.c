@@ -16,6 +16,7 @@
 #include "handles/cuda/handle.h"
 #include "handles/nodes/cuda/relay.h"
 #include "handles/nodes/cuda/route.h"
+#include "handles/prepare/cuda/count.h"
 #include "handles/prepare/cuda/prepare.h"
 #include "handles/weights/cuda/quantise.h"
 #include "handles/weights/cuda/slices.h"
@@ -142,6 +143,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .reduce_amax = ep_cuda_weight_amax,
                                       .measure_weight = ep_cuda_weight_measure,
                                       .quantise_rows = ep_cuda_quantise_rows,
+                                      .count_routing = ep_cuda_count_routing,
                                       .enter = ep_cuda_enter,
                                       .leave = ep_cuda_leave,
                                       .check_pointer = ep_cuda_check_pointer,
