@@ -4,7 +4,7 @@
 
 #include "runtime/backend.h"
 
-static EpStatus find_backend(const EpCall *call, EpBackend backend, const EpBackendOps **ops) {
+EpStatus ep_find_backend(const EpCall *call, EpBackend backend, const EpBackendOps **ops) {
     if (backend != EP_BACKEND_HOST && backend != EP_BACKEND_CUDA)
         return ep_refuse(call, EP_ERR_RANGE, "backend",
                          "expected EP_BACKEND_HOST or EP_BACKEND_CUDA, got %d", (int)backend);
@@ -56,7 +56,7 @@ EpStatus ep_count_routing(EpBackend backend, const EpTensor *topk_idx, EpStream 
     EpCall call = {"ep_count_routing", -1, NULL};
     const EpBackendOps *ops;
     EpRoutingCount c = {.stream = stream};
-    EP_TRY(find_backend(&call, backend, &ops));
+    EP_TRY(ep_find_backend(&call, backend, &ops));
     EP_TRY(read_routing(&call, topk_idx, &c));
     EP_TRY(read_counts(&call, "rank_tokens", rank_tokens, EP_MAX_RANKS, &c.placement.num_ranks,
                        &c.rank_tokens));

@@ -17,4 +17,9 @@ typedef struct EpRoutingCount {
     EpStream stream;
 } EpRoutingCount;
 
+struct EpBackendOps;
+
+/** Find a backend for a call without a group. EP_ERR_UNSUPPORTED: this build does not have it. */
+EpStatus ep_find_backend(const EpCall *call, EpBackend backend, const struct EpBackendOps **ops);
+
 #endif

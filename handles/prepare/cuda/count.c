@@ -13,7 +13,11 @@ EpStatus ep_cuda_count_routing(const EpCall *call, const EpRoutingCount *c) {
                         .expert_tokens = c->expert_tokens,
                         .token_in_rank = c->token_in_rank,
                         .owners = ep_placement_owners(&c->placement)};
-    int error = ep_cuda_launch_count(&args, c->index_type == EP_TYPE_INT64, c->stream);
+    return ep_cuda_launched(call,
+                            ep_cuda_launch_count(&args, c->index_type == EP_TYPE_INT64, c->stream));
+}
+
+EpStatus ep_cuda_launched(const EpCall *call, int error) {
     if (error == cudaSuccess) return EP_OK;
     (void)cudaGetLastError(); /* reported: do not leave it for the next call */
     return ep_refuse(call, EP_ERR_SYSTEM, "stream", "%s", cudaGetErrorString((cudaError_t)error));

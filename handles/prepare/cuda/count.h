@@ -20,6 +20,8 @@ typedef struct EpCountArgs {
 extern "C" {
 #endif
 int ep_cuda_launch_count(const EpCountArgs *args, int is_int64, void *stream);
+/** What a launch without a group has returned, as a status. */
+EpStatus ep_cuda_launched(const EpCall *call, int error);
 EpStatus ep_cuda_count_routing(const EpCall *call, const EpRoutingCount *count);
 #ifdef __cplusplus
 }
