@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
 _MOST_TOP_K = 32  # EP_MAX_TOP_K
+_SENT = "dispatch_with_permute", ("hidden", "scaling_factor")
 
 
 def indices_to_map(
@@ -238,8 +239,12 @@ class HybridEPBuffer:
         if num_dispatched_tokens is not None:
             mention("dispatch_with_permute", "num_dispatched_tokens", "DeepEP deprecates it")
         self._groups.require_open("dispatch_with_permute")
-        tokens, scales = _checks.tokens(_pair(hidden, scaling_factor), "tokens")
+        tokens, scales = _checks.tokens(
+            hidden if scaling_factor is None else (hidden, scaling_factor), "tokens", *_SENT
+        )
         weights = None
+        if non_blocking and handle is None:
+            _number("dispatch_with_permute", "num_permuted_tokens", num_permuted_tokens, 1)
         if handle is None:
             route = self._read_map(tokens, topk_idx, topk_weights, num_of_experts, routing_map, probs)
             experts, topk_idx, weights = route
@@ -287,7 +292,7 @@ class HybridEPBuffer:
         self._groups.require_open("combine_with_unpermute")
         steps = used.steps
         weights = None if probs is None else probs.reshape(-1)
-        _checks.combine(steps, hidden, weights, ())
+        _checks.combine(steps, hidden, weights, (), "combine_with_unpermute", ("hidden", "probs"))
         form = steps.form._replace(num_sms=self._sms[1] or Buffer.num_sms)
         out, back = _steps.combine(steps, form, hidden, weights, ())
         if back is None:
@@ -354,8 +359,6 @@ class HybridEPBuffer:
             _refuse(
                 Status.ALIGNMENT, "dispatch_with_permute", "pad_multiple", expected, alignment
             )
-        if fixed is not None:
-            _number("dispatch_with_permute", "num_permuted_tokens", fixed, 1)
         width = tokens.shape[1]
         # At least 2 bytes: a combine of bf16 rows follows a dispatch of fp8 rows.
         row_bytes = width * max(2, tokens.element_size())
@@ -382,10 +385,6 @@ class HybridEPBuffer:
         if handle.routing.steps.owner is not self:
             _refuse(Status.FOREIGN, call, "handle", "one of this HybridEPBuffer", "one of another")
         return handle
-
-
-def _pair(hidden: Tensor, scales: Optional[Tensor]) -> Any:
-    return hidden if scales is None else (hidden, scales)
 
 
 def _run(function: Any, device: torch.device, *given: Any) -> None:
