@@ -59,44 +59,31 @@ class _Routing(NamedTuple):
     """[L] rows of each expert, padding included; on the host if the host has read them."""
 
 
+def _missing(handle: Handle) -> None:
+    """An element that DeepEP's kernels have, and libep's have not."""
+
+
 class Handle(_Fields):
     """What dispatch_with_permute returns for the calls behind it: a tuple of eleven, as DeepEP's.
 
-    Of its elements num_dispatched_tokens_tensor, tokens_per_expert, num_of_tokens_per_rank and
-    overflow_flag (the last) are libep's. The others are maps of DeepEP's kernels, and None.
+    Element 3   num_dispatched_tokens_tensor [1] int32: rows of the experts, padding included
+    7           tokens_per_expert [L] int32: rows of each, without padding and lost rows
+    8           num_of_tokens_per_rank: T
+    10          overflow_flag [1] int32: not 0 where rows did not fit into num_permuted_tokens
+    others      None
     """
 
     def __init__(self, routing: _Routing) -> None:
         self.routing = routing
 
-    @property
-    def num_dispatched_tokens_tensor(self) -> Tensor:
-        """[1] int32: rows of the experts, padding included."""
-        return self.routing.steps.plan.totals[:1]
-
-    @property
-    def tokens_per_expert(self) -> Tensor:
-        """[L] int32: rows of each expert, without padding and lost rows."""
-        return self.routing.steps.plan.expert_counts
-
-    @property
-    def num_of_tokens_per_rank(self) -> int:
-        """T."""
-        return self.routing.steps.plan.num_tokens
-
-    @property
-    def overflow_flag(self) -> Tensor:
-        """[1] int32: not 0 where rows did not fit into num_permuted_tokens."""
-        return self.routing.steps.plan.totals[2:3]
-
     _readers = (
-        *[lambda handle: None] * 3,
-        num_dispatched_tokens_tensor.fget,
-        *[lambda handle: None] * 3,
-        tokens_per_expert.fget,
-        num_of_tokens_per_rank.fget,
-        lambda handle: None,
-        overflow_flag.fget,
+        *[_missing] * 3,
+        lambda handle: handle.routing.steps.plan.totals[:1],
+        *[_missing] * 3,
+        lambda handle: handle.routing.steps.plan.expert_counts,
+        lambda handle: handle.routing.steps.plan.num_tokens,
+        _missing,
+        lambda handle: handle.routing.steps.plan.totals[2:3],
     )
 
 
@@ -171,7 +158,7 @@ class HybridEPBuffer:
         self, hidden_dim: Optional[int] = None, num_of_tokens_per_rank: int = 0, **unused: Any
     ) -> SimpleNamespace:
         """Let later calls have at least so many tokens. Equal on all ranks. Returns the numbers."""
-        config = self.configurer.buffer_config
+        config: SimpleNamespace = self.configurer.buffer_config
         most = max(config.max_num_of_tokens_per_rank, num_of_tokens_per_rank or 0)
         config.max_num_of_tokens_per_rank = most
         config.hidden_dim = hidden_dim or config.hidden_dim
