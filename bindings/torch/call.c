@@ -1,37 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "bindings/torch/call.h"
 
-#include <stddef.h>
 #include <string.h>
 
-/* Python's stable interface, as far as it is used: so no headers of a Python are needed, and one
- * library does for all. */
-extern char _Py_NoneStruct;
-void *PyTuple_GetItem(void *tuple, ptrdiff_t at); /* borrowed */
-ptrdiff_t PyTuple_Size(void *tuple);
-void *PyTuple_New(ptrdiff_t size);
-int PyTuple_SetItem(void *tuple, ptrdiff_t at, void *item); /* takes the reference */
-void *PyLong_AsVoidPtr(void *number);
-long long PyLong_AsLongLong(void *number);
-void *PyLong_FromLong(long number);
-void *PyErr_Occurred(void);
-void PyErr_Clear(void);
-void Py_IncRef(void *object);
-void Py_DecRef(void *object);
-void *PyEval_SaveThread(void); /* lets other threads of Python run */
-void PyEval_RestoreThread(void *state);
-
-typedef void *Function(void *self, void *const *arguments, ptrdiff_t count);
-
-typedef struct PyMethodDef {
-    const char *name;
-    Function *function;
-    int flags;
-    const char *words;
-} PyMethodDef;
-
-#define METH_FASTCALL 0x80
-void *PyCFunction_NewEx(PyMethodDef *method, void *self, void *module);
+#include "bindings/torch/python.h"
 
 #define MOST_TENSORS 11
 #define ROW_UNIT 16 /* rows start on multiples of this many bytes */
@@ -257,8 +229,9 @@ static int32_t torch_type(EpType type) {
 }
 
 /* Allocate an argument's tensor. Without the interpreter's lock: memory of a GPU may wait for work
- * that other threads start. */
-static void allocate(Made *made, int argument, EpType type, int ndim, const int64_t *shape) {
+ * that other threads start. `kind`: PyTorch's number of its type. */
+static void allocate_as(Made *made, int argument, EpType type, int32_t kind, int ndim,
+                        const int64_t *shape) {
     const EpTorchHandle *h = made->handle;
     int64_t strides[EP_MAX_DIMS], step = 1;
     EpTensor *t = &made->arguments->tensors[argument];
@@ -269,11 +242,15 @@ static void allocate(Made *made, int argument, EpType type, int ndim, const int6
     }
     int is_cpu = h->device < 0;
     if (made->is_short ||
-        h->torch->empty(ndim, t->shape, strides, torch_type(type), !is_cpu, is_cpu ? 0 : h->device,
+        h->torch->empty(ndim, t->shape, strides, kind, !is_cpu, is_cpu ? 0 : h->device,
                         &made->tensors[argument]) != 0 ||
         h->torch->data_of(made->tensors[argument], &t->data) != 0)
         made->is_short = 1;
     made->arguments->at[argument] = t;
+}
+
+static void allocate(Made *made, int argument, EpType type, int ndim, const int64_t *shape) {
+    allocate_as(made, argument, type, torch_type(type), ndim, shape);
 }
 
 static void allocate_vector(Made *made, int argument, EpType type, int64_t length) {
@@ -336,16 +313,17 @@ static int has_inputs(const EpTorchHandle *h, int32_t operation, const Arguments
     return t[1]->ndim >= 2 && (operation != TORCH_DISPATCH || !t[3] || !h->by_column);
 }
 
-/* Returns a tuple of the outputs, with None for those that there are not. */
-static void *wrap_outputs(Made *made, const EpTorchForm *form) {
-    void *outputs = PyTuple_New(form->count - form->inputs);
-    for (int32_t i = form->inputs; outputs && i < form->count; i++) {
+/* Returns a tuple of the outputs from `first` to before `end`, with None for those that there are
+ * not. */
+static void *wrap_outputs(Made *made, int32_t first, int32_t end) {
+    void *outputs = PyTuple_New(end - first);
+    for (int32_t i = first; outputs && i < end; i++) {
         void *object = &_Py_NoneStruct;
         if (made->tensors[i])
             object = made->handle->torch->wrap(made->tensors[i]);
         else
             Py_IncRef(object);
-        if (!object || PyTuple_SetItem(outputs, i - form->inputs, object) != 0) {
+        if (!object || PyTuple_SetItem(outputs, i - first, object) != 0) {
             Py_DecRef(outputs);
             outputs = NULL;
         }
@@ -359,7 +337,17 @@ static void *leave(void) {
     return &_Py_NoneStruct;
 }
 
-/* The function of ep_torch_function: see call.h. */
+/* Returns what a call returns to Python, and drops the outputs from `first` to before `end`. */
+static void *finish(Made *made, EpStatus status, int32_t first, int32_t end) {
+    void *result = made->is_short     ? leave()
+                   : status != EP_OK ? PyLong_FromLong(status)
+                                     : wrap_outputs(made, first, end);
+    for (int32_t i = first; i < end; i++)
+        if (made->tensors[i]) made->handle->torch->drop(made->tensors[i]);
+    return result;
+}
+
+/* See ep_torch_functions. */
 static void *make(void *self, void *const *objects, ptrdiff_t count) {
     (void)self;
     if (count < 2) return leave();
@@ -384,15 +372,48 @@ static void *make(void *self, void *const *objects, ptrdiff_t count) {
     if (!made.is_short && form->numbers >= 0) divide(h, a.at[form->numbers], &n);
     if (!made.is_short) status = run(h, form->number, &a, &n);
     PyEval_RestoreThread(others);
-    void *result = made.is_short     ? leave()
-                   : status != EP_OK ? PyLong_FromLong(status)
-                                     : wrap_outputs(&made, form);
-    for (int32_t i = form->inputs; i < form->count; i++)
-        if (made.tensors[i]) h->torch->drop(made.tensors[i]);
-    return result;
+    return finish(&made, status, form->inputs, form->count);
 }
 
-void *ep_torch_function(void) {
-    static PyMethodDef method = {"call of libep.torch", make, METH_FASTCALL, NULL};
-    return PyCFunction_NewEx(&method, NULL, NULL);
+/* ---- counts of a routing ------------------------------------------------------------------- */
+
+#define TORCH_BOOL 11 /* PyTorch's number of the type */
+
+/* See ep_torch_functions. */
+static void *count(void *self, void *const *objects, ptrdiff_t given) {
+    (void)self;
+    if (given != 5) return leave();
+    EpTorchHandle h = {.torch = PyLong_AsVoidPtr(objects[0]),
+                       .device = (int32_t)PyLong_AsLongLong(objects[1])};
+    int64_t ranks = PyLong_AsLongLong(objects[3]), experts = PyLong_AsLongLong(objects[4]);
+    Arguments a;
+    Made made = {.handle = &h, .arguments = &a};
+    if (!h.torch || ranks < 1 || experts < 1 || PyErr_Occurred()) return leave();
+    if (!convert(&h, objects[2], &a.tensors[0]) || a.tensors[0].ndim != 2 || !find_stream(&h, &a))
+        return leave();
+    void *others = PyEval_SaveThread();
+    allocate_vector(&made, 1, EP_TYPE_INT32, ranks);
+    allocate_vector(&made, 2, EP_TYPE_INT32, experts);
+    allocate_as(&made, 3, EP_TYPE_UINT8, TORCH_BOOL, 2,
+                (int64_t[]){a.tensors[0].shape[0], ranks});
+    EpStatus status = EP_OK;
+    if (!made.is_short)
+        status = ep_count_routing(h.device < 0 ? EP_BACKEND_HOST : EP_BACKEND_CUDA, &a.tensors[0],
+                                  a.stream, a.at[1], a.at[2], a.at[3]);
+    PyEval_RestoreThread(others);
+    return finish(&made, status, 1, 4);
+}
+
+/* ---- Python's functions -------------------------------------------------------------------- */
+
+void *ep_torch_functions(void) {
+    static PyMethodDef methods[] = {{"call of libep.torch", make, METH_FASTCALL, NULL},
+                                    {"ep_count_routing", count, METH_FASTCALL, NULL},
+                                    {"record", ep_torch_record, METH_FASTCALL, NULL},
+                                    {"wait", ep_torch_wait, METH_FASTCALL, NULL}};
+    enum { COUNT = sizeof(methods) / sizeof(methods[0]) };
+    void *functions = PyTuple_New(COUNT);
+    for (int i = 0; functions && i < COUNT; i++)
+        PyTuple_SetItem(functions, i, PyCFunction_NewEx(&methods[i], NULL, NULL));
+    return functions;
 }
