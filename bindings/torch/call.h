@@ -47,6 +47,7 @@ typedef struct EpTorchFunctions {
     int32_t (*data_of)(void *tensor, void **out);
     int32_t (*drop)(void *tensor);
     void *(*wrap)(const void *tensor); /**< returns a new torch.Tensor, which shares the tensor */
+    int (*wait_stream)(void *stream);  /**< of CUDA: waits for a stream; returns 0, or an error */
 } EpTorchFunctions;
 
 /** What a libep.torch.Handle knows of itself. */
@@ -90,6 +91,16 @@ int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void
  *         experts. It returns rank_tokens, expert_tokens, and token_in_rank as bool, or what `make`
  *         does instead.
  *
+ * send    Prepares, waits for the counts, and dispatches on a handle of exact sizes with flat rows.
+ *         Its arguments are the addresses of an EpTorchHandle, of dispatch's EpTorchForm and of
+ *         memory for Plan.numbers, which the host and the handle's GPU reach; the capacity and the
+ *         spare expert (see Send in call.c); whether expert ids are int32; topk_idx, and the tokens,
+ *         weights and scales of dispatch.
+ *         It returns dispatch's outputs; the plan; the rows received, -1 if prepare has written no
+ *         numbers; a list of the experts' counts, and one of each source's rows. Without outputs
+ *         dispatch has not run: there are no numbers, a rank has too many tokens, or PyTorch has no
+ *         memory. Or it returns what `make` does instead.
+ *
  * record  Takes the address of an EpTorchEvents, a device, and a stream's cudaStream_t as an int.
  *         It records an event there, and returns it, an object whose end gives it back.
  *
@@ -99,6 +110,12 @@ int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void
  * The last two return CUDA's error, an int, if there is one.
  */
 void *ep_torch_functions(void);
+
+/** How often, and how long, calls of `send` have waited for a GPU's counts. */
+typedef struct EpTorchWaits {
+    int64_t count, ns;
+} EpTorchWaits;
+extern EpTorchWaits ep_torch_waits;
 
 /** What is used of CUDA's runtime, the one that PyTorch uses. Functions return 0, or an error. */
 typedef struct EpTorchEvents {

@@ -14,6 +14,8 @@ void *PyTuple_GetItem(void *tuple, ptrdiff_t at); /* borrowed */
 ptrdiff_t PyTuple_Size(void *tuple);
 void *PyTuple_New(ptrdiff_t size);
 int PyTuple_SetItem(void *tuple, ptrdiff_t at, void *item); /* takes the reference */
+void *PyList_New(ptrdiff_t size);
+int PyList_SetItem(void *list, ptrdiff_t at, void *item); /* likewise */
 void *PyLong_AsVoidPtr(void *number);
 long long PyLong_AsLongLong(void *number);
 void *PyLong_FromLong(long number);
