@@ -72,6 +72,12 @@ class NormalGroup:
         self.capacity = capacity
         self.has_spare = key.top_k < bootstrap.size
         """Whether every rank owns one expert more than the caller has there."""
+        # Pinned before the group is made: later its allocation could wait for a peer's kernel.
+        count = 3 * (key.experts_per_rank + self.has_spare) + 4 + bootstrap.size
+        is_pinned = key.device.type == "cuda"
+        self._numbers = torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        self.numbers_at = self._numbers.data_ptr()
+        """The address of memory of the host for Plan.numbers, which the GPU reaches."""
         # Rows of weights, and of the counts of ranks' experts, travel as well.
         words = -(-max(key.top_k, key.experts_per_rank) // WORDS) * WORDS
         self.group = create_group(
@@ -128,11 +134,11 @@ class NormalGroup:
             routing[:, :size] = lasts
         return routing
 
-    def is_asked_for_more(self, numbers: list[int]) -> bool:
-        """Whether a rank asks for more. By Plan.numbers; the same on all ranks."""
+    def is_asked_for_more(self, counts: list[int], source_rows: list[int]) -> bool:
+        """Whether a rank asks for more. By parts of Plan; the same on all ranks."""
         if self.has_spare:
-            return numbers[self.key.experts_per_rank] != 0
-        return max(numbers[-self.group.size :]) > self.capacity
+            return counts[self.key.experts_per_rank] != 0
+        return max(source_rows) > self.capacity
 
 
 class LatencyGroup:
