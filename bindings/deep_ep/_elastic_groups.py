@@ -11,7 +11,7 @@ import torch
 from .._abi import Layout, Overflow, Padding, ScaleOrder, Status, Tail
 from .._library import EpError
 from ..torch import Handle, create_group
-from ._groups import _backend, _ordinal
+from ._groups import HostNumbers, _backend, _ordinal
 from ._keywords import refuse
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class ElasticGroup:
     def __init__(self, bootstrap: Bootstrap, key: Key, capacity: int) -> None:
         self.key = key
         self.capacity = capacity
+        self.numbers = HostNumbers(key.experts_per_rank, bootstrap.size, key.device)
         self.group: Group = create_group(
             bootstrap,
             num_experts=key.experts_per_rank * bootstrap.size,

@@ -55,6 +55,18 @@ class LatencyKey(NamedTuple):
     device: torch.device
 
 
+class HostNumbers:
+    """Memory of the host for Plan.numbers, which the GPU reaches.
+
+    Make it before the group: later its allocation could wait for a peer's kernel.
+    """
+
+    def __init__(self, num_local_experts: int, num_ranks: int, device: torch.device) -> None:
+        count, is_pinned = 3 * num_local_experts + 4 + num_ranks, device.type == "cuda"
+        self.tensor = torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        self.address = self.tensor.data_ptr()
+
+
 class NormalGroup:
     """A group for dispatch and combine, with room for `capacity` tokens of each rank.
 
@@ -72,12 +84,8 @@ class NormalGroup:
         self.capacity = capacity
         self.has_spare = key.top_k < bootstrap.size
         """Whether every rank owns one expert more than the caller has there."""
-        # Pinned before the group is made: later its allocation could wait for a peer's kernel.
-        count = 3 * (key.experts_per_rank + self.has_spare) + 4 + bootstrap.size
-        is_pinned = key.device.type == "cuda"
-        self._numbers = torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
-        self.numbers_at = self._numbers.data_ptr()
-        """The address of memory of the host for Plan.numbers, which the GPU reaches."""
+        local = key.experts_per_rank + self.has_spare
+        self.numbers = HostNumbers(local, bootstrap.size, key.device)
         # Rows of weights, and of the counts of ranks' experts, travel as well.
         words = -(-max(key.top_k, key.experts_per_rank) // WORDS) * WORDS
         self.group = create_group(

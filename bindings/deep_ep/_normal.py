@@ -108,7 +108,7 @@ def _route_and_send(
     """In one call of C. None: it must go the slower way."""
     capacity, spare = (-1, group.key.experts_per_rank) if group.has_spare else (group.capacity, -1)
     is_small = id_type is torch.int32
-    sent = layer.send_fast(group.numbers_at, capacity, spare, is_small, routing, *inputs)
+    sent = layer.send_fast(group.numbers.address, capacity, spare, is_small, routing, *inputs)
     if sent is None:
         return None
     recv, weights, scales, idx, plan, rows, counts, sources = sent

@@ -229,24 +229,18 @@ class HybridEPBuffer:
         tokens, scales = _checks.tokens(
             hidden if scaling_factor is None else (hidden, scaling_factor), "tokens", *_SENT
         )
-        weights = None
         if non_blocking and handle is None:
             _number("dispatch_with_permute", "num_permuted_tokens", num_permuted_tokens, 1)
         if handle is None:
             route = self._read_map(tokens, topk_idx, topk_weights, num_of_experts, routing_map, probs)
             experts, topk_idx, weights = route
-            handle = self._route(
-                tokens,
-                topk_idx,
-                experts,
-                pad_multiple or 1,
-                num_permuted_tokens if non_blocking else None,
-            )
+            given = _steps.Given(tokens, scales, weights)
+            fixed = num_permuted_tokens if non_blocking else None
+            handle, received = self._route(given, topk_idx, experts, pad_multiple or 1, fixed)
         else:
-            self._check_handle("dispatch_with_permute", handle)
-            _checks.rows_of(handle.routing.steps, tokens, scales)
-        steps = handle.routing.steps
-        received = _steps.send(steps, steps.form, _steps.Given(tokens, scales, weights), None)
+            steps = self._check_handle("dispatch_with_permute", handle).routing.steps
+            _checks.rows_of(steps, tokens, scales)
+            received = _steps.send(steps, steps.form, _steps.Given(tokens, scales, None), None)
         return (
             received.tokens,
             received.topk_weights,
@@ -327,43 +321,50 @@ class HybridEPBuffer:
 
     def _route(
         self,
-        tokens: Tensor,
+        given: _steps.Given,
         topk_idx: Tensor,
         num_experts: int,
         alignment: int,
         fixed: Union[int, Tensor, None],
-    ) -> Handle:
-        """Make a plan.
+    ) -> tuple[Handle, _steps.Received]:
+        """Make a plan, and send by it.
 
         fixed  rows of the outputs; None: the host waits for their number
         """
-        local = experts_per_rank("dispatch_with_permute", num_experts, self._groups.bootstrap.size)
-        bound = self.update_template_config(num_of_tokens_per_rank=len(tokens))
-        bound = bound.max_num_of_tokens_per_rank
-        _number("dispatch_with_permute", "pad_multiple", alignment, 1)
+        call, tokens = "dispatch_with_permute", given.tokens
+        local = experts_per_rank(call, num_experts, self._groups.bootstrap.size)
+        config = self.update_template_config(num_of_tokens_per_rank=len(tokens))
+        _number(call, "pad_multiple", alignment, 1)
         if alignment & (alignment - 1):
-            expected = "a power of two"
-            _refuse(
-                Status.ALIGNMENT, "dispatch_with_permute", "pad_multiple", expected, alignment
-            )
-        width = tokens.shape[1]
+            _refuse(Status.ALIGNMENT, call, "pad_multiple", "a power of two", alignment)
+        width, bound = tokens.shape[1], config.max_num_of_tokens_per_rank
         # At least 2 bytes: a combine of bf16 rows follows a dispatch of fp8 rows.
         row_bytes = width * max(2, tokens.element_size())
         scale_bytes = 4 * -(-width // SCALE_BLOCK)
         key = Key(local, topk_idx.shape[1], row_bytes, scale_bytes, tokens.device)
         group = self._groups.find(key, bound, are_agreed=False)
-        sms = self._sms[0] or Buffer.num_sms
-        form = Form(True, alignment, int(fixed or 0), sms, alignment > 1, can_lose=True)
-        most = Sizes(form.max_recv_rows, None, form.max_recv_rows, [])
-        plan, sizes = _steps.route(group, form, topk_idx.contiguous(), most, alignment)
+        rows, sms = int(fixed or 0), self._sms[0] or Buffer.num_sms
+        form = Form(True, alignment, rows, sms, alignment > 1, can_lose=True)
+        topk_idx = topk_idx.contiguous()
+        fast = None
+        if fixed is None:
+            fast = _steps.route_and_send(group, form, topk_idx, given, alignment)
+        if fast is not None:
+            plan, sizes, received = fast
+        else:
+            plan, sizes = _steps.route(
+                group, form, topk_idx, Sizes(rows, None, rows, []), alignment
+            )
         steps = EPHandle(self, group, form, plan, sizes, topk_idx, bound, alignment)
+        if fast is None:
+            received = _steps.send(steps, form, given, None)
         if fixed is None:
             _steps.report(group)
             padded = torch.tensor(sizes.counts, dtype=torch.int64)
         else:
             steps.is_captured = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
             padded = plan.expert_padded
-        return Handle(_Routing(steps, num_experts, padded))
+        return Handle(_Routing(steps, num_experts, padded)), received
 
     def _check_handle(self, call: str, handle: Any) -> Handle:
         if not isinstance(handle, Handle):
