@@ -55,6 +55,18 @@ class LatencyKey(NamedTuple):
     device: torch.device
 
 
+class HostNumbers:
+    """Memory of the host for Plan.numbers, which the GPU reaches.
+
+    Make it before the group: later its allocation could wait for a peer's kernel.
+    """
+
+    def __init__(self, num_local_experts: int, num_ranks: int, device: torch.device) -> None:
+        count, is_pinned = 3 * num_local_experts + 4 + num_ranks, device.type == "cuda"
+        self.tensor = torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        self.address = self.tensor.data_ptr()
+
+
 class NormalGroup:
     """A group for dispatch and combine, with room for `capacity` tokens of each rank.
 
@@ -72,6 +84,8 @@ class NormalGroup:
         self.capacity = capacity
         self.has_spare = key.top_k < bootstrap.size
         """Whether every rank owns one expert more than the caller has there."""
+        local = key.experts_per_rank + self.has_spare
+        self.numbers = HostNumbers(local, bootstrap.size, key.device)
         # Rows of weights, and of the counts of ranks' experts, travel as well.
         words = -(-max(key.top_k, key.experts_per_rank) // WORDS) * WORDS
         self.group = create_group(
@@ -128,11 +142,11 @@ class NormalGroup:
             routing[:, :size] = lasts
         return routing
 
-    def is_asked_for_more(self, numbers: list[int]) -> bool:
-        """Whether a rank asks for more. By Plan.numbers; the same on all ranks."""
+    def is_asked_for_more(self, counts: list[int], source_rows: list[int]) -> bool:
+        """Whether a rank asks for more. By parts of Plan; the same on all ranks."""
         if self.has_spare:
-            return numbers[self.key.experts_per_rank] != 0
-        return max(numbers[-self.group.size :]) > self.capacity
+            return counts[self.key.experts_per_rank] != 0
+        return max(source_rows) > self.capacity
 
 
 class LatencyGroup:

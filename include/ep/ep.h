@@ -546,6 +546,58 @@ EpStatus ep_group_relay(const EpGroup *group, int32_t node, int32_t *rank);
 EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, int32_t *first,
                          int32_t *count);
 
+/**
+ * Count where a rank's tokens go, by its routing alone. Local: needs no group, and no rank waits for
+ * another one. Callers whose interface has such counts use it; ep_prepare does not need them.
+ * Allocates nothing, can be captured, and its sums have no order that could change.
+ *
+ * backend        HOST or CUDA, which must reach all memory. CUDA: the current device is the
+ *                stream's.
+ * topk_idx       [T, K] INT32 or INT64, at most 2^31 - 1 entries. Negative indices, and those >= E,
+ *                are no expert.
+ * rank_tokens    [R] INT32: tokens that name an expert of the rank, each once. Its length is the
+ *                number of ranks, 1 .. EP_MAX_RANKS.
+ * expert_tokens  [E] INT32: entries that name the expert. Its length is the number of experts,
+ *                1 .. EP_MAX_EXPERTS; ep_expert_range says whose they are.
+ * token_in_rank  [T, R] UINT8: 1 where the token names an expert of the rank, else 0
+ *
+ * EP_ERR_UNSUPPORTED: this build does not have the backend.
+ */
+EpStatus ep_count_routing(EpBackend backend, const EpTensor *topk_idx, EpStream stream,
+                          const EpTensor *rank_tokens, const EpTensor *expert_tokens,
+                          const EpTensor *token_in_rank);
+
+/**
+ * A routing as a map: for each token a byte of every expert, as Megatron's routers give it. The first
+ * function makes of it what ep_prepare and ep_dispatch take, the second one makes a map. Local, as
+ * ep_count_routing: without a group, without allocations, and they can be captured.
+ *
+ * backend       HOST or CUDA, which must reach all memory. CUDA: the current device is the stream's.
+ * map           [T, E] UINT8: not 0 where the token goes to the expert
+ * probs         [T, E] FP32, or NULL: a weight of each expert. Read where the map is not 0.
+ * topk_idx      [T, K] INT32, K at most EP_MAX_TOP_K: the token's experts, ascending, then -1.
+ *               Where a token has more than K experts its last entry is E: no expert, which
+ *               ep_prepare reports with EP_ERR_ROUTING.
+ * topk_weights  [T, K] FP32, or NULL where probs is: the weights of the entries, 0 for -1
+ */
+EpStatus ep_read_routing_map(EpBackend backend, const EpTensor *map, const EpTensor *probs,
+                             EpStream stream, const EpTensor *topk_idx,
+                             const EpTensor *topk_weights);
+
+/**
+ * The opposite: each entry's weight at the place of its expert. So gradients of weights return to
+ * the router.
+ *
+ * topk_idx      [T, K] INT32 or INT64; entries outside of 0 .. E - 1 are left out. A token names no
+ *               expert twice.
+ * topk_weights  [T, K] FP32, or NULL where probs is
+ * map           [T, E] UINT8, or NULL: 1 at the experts that the token names, else 0
+ * probs         [T, E] FP32, or NULL: the weights of the entries, elsewhere 0
+ */
+EpStatus ep_write_routing_map(EpBackend backend, const EpTensor *topk_idx,
+                              const EpTensor *topk_weights, EpStream stream, const EpTensor *map,
+                              const EpTensor *probs);
+
 /** The order of slots in the receive buffer. */
 typedef enum EpLayout {
     /** [rows, H]: one slot per (token, k). One slab per local expert, in expert order, padded to

@@ -342,6 +342,18 @@ SETTLED(quantise_rows,
         (EpGroup * group, const EpRowsForm *form, TENSOR rows, TENSOR num_rows, EpStream stream,
          TENSOR out, TENSOR scales),
         group, form, IN(rows), IN(num_rows), stream, OUT(out), OUT(scales))
+SETTLED(count_routing,
+        (EpBackend backend, TENSOR topk_idx, EpStream stream, TENSOR rank_tokens,
+         TENSOR expert_tokens, TENSOR token_in_rank),
+        backend, IN(topk_idx), stream, OUT(rank_tokens), OUT(expert_tokens), OUT(token_in_rank))
+SETTLED(read_routing_map,
+        (EpBackend backend, TENSOR map, TENSOR probs, EpStream stream, TENSOR topk_idx,
+         TENSOR topk_weights),
+        backend, IN(map), IN(probs), stream, OUT(topk_idx), OUT(topk_weights))
+SETTLED(write_routing_map,
+        (EpBackend backend, TENSOR topk_idx, TENSOR topk_weights, EpStream stream, TENSOR map,
+         TENSOR probs),
+        backend, IN(topk_idx), IN(topk_weights), stream, OUT(map), OUT(probs))
 
 SETTLED(combine_send_with,
         (EpHandle * handle, TENSOR plan, TENSOR expert_out, TENSOR slot_weights,

@@ -5,7 +5,7 @@
 
 It needs megatron-core 0.16 beside libep. The ranks have GPUs, or are CPUs over gloo. In a training
 script of one's own only install() is new, with --moe-token-dispatcher-type flex and
---moe-flex-dispatcher-backend deepep.
+--moe-flex-dispatcher-backend hybridep, whose rows libep sorts by experts, or deepep.
 """
 
 import os
@@ -52,11 +52,18 @@ def divide():
 
 
 def make_layer(
-    hidden, inner, experts, top_k, dtype=torch.float32, dispatcher="flex", grouped=False
+    hidden,
+    inner,
+    experts,
+    top_k,
+    dtype=torch.float32,
+    dispatcher="flex",
+    backend="hybridep",
+    grouped=False,
 ):
     """An MoELayer with softmax router and gated experts.
 
-    dispatcher  "flex": libep; "alltoall": Megatron's own
+    dispatcher  "flex": libep, as DeepEP's `backend` "hybridep" or "deepep"; "alltoall": Megatron's
     grouped     the experts are one grouped GEMM in place of one module each
     """
     config = TransformerConfig(
@@ -70,7 +77,7 @@ def make_layer(
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type=dispatcher,
-        moe_flex_dispatcher_backend="deepep",
+        moe_flex_dispatcher_backend=backend,
         moe_grouped_gemm=grouped,
         moe_use_legacy_grouped_gemm=grouped,
         expert_model_parallel_size=dist.get_world_size(),
