@@ -21,7 +21,7 @@ from ..torch import Handle, create_group
 from ._keywords import refuse
 
 if TYPE_CHECKING:
-    from typing import Optional
+    from typing import Any, Optional
 
     from torch import Tensor
 
@@ -142,11 +142,11 @@ class NormalGroup:
             routing[:, :size] = lasts
         return routing
 
-    def is_asked_for_more(self, counts: list[int], source_rows: list[int]) -> bool:
-        """Whether a rank asks for more. By parts of Plan; the same on all ranks."""
+    def is_asked_for_more(self, counts: list[int], source_rows: Any) -> bool:
+        """Whether a rank asks for more. By parts of Plan, read on the host; the same on all ranks."""
         if self.has_spare:
             return counts[self.key.experts_per_rank] != 0
-        return max(source_rows) > self.capacity
+        return bool(max(source_rows) > self.capacity)
 
 
 class LatencyGroup:

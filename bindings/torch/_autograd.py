@@ -126,7 +126,7 @@ def _find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _refuse_second_derivative(name: str) -> None:
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+    if _is_grad_enabled() and not is_compiling():
         raise EpError(
             Status.UNSUPPORTED,
             f"{name}: expected first derivatives alone, got create_graph=True: libep has no second "
@@ -238,19 +238,23 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor], _: Any) -> Any:
-        needs_weights = ctx.needs_input_grad[3]
-        made = _dispatch_gradients(ctx, grad_tokens, grad_weights if needs_weights else None)
+        _refuse_second_derivative("dispatch")
+        which, shape, weights_shape = ctx.facts
+        (plan,) = ctx.saved_tensors
+        if weights_shape is None or not ctx.needs_input_grad[3]:
+            grad_weights = None
+        made = _dispatch_gradients(which, plan, grad_tokens, grad_weights, shape, weights_shape)
         return None, None, *made, *ctx.rest
 
 
 def _dispatch_gradients(
-    ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor]
+    which: Union[Handle, int],
+    plan: Tensor,
+    grad_tokens: Tensor,
+    grad_weights: Optional[Tensor],
+    shape: Shape,
+    weights_shape: Optional[Shape],
 ) -> tuple[Tensor, Optional[Tensor]]:
-    _refuse_second_derivative("dispatch")
-    (plan,) = ctx.saved_tensors
-    which, shape, weights_shape = ctx.facts
-    if weights_shape is None:
-        grad_weights = None
     if type(which) is Handle and not _count_modes():
         made: Any = which.make_fast(
             _DISPATCH_BACKWARD, plan, grad_tokens, grad_weights, shape[0], 0
@@ -258,7 +262,7 @@ def _dispatch_gradients(
         if made is not None:
             return made  # type: ignore[no-any-return]
     out, out_weights = grad_tokens.new_empty(shape), None
-    if grad_weights is not None:
+    if grad_weights is not None and weights_shape is not None:
         grad_weights = grad_weights.contiguous()
         out_weights = grad_weights.new_empty(weights_shape)
     _through(which).dispatch_backward(
@@ -268,19 +272,31 @@ def _dispatch_gradients(
 
 
 class _Dispatched(torch.autograd.Function):
-    """_Dispatch of an eager call that has been made already. Fewer arguments take less time."""
+    """_Dispatch of an eager call that has been made already. Less Python: it runs in every step."""
 
     @staticmethod
     def forward(ctx: Any, made: Any, tokens: Tensor, topk_weights: Optional[Tensor]) -> Any:
         handle, plan, recv, weights = made
-        ctx.save_for_backward(plan)
-        ctx.facts = handle, tokens.shape, None if topk_weights is None else topk_weights.shape
+        ctx.save_for_backward(plan.bytes)
+        ctx.facts = handle, plan.num_tokens
         return recv, weights
 
     @staticmethod
     def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor]) -> Any:
-        needs_weights = ctx.needs_input_grad[2]
-        made = _dispatch_gradients(ctx, grad_tokens, grad_weights if needs_weights else None)
+        if _is_grad_enabled():
+            _refuse_second_derivative("dispatch")
+        handle, num_tokens = ctx.facts
+        (plan,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[2]:
+            grad_weights = None
+        if not _count_modes():
+            made = handle.make_fast(
+                _DISPATCH_BACKWARD, plan, grad_tokens, grad_weights, num_tokens, 0
+            )
+            if made is not None:
+                return None, *made
+        shape, weights_shape = (num_tokens, grad_tokens.shape[-1]), (num_tokens, handle.top_k)
+        made = _dispatch_gradients(handle, plan, grad_tokens, grad_weights, shape, weights_shape)
         return None, *made
 
 
@@ -463,7 +479,7 @@ def _dispatch_followed(
             if made is not None:
                 recv, weights, _, idx = made
                 recv, weights = _apply_dispatched(
-                    (handle, plan.bytes, recv, weights), tokens, topk_weights
+                    (handle, plan, recv, weights), tokens, topk_weights
                 )
                 return Received(recv, weights, plan, None, idx)
         recv, weights, idx = _apply_dispatch(

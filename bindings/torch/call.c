@@ -340,7 +340,7 @@ static void *leave(void) {
 
 /* Returns what a call returns to Python, and drops the outputs from `first` to before `end`. */
 static void *finish(Made *made, EpStatus status, int32_t first, int32_t end) {
-    void *result = made->is_short     ? leave()
+    void *result = made->is_short    ? leave()
                    : status != EP_OK ? PyLong_FromLong(status)
                                      : wrap_outputs(made, first, end);
     for (int32_t i = first; i < end; i++)
@@ -383,7 +383,7 @@ EpTorchWaits ep_torch_waits;
 /* Prepare and dispatch in one call. */
 typedef struct Send {
     const EpTorchHandle *handle;
-    Made made;           /* argument 0: the plan; the others are dispatch's */
+    Made made; /* argument 0: the plan; the others are dispatch's */
     EpTensor topk_idx;
     int32_t *numbers;    /* Plan.numbers in memory of the host, which GPUs reach */
     int64_t num_numbers; /* of them */
@@ -466,9 +466,9 @@ static void *wrap_sent(Send *s) {
     PyTuple_SetItem(sent, OUTPUTS, s->handle->torch->wrap(s->made.tensors[0]));
     PyTuple_SetItem(sent, OUTPUTS + 1, PyLong_FromLong(s->rows));
     PyTuple_SetItem(sent, OUTPUTS + 2, list_numbers(s->numbers, 0, s->handle->num_local_experts));
-    PyTuple_SetItem(sent, OUTPUTS + 3,
-                    list_numbers(s->numbers, s->num_numbers - s->handle->num_ranks,
-                                 s->num_numbers));
+    PyTuple_SetItem(
+        sent, OUTPUTS + 3,
+        list_numbers(s->numbers, s->num_numbers - s->handle->num_ranks, s->num_numbers));
     return sent;
 }
 
@@ -522,8 +522,7 @@ static void *count(void *self, void *const *objects, ptrdiff_t given) {
     void *others = PyEval_SaveThread();
     allocate_vector(&made, 1, EP_TYPE_INT32, ranks);
     allocate_vector(&made, 2, EP_TYPE_INT32, experts);
-    allocate_as(&made, 3, EP_TYPE_UINT8, TORCH_BOOL, 2,
-                (int64_t[]){a.tensors[0].shape[0], ranks});
+    allocate_as(&made, 3, EP_TYPE_UINT8, TORCH_BOOL, 2, (int64_t[]){a.tensors[0].shape[0], ranks});
     EpStatus status = EP_OK;
     if (!made.is_short)
         status = ep_count_routing(h.device < 0 ? EP_BACKEND_HOST : EP_BACKEND_CUDA, &a.tensors[0],

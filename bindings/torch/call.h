@@ -94,18 +94,17 @@ int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void
  * send    Prepares, waits for the counts, and dispatches on a handle of exact sizes with flat rows.
  *         Its arguments are the addresses of an EpTorchHandle, of dispatch's EpTorchForm and of
  *         memory for Plan.numbers, which the host and the handle's GPU reach; the capacity and the
- *         spare expert (see Send in call.c); whether expert ids are int32; topk_idx, and the tokens,
- *         weights and scales of dispatch.
- *         It returns dispatch's outputs; the plan; the rows received, -1 if prepare has written no
- *         numbers; a list of the experts' counts, and one of each source's rows. Without outputs
- *         dispatch has not run: there are no numbers, a rank has too many tokens, or PyTorch has no
- *         memory. Or it returns what `make` does instead.
+ *         spare expert (see Send in call.c); whether expert ids are int32; topk_idx, and the
+ * tokens, weights and scales of dispatch. It returns dispatch's outputs; the plan; the rows
+ * received, -1 if prepare has written no numbers; a list of the experts' counts, and one of each
+ * source's rows. Without outputs dispatch has not run: there are no numbers, a rank has too many
+ * tokens, or PyTorch has no memory. Or it returns what `make` does instead.
  *
  * record  Takes the address of an EpTorchEvents, a device, and a stream's cudaStream_t as an int.
  *         It records an event there, and returns it, an object whose end gives it back.
  *
- * wait    Takes the address of an EpTorchEvents, a stream, and an event of `record`. Lets the stream
- *         wait for it.
+ * wait    Takes the address of an EpTorchEvents, a stream, and an event of `record`. Lets the
+ * stream wait for it.
  *
  * The last two return CUDA's error, an int, if there is one.
  */

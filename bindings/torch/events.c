@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Events of streams for libep.deep_ep, without PyTorch's objects. An event is made once, and goes
- * back to its device's pool when Python drops it: a stream that waits for it has taken note already.
+ * back to its device's pool when Python drops it: a stream that waits for it has taken note
+ * already.
  */
 #include <stdlib.h>
 

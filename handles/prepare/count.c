@@ -2,6 +2,7 @@
 /* ep_count_routing: check the arguments, describe the work, hand it to the backend. */
 #include "handles/prepare/count.h"
 
+#include "runtime/args.h"
 #include "runtime/backend.h"
 
 EpStatus ep_find_backend(const EpCall *call, EpBackend backend, const EpBackendOps **ops) {

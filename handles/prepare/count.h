@@ -4,7 +4,8 @@
 
 /** ep_count_routing, checked and described: count.c checks, the backends count. */
 
-#include "runtime/args.h"
+#include "runtime/layout.h"
+#include "runtime/status.h"
 
 typedef struct EpRoutingCount {
     const void *topk_idx; /**< [num_tokens, top_k] */
