@@ -72,6 +72,10 @@ static EpStatus describe_scales(EpOperation *o, const EpTensor *scales, EpScatte
     s->scales = scales->data;
     s->scale_map.count = ep_tensor_row_elements(scales);
     s->scale_type = scales->type;
+    if (o->handle->shape.scale_order == EP_SCALES_SWIZZLED && ep_type_bytes(scales->type) != 1)
+        return ep_refuse(&o->call, EP_ERR_TYPE, "scales",
+                         "expected elements of one byte where scales are swizzled, got %s",
+                         ep_type_name(scales->type));
     return EP_OK;
 }
 
@@ -83,7 +87,7 @@ static EpStatus describe_inputs(EpOperation *o, const Inputs *in, EpScatter *sca
     EP_TRY(describe_weights(o, in->topk_weights, s));
     EP_TRY(describe_scales(o, in->scales, s));
     s->scale_map.element_bytes = (int32_t)ep_type_bytes(s->scale_type);
-    s->scale_map.by_column = o->handle->shape.scale_order == EP_SCALES_BY_COLUMN;
+    s->scale_map.order = o->handle->shape.scale_order;
     s->scale_bytes = s->scale_map.count * s->scale_map.element_bytes;
     return EP_OK;
 }
@@ -120,10 +124,12 @@ static EpStatus describe_recv_scales(const EpOperation *o, const EpTensor *t, Ep
     EP_TRY(ep_arg_type(&o->call, "recv_scales", t, s->scale_type));
     EP_TRY(ep_arg_alignment(&o->call, "recv_scales", t, 4));
     s->out_scales = t->data;
-    int by_column = s->scale_map.by_column;
-    s->scale_map.slab_rows = by_column ? t->shape[t->ndim - 1] : 0;
-    int64_t rows = by_column && t->ndim == 2 ? t->shape[1] : ep_slot_capacity(o->handle, t);
+    int64_t rows = t->shape[s->scale_map.order == EP_SCALES_BY_COLUMN ? t->ndim - 1 : t->ndim - 2];
     if (t->ndim == 2) s->out_capacity = ep_min(s->out_capacity, rows);
+    /* Tensors of tiles may have more rows than their blocks. */
+    s->scale_map.slab_rows = t->ndim == 2    ? rows
+                             : s->block_rows ? s->block_rows
+                                             : o->handle->shape.block_rows;
     return EP_OK;
 }
 
@@ -216,6 +222,28 @@ static void set_routing(const EpOperation *o, Route *route, EpStream stream, EpS
     scatter->routing = ep_handle_is_latency(o->handle) ? &route->routing : NULL;
 }
 
+/* Read the extras of a call that takes rows, and describe its global scale. */
+static EpStatus describe_extras(const EpOperation *o, const EpExtras *given, EpScatter *scatter) {
+    EpExtras extras;
+    EP_TRY(ep_extras_read(o, given, EP_TAKES_GLOBAL_SCALE, &extras));
+    return ep_extras_global_scale(o, &extras, &scatter->t);
+}
+
+static EpStatus dispatch(const char *name, EpHandle *handle, const EpTensor *plan,
+                         const EpPrepare *prepare, const Inputs *in, EpStream stream,
+                         const Outputs *out, const EpExtras *extras) {
+    EpOperation o;
+    EpScatter scatter;
+    Route route;
+    EP_TRY(begin_dispatch(&o, name, handle, plan, prepare, &route));
+    EP_TRY(describe_inputs(&o, in, &scatter));
+    EP_TRY(describe_outputs(&o, out, &scatter.t));
+    EP_TRY(describe_extras(&o, extras, &scatter));
+    set_routing(&o, &route, stream, &scatter);
+    EP_TRY(ep_run_scatter(&o, &scatter));
+    return route.publishes ? ep_run_publish(&o, &route.routing) : EP_OK;
+}
+
 EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
                      const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
                      EpStream stream, const EpTensor *recv_tokens,
@@ -223,33 +251,49 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *pr
                      const EpTensor *recv_topk_idx) {
     const Inputs in = {tokens, topk_weights, scales};
     const Outputs out = {recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx};
+    return dispatch("ep_dispatch", handle, plan, prepare, &in, stream, &out, NULL);
+}
+
+EpStatus ep_dispatch_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                          const EpTensor *tokens, const EpTensor *topk_weights,
+                          const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
+                          const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                          const EpTensor *recv_topk_idx, const EpExtras *extras) {
+    const Inputs in = {tokens, topk_weights, scales};
+    const Outputs out = {recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx};
+    return dispatch("ep_dispatch_with", handle, plan, prepare, &in, stream, &out, extras);
+}
+
+static EpStatus dispatch_send(const char *name, EpHandle *handle, const EpTensor *plan,
+                              const EpPrepare *prepare, const Inputs *in, EpStream stream,
+                              const EpExtras *extras) {
     EpOperation o;
     EpScatter scatter;
     Route route;
-    EP_TRY(begin_dispatch(&o, "ep_dispatch", handle, plan, prepare, &route));
-    EP_TRY(describe_inputs(&o, &in, &scatter));
-    EP_TRY(describe_outputs(&o, &out, &scatter.t));
+    EP_TRY(ep_operation_begin_plan(&o, name, handle, plan));
+    EP_TRY(ep_handle_check_phases(&o.call, handle));
+    EP_TRY(find_routing(&o, prepare, &route));
+    route.routing.op = &ep_op_route_send;
+    o.step = ep_routing_step(&route.routing);
+    EP_TRY(describe_inputs(&o, in, &scatter));
+    EP_TRY(describe_extras(&o, extras, &scatter));
+    scatter.phase = EP_PHASE_SEND;
     set_routing(&o, &route, stream, &scatter);
-    EP_TRY(ep_run_scatter(&o, &scatter));
-    return route.publishes ? ep_run_publish(&o, &route.routing) : EP_OK;
+    return ep_run_scatter(&o, &scatter);
 }
 
 EpStatus ep_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
                           const EpTensor *tokens, const EpTensor *topk_weights,
                           const EpTensor *scales, EpStream stream) {
     const Inputs in = {tokens, topk_weights, scales};
-    EpOperation o;
-    EpScatter scatter;
-    Route route;
-    EP_TRY(ep_operation_begin_plan(&o, "ep_dispatch_send", handle, plan));
-    EP_TRY(ep_handle_check_phases(&o.call, handle));
-    EP_TRY(find_routing(&o, prepare, &route));
-    route.routing.op = &ep_op_route_send;
-    o.step = ep_routing_step(&route.routing);
-    EP_TRY(describe_inputs(&o, &in, &scatter));
-    scatter.phase = EP_PHASE_SEND;
-    set_routing(&o, &route, stream, &scatter);
-    return ep_run_scatter(&o, &scatter);
+    return dispatch_send("ep_dispatch_send", handle, plan, prepare, &in, stream, NULL);
+}
+
+EpStatus ep_dispatch_send_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                               const EpTensor *tokens, const EpTensor *topk_weights,
+                               const EpTensor *scales, EpStream stream, const EpExtras *extras) {
+    const Inputs in = {tokens, topk_weights, scales};
+    return dispatch_send("ep_dispatch_send_with", handle, plan, prepare, &in, stream, extras);
 }
 
 EpStatus ep_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,

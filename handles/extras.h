@@ -7,7 +7,7 @@
 #include "handles/operation.h"
 
 /** The members that a call takes. */
-typedef enum EpTakes { EP_TAKES_BIAS = 1 } EpTakes;
+typedef enum EpTakes { EP_TAKES_BIAS = 1, EP_TAKES_GLOBAL_SCALE = 16 } EpTakes;
 
 /** Copy the extras of a call (NULL: none), which may have the size of an earlier version. Refuses
  *  members that are not in `takes`. */
@@ -16,5 +16,9 @@ EpStatus ep_extras_read(const EpOperation *o, const EpExtras *given, unsigned ta
 /** Check the biases of the rows `out` [T, H], which have been checked, and describe them. */
 EpStatus ep_extras_bias(EpOperation *o, const EpExtras *extras, const EpTensor *out,
                         EpGatherTensors *t);
+
+/** Check the global scale, which a format of EP_SCALE_GLOBAL needs and no other one takes, and
+ *  describe it. The backend checks its value. */
+EpStatus ep_extras_global_scale(const EpOperation *o, const EpExtras *extras, EpScatterTensors *t);
 
 #endif

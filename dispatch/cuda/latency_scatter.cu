@@ -639,7 +639,7 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, int s
 
 __device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, int token) {
     char *staged = workspace_memory() + a.workspace.staged;
-    ep_quantise_row(a.t.format, a.t.source_type,
+    ep_quantise_row(ep_load_format(a.t.format, a.t.global_scale), a.t.source_type,
                     a.t.rows + (int64_t)token * (int)a.t.source_row_bytes, (int)a.t.row_elements,
                     (uint8_t *)staged, staged + 16 * a.record.row_units, (int)threadIdx.x,
                     LATENCY_THREADS);
@@ -783,21 +783,38 @@ __device__ __forceinline__ void store_weights(const EpLatencyScatterArgs &a, con
 
 /* ---- units --------------------------------------------------------------------------------- */
 
-/* Returns how many bytes of scales one store writes. */
+/* Returns how many bytes of scales one store writes; of a tile, all of a row. */
 __device__ __forceinline__ int scale_unit(const EpLatencyScatterArgs &a) {
-    int bytes = a.t.scale_map.by_column ? a.t.scale_map.element_bytes : scale_bytes_of(a);
-    return bytes % 4 == 0 ? 4 : 1;
+    EpScaleOrder order = a.t.scale_map.order;
+    int bytes = order == EP_SCALES_BY_COLUMN ? a.t.scale_map.element_bytes : scale_bytes_of(a);
+    return bytes % 4 == 0 || order == EP_SCALES_SWIZZLED ? 4 : 1;
 }
 
 /* Returns the address of byte `at` of a slot's scales. Elements have a power of two of bytes. */
 __device__ __forceinline__ char *scale_to(const EpLatencyScatterArgs &a, char *scales, int at) {
     int bytes = a.t.scale_map.element_bytes, element = at >> (31 - __clz(bytes));
-    if (!a.t.scale_map.by_column) return scales + at;
+    if (a.t.scale_map.order == EP_SCALES_BY_ROW) return scales + at;
+    if (a.t.scale_map.order == EP_SCALES_SWIZZLED)
+        return scales + at / EP_TILE_SCALES * EP_TILE_BYTES + at % EP_TILE_SCALES;
     return scales + element * a.t.scale_map.slab_rows * bytes + (at & (bytes - 1));
+}
+
+/* Store a unit of swizzled scales, a word in each of up to four tiles. */
+__device__ __noinline__ void store_tiles(const EpLatencyScatterArgs &a, char *scales, int unit,
+                                         uint4 x) {
+    const uint32_t word[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int at = unit * 4 + i;
+        if (at * EP_TILE_SCALES < scale_bytes_of(a))
+            *(uint32_t *)(scales + at * EP_TILE_BYTES) =
+                ep_swizzled_word(&a.t.scale_map, at, word[i]);
+    }
 }
 
 __device__ __forceinline__ void store_scales(const EpLatencyScatterArgs &a, char *scales, int unit,
                                              const uint4 &x) {
+    if (a.t.scale_map.order == EP_SCALES_SWIZZLED) return store_tiles(a, scales, unit, x);
     const uint32_t word[4] = {x.x, x.y, x.z, x.w};
     int unit_bytes = scale_unit(a);
 #pragma unroll
@@ -1111,9 +1128,11 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     LatencyRole role = latency_role(l);
     reset_heads();
     latency_begin(l);
+    int has_global = ep_has_global(a.t.global_scale);
     if (role.sends && blockIdx.x) claims_begin(l);
     if (role.sends) open_workspace(a);
-    if (!latency_begin_operation(g, a.route.plan, l, &op)) {
+    if (!latency_begin_operation(g, a.route.plan, l, &op) || !has_global) {
+        ep_report_global(g, a.t.global_scale);
         latency_report(g, a.route.plan, l);
         latency_pass(g, l, op, latency_ticket(l, op));
         return;

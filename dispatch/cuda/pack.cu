@@ -27,6 +27,7 @@ __device__ __forceinline__ char *find_record(const EpPackArgs &a, int token) {
 template <typename T>
 __device__ __forceinline__ void pack_quantised(const EpPackArgs &a, const char *row, char *record) {
     int lane = threadIdx.x % 32, units = (int)(a.t.source_row_bytes / (int)sizeof(EpUnit<T>));
+    EpQuantFormat format = ep_load_format(a.t.format, a.t.global_scale);
     unsigned records = __ballot_sync(~0u, record != NULL);
     for (int base = 0; base < units; base += 32) {
         int unit = base + lane, valid = unit < units;
@@ -34,12 +35,12 @@ __device__ __forceinline__ void pack_quantised(const EpPackArgs &a, const char *
         EpQuantScale scale;
         for (int i = 0; i < EpUnit<T>::PARTS && valid; i++)
             x.part[i] = __ldcg((const uint4 *)row + unit * EpUnit<T>::PARTS + i);
-        uint4 codes = ep_quantise_unit(a.t.format, x, valid, &scale);
+        uint4 codes = ep_quantise_unit(format, x, valid, &scale);
         for (unsigned left = records; left; left &= left - 1) {
             char *to = (char *)__shfl_sync(~0u, (unsigned long long)record, __ffs(left) - 1);
             if (!valid) continue;
-            ep_store_codes(a.t.format, to, unit, codes);
-            ep_store_scale_of(a.t.format, to + a.record.scales, unit, scale);
+            ep_store_codes(format, to, unit, codes);
+            ep_store_scale_of(format, to + a.record.scales, unit, scale);
         }
     }
 }
@@ -66,9 +67,10 @@ __device__ __forceinline__ void pack_metadata(const EpPackArgs &a, int64_t token
                       a.t.scales + token * a.source.scale_stride, a.t.scale_bytes);
 }
 
-/* A plan that is not the expected one is not read; the kernels on the node report it. */
+/* A plan that is not the expected one is not read, and neither are rows without a global scale; the
+ * kernels on the node report it. */
 __device__ __forceinline__ int is_usable(const EpPackArgs &a) {
-    if (ep_failed(a.group)) return 0;
+    if (ep_failed(a.group) || !ep_has_global(a.t.global_scale)) return 0;
     return ep_is_right(a.plan.use, ep_load_plan(a.plan));
 }
 

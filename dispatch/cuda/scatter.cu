@@ -57,10 +57,20 @@ __device__ __forceinline__ void spread_column(const EpScaleMap &map, char *to, c
                        [=](int i) { return i / per * step + i % per * (int64_t)sizeof(Word); });
 }
 
-/* Copy a row of scales to columns. These are aligned to 4 bytes and no more: an element of 8 bytes
- * is two words. By a warp. */
+/* Copy a row of scales to tiles, a word for each. By a warp. */
+__device__ __forceinline__ void spread_tiles(const EpScaleMap &map, char *to, const char *from) {
+    spread_each<uint32_t>(
+        to, (int)(map.count + EP_TILE_SCALES - 1) / EP_TILE_SCALES,
+        [&](int i) { return ep_swizzled_word(&map, i, __ldcg((const uint32_t *)from + i)); },
+        [](int i) { return i * (int64_t)EP_TILE_BYTES; });
+}
+
+/* Copy a row of scales to columns, or to tiles. Columns are aligned to 4 bytes and no more: an
+ * element of 8 bytes is two words. By a warp. */
 __device__ __forceinline__ void spread_columns(const EpScaleMap &map, char *to, const char *from) {
-    if (map.element_bytes == 1)
+    if (map.order == EP_SCALES_SWIZZLED)
+        spread_tiles(map, to, from);
+    else if (map.element_bytes == 1)
         spread_column<uint8_t>(map, to, from, 1);
     else if (map.element_bytes == 2)
         spread_column<uint16_t>(map, to, from, 1);
@@ -94,7 +104,7 @@ __device__ __forceinline__ void spread_metadata(const EpScatterArgs &a, const Me
     if (!a.t.scale_bytes) return;
     char *to = e.record ? e.record + a.record.scales : NULL, *out = NULL;
     if (e.slot >= 0) out = a.t.out_scales + ep_scale_at(&a.t.scale_map, e.slot, 0);
-    if (!a.t.scale_map.by_column) {
+    if (a.t.scale_map.order == EP_SCALES_BY_ROW) {
         spread_scales(out ? out : to, scales, a.t.scale_bytes);
         return;
     }
@@ -284,13 +294,14 @@ template <typename T>
 __device__ void quantise_rows(const EpScatterArgs &a, Pipeline *p, int thread) {
     int blocks = p->shape.stage_bytes / (int)sizeof(T) / a.t.format.block; /* of a fragment */
     int scale_bytes = ep_quant_scale_type(a.t.format) == EP_TYPE_FP32 ? (int)sizeof(float) : 1;
+    EpQuantFormat format = ep_load_format(a.t.format, a.t.global_scale);
     for (uint32_t n = 0;; n++) {
         int j = n % PIPELINE_ENTRIES;
         pipeline_wait(p->barrier[ITEM_LOADED], n);
         WorkItem item = p->item[j];
         if (item.loads == PIPELINE_END) return;
         char *scales = a.made_scales + p->index[j] * a.source.scale_stride;
-        quantise_fragment<T>(a.t.format, p->first[j], item.bytes,
+        quantise_fragment<T>(format, p->first[j], item.bytes,
                              scales + p->fragment[j] * blocks * scale_bytes, thread);
         pipeline_computed(p, n);
     }
@@ -587,13 +598,25 @@ __device__ void zero_bytes(char *out, int64_t bytes, ZeroThreads z) {
         zero_words<uint8_t>(out, bytes, z);
 }
 
+/* Zero the swizzled scales of slots. */
+__device__ __noinline__ void zero_tiles(const EpScatterArgs &a, int64_t begin, int64_t end,
+                                        ZeroThreads z) {
+    const EpScaleMap &map = a.t.scale_map;
+    int64_t words = (map.count + EP_TILE_SCALES - 1) / EP_TILE_SCALES;
+    for (int64_t i = z.index; i < (end - begin) * words; i += z.count) {
+        int64_t at = ep_swizzled_at(&map, begin + i / words) + i % words * EP_TILE_BYTES;
+        *(uint32_t *)(a.t.out_scales + at) = 0;
+    }
+}
+
 /* Zero the scales of slots of one slab; by column, these are a range in each column. */
 __device__ void zero_scales(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
     const EpScaleMap &map = a.t.scale_map;
+    if (map.order == EP_SCALES_SWIZZLED) return zero_tiles(a, begin, end, z);
     char *out = a.t.out_scales + ep_scale_at(&map, begin, 0);
     int64_t step = ep_scale_step(&map), rows = end - begin;
-    if (!map.by_column) zero_bytes(out, rows * a.t.scale_bytes, z);
-    for (int64_t i = 0; map.by_column && i < map.count; i++)
+    if (map.order == EP_SCALES_BY_ROW) zero_bytes(out, rows * a.t.scale_bytes, z);
+    for (int64_t i = 0; map.order == EP_SCALES_BY_COLUMN && i < map.count; i++)
         zero_bytes(out + i * step, rows * map.element_bytes, z);
 }
 
@@ -758,8 +781,10 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
                   role.receives ? has_metadata_to_receive<FORM>(a) : has_metadata(a), a.schedulers,
                   a.top_k);
     if (READS_RECORDS) ep_compare_stamps(a.marks, &header);
-    if (!ep_begin_operation(a.group, a.plan, header, &epoch)) {
+    int has_global = FORM == MULTIPLIED || ep_has_global(a.t.global_scale);
+    if (!ep_begin_operation(a.group, a.plan, header, &epoch) || !has_global) {
         if (READS_RECORDS) ep_report_stamps(a.group, a.marks);
+        if (FORM == COPIED) ep_report_global(a.group, a.t.global_scale);
         ep_report_plan(a.group, a.plan);
         ep_end_operation(a.group, epoch, 0);
         return;

@@ -17,6 +17,7 @@
 
 #include "dispatch/host/scatter.h"
 #include "handles/host/plan.h"
+#include "runtime/args.h"
 #include "runtime/host/host.h"
 
 /* Larger outputs are not worth keeping in cache. */
@@ -34,6 +35,7 @@ typedef struct Scatter {
     const EpRowMath *math;
     int32_t rank, size;
     int64_t top_k;
+    EpQuantFormat format; /* of rows on their way */
     EpRecord record;
     int64_t chunk;                  /* tokens of each source in one round */
     int stream;                     /* whether rows are stored past the caches */
@@ -57,7 +59,7 @@ static int has_quant(const EpScatterTensors *s) {
 /* Write a token's quantised row and its scales into a record. */
 static void quantise(const Scatter *x, int64_t token, char *record) {
     const EpScatterTensors *s = x->s;
-    ep_quantise(s->format, s->source_type, s->rows + token * s->source_row_bytes, s->row_elements,
+    ep_quantise(x->format, s->source_type, s->rows + token * s->source_row_bytes, s->row_elements,
                 (uint8_t *)record, record + x->record.scales);
 }
 
@@ -138,14 +140,16 @@ static int64_t position(const Scatter *x, int64_t entry) {
     return ep_slot_position(x->shape, x->block_rows, x->plan.entry_slot[entry]);
 }
 
-/* Write the scales of one slot. `scales` NULL: zeros. */
+/* Write the scales of one slot. `scales` NULL: zeros, as behind the last scale of a tile. */
 static void fill_scales(const Scatter *x, int64_t slot, const char *scales) {
     const EpScaleMap *map = &x->s->scale_map;
-    char *out = x->s->out_scales;
-    size_t bytes = map->by_column ? (size_t)map->element_bytes : (size_t)x->s->scale_bytes;
-    for (int64_t i = 0, n = map->by_column ? map->count : 1; i < n; i++) {
-        char *to = out + ep_scale_at(map, slot, i);
-        if (scales)
+    int by_row = map->order == EP_SCALES_BY_ROW;
+    size_t bytes = by_row ? (size_t)x->s->scale_bytes : (size_t)map->element_bytes;
+    int64_t count = by_row ? 1 : map->count, all = count;
+    if (map->order == EP_SCALES_SWIZZLED) all = ep_round_up(count, EP_TILE_SCALES);
+    for (int64_t i = 0; i < all; i++) {
+        char *to = x->s->out_scales + ep_scale_at(map, slot, i);
+        if (scales && i < count)
             memcpy(to, scales + (size_t)i * bytes, bytes);
         else
             memset(to, 0, bytes);
@@ -320,7 +324,8 @@ static EpStatus run_rounds(Scatter *x) {
 }
 
 /* Bound of a quantised record. The row is at most half as long as its source, with at most a byte
- * of scales for every 32 elements. 4 * EP_MAX_TOP_K is space for weights, 64 covers rounding. */
+ * of scales for every 32 elements; or a quarter, with a byte for every 16. 4 * EP_MAX_TOP_K is
+ * space for weights, 64 covers rounding. */
 #define MAX_QUANTISED_BYTES (EP_MAX_ROW_BYTES / 2 + EP_MAX_ROW_BYTES / 64 + 4 * EP_MAX_TOP_K + 64)
 
 /* Make the plan if the call has a routing. A receive phase finds the plan of its send phase, and
@@ -336,8 +341,21 @@ static EpStatus begin_plan(EpHandle *handle, const EpScatter *scatter) {
     return ep_host_check_blocks(handle, &call, scatter->plan, scatter->t.block_rows);
 }
 
+/* Read the call's global scale, if it has one, before any rank takes part. */
+static EpStatus read_format(const EpHandle *handle, const EpScatter *scatter,
+                            EpQuantFormat *format) {
+    const float *scale = scatter->t.global_scale;
+    *format = scatter->t.format;
+    if (!scale) return EP_OK;
+    format->global = *scale;
+    EpCall call = {scatter->op->name, handle->group->rank, handle->group};
+    return ep_is_global_scale(*scale) ? EP_OK : ep_refuse_global_scale(&call, *scale);
+}
+
 EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
     _Alignas(64) char quantised[MAX_QUANTISED_BYTES];
+    EpQuantFormat format;
+    EP_TRY(read_format(handle, scatter, &format));
     EP_TRY(begin_plan(handle, scatter));
     EpHost *host = ep_host(handle->group);
     const EpScatterTensors *s = &scatter->t;
@@ -345,7 +363,8 @@ EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
                  .call = scatter,
                  .s = s,
                  .shape = &handle->shape,
-                 .exchange = host->exchange};
+                 .exchange = host->exchange,
+                 .format = format};
     x.has_rows = handle->shape.has_rows;
     x.block_rows = s->block_rows;
     x.plan = ep_host_plan(handle, scatter->plan);

@@ -26,7 +26,7 @@ static EpStatus read_form(const EpCall *call, const EpRowsForm *given, EpRowsQua
     if (form->scale_order != EP_SCALES_BY_ROW && form->scale_order != EP_SCALES_BY_COLUMN)
         return ep_refuse(call, EP_ERR_RANGE, "form.scale_order", "expected an EpScaleOrder, got %d",
                          (int)form->scale_order);
-    return ep_arg_tiles(call, form->blocks, q->format);
+    return ep_arg_form(call, form->blocks, q->format);
 }
 
 /* ---- shapes -------------------------------------------------------------------------------- */

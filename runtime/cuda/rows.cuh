@@ -96,8 +96,8 @@ __device__ __forceinline__ void ep_add(EpVector<T> *sum, const EpVector<T> &x) {
  * Quantise one row by a group of threads, with the same bits as ep_quantise (runtime/quant.h).
  *
  * A thread takes a unit at a time: 16 elements become 2 bytes for each bit of a code. The lanes
- * that have the units of a block, 8 or 2 neighbours of one warp, find its amax together, and each
- * computes the scale.
+ * that have the units of a block, 8 or 2 neighbours of one warp or one alone, find its amax
+ * together, and each computes the scale.
  */
 
 #define EP_QUANT_UNIT 16 /* elements that a thread takes at a time */
@@ -168,13 +168,42 @@ template <> __device__ __forceinline__ uint32_t ep_unit_most<float>(const EpUnit
     return ep_unit_largest(x, 0);
 }
 
+/* The e2m1 of two floats, that of `low` in the lower bits. */
+__device__ __forceinline__ uint32_t ep_e2m1_pair(float low, float high) {
+#if EP_CONVERTS_E2M1
+    return ep_convert_e2m1x2(low, high);
+#else
+    return ep_e2m1_from_float(low) | (uint32_t)ep_e2m1_from_float(high) << 4;
+#endif
+}
+
+/* The codes of a unit in E2M1, in the first two words. A call, so that kernels need no registers
+ * for it where they quantise otherwise. */
+template <typename T>
+static __device__ __noinline__ uint2 ep_unit_e2m1(EpUnit<T> x, float inverse) {
+    uint32_t word[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < EpUnit<T>::PARTS; i++) {
+        EpVector<T> v = ep_unpack<T>(x.part[i]);
+#pragma unroll
+        for (int e = 0; e < EpVector<T>::SIZE; e += 2) {
+            int at = i * EpVector<T>::SIZE + e;
+            word[at / 8] |= ep_e2m1_pair(v.at[e] * inverse, v.at[e + 1] * inverse) << at % 8 * 4;
+        }
+    }
+    return make_uint2(word[0], word[1]);
+}
+
 /** Returns the codes of a unit, from its first bytes on. Each product is rounded by itself: kernels
- *  are compiled without contraction. E4M3 is the only code. */
+ *  are compiled without contraction. */
 template <typename T>
 __device__ __forceinline__ uint4 ep_unit_codes(EpQuantFormat format, const EpUnit<T> &x,
                                                float inverse) {
-    (void)format;
     uint32_t word[4] = {0, 0, 0, 0};
+    if (format.code == EP_CODE_E2M1) {
+        uint2 pairs = ep_unit_e2m1<T>(x, inverse);
+        return make_uint4(pairs.x, pairs.y, 0, 0);
+    }
 #pragma unroll
     for (int i = 0; i < EpUnit<T>::PARTS; i++) {
         EpVector<T> v = ep_unpack<T>(x.part[i]);
@@ -188,7 +217,8 @@ __device__ __forceinline__ uint4 ep_unit_codes(EpQuantFormat format, const EpUni
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/** Returns the codes with that of every NaN set to 0x7f, whatever sign the instruction gives it. */
+/** Returns the E4M3 codes with that of every NaN set to 0x7f, whatever sign the instruction gives
+ *  it. */
 template <typename T>
 __device__ __forceinline__ uint4 ep_unit_nan(const EpUnit<T> &x, const uint4 &codes) {
     uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
@@ -207,15 +237,19 @@ __device__ __forceinline__ uint4 ep_unit_nan(const EpUnit<T> &x, const uint4 &co
 /** Store the codes of a unit of a row. */
 __device__ __forceinline__ void ep_store_codes(EpQuantFormat format, void *row, int unit,
                                                const uint4 &codes) {
-    (void)format;
-    ((uint4 *)row)[unit] = codes;
+    if (format.bits == 8)
+        ((uint4 *)row)[unit] = codes;
+    else
+        ((uint2 *)row)[unit] = make_uint2(codes.x, codes.y);
 }
 
 /** The same in shared memory. */
 __device__ __forceinline__ void ep_store_shared_codes(EpQuantFormat format, uint32_t row, int unit,
                                                       const uint4 &codes) {
-    (void)format;
-    ep_store_shared(row + unit * (uint32_t)sizeof(codes), codes);
+    if (format.bits == 8)
+        ep_store_shared(row + unit * (uint32_t)sizeof(codes), codes);
+    else
+        ep_store_shared(row + unit * (uint32_t)sizeof(uint2), make_uint2(codes.x, codes.y));
 }
 
 template <typename Index>
@@ -225,6 +259,13 @@ __device__ __forceinline__ void ep_store_scale(EpQuantFormat format, void *scale
         ((uint32_t *)scales)[block] = scale.stored;
     else
         ((uint8_t *)scales)[block] = (uint8_t)scale.stored;
+}
+
+/** Returns a call's format with its global scale, if it has one. */
+__device__ __forceinline__ EpQuantFormat ep_load_format(EpQuantFormat format,
+                                                        const float *global_scale) {
+    if (global_scale) format.global = *global_scale;
+    return format;
 }
 
 /** Returns the log2 of the number of units in a block. */
@@ -242,9 +283,10 @@ __device__ __forceinline__ uint4 ep_quantise_unit(EpQuantFormat format, const Ep
     uint32_t amax = largest < EP_QUANT_INFINITY_BITS ? largest : ep_unit_largest(x, 1);
     for (int d = 1; d < 1 << ep_quant_log(format); d *= 2)
         amax = max(amax, __shfl_xor_sync(~0u, amax, d));
-    *scale = ep_quant_scale(format, max(amax, EP_QUANT_LEAST_BITS));
+    *scale = ep_quant_any_scale(format, max(amax, EP_QUANT_LEAST_BITS));
     uint4 codes = ep_unit_codes(format, x, scale->inverse);
-    return largest > EP_QUANT_INFINITY_BITS ? ep_unit_nan(x, codes) : codes;
+    int has_nan = largest > EP_QUANT_INFINITY_BITS && format.code == EP_CODE_E4M3;
+    return has_nan ? ep_unit_nan(x, codes) : codes;
 }
 
 /** Store the scale of a unit's block, if this unit is the block's first. */
@@ -307,22 +349,29 @@ __device__ __forceinline__ void ep_quantise_row(EpQuantFormat format, int type, 
 
 /* ---- copying words ------------------------------------------------------------------------- */
 
-/* Copy a row of scales, in words, to the target `to` of each lane where that is not NULL. Word i
- * goes offset_of(i) bytes behind a target. By a warp. */
-template <typename Word, typename Offset>
-__device__ __forceinline__ void spread_words(char *to, const char *from, int words,
-                                             Offset offset_of) {
+/* Copy words to the target `to` of each lane where that is not NULL. Word i is word_of(i) and goes
+ * offset_of(i) bytes behind a target. By a warp. */
+template <typename Word, typename Source, typename Offset>
+__device__ __forceinline__ void spread_each(char *to, int words, Source word_of, Offset offset_of) {
     int lane = threadIdx.x % 32;
     unsigned targets = __ballot_sync(~0u, to != NULL);
     for (int base = 0; base < words; base += 32) {
         int at = base + lane, valid = at < words;
         Word word;
-        if (valid) word = __ldcg((const Word *)from + at);
+        if (valid) word = word_of(at);
         for (unsigned left = targets; left; left &= left - 1) {
             char *out = (char *)__shfl_sync(~0u, (unsigned long long)to, __ffs(left) - 1);
             if (valid) *(Word *)(out + offset_of(at)) = word;
         }
     }
+}
+
+/* The same for a row of scales. */
+template <typename Word, typename Offset>
+__device__ __forceinline__ void spread_words(char *to, const char *from, int words,
+                                             Offset offset_of) {
+    spread_each<Word>(
+        to, words, [=](int i) { return __ldcg((const Word *)from + i); }, offset_of);
 }
 
 template <typename Word>

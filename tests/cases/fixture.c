@@ -5,6 +5,9 @@
 #include <string.h>
 #include <strings.h>
 
+#include "tests/cases/step_parts.h"
+#include "tests/oracle/quant.h"
+
 static const char *const names[] = {
 #define FIXTURE_NAME(constant, name, output) name,
     FIXTURE_TENSORS(FIXTURE_NAME)
@@ -90,13 +93,6 @@ void fixture_close(Fixture *fixture) {
     ep_bootstrap_destroy(&fixture->bootstrap);
 }
 
-static size_t tensor_bytes(const EpTensor *t) {
-    size_t bytes = ep_type_bytes(t->type);
-    for (int i = 0; i < t->ndim; i++)
-        bytes *= (size_t)t->shape[i];
-    return bytes;
-}
-
 static void set_plan(Fixture *fixture) {
     const Case *c = &fixture->world->c;
     const RankWorld *me = &fixture->world->rank[fixture->step.rank];
@@ -132,6 +128,7 @@ static void set_tokens(Fixture *fixture) {
     t[TOKENS] = step_tokens(&fixture->step);
     t[TOPK_WEIGHTS] = t[COMBINE_WEIGHTS] = t[GRAD_TOPK_WEIGHTS] = step_weights(&fixture->step);
     t[SCALES] = step_scales(&fixture->step);
+    t[GLOBAL_SCALE] = step_global_scale(&fixture->step);
     t[OUT] = t[GRAD_TOKENS] = t[GRAD_OUT] = t[BIAS0] = t[BIAS1] = step_grad_out(&fixture->step);
 }
 
@@ -143,6 +140,7 @@ static void set_index(Fixture *fixture) {
     for (int64_t i = 0; i < (int64_t)me->rows * c->top_k; i++)
         index[i] = (int32_t)me->index[i];
     *(int32_t *)fixture->tensor[NUM_TOKENS].data = me->tokens;
+    *(float *)fixture->tensor[GLOBAL_SCALE].data = me->global_scale;
 }
 
 void fixture_reset(Fixture *fixture) {
@@ -151,7 +149,7 @@ void fixture_reset(Fixture *fixture) {
     set_rows(fixture);
     set_tokens(fixture);
     for (int i = 0; i < NUM_ARGS; i++) {
-        fixture->image[i] = image_new(tensor_bytes(&fixture->tensor[i]), 16);
+        fixture->image[i] = image_new(step_tensor_bytes(&fixture->tensor[i]), 16);
         fixture->tensor[i].data = fixture->image[i].data;
         fixture->arg[i] = &fixture->tensor[i];
     }
@@ -159,14 +157,22 @@ void fixture_reset(Fixture *fixture) {
     if (fixture->world->c.quant != EP_QUANT_NONE) fixture->arg[SCALES] = NULL;
     fixture->arg[fixture->world->c.weights_at_combine ? SLOT_WEIGHTS : COMBINE_WEIGHTS] = NULL;
     fixture->arg[BIAS0] = fixture->arg[BIAS1] = NULL;
+    if (!quant_form(fixture->world->c.quant)->is_global) fixture->arg[GLOBAL_SCALE] = NULL;
     set_index(fixture);
 }
 
 /* Call an operation that takes extras with those of the fixture. */
 static EpStatus call_with(Fixture *fixture, Op op) {
     const EpTensor *const *a = fixture->arg;
-    EpExtras extras = {sizeof(extras), a[BIAS0], a[BIAS1]};
+    EpExtras extras = {sizeof(extras), a[BIAS0], a[BIAS1], a[GLOBAL_SCALE]};
     switch (op) {
+    case OP_DISPATCH:
+        return ep_dispatch_with(fixture->handle, fixture->plan, NULL, a[TOKENS], a[TOPK_WEIGHTS],
+                                a[SCALES], NULL, a[RECV_TOKENS], a[RECV_TOPK_WEIGHTS],
+                                a[RECV_SCALES], a[RECV_TOPK_IDX], &extras);
+    case OP_DISPATCH_SEND:
+        return ep_dispatch_send_with(fixture->handle, fixture->plan, NULL, a[TOKENS],
+                                     a[TOPK_WEIGHTS], a[SCALES], NULL, &extras);
     case OP_COMBINE:
         return ep_combine_with(fixture->handle, fixture->plan, a[EXPERT_OUT], a[SLOT_WEIGHTS],
                                a[COMBINE_WEIGHTS], NULL, a[OUT], &extras);
@@ -182,6 +188,8 @@ static EpStatus call_with(Fixture *fixture, Op op) {
 EpStatus fixture_call(Fixture *fixture, Op op) {
     const EpTensor *const *a = fixture->arg;
     if (a[BIAS0] || a[BIAS1]) return call_with(fixture, op);
+    if (a[GLOBAL_SCALE] && (op == OP_DISPATCH || op == OP_DISPATCH_SEND))
+        return call_with(fixture, op);
     EpPlanTensors plan = {sizeof(plan),     a[EXPERT_COUNTS], a[EXPERT_PADDED], a[EXPERT_OFFSETS],
                           a[TOTALS],        a[SOURCE_COUNTS], a[RECV_ROWS],     a[NEEDED_ROWS],
                           a[DROPPED_SLOTS], a[SOURCE_ROWS]};

@@ -50,6 +50,7 @@ typedef enum Op {
     X(OUT, "out", 1)                             \
     X(BIAS0, "extras.bias0", 0)                  \
     X(BIAS1, "extras.bias1", 0)                  \
+    X(GLOBAL_SCALE, "extras.global_scale", 0)    \
     X(GRAD_RECV_TOKENS, "grad_recv_tokens", 0)   \
     X(GRAD_RECV_WEIGHTS, "grad_slot_weights", 0) \
     X(GRAD_TOKENS, "grad_tokens", 1)             \

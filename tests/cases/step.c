@@ -22,6 +22,10 @@ EpTensor step_scales(const Step *step) {
                         c->scale_bytes);
 }
 
+EpTensor step_global_scale(const Step *step) {
+    return ep_tensor_1d(&step_mine(step)->global_scale, EP_TYPE_FP32, 1);
+}
+
 EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns) {
     const RankWorld *me = step_mine(step);
     const Case *c = &step->world->c;
@@ -40,6 +44,11 @@ EpTensor step_recv_scales(const Step *step, const void *data) {
     EpTensor tensor = step_rows(step, data, case_scale_type(c), case_scales(c));
     int last = tensor.ndim - 1;
     if (c->scale_order == EP_SCALES_BY_ROW) return tensor;
+    if (c->scale_order == EP_SCALES_SWIZZLED) {
+        tensor.shape[last] = (tensor.shape[last] + 3) / 4 * 4;
+        tensor.shape[last - 1] = (tensor.shape[last - 1] + 127) / 128 * 128;
+        return tensor;
+    }
     tensor.shape[last] = tensor.shape[last - 1];
     tensor.shape[last - 1] = case_scales(c);
     return tensor;
@@ -77,10 +86,15 @@ EpTensor step_bias(const Step *step, int i) {
 
 /* ---- copies of inputs ---- */
 
-Image step_copy_input(EpTensor *tensor) {
+size_t step_tensor_bytes(const EpTensor *tensor) {
     size_t bytes = ep_type_bytes(tensor->type);
     for (int i = 0; i < tensor->ndim; i++)
         bytes *= (size_t)tensor->shape[i];
+    return bytes;
+}
+
+Image step_copy_input(EpTensor *tensor) {
+    size_t bytes = step_tensor_bytes(tensor);
     Image image = image_new(bytes, 16);
     if (bytes) memcpy(image.data, tensor->data, bytes);
     tensor->data = image.data;

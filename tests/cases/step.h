@@ -48,6 +48,7 @@ void step_check_status(const Step *step);
 EpTensor step_tokens(const Step *step);
 EpTensor step_weights(const Step *step);
 EpTensor step_scales(const Step *step);
+EpTensor step_global_scale(const Step *step);
 EpTensor step_expert_out(const Step *step);
 EpTensor step_slot_weights(const Step *step);
 EpTensor step_grad_out(const Step *step);

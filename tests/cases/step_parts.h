@@ -27,6 +27,8 @@ EpTensor step_per_slot(const Step *step, const void *data);
 /** A tensor of the shape of recv_topk_weights and its gradient. */
 EpTensor step_per_weight(const Step *step, const void *data);
 
+size_t step_tensor_bytes(const EpTensor *tensor);
+
 /** Copy an input's data and point the tensor at the copy. After the send, step_overwrite_input
  * overwrites and frees the copy. */
 Image step_copy_input(EpTensor *tensor);

@@ -5,15 +5,30 @@
 
 #include "tests/cases/step_parts.h"
 #include "tests/oracle/expect.h"
+#include "tests/oracle/quant.h"
 
 /* ---- got and expected side by side ---- */
 
+/* The extras of a dispatch, with a tensor that they refer to. */
+typedef struct Extras {
+    EpTensor scale;
+    EpExtras extras;
+} Extras;
+
+/* Returns the case's extras, or NULL where it has none. */
+static const EpExtras *extras_of(const Step *step, Extras *x) {
+    *x = (Extras){step_global_scale(step), EP_EXTRAS_INIT};
+    x->extras.global_scale = &x->scale;
+    return quant_form(step->world->c.quant)->is_global ? &x->extras : NULL;
+}
+
 static ExpectedRows rows_new(const Step *step) {
     const Case *c = &step->world->c;
+    EpTensor scales = step_recv_scales(step, NULL);
     size_t rows = (size_t)step_mine(step)->buffer_rows, index = step_index_bytes(step);
     size_t entries = rows * (size_t)world_row_weights(c);
     return (ExpectedRows){image_new(rows * case_recv_bytes(c), 16), image_new(entries * 4, 4),
-                          image_new(rows * case_recv_scale_bytes(c), 4),
+                          image_new(step_tensor_bytes(&scales), 4),
                           image_new(entries * index, index)};
 }
 
@@ -71,10 +86,12 @@ static void dispatch_whole(const Step *step) {
     Delivery d = delivery_new(step);
     EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
     if (asks) step_numbers_new(step, &numbers, &out), prepare.out = &out;
-    CHECK_OK(ep_dispatch(step->handle, step->plan, asks ? &prepare : NULL, &tokens,
-                         c->weighted ? &weights : NULL, c->scale_bytes ? &scales : NULL, NULL,
-                         &d.tokens, c->weighted ? &d.weights : NULL,
-                         case_scales(c) ? &d.scales : NULL, case_has_rows(c) ? &d.index : NULL));
+    Extras x;
+    CHECK_OK(ep_dispatch_with(step->handle, step->plan, asks ? &prepare : NULL, &tokens,
+                              c->weighted ? &weights : NULL, c->scale_bytes ? &scales : NULL, NULL,
+                              &d.tokens, c->weighted ? &d.weights : NULL,
+                              case_scales(c) ? &d.scales : NULL, case_has_rows(c) ? &d.index : NULL,
+                              extras_of(step, &x)));
     delivery_check(step, &d);
     if (asks) step_numbers_check(step, &numbers);
 }
@@ -84,9 +101,10 @@ static void send_rows(const Step *step) {
     EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
     Image images[] = {step_copy_input(&tokens), step_copy_input(&weights),
                       step_copy_input(&scales)};
-    CHECK_OK(ep_dispatch_send(step->handle, step->plan, NULL, &tokens,
-                              c->weighted ? &weights : NULL, c->scale_bytes ? &scales : NULL,
-                              NULL));
+    Extras x;
+    CHECK_OK(ep_dispatch_send_with(step->handle, step->plan, NULL, &tokens,
+                                   c->weighted ? &weights : NULL, c->scale_bytes ? &scales : NULL,
+                                   NULL, extras_of(step, &x)));
     for (int i = 0; i < 3; i++)
         step_overwrite_input(&images[i]);
 }

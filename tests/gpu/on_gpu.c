@@ -16,6 +16,8 @@
 #undef ep_dispatch_wait
 #undef ep_combine_send
 #undef ep_combine_wait
+#undef ep_dispatch_with
+#undef ep_dispatch_send_with
 #undef ep_combine_with
 #undef ep_combine_wait_with
 #undef ep_dispatch_backward_with
@@ -35,9 +37,9 @@ int gpu_has_latency(void) {
 
 /* Those that GPUs cannot reach have copies in the pinned buffer. */
 typedef struct Moved {
-    EpTensor tensor[16];
-    void *home[16];
-    int is_output[16];
+    EpTensor tensor[32];
+    void *home[32];
+    int is_output[32];
     int count;
 } Moved;
 
@@ -203,6 +205,15 @@ static const EpPlanTensors *move_numbers(Moved *m, const EpPlanTensors *out, EpP
     return moved;
 }
 
+/* Returns `extras`, or `copy` with copies of its tensors. */
+static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *copy) {
+    if (!extras || extras->struct_size != sizeof(*extras)) return extras;
+    *copy = *extras;
+    copy->bias0 = input(m, extras->bias0), copy->bias1 = input(m, extras->bias1);
+    copy->global_scale = input(m, extras->global_scale);
+    return copy;
+}
+
 EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
                      const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out) {
     Moved m = {.count = 0};
@@ -214,33 +225,52 @@ EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *top
     return status;
 }
 
-EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
-                      const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
-                      EpStream stream, const EpTensor *recv_tokens,
-                      const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
-                      const EpTensor *recv_topk_idx) {
+EpStatus gpu_dispatch_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                           const EpTensor *tokens, const EpTensor *topk_weights,
+                           const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
+                           const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                           const EpTensor *recv_topk_idx, const EpExtras *extras) {
     Moved m = {.count = 0};
     EpPlanTensors numbers;
     EpPrepare outputs;
+    EpExtras copy;
     if (prepare && prepare->struct_size == sizeof(*prepare) && !prepare->topk_idx) {
         outputs = *prepare, outputs.out = move_numbers(&m, prepare->out, &numbers);
         prepare = &outputs;
     }
     refresh(handle);
-    EpStatus status = ep_dispatch(handle, output(&m, plan), prepare, input(&m, tokens),
-                                  input(&m, topk_weights), input(&m, scales), stream,
-                                  output(&m, recv_tokens), output(&m, recv_topk_weights),
-                                  output(&m, recv_scales), output(&m, recv_topk_idx));
+    EpStatus status = ep_dispatch_with(
+        handle, output(&m, plan), prepare, input(&m, tokens), input(&m, topk_weights),
+        input(&m, scales), stream, output(&m, recv_tokens), output(&m, recv_topk_weights),
+        output(&m, recv_scales), output(&m, recv_topk_idx), move_extras(&m, extras, &copy));
     return deliver(handle, &m, status);
+}
+
+EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                      const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
+                      EpStream stream, const EpTensor *recv_tokens,
+                      const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                      const EpTensor *recv_topk_idx) {
+    return gpu_dispatch_with(handle, plan, prepare, tokens, topk_weights, scales, stream,
+                             recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx, NULL);
+}
+
+EpStatus gpu_dispatch_send_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                                const EpTensor *tokens, const EpTensor *topk_weights,
+                                const EpTensor *scales, EpStream stream, const EpExtras *extras) {
+    Moved m = {.count = 0};
+    EpExtras copy;
+    refresh(handle);
+    return settle(&m, ep_dispatch_send_with(handle, output(&m, plan), prepare, input(&m, tokens),
+                                            input(&m, topk_weights), input(&m, scales), stream,
+                                            move_extras(&m, extras, &copy)));
 }
 
 EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
                            const EpTensor *tokens, const EpTensor *topk_weights,
                            const EpTensor *scales, EpStream stream) {
-    Moved m = {.count = 0};
-    refresh(handle);
-    return settle(&m, ep_dispatch_send(handle, output(&m, plan), prepare, input(&m, tokens),
-                                       input(&m, topk_weights), input(&m, scales), stream));
+    return gpu_dispatch_send_with(handle, plan, prepare, tokens, topk_weights, scales, stream,
+                                  NULL);
 }
 
 EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
@@ -283,14 +313,6 @@ EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *plan,
     return settle(&m, ep_dispatch_backward(handle, output(&m, plan), input(&m, grad_recv_tokens),
                                            input(&m, grad_slot_weights), stream,
                                            output(&m, grad_tokens), output(&m, grad_topk_weights)));
-}
-
-/* Returns `extras`, or `copy` with copies of its tensors. */
-static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *copy) {
-    if (!extras || extras->struct_size != sizeof(*extras)) return extras;
-    *copy = *extras;
-    copy->bias0 = input(m, extras->bias0), copy->bias1 = input(m, extras->bias1);
-    return copy;
 }
 
 EpStatus gpu_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,

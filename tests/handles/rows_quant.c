@@ -68,7 +68,7 @@ static void expect_block(const Expected *x, int64_t slab, const int64_t at[4], i
     for (int64_t i = at[0]; i < at[1]; i++)
         for (int64_t j = at[2]; j < at[3]; j++)
             values[n++] = number_get(x->rows, x->s->type, input_at(x, slab, i, j));
-    quant_block(x->form->quant, values, n, codes,
+    quant_block(x->form->quant, 0, values, n, codes,
                 x->scales + scale * quant_scale_bytes(x->form->quant));
     n = 0;
     for (int64_t i = at[0]; i < at[1]; i++)
@@ -219,6 +219,8 @@ static void check_bad_forms(EpGroup *group, const Given *good) {
     check_refused_call(group, &g, EP_ERR_RANGE, "form.transposed", "expected 0 or 1, got -1");
     g = *good, g.form.scale_order = (EpScaleOrder)0;
     check_refused_call(group, &g, EP_ERR_RANGE, "form.scale_order", "got 0");
+    g = *good, g.form.quant = EP_QUANT_NVFP4;
+    check_refused_call(group, &g, EP_ERR_UNSUPPORTED, "form.quant", "got EP_QUANT_NVFP4");
     g = *good, g.form.blocks = EP_BLOCKS_TILES, g.form.quant = EP_QUANT_MXFP8;
     check_refused_call(group, &g, EP_ERR_UNSUPPORTED, "form.blocks", "EP_QUANT_MXFP8");
     g = *good, g.form.struct_size = 4;
