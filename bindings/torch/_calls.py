@@ -15,7 +15,7 @@ from .._abi import Status, Type
 from .._handle import Handle as CoreHandle
 from .._handle import Extras, PlanTensors, Prepare
 from .._library import EpError
-from .._operations import OPERATIONS, compile_call
+from .._operations import OPERATIONS, SCALED, compile_call
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
 from . import _checks, _fast
@@ -195,6 +195,13 @@ def count_rows(handle: Handle, numbers: Tensor) -> int:
     return rows
 
 
+def _scaled(handle: Handle, global_scale: Optional[Tensor]) -> Optional[Extras]:
+    """The extras of a dispatch."""
+    if global_scale is None:
+        return None
+    return Extras(global_scale=_given(handle, global_scale, "global_scale", 4))
+
+
 # How an argument becomes the core's, by its kind.
 _CONVERTERS = {
     "to_plan": _given,
@@ -220,27 +227,33 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
         given["prepare"] = f"Prepare({routing})"
     elif operation.of_kind("kept"):
         given["out"] = given.pop("numbers")
+    if operation.name in SCALED:
+        taken.append("global_scale=None")
+        given["extras"] = "scaled(handle, global_scale)"
     given["stream"] = "handle.stream()"
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     run = getattr(CoreHandle, operation.function)
     call: Callable[..., None] = compile_call(
-        taken, f"run(handle, {text})", run=run, Prepare=Prepare, **_CONVERTERS
+        taken, f"run(handle, {text})", run=run, Prepare=Prepare, scaled=_scaled, **_CONVERTERS
     )
     return call
 
 
 def _make(name: str) -> Callable[..., None]:
-    """The call of an operation: its arguments are a handle, and what the table says."""
+    """The call of an operation: its arguments are a handle, and what the table says.
+
+    Those of SCALED also take a global_scale, by its name.
+    """
     operation = OPERATIONS[name]
     slow, form = _make_slow(operation), _fast.FORMS.get(name)
     if form is None:
         return slow
     keeps = bool(operation.of_kind("kept"))
 
-    def call(handle: Handle, *tensors: Optional[Tensor]) -> None:
+    def call(handle: Handle, *tensors: Optional[Tensor], **scaled: Optional[Tensor]) -> None:
         # In latency mode prepare records the tensors, which somebody must keep.
-        if keeps and handle.is_latency or not handle.call_fast(form, tensors):
-            slow(handle, *tensors)
+        if keeps and handle.is_latency or scaled or not handle.call_fast(form, tensors):
+            slow(handle, *tensors, **scaled)
 
     return call
 

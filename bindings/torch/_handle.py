@@ -135,7 +135,7 @@ class Handle(CoreHandle):
         self.top_k = _given(fields.get("top_k"), group.fields["max_top_k"])
         self.capacity = _given(fields.get("max_recv_rows"), group.fields.get("max_recv_rows", 0))
         self.quant = fields.get("quant", Quant.NONE)
-        self._by_column = fields.get("scale_order") == ScaleOrder.BY_COLUMN
+        self._scale_order = fields.get("scale_order", ScaleOrder.BY_ROW)
         # What calls ask for is computed once: comparing enums takes as long as half a call.
         self.quantises = self.quant != Quant.NONE
         """Whether dispatch quantises."""
@@ -185,7 +185,7 @@ class Handle(CoreHandle):
             top_k=self.top_k,
             has_blocks=self.has_blocks,
             is_per_token=self.is_per_token,
-            by_column=self._by_column,
+            by_column=self._scale_order != ScaleOrder.BY_ROW,
         )
 
     def _count_most_rows(self, fields: HandleFields) -> int:
@@ -285,8 +285,12 @@ class Handle(CoreHandle):
 
     def scales_shape(self, rows: int, count: int) -> tuple[int, ...]:
         """The shape of recv_scales, with `count` scales per row."""
-        lead = self.lead(rows)
-        return (*lead[:-1], count, lead[-1]) if self._by_column else (*lead, count)
+        *lead, last = self.lead(rows)
+        if self._scale_order == ScaleOrder.BY_COLUMN:
+            return (*lead, count, last)
+        if self._scale_order == ScaleOrder.SWIZZLED:  # whole tiles of 128 x 4
+            return (*lead, -(-last // 128) * 128, -(-count // 4) * 4)
+        return (*lead, last, count)
 
 
 def _given(value: Optional[int], default: int) -> int:

@@ -19,6 +19,7 @@ from ._autograd import (
     require_given,
     require_indices,
 )
+from ._quant import as_scaled
 
 if TYPE_CHECKING:
     from typing import Callable, Optional
@@ -79,6 +80,7 @@ def dispatch_send(
     *,
     num_tokens: Optional[Tensor] = None,
     recv_tokens: Optional[Tensor] = None,
+    global_scale: Optional[Tensor] = None,
 ) -> tuple[Received, Hook]:
     """The send phase of a dispatch, in latency mode. Arguments as of dispatch.
 
@@ -90,10 +92,11 @@ def dispatch_send(
     idx = require_indices(topk_idx)
     inputs = tokens, topk_weights, scales, recv_tokens
     require_given(handle, idx, inputs, num_tokens is not None)
+    scaled = as_scaled(handle, "dispatch_send", global_scale)
     plan = make_plan(handle, idx)
     received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
     _calls.dispatch_send(
-        handle, idx, num_tokens, tokens, topk_weights, scales, plan.bytes, plan.numbers
+        handle, idx, num_tokens, tokens, topk_weights, scales, plan.bytes, plan.numbers, **scaled
     )
 
     def receive() -> None:

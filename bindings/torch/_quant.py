@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 values and their scales: types, shapes, and quantising what experts compute."""
+"""Quantised values and their scales: types, shapes, and quantising what experts compute."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ._group import Group
+    from ._handle import Handle
+
+    Scaled = dict[str, Tensor]
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 _QUANTS = {  # elements per scale, type of the scales
@@ -25,12 +28,40 @@ _QUANTS = {  # elements per scale, type of the scales
     Quant.MXFP8: (32, _E8M0),
     Quant.FP8_POW2: (128, torch.float32),
 }
+_FP4_SCALE_BLOCK, _FP4_UNIT = 16, 32  # elements per scale; rows are a multiple of the unit
 
 
 def row_scales(quant: Quant, hidden: int) -> tuple[int, torch.dtype]:
     """Scales of a row of `hidden` elements, and their type."""
+    if quant == Quant.NVFP4:
+        return hidden // _FP4_SCALE_BLOCK, torch.uint8
     block, dtype = _QUANTS[Quant(quant)]
     return -(-hidden // block), dtype
+
+
+def row_values(quant: Quant, hidden: int) -> tuple[int, torch.dtype]:
+    """Elements of a tensor that a row of `hidden` elements becomes, and their type."""
+    return (hidden // 2, torch.uint8) if quant == Quant.NVFP4 else (hidden, torch.float8_e4m3fn)
+
+
+def row_unit(quant: Quant) -> int:
+    """A row that is quantised has a multiple of so many elements."""
+    return _FP4_UNIT if quant == Quant.NVFP4 else 16
+
+
+def as_scaled(handle: Handle, call: str, global_scale: Optional[Tensor]) -> Scaled:
+    """The last argument of a dispatch; none without a global scale.
+
+    EpError where one is missing, or not used. The library says the same, after prepare.
+    """
+    if (global_scale is None) == (handle.quant == Quant.NVFP4):
+        expected, got = ("one", "None") if global_scale is None else ("None", "one")
+        raise EpError(
+            Status.NULL if global_scale is None else Status.UNSUPPORTED,
+            f"{call}: global_scale: expected {expected}, since the handle's quant is "
+            f"{Quant(handle.quant).name}, got {got}",
+        )
+    return {} if global_scale is None else {"global_scale": global_scale}
 
 
 def _form(quant: Quant) -> tuple[int, torch.dtype]:

@@ -219,6 +219,8 @@ static void check_bad_forms(EpGroup *group, const Given *good) {
     check_refused_call(group, &g, EP_ERR_RANGE, "form.transposed", "expected 0 or 1, got -1");
     g = *good, g.form.scale_order = (EpScaleOrder)0;
     check_refused_call(group, &g, EP_ERR_RANGE, "form.scale_order", "got 0");
+    g = *good, g.form.scale_order = EP_SCALES_SWIZZLED;
+    check_refused_call(group, &g, EP_ERR_UNSUPPORTED, "form.scale_order", "EP_SCALES_SWIZZLED");
     g = *good, g.form.quant = EP_QUANT_NVFP4;
     check_refused_call(group, &g, EP_ERR_UNSUPPORTED, "form.quant", "got EP_QUANT_NVFP4");
     g = *good, g.form.blocks = EP_BLOCKS_TILES, g.form.quant = EP_QUANT_MXFP8;

@@ -120,14 +120,17 @@ class Extras(_abi.EpExtras):
 
     biases  up to two tensors [T, H] of the rows' type: out = round(sum + bias0 + bias1), added in
             float32 in this order. Their gradient is that of the output.
+
+    global_scale  [1] FP32, of the tokens of a dispatch with Quant.NVFP4
     """
 
-    def __init__(self, *biases: TensorLike) -> None:
+    def __init__(self, *biases: TensorLike, global_scale: Optional[TensorLike] = None) -> None:
         super().__init__(struct_size=sizeof(_abi.EpExtras))
         if len(biases) > 2:
             raise TypeError(f"biases: expected at most 2, got {len(biases)}")
         for name, bias in zip(("bias0", "bias1"), biases):
             setattr(self, name, _at(read(bias, name)))
+        self.global_scale = _at(read(global_scale, "global_scale"))
 
 
 def _host_row(value: TensorLike, name: str) -> Tensor:
@@ -316,6 +319,7 @@ class Handle:
         recv_topk_idx: Optional[TensorLike] = None,
         plan: Optional[TensorLike] = None,
         prepare: Optional[Prepare] = None,
+        extras: Optional[Extras] = None,
         stream: int = 0,
     ) -> None:
         """Send token rows, their weights and scales to the slots of their experts.
@@ -328,6 +332,7 @@ class Handle:
         recv_scales        output [rows, S]; required with scales, and if the handle quantises
         recv_topk_idx      output, FLAT and RANK_MAJOR: [rows, K] INT32 or INT64, or None
         prepare            latency mode: the routing, or None for that of the last prepare
+        extras             the global scale of Quant.NVFP4, else None
         """
 
     @calls_library
@@ -404,6 +409,7 @@ class Handle:
         *,
         plan: Optional[TensorLike] = None,
         prepare: Optional[Prepare] = None,
+        extras: Optional[Extras] = None,
         stream: int = 0,
     ) -> None:
         """The send phase of dispatch. Inputs may be overwritten once it has run."""

@@ -65,7 +65,7 @@ OUTPUTS = [
 
 @pytest.mark.parametrize("text, changed", OUTPUTS)
 def test_refused_outputs(handle, text, changed):
-    with refused(text if " " in text else f"{text} ^rank 0: ep_dispatch: "):
+    with refused(text if " " in text else f"{text} ^rank 0: ep_dispatch_with: "):
         dispatch(handle, **changed)
     dispatch(handle, tokens=np.frombuffer(X.tobytes(), np.float32).reshape(2, 8))
 

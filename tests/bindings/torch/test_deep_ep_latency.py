@@ -10,7 +10,7 @@ from base import refused
 from conftest import DEVICE, assert_equal, off, refuse_each
 from reference import expert_major
 from test_deep_ep_normal import inputs, make_world, on_ranks, play, send
-from test_quant import quantise
+from test_quant import quantise, quantise_fp4
 
 import libep
 from libep import Quant
@@ -144,6 +144,36 @@ def test_quantised(seed, quant, options, is_split, dtype):
     play(world, body)
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("factor", [None, 400.0])
+def test_nvfp4(seed, factor, is_split):
+    """As vLLM and FlashInfer read them: views [rows, H / 2, L] and [32, 4, rm, 4, rk, L]."""
+    world = make_world(seed, hidden=160, max_tokens=MAX_TOKENS)
+    rows = world.size * MAX_TOKENS
+    generator = torch.Generator().manual_seed(seed)
+    xs = [torch.randn(t, 160, generator=generator).to(torch.bfloat16) for t in world.tokens]
+
+    def body(buffer, rank):
+        _, idx, _ = inputs(world, rank)
+        given = xs[rank].to(DEVICE), idx, MAX_TOKENS, world.experts
+        options = dict(use_fp8=False, use_nvfp4=True)
+        if factor:
+            options["x_global_scale"] = torch.full((1,), factor, device=DEVICE)
+        (values, scales), *_ = run(buffer.low_latency_dispatch, is_split, *given, **options)
+        assert values.shape == (rows, 80, 2) and values.dtype == torch.uint8
+        assert scales.shape == (32, 4, 1, 4, 3, 2) and scales.dtype == torch.float8_e4m3fn
+        slabs, _ = expert_major(world, rank, 1)
+        got = scales.view(torch.uint8).cpu()
+        for i, slab in enumerate(slabs):
+            for row, (source, token, _) in enumerate(slab):
+                expected, factors = quantise_fp4(xs[source][token : token + 1], factor or 1.0)
+                assert_equal(values[row, :, i], expected[0].to(DEVICE))
+                place = got[row % 32, row // 32, 0, :, :, i].t().flatten()
+                assert torch.equal(place[:10], factors[0]) and not place[10:].any()
+
+    play(world, body)
+
+
 def test_two_in_flight(seed):
     """Two micro-batches: the experts of one run while rows of the other travel."""
     worlds = [make_world(seed + i, max_tokens=MAX_TOKENS) for i in range(2)]
@@ -268,7 +298,13 @@ def test_sentences(caplog):
             "use_ue8m0.*round_scale": dict(use_ue8m0=True),
             "multiple of 512.*got 128": dict(round_scale=True, use_ue8m0=True),
             "cost of waiting": dict(dispatch_wait_recv_cost_stats=idx),
-            "bf16 or fp8": dict(use_nvfp4=True),
+            "use_ue8m0.*use_nvfp4": dict(use_nvfp4=True, use_ue8m0=True),
+            "x_global_scale.*None without use_nvfp4": dict(x_global_scale=x[0, :1]),
+            "x_global_scale.*float32.*float64": dict(use_nvfp4=True, x_global_scale=x[0].double()),
+            "is x_global_scale": dict(use_nvfp4=True, sf_scale_for_nvfp4=x[0, :1]),
+        }),
+        (buffer.low_latency_dispatch, (x[:, :48].contiguous(), idx, 4, 4), {
+            "multiple of 32 elements.*got 48": dict(use_nvfp4=True),
         }),
         (buffer.low_latency_dispatch, (*more, 4, 4), {
             "max_tokens = 4 tokens, got 5": dict(use_fp8=False),

@@ -33,6 +33,30 @@ def quantise(x, quant):
     return values.flatten(1)[:, : x.shape[1]], scale
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def quantise_fp4(x, factor):
+    """(bytes, scales) of rows [T, H] with the global scale `factor`; scales as uint8."""
+    factor = torch.tensor(factor)
+    blocks = x.float().view(len(x), -1, 16)
+    amax = blocks.abs().amax(-1).clamp(min=2.0**-100)
+    scale = (factor * (amax * torch.tensor(1 / 6))).clamp(max=448).to(torch.float8_e4m3fn)
+    step = scale.float() * (1 / factor)
+    scaled = blocks * torch.where(step == 0, step, 1 / step)[..., None]
+    middles = (E2M1[1:] + E2M1[:-1]) / 2
+    above = scaled.abs()[..., None] - middles
+    codes = ((above > 0) | ((above == 0) & (torch.arange(7) % 2 == 1))).sum(-1)
+    codes = (codes | (torch.signbit(scaled) * 8)).to(torch.uint8).flatten(1)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scale.view(torch.uint8)
+
+
+def by_row(tiles, rows, count):
+    """Scales [rows, count] of swizzled ones [rows / 128, count / 4 tiles]."""
+    tiles = tiles.view(-1, tiles.shape[-1] // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1, tiles.shape[-2] * 4)[:rows, :count]
+
+
 def as_float(scales):
     """Scales as float32, whatever their type."""
     if scales.dtype == torch.float32:
@@ -76,6 +100,67 @@ def test_rows_and_scales(seed, quant, order, dtype):
                 assert torch.equal(got, values.view(torch.uint8))
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("order", [ScaleOrder.BY_ROW, ScaleOrder.SWIZZLED])
+@pytest.mark.parametrize("mode", [Mode.THROUGHPUT, Mode.LATENCY])
+def test_nvfp4(seed, mode, order):
+    """H = 416: 26 scales, so the last word of four is not full."""
+
+    def body(bootstrap):
+        x = torch.randn(TOKENS, 416, generator=torch.Generator().manual_seed(seed))
+        factor = 2688 / x.abs().max()
+        idx = torch.tensor([[bootstrap.rank, -1]] * TOKENS)
+        with make_group(
+            bootstrap,
+            num_experts=2,
+            max_tokens=TOKENS,
+            hidden=416,
+            max_recv_rows=128,
+            alignment=128,
+            mode=mode,
+        ) as group:
+            handle = ep.Handle(group, quant=Quant.NVFP4, scale_order=order)
+            given = x.to(group.device), idx.to(group.device)
+            options = dict(global_scale=factor.reshape(1).to(group.device))
+            received = ep.dispatch(handle, *given, **options)
+            if mode == Mode.LATENCY:
+                received, hook = ep.dispatch_send(handle, *given, **options)
+                hook()
+            values, scales = quantise_fp4(x, float(factor))
+            assert torch.equal(received.tokens[:TOKENS].cpu(), values)
+            got = received.scales.cpu()
+            if order == ScaleOrder.SWIZZLED:
+                assert got.shape == (128, 28)
+                assert not by_row(got, TOKENS, 28)[:, 26:].any()
+                got = by_row(got, TOKENS, 26)
+            assert torch.equal(got[:TOKENS], scales)
+            decoded = E2M1[(values[:, :8] & 7).int()] * scales[:, :1].view(torch.float8_e4m3fn).float()
+            assert torch.allclose(decoded / factor, x[:, :16:2].abs(), atol=x.abs().max() / 8)
+            for bad, words in [
+                (dict(), "NULL global_scale: expected one"),
+                (dict(global_scale=options["global_scale"].double()), "TypeError global_scale"),
+                (dict(global_scale=options["global_scale"].repeat(2)), "SHAPE one number = 1"),
+            ]:
+                with refused(words):
+                    ep.dispatch(handle, *given, **bad)
+
+    run_threads(2, body)
+
+
+def test_global_scale_of_another_format(alone):
+    group = alone(hidden=128)
+    x, idx = torch.ones(2, 128, device=group.device), torch.zeros(2, 1, dtype=torch.int64)
+    handle = ep.Handle(group, quant=Quant.FP8)
+    with refused("UNSUPPORTED global_scale: expected None, since the handle's quant is FP8"):
+        ep.dispatch(handle, x, idx.to(x.device), global_scale=torch.ones(1, device=x.device))
+    with refused("ROW_BYTES a multiple of 32 elements"):
+        ep.dispatch(
+            ep.Handle(group, quant=Quant.NVFP4),
+            x[:, :48].contiguous(),
+            idx.to(x.device),
+            global_scale=torch.ones(1, device=x.device),
+        )
 
 
 def test_batched_scales_by_column(seed):
