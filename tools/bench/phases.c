@@ -32,11 +32,18 @@ static Received list_received(Case *c) {
                       optional(slots_has_rows(c->slots.layout), &t->recv_index)};
 }
 
+static EpExtras list_extras(Case *c) {
+    EpExtras extras = EP_EXTRAS_INIT;
+    extras.global_scale = optional(c->quant == EP_QUANT_NVFP4, &c->tensors.global_scale);
+    return extras;
+}
+
 static EpStatus dispatch_send(Case *c) {
     Tensors *t = &c->tensors;
-    return ep_dispatch_send(c->handle, c->plan, NULL, &t->tokens_in,
-                            optional(c->options->weighted, &t->topk_weights),
-                            optional(c->options->scale_bytes > 0, &t->scales), c->stream);
+    EpExtras extras = list_extras(c);
+    return ep_dispatch_send_with(
+        c->handle, c->plan, NULL, &t->tokens_in, optional(c->options->weighted, &t->topk_weights),
+        optional(c->options->scale_bytes > 0, &t->scales), c->stream, &extras);
 }
 
 static EpStatus dispatch_wait(Case *c) {
@@ -52,10 +59,11 @@ static EpStatus dispatch(Case *c) {
         EpStatus status = dispatch_send(c);
         return status == EP_OK ? dispatch_wait(c) : status;
     }
-    return ep_dispatch(c->handle, c->plan, NULL, &t->tokens_in,
-                       optional(c->options->weighted, &t->topk_weights),
-                       optional(c->options->scale_bytes > 0, &t->scales), c->stream,
-                       &t->recv_tokens, to.weights, to.scales, to.index);
+    EpExtras extras = list_extras(c);
+    return ep_dispatch_with(c->handle, c->plan, NULL, &t->tokens_in,
+                            optional(c->options->weighted, &t->topk_weights),
+                            optional(c->options->scale_bytes > 0, &t->scales), c->stream,
+                            &t->recv_tokens, to.weights, to.scales, to.index, &extras);
 }
 
 static EpStatus combine_send(Case *c) {
