@@ -46,7 +46,7 @@ EpStatus ep_extras_global_scale(const EpOperation *o, const EpExtras *extras, Ep
     EP_TRY(ep_arg_tensor(&o->call, GLOBAL_SCALE, scale, 1));
     EP_TRY(ep_arg_float(&o->call, GLOBAL_SCALE, scale));
     EP_TRY(ep_arg_dim(&o->call, GLOBAL_SCALE, scale, 0, 1, "one number"));
-    EP_TRY(ep_arg_reachable(&o->call, o->handle, EP_CHECK_ALL, GLOBAL_SCALE, scale));
+    EP_TRY(ep_arg_memory(&o->call, o->handle->group, GLOBAL_SCALE, scale));
     t->global_scale = scale->data;
     return EP_OK;
 }

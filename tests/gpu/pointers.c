@@ -29,6 +29,7 @@ static const struct {
     Arg first, last;
 } uses[] = {{OP_PREPARE, TOPK_IDX, SOURCE_ROWS},
             {OP_DISPATCH, TOKENS, RECV_TOPK_IDX},
+            {OP_DISPATCH, GLOBAL_SCALE, GLOBAL_SCALE},
             {OP_COMBINE, EXPERT_OUT, OUT},
             {OP_DISPATCH_BACKWARD, GRAD_RECV_TOKENS, GRAD_TOPK_WEIGHTS},
             {OP_COMBINE_BACKWARD, GRAD_OUT, GRAD_SLOT_WEIGHTS},
@@ -59,9 +60,10 @@ static void check_each(Fixture *fixture, void *memory, const char *kind) {
         }
 }
 
-static void check_layout(EpLayout layout, void *memory, const char *kind) {
+static void check_layout(EpLayout layout, EpQuant quant, void *memory, const char *kind) {
     Fixture fixture;
     Case c = fixture_case(layout);
+    c.quant = quant, c = case_complete(c);
     fixture_open(&fixture, &c);
     step_prepare(&fixture.step);
     check_each(&fixture, memory, kind);
@@ -79,7 +81,8 @@ SoloTest(gpu_pointers, plain_memory_is_refused) {
     if (pageable) cr_skip_test("this GPU reads plain memory");
     void *plain = aligned_alloc(128, 1 << 20);
     for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++)
-        check_layout((EpLayout)layout, plain, "plain host memory");
+        check_layout((EpLayout)layout, EP_QUANT_NONE, plain, "plain host memory");
+    check_layout(EP_LAYOUT_FLAT, EP_QUANT_NVFP4, plain, "plain host memory");
     free(plain);
 }
 
@@ -93,7 +96,7 @@ SoloTest(gpu_pointers, memory_of_another_gpu_is_refused) {
     gpu_take(0);
     char kind[48];
     snprintf(kind, sizeof(kind), "memory of device %d", other);
-    check_layout(EP_LAYOUT_FLAT, memory, kind);
+    check_layout(EP_LAYOUT_FLAT, EP_QUANT_NONE, memory, kind);
     CHECK_CUDA(cudaFree(memory));
 }
 
