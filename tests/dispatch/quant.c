@@ -168,6 +168,25 @@ SoloTest(dispatch_quant, global_scales_that_are_none) {
     }
 }
 
+/* On the host the rank corrects its call, for which the other one waits. */
+ThreadTest(dispatch_quant, global_scale_of_one_rank, 2) {
+    Case c = case_complete(case_of("ranks=2 hidden=64 quant=nvfp4"));
+    Fixture f = {0};
+    be_quiet();
+    fixture_open_on(&f, bootstrap, &c);
+    CHECK_OK(fixture_call(&f, OP_PREPARE));
+    if (bootstrap->rank) *(float *)f.tensor[GLOBAL_SCALE].data = NAN;
+    EpStatus status = fixture_call(&f, OP_DISPATCH);
+    if (TESTS_ON_GPU && status == EP_OK) status = ep_group_status(f.group, NULL);
+    if (bootstrap->rank)
+        CHECK_REFUSED(status, EP_ERR_RANGE, "rank 1: ", "extras.global_scale", "got nan");
+    else
+        CHECK(status == (TESTS_ON_GPU ? EP_ERR_PEER : EP_OK), "%s", ep_last_error());
+    *(float *)f.tensor[GLOBAL_SCALE].data = 1;
+    if (bootstrap->rank && !TESTS_ON_GPU) CHECK_OK(fixture_call(&f, OP_DISPATCH));
+    fixture_close_on(&f);
+}
+
 /* A dispatch that quantises refuses scales of the caller. */
 SoloTest(dispatch_quant, scales_on_top) {
     Fixture *f = fixture_new_prepared("hidden=160 quant=fp8");
