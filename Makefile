@@ -344,7 +344,7 @@ check-nccl-ep-te: $(nccl_ep_so)
 python: $B/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
 	$Qrm -rf $B/python && mkdir -p $(addprefix $B/python/libep/,jax lib nccl_ep/lib torch)
 	$Qcp -rs '$(CURDIR)/bindings/python/.' $B/python
-	$Qcp -rs '$(CURDIR)/bindings/deep_ep' $B/python/libep
+	$Qcp -rs $(addprefix '$(CURDIR)'/bindings/,deep_ep flashinfer sglang vllm) $B/python/libep
 	$Qln -s '$(CURDIR)'/bindings/jax/*.py $B/python/libep/jax
 	$Qln -s '$(CURDIR)'/bindings/torch/*.py $B/python/libep/torch
 	$Qln -s '$(CURDIR)/LICENSE' $B/python/LICENSE

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._abi import Mode, Status
+from .._abi import Mode, Quant, Status
 from .._bootstrap import Bootstrap
 from .._group import Group as CoreGroup
 from .._library import EpError
@@ -309,11 +309,8 @@ class Buffer:
                 num_tokens_per_expert,
                 self.group_size,
             )
-        if not num_worst_tokens and tokens.is_cuda and torch.cuda.is_current_stream_capturing():
-            refuse(
-                "dispatch: expected num_worst_tokens while a CUDA graph is captured, got none: the "
-                "host would read the number of rows"
-            )
+        if not num_worst_tokens:
+            _refuse_capture("dispatch: expected num_worst_tokens", tokens)
         each = _layout.experts_per_rank("dispatch", num_tokens_per_expert.numel(), self.group_size)
         num_sms = Buffer.num_sms if config is None else config.num_sms
         if topk_idx is not None:
@@ -339,6 +336,50 @@ class Buffer:
             expert_alignment,
             num_sms,
         )
+
+    def dispatch_rows(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Optional[Tensor],
+        num_experts: int,
+        expert_alignment: int = 1,
+        quant: Quant = Quant.NONE,
+        num_sms: int = 0,
+        previous_event: Optional[EventOverlap] = None,
+        async_finish: bool = False,
+    ) -> tuple[_normal.Sent, EventOverlap]:
+        """dispatch without get_dispatch_layout. Not of DeepEP's interface. Collective.
+
+        x        [T, H]; with `quant` bfloat16, float16 or float32
+        quant    how dispatch quantises rows to float8_e4m3fn; scales are [rows, S]
+        num_sms  multiprocessors, of the combine as well; 0: LIBEP_NUM_SMS
+
+        Other arguments as of dispatch. Returns what dispatch does, in one tuple, and the event.
+        """
+        each = _layout.experts_per_rank("dispatch_rows", num_experts, self.group_size)
+        _checks.dispatch_rows(x, topk_idx, topk_weights, quant != Quant.NONE)
+        _checks.dispatch_numbers(expert_alignment, 0)
+        _refuse_capture("dispatch_rows: expected another call", x)
+
+        def body() -> tuple[_normal.Sent, tuple[Optional[Tensor], ...]]:
+            sent = _normal.dispatch(
+                self._groups,
+                x,
+                None,
+                topk_idx,
+                topk_weights,
+                None,
+                each,
+                expert_alignment,
+                0,
+                num_sms,
+                quant,
+            )
+            return sent, (x, topk_idx, topk_weights, *sent[:4])
+
+        sent, event = self._lane.run(x.device, previous_event, async_finish, body)
+        return sent, event
 
     def combine(
         self,
@@ -559,6 +600,14 @@ def _meet(group: ProcessGroup) -> Bootstrap:
         return from_process_group(group)
     except TypeError as error:
         raise EpError(Status.TYPE, f"Buffer: {error}") from None
+
+
+def _refuse_capture(expected: str, tokens: Tensor) -> None:
+    if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
+        refuse(
+            f"{expected} while a CUDA graph is captured, got none: the host would read the number of "
+            "rows"
+        )
 
 
 def _require_handle(call: str, handle: object) -> NormalHandle:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _INDICES = (torch.int32, torch.int64)
 _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 _SCALE_BLOCK = 128  # elements that have one scale
+_QUANT_UNIT = 16  # elements, of which a row that is quantised has a multiple
 _MOST_TOP_K = 32
 _MOST_ROW_BYTES = 65536  # EP_MAX_ROW_BYTES
 
@@ -190,6 +191,19 @@ def dispatch(
     routing(call, topk_idx, count, device)
     if topk_weights is not None:
         _tensor(call, "topk_weights", topk_weights, tuple(topk_idx.shape), WEIGHTS, device)
+
+
+def dispatch_rows(x: Any, topk_idx: Any, topk_weights: Any, is_quantised: bool) -> None:
+    """Check what dispatch_rows sends."""
+    call = "dispatch_rows"
+    _tensor(call, "x", x, ("tokens", "hidden"), _SUMMABLE if is_quantised else TYPES)
+    _rows(call, "x", x, ROW_UNIT, _MOST_ROW_BYTES)
+    if is_quantised and x.shape[1] % _QUANT_UNIT:
+        expected = f"rows of a multiple of {_QUANT_UNIT} elements, to quantise them"
+        _refuse(Status.ROW_BYTES, call, "x", expected, x.shape[1])
+    routing(call, topk_idx, x.shape[0], x.device)
+    if topk_weights is not None:
+        _tensor(call, "topk_weights", topk_weights, tuple(topk_idx.shape), WEIGHTS, x.device)
 
 
 def dispatch_numbers(expert_alignment: Any, num_worst_tokens: Any) -> None:

@@ -118,10 +118,10 @@ def combine(
     out, out_weights = x.new_empty((plan.num_tokens, x.shape[1])), None
     if topk_weights is not None:
         out_weights = topk_weights.new_empty(handle.topk_idx.shape, dtype=torch.float32)
-    if biases:
-        _calls.combine_biased(layer, plan.bytes, x, topk_weights, biases, out, out_weights)
-    elif topk_weights is None:
-        _calls.combine(layer, plan.bytes, x, None, None, out)
+    if topk_weights is None:
+        _calls.combine(layer, plan.bytes, x, None, None, *(*biases, None, None)[:2], out)
+    elif biases:
+        _calls.sum_biased(layer, plan.bytes, x, topk_weights, biases, out, out_weights)
     else:
         # One operation, whose sums are those of an unweighted combine.
         _calls.dispatch_backward(layer, plan.bytes, x, topk_weights, out, out_weights)

@@ -88,20 +88,23 @@ class NormalGroup:
         )
         self.plans: weakref.WeakSet[Tensor] = weakref.WeakSet()
         """Those that callers have not dropped yet."""
-        self._handles: dict[tuple[int, int], Handle] = {}
+        self._handles: dict[tuple[int, int, Quant], Handle] = {}
 
-    def handle(self, num_worst_tokens: int, num_sms: int) -> Handle:
+    def handle(self, num_worst_tokens: int, num_sms: int, quant: Quant = Quant.NONE) -> Handle:
         """The handle of steps of this size.
 
         num_worst_tokens  rows of the receive buffer; 0: exactly as many as come
+        quant             how dispatch quantises; plans serve all of these handles
         """
-        found = self._handles.get((num_worst_tokens, num_sms))
+        key = num_worst_tokens, num_sms, quant
+        found = self._handles.get(key)
         if found is None:
-            found = self._handles[num_worst_tokens, num_sms] = Handle(
+            found = self._handles[key] = Handle(
                 self.group,
                 layout=Layout.FLAT,
                 max_recv_rows=num_worst_tokens,
                 num_sms=num_sms,
+                quant=quant,
                 zero_tail=Tail.IDS,
             )
         return found

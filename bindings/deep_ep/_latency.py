@@ -164,12 +164,12 @@ def combine(
         _calls.combine_send(layer, handle.plan, x, None, topk_weights)
 
     def receive() -> None:
-        _calls.combine_wait(layer, written)
+        _calls.combine_wait(layer, None, None, written)
         group.give_back(layer)
 
     def whole() -> None:
         keep(handle.plan, handle.stream)
-        _calls.combine(layer, handle.plan, x, None, topk_weights, written)
+        _calls.combine(layer, handle.plan, x, None, topk_weights, None, None, written)
         group.give_back(layer)
 
     return out, Operation(send, receive, whole)

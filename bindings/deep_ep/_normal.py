@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._abi import Status
+from .._abi import Quant, Status
 from .._library import EpError, last_error, library
 from ..torch import Plan, _calls
-from ..torch._autograd import make_plan
+from ..torch._autograd import make_plan, make_received
 from ..torch._fast import FORMS
 from ._groups import WORDS, NormalKey
 from ._handles import NormalHandle
@@ -122,14 +122,21 @@ def dispatch(
     expert_alignment: int,
     num_worst_tokens: int,
     num_sms: int,
+    quant: Quant = Quant.NONE,
 ) -> Sent:
-    """Send rows by a new routing. Arguments as of Buffer.dispatch."""
+    """Send rows by a new routing. Arguments as of Buffer.dispatch and Buffer.dispatch_rows."""
     key = _key(experts_per_rank, topk_idx.shape[1], tokens)
     routed = route(groups, key, topk_idx, num_worst_tokens, num_sms)
     rows, layer = routed.num_recv_tokens, routed.layer
-    recv, recv_weights, recv_scales, recv_idx = _send(
-        layer, routed.plan.bytes, tokens, topk_weights, scales, rows, topk_idx.dtype
-    )
+    if quant == Quant.NONE:
+        recv, recv_weights, recv_scales, recv_idx = _send(
+            layer, routed.plan.bytes, tokens, topk_weights, scales, rows, topk_idx.dtype
+        )
+    else:
+        sender = routed.group.handle(num_worst_tokens, num_sms, quant)
+        recv, recv_weights, recv_scales, recv_idx = _send_quantised(
+            sender, routed.plan, tokens, topk_weights, rows
+        )
     if not num_worst_tokens:
         _report(routed.group)  # the host has waited for the plan already
     counts = _align(routed.counts, expert_alignment)
@@ -222,28 +229,49 @@ def _send(
     return recv, recv_weights, recv_scales, recv_idx
 
 
+def _send_quantised(
+    layer: Handle, plan: Plan, tokens: Tensor, weights: Optional[Tensor], rows: int
+) -> Received:
+    """Dispatch on a handle that quantises."""
+    recv = tokens.new_empty((rows, tokens.shape[1]), dtype=torch.float8_e4m3fn)
+    made = make_received(layer, plan, tokens, weights, None, recv)
+    _calls.dispatch(
+        layer,
+        plan.bytes,
+        tokens,
+        weights,
+        None,
+        recv,
+        made.topk_weights,
+        made.scales,
+        made.topk_idx,
+    )
+    return recv, made.topk_weights, made.scales, made.topk_idx
+
+
 def combine(
     handle: NormalHandle, x: Tensor, topk_weights: Optional[Tensor], bias: tuple[Tensor, ...]
 ) -> tuple[Tensor, Optional[Tensor]]:
     """Return rows to their tokens, and sum them. Arguments as of Buffer.combine."""
     keep(handle.plan, handle.stream)
-    if bias:
-        out = x.new_empty((handle.num_tokens, x.shape[1]))
-        _calls.combine_biased(handle.layer, handle.plan, x, None, bias, out, None)
-    else:
-        out = _sum(handle, x)
+    out = _sum(handle, x, *bias)
     return out, None if topk_weights is None else _sum_weights(handle, topk_weights)
 
 
-def _sum(handle: NormalHandle, rows: Tensor) -> Tensor:
+def _sum(
+    handle: NormalHandle,
+    rows: Tensor,
+    bias0: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+) -> Tensor:
     made = handle.layer.make_fast(
-        FORMS["combine"], handle.plan, rows, None, None, handle.num_tokens, 0
+        FORMS["combine"], handle.plan, rows, None, None, bias0, bias1, handle.num_tokens, 0
     )
     if made is not None:
         summed: Tensor = made[0]
         return summed
     out = rows.new_empty((handle.num_tokens, rows.shape[1]))
-    _calls.combine(handle.layer, handle.plan, rows, None, None, out)
+    _calls.combine(handle.layer, handle.plan, rows, None, None, bias0, bias1, out)
     return out
 
 

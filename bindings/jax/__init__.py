@@ -31,12 +31,12 @@ from .._config import max_recv_rows as worst_case_rows
 from .._library import EpError
 from . import _gradients, _program  # noqa: F401 (derivatives, and the order of calls)
 from . import _weights as sharded
-from ._operations import ROW_TYPES, Operations, Plan
+from ._operations import ROW_TYPES, Operations, Plan, take_biases
 from ._ranks import Ranks
 from ._regions import Regions, product
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any, NoReturn, Optional, Union
 
     from .._mesh import Spec
@@ -261,18 +261,24 @@ class Ep:
         expert_out: jax.Array,
         plan: Plan,
         recv_weights: Optional[jax.Array] = None,
+        *,
+        bias: Union[jax.Array, Sequence[jax.Array], None] = None,
     ) -> jax.Array:
         """Return each expert's rows to their tokens and add them up.
 
         expert_out    [rows, H], where recv_tokens had the experts' inputs
         plan          of the dispatch
         recv_weights  [rows] float32: each row's factor, or None for 1
+        bias          [T, H] of expert_out's type, or up to two of them, such as what a shared
+                      expert returns: added to the sums in float32, in order, before they are
+                      rounded. Its gradient is that of out
         out           [T, H]
 
-        Differentiable in expert_out and recv_weights.
+        Differentiable in expert_out, recv_weights and bias.
         """
         self._operations.check_plan("combine", plan)
-        operands = (expert_out, plan, recv_weights)
+        biases = take_biases(bias)
+        operands = (expert_out, plan, recv_weights, *biases)
         return self._regions.run("combine", self._operations.combine, operands)
 
     def experts(

@@ -2,7 +2,7 @@
 """The handlers of libep_jax.so as primitives of JAX.
 
 A call is primitive.bind(*operands, key=, outputs=), which returns the outputs. The comments in
-bindings/jax/handlers.c of the source tree list the operands.
+bindings/jax/handlers.c of the source tree list the operands, and other attributes, integers.
 
 All calls have one effect of JAX, which is ordered: JAX gives each call a token that the call before
 it in the program returned, and takes one from it. So XLA runs them in the order in which they were
@@ -136,14 +136,15 @@ def _make(name: str) -> Primitive:
     target = _register(name)
     lower_call = jax.ffi.ffi_lowering(target, has_side_effect=True)
 
-    def lower(ctx: Any, *operands: Any, key: int, **_: Any) -> Any:
+    def lower(ctx: Any, *operands: Any, key: int, outputs: Outputs, **others: int) -> Any:
         # While JAX traces, no mesh has devices. Here it has some, unless it is an AbstractMesh.
         mesh = getattr(ctx.module_context.axis_context, "mesh", None)
         if isinstance(mesh, Mesh):
             check_devices(name, key, mesh)
         order = _order_from(ctx, ctx.tokens_in.get(CALL))
         kinds = ctx.replace(avals_in=[_ORDER, *ctx.avals_in], avals_out=[_ORDER, *ctx.avals_out])
-        order, *results = lower_call(kinds, order, *operands, key=np.int64(key))
+        attributes = {name: np.int64(value) for name, value in dict(others, key=key).items()}
+        order, *results = lower_call(kinds, order, *operands, **attributes)
         token = _convert(ctx, order, _ORDER, core.abstract_token)
         ctx.set_tokens_out(mlir.TokenSet({CALL: token}))
         return results

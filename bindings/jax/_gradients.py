@@ -85,23 +85,31 @@ def _differentiate_prepare(
 
 
 def _differentiable(operation: Operation) -> Callable[..., tuple[list[Any], list[Any]]]:
-    """The derivative of a call. Its operands are the plan, rows, and weights if there are any."""
+    """The derivative of a call. Its operands are the plan, rows, weights if there are any, and as
+    many biases as the call says."""
     call, backward = calls.CALLS[operation.name], OPERATIONS[operation.backward]
     tangent = _make_tangent(operation.name, calls.CALLS[backward.name])
     names = [argument.name for argument in operation.inputs]
     rows = names[1]
 
     def differentiate(
-        primals: Sequence[Any], tangents: Sequence[Any], key: int, outputs: calls.Outputs
+        primals: Sequence[Any],
+        tangents: Sequence[Any],
+        key: int,
+        outputs: calls.Outputs,
+        **attributes: int,
     ) -> tuple[list[Any], list[Any]]:
-        results = call.bind(*primals, key=key, outputs=outputs)
-        _, t_rows, *t_weights = tangents
+        results = call.bind(*primals, key=key, outputs=outputs, **attributes)
+        first_bias = len(primals) - attributes.get("biases", 0)
+        _, t_rows, *t_weights = tangents[:first_bias]
         linear = [t_rows, *[t for t in t_weights if not _is_zero(t)]]
-        given = dict(zip(names, primals))
+        given = dict(zip(names, primals[:first_bias]))
         if len(linear) == 1:
             del given[rows]  # backward reads the rows for the gradient of the weights
         kept = [given[each.name] for each in backward.inputs if each.name in given]
         found = _bind_tangent(tangent, kept, linear, key, outputs[: len(linear)])
+        for t_bias in tangents[first_bias:]:  # the output is the sum plus its biases
+            found[0] = ad.add_tangents(found[0], t_bias)
         return results, found + [_zero(result) for result in results[len(found) :]]
 
     return differentiate

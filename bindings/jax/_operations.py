@@ -93,11 +93,15 @@ class Operations:
         expert_out: jax.Array,
         plan: Plan,
         recv_weights: Optional[jax.Array],
+        *biases: jax.Array,
     ) -> jax.Array:
         self._check_rows(expert_out, recv_weights)
-        operands = _vary_alike(self.axes, plan.bytes, expert_out, recv_weights)
-        outputs = [((plan.num_tokens, expert_out.shape[1]), expert_out.dtype.name)]
-        return self._bind("combine", *operands, outputs=outputs)[0]
+        shape, dtype = (plan.num_tokens, expert_out.shape[1]), expert_out.dtype.name
+        for bias in biases:
+            _check("combine: bias", bias, (dtype,), shape)
+        operands = _vary_alike(self.axes, plan.bytes, expert_out, recv_weights, *biases)
+        outputs = [(shape, dtype)]
+        return self._bind("combine", *operands, outputs=outputs, biases=len(biases))[0]
 
     def _place(self) -> jax.Array:
         """The device's place in its group, as shard_map has it. prepare compares it on CPUs.
@@ -107,9 +111,11 @@ class Operations:
         return jax.lax.axis_index(self.axes) if self.on_host else jnp.int32(0)
 
     def _bind(
-        self, name: str, *operands: jax.Array, outputs: Sequence[Any]
+        self, name: str, *operands: jax.Array, outputs: Sequence[Any], **attributes: int
     ) -> list[jax.Array]:
-        results: list[jax.Array] = CALLS[name].bind(*operands, key=self.key, outputs=tuple(outputs))
+        results: list[jax.Array] = CALLS[name].bind(
+            *operands, key=self.key, outputs=tuple(outputs), **attributes
+        )
         return results
 
     def _plan_types(self) -> list[tuple[tuple[int, ...], str]]:
@@ -171,6 +177,14 @@ class Operations:
                 f"(bootstrap's hidden, {self.largest}), got {size} ({array.shape[1]} of "
                 f"{array.dtype.name})",
             )
+
+
+def take_biases(bias: Any) -> tuple[jax.Array, ...]:
+    """Up to two biases."""
+    given = tuple(bias) if isinstance(bias, (tuple, list)) else () if bias is None else (bias,)
+    if len(given) > 2:
+        raise EpError(Status.SHAPE, f"combine: bias: expected up to 2 arrays, got {len(given)}")
+    return given
 
 
 def _check(name: str, array: jax.Array, types: tuple[str, ...], shape: tuple[Any, ...]) -> None:

@@ -43,16 +43,22 @@ int jax_answer_metadata(const XLA_FFI_CallFrame *frame) {
     return 0;
 }
 
-static int read_key(const XLA_FFI_Attrs *attrs, int64_t *key) {
+static int read_attribute(const XLA_FFI_Attrs *attrs, const char *name, int64_t *out) {
     for (int64_t i = 0; i < attrs->size; i++) {
-        if (attrs->names[i]->len != 3 || memcmp(attrs->names[i]->ptr, "key", 3) != 0) continue;
+        const XLA_FFI_ByteSpan *found = attrs->names[i];
+        if (found->len != strlen(name) || memcmp(found->ptr, name, found->len) != 0) continue;
         const XLA_FFI_Scalar *scalar = attrs->attrs[i];
         if (attrs->types[i] != XLA_FFI_AttrType_SCALAR || scalar->dtype != XLA_FFI_DataType_S64)
             return 0;
-        memcpy(key, scalar->value, sizeof(*key));
+        memcpy(out, scalar->value, sizeof(*out));
         return 1;
     }
     return 0;
+}
+
+int64_t jax_attribute(const JaxCall *call, const char *name) {
+    int64_t value = 0;
+    return read_attribute(&call->frame->attrs, name, &value) ? value : 0;
 }
 
 static XLA_FFI_Error *read_device(const XLA_FFI_CallFrame *frame, int32_t *ordinal) {
@@ -122,7 +128,7 @@ static XLA_FFI_Error *find_rank(JaxCall *call) {
     int64_t key;
     int32_t ordinal;
     char why[160];
-    if (!read_key(&call->frame->attrs, &key))
+    if (!read_attribute(&call->frame->attrs, "key", &key))
         return refuse(call, EP_ERR_NULL, "expected the attribute key, a 64-bit integer, got none");
     XLA_FFI_Error *error = read_device(call->frame, &ordinal);
     if (error) return error;

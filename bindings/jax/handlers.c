@@ -49,14 +49,19 @@ XLA_FFI_Error *ep_jax_dispatch(XLA_FFI_CallFrame *frame) {
                                jax_result(&call, 1), NULL, NULL));
 }
 
-/* plan, expert_out[, slot_weights] -> out */
+/* plan, expert_out[, slot_weights][, bias0[, bias1]] -> out
+ * The attribute `biases` says how many of the last operands are biases. */
 XLA_FFI_Error *ep_jax_combine(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
     if (!jax_begin(&call, frame, "combine", &result)) return result;
-    return jax_end(&call,
-                   ep_combine(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
-                              jax_operand(&call, 2), NULL, call.stream, jax_result(&call, 0)));
+    const int64_t first = call.num_operands - jax_attribute(&call, "biases");
+    EpExtras extras = EP_EXTRAS_INIT;
+    extras.bias0 = jax_operand(&call, first);
+    extras.bias1 = jax_operand(&call, first + 1);
+    return jax_end(&call, ep_combine_with(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
+                                          first > 2 ? jax_operand(&call, 2) : NULL, NULL,
+                                          call.stream, jax_result(&call, 0), &extras));
 }
 
 /* plan, grad_recv_tokens[, grad_slot_weights]

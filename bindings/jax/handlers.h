@@ -82,6 +82,9 @@ int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, XLA_FFI
  *  aborts the group: the program has failed, and its peers need not wait for the deadline. */
 XLA_FFI_Error *jax_end(JaxCall *call, EpStatus status);
 
+/** Returns an attribute of the call, a 64-bit integer; 0 if it has none of this name. */
+int64_t jax_attribute(const JaxCall *call, const char *name);
+
 /** An operand or a result behind the order, as a tensor; NULL if the call has fewer. */
 const EpTensor *jax_operand(const JaxCall *call, int64_t index);
 const EpTensor *jax_result(const JaxCall *call, int64_t index);

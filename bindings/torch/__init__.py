@@ -13,7 +13,7 @@ tree is the manual.
 """
 
 from ._autograd import Received, combine, dispatch, prepare
-from ._bootstrap import from_process_group
+from ._bootstrap import from_process_group, from_store
 from ._group import Group, create_group
 from ._handle import Handle, Plan
 from ._ops import EXCHANGES
@@ -35,6 +35,7 @@ __all__ = [
     "dispatch",
     "dispatch_send",
     "from_process_group",
+    "from_store",
     "prepare",
     "quantise_rows",
 ]

@@ -17,6 +17,7 @@ from ._handle import Handle, Plan
 from ._quant import as_scaled, row_scales, row_values
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any, Callable, Optional, Union
 
     from torch import Tensor
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     Shape = tuple[int, ...]
     _Shapes = tuple[Shape, Optional[Shape], Optional[Shape]]
     _Outputs = tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]
+    Biases = tuple[Optional[Tensor], ...]  # two of them
+    Bias = Union[Tensor, Sequence[Optional[Tensor]], None]
 
 
 class Received(NamedTuple):
@@ -508,13 +511,14 @@ class _Combine(torch.autograd.Function):
         expert_out: Tensor,
         weights: Optional[Tensor],
         num_tokens: int,
+        *biases: Optional[Tensor],
     ) -> Tensor:
         out = None
         if type(which) is Handle:
-            out = _combine_new(which, plan, expert_out, weights, num_tokens)
+            out = _combine_new(which, plan, expert_out, weights, biases, num_tokens)
         if out is None:
             out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
-            _through(which).combine(which, plan, expert_out, weights, None, out)
+            _through(which).combine(which, plan, expert_out, weights, None, *biases, out)
         ctx.facts = which, expert_out.shape
         is_kept = weights is not None and ctx.needs_input_grad[3]
         ctx.save_for_backward(plan, weights, expert_out if is_kept else None)
@@ -525,12 +529,13 @@ class _Combine(torch.autograd.Function):
         _refuse_second_derivative("combine")
         plan, weights, expert_out = ctx.saved_tensors
         which, shape = ctx.facts
+        biases = [grad_out if needed else None for needed in ctx.needs_input_grad[5:]]
         if type(which) is Handle and not _count_modes():
             made = which.make_fast(
                 _COMBINE_BACKWARD, plan, grad_out, weights, expert_out, shape[0], 0
             )
             if made is not None:
-                return None, None, *made, None
+                return None, None, *made, None, *biases
         out = grad_out.new_empty(shape)
         out_weights = None
         if expert_out is not None:
@@ -538,21 +543,42 @@ class _Combine(torch.autograd.Function):
         _through(which).combine_backward(
             which, plan, grad_out.contiguous(), weights, expert_out, out, out_weights
         )
-        return None, None, out, out_weights, None
+        return None, None, out, out_weights, None, *biases
 
 
 _apply_combine = _find_apply(_Combine)
 
 
 def _combine_new(
-    handle: Handle, plan: Tensor, expert_out: Tensor, weights: Optional[Tensor], num_tokens: int
+    handle: Handle,
+    plan: Tensor,
+    expert_out: Tensor,
+    weights: Optional[Tensor],
+    biases: Biases,
+    num_tokens: int,
 ) -> Optional[Tensor]:
     """Combine eagerly into a new tensor. None: it must go the slower way."""
     if _count_modes():
-        watched: Tensor = _ops.combine_new(handle.key, plan, expert_out, weights, num_tokens)
+        watched: Tensor = _ops.combine_new(
+            handle.key, plan, expert_out, weights, *biases, num_tokens
+        )
         return watched
-    made = handle.make_fast(_COMBINE, plan, expert_out, weights, None, num_tokens, 0)
+    made = handle.make_fast(_COMBINE, plan, expert_out, weights, None, *biases, num_tokens, 0)
     return None if made is None else made[0]
+
+
+def take_biases(bias: Bias) -> Biases:
+    """Up to two biases, as the operations take them."""
+    if bias is None:
+        return None, None
+    given = bias if isinstance(bias, (tuple, list)) else (bias,)
+    if len(given) > 2:
+        raise TypeError(f"bias: expected a tensor, or up to two of them, got {len(given)}")
+    for tensor in given:
+        if tensor is not None and not is_compiling():
+            _checks.require_usable("bias", tensor)
+    bias0, bias1 = (*given, None, None)[:2]
+    return bias0, bias1
 
 
 def combine(
@@ -562,6 +588,7 @@ def combine(
     weights: Optional[Tensor] = None,
     *,
     topk_weights: Optional[Tensor] = None,
+    bias: Bias = None,
 ) -> Tensor:
     """Return the experts' rows to the ranks of their tokens, and sum them. Collective.
 
@@ -571,22 +598,26 @@ def combine(
                   Received.topk_weights of an expert-major or batched dispatch. None: 1, for rows
                   that are weighted already.
     topk_weights  [T, K], in latency mode in place of `weights`: those of this rank's tokens
+    bias          [T, H] of the rows' type, or up to two of them, such as what a shared expert
+                  returns: added to the sums in float32, in order, before they are rounded. None: no
+                  bias. Its gradient is that of the result.
 
-    Returns a new tensor [T, H], zero for tokens without a slot. Differentiable with respect to
-    expert_out and weights in throughput mode.
+    Returns a new tensor [T, H], zero plus bias for tokens without a slot; zero for those past
+    num_tokens. Differentiable with respect to expert_out, weights and bias in throughput mode.
     """
     which = _choose(handle, "expert_out", expert_out)
     try:
         block, num_tokens = plan.bytes, plan.num_tokens
     except AttributeError:
         _checks.refuse_plan(plan)
-    if not needs_grad(expert_out, weights, topk_weights):
+    biases = take_biases(bias)
+    if not needs_grad(expert_out, weights, topk_weights, *biases):
         if type(which) is Handle and topk_weights is None:
-            made = _combine_new(which, block, expert_out, weights, num_tokens)
+            made = _combine_new(which, block, expert_out, weights, biases, num_tokens)
             if made is not None:
                 return made
         out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
-        _through(which).combine(which, block, expert_out, weights, topk_weights, out)
+        _through(which).combine(which, block, expert_out, weights, topk_weights, *biases, out)
         return out
     if handle.is_latency or topk_weights is not None:
         raise EpError(
@@ -595,5 +626,5 @@ def combine(
             "torch.no_grad(), or detach them",
         )
     apply = _apply_combine if type(which) is Handle else _Combine.apply
-    combined: Tensor = apply(which, block, expert_out, weights, num_tokens)
+    combined: Tensor = apply(which, block, expert_out, weights, num_tokens, *biases)
     return combined

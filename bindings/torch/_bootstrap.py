@@ -18,6 +18,7 @@ from .._library import EpError
 if TYPE_CHECKING:
     from typing import Iterator, NoReturn, Optional, Union
 
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 _FIRST_SECONDS, _MOST_SECONDS = 0.0005, 0.01  # between two looks into the store
@@ -85,7 +86,19 @@ def from_process_group(process_group: Optional[ProcessGroup] = None) -> Bootstra
     if group not in _prefixes:
         _prefixes[group] = _make_prefixes(group)
     prefix = next(_prefixes[group])
+    return _from_store(store, dist.get_rank(group), dist.get_world_size(group), prefix)
 
+
+def from_store(store: Store, rank: int, size: int) -> Bootstrap:
+    """Make a bootstrap from a store of torch.distributed that all ranks share. Not collective.
+
+    All ranks make their bootstraps of one store in the same order. See from_process_group.
+    """
+    number = store.add(f"libep/store/uses/{rank}", 1)
+    return _from_store(store, rank, size, f"libep/store/{number}")
+
+
+def _from_store(store: Store, rank: int, size: int, prefix: str) -> Bootstrap:
     def get(key: str, seconds: float) -> Optional[bytes]:
         # Store.wait would log a warning for each of its timeouts.
         end, pause = time.monotonic() + seconds, _FIRST_SECONDS
@@ -97,8 +110,8 @@ def from_process_group(process_group: Optional[ProcessGroup] = None) -> Bootstra
         return bytes(store.get(key))
 
     return Bootstrap.from_store(
-        dist.get_rank(group),
-        dist.get_world_size(group),
+        rank,
+        size,
         store.set,  # type: ignore[arg-type]
         get,
         store.delete_key,

@@ -150,6 +150,15 @@ def _kept(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[CoreT
     return _indices(handle, tensor, name, handle.is_latency)
 
 
+def _extras(
+    handle: Handle, bias0: Optional[Tensor], bias1: Optional[Tensor]
+) -> Optional[Extras]:
+    """The biases of a sum, which PyTorch may make anywhere in its memory."""
+    if bias0 is None and bias1 is None:
+        return None
+    return Extras(_gradient(handle, bias0, "bias0"), _gradient(handle, bias1, "bias1"))
+
+
 def _numbers(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[PlanTensors]:
     """Plan.numbers, as the outputs of prepare."""
     return handle.outputs(_given(handle, tensor, name))
@@ -227,14 +236,18 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
         given["prepare"] = f"Prepare({routing})"
     elif operation.of_kind("kept"):
         given["out"] = given.pop("numbers")
+    if operation.of_kind("bias"):
+        del given["bias0"], given["bias1"]
+        given["extras"] = "biases(handle, bias0, bias1)"
     if operation.name in SCALED:
         taken.append("global_scale=None")
         given["extras"] = "scaled(handle, global_scale)"
     given["stream"] = "handle.stream()"
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     run = getattr(CoreHandle, operation.function)
+    names = dict(run=run, biases=_extras, scaled=_scaled, Prepare=Prepare)
     call: Callable[..., None] = compile_call(
-        taken, f"run(handle, {text})", run=run, Prepare=Prepare, scaled=_scaled, **_CONVERTERS
+        taken, f"run(handle, {text})", **names, **_CONVERTERS
     )
     return call
 
@@ -270,33 +283,26 @@ combine_send = _make("combine_send")
 combine_wait = _make("combine_wait")
 
 
-def combine_biased(
+def sum_biased(
     handle: Handle,
     plan: Tensor,
     rows: Tensor,
-    slot_weights: Optional[Tensor],
+    slot_weights: Tensor,
     biases: Sequence[Tensor],
     out: Tensor,
     out_weights: Optional[Tensor],
 ) -> None:
-    """The unweighted sums with up to two biases: combine. With slot_weights, which return to their
-    entries, it is dispatch_backward, which has the same sums."""
-    given: dict[str, Any] = {
-        "plan": _given(handle, plan, "plan"),
-        "extras": Extras(*(_gradient(handle, bias, "bias") for bias in biases)),
-        "stream": handle.stream(),
-    }
-    sums, terms = _given(handle, out, "out"), _input(handle, rows, "x")
-    if slot_weights is None:
-        CoreHandle.combine(handle, terms, out=sums, **given)
-        return
+    """dispatch_backward with up to two biases: the sums of an unweighted combine, with slot_weights
+    that return to their entries."""
     CoreHandle.dispatch_backward(
         handle,
-        terms,
+        _input(handle, rows, "x"),
         _weights(handle, slot_weights, "topk_weights"),
-        grad_tokens=sums,
+        grad_tokens=_given(handle, out, "out"),
         grad_topk_weights=_given(handle, out_weights, "out_weights"),
-        **given,
+        plan=_given(handle, plan, "plan"),
+        extras=_extras(handle, *(*biases, None)[:2]),
+        stream=handle.stream(),
     )
 
 

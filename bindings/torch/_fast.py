@@ -71,13 +71,13 @@ class _Form(ctypes.Structure):
 
 
 def _make_form(number: int, operation: Operation) -> _Form:
-    def mask(kind: str) -> int:
-        return sum(1 << place for place in operation.of_kind(kind))
+    def mask(*kinds: str) -> int:
+        return sum(1 << place for place in operation.of_kind(*kinds))
 
     count = len(operation.inputs + operation.outputs)
     numbers = (*operation.of_kind("numbers"), -1)[0]
     inputs = len(operation.inputs)
-    return _Form(number, count, inputs, numbers, mask("gradient"), mask("weights"))
+    return _Form(number, count, inputs, numbers, mask("gradient", "bias"), mask("weights"))
 
 
 _at_once = [operation for operation in OPERATIONS.values() if not operation.is_phase]

@@ -139,14 +139,20 @@ def _call_dispatch(handle: Handle, given: tuple[Any, ...], outputs: list[Tensor]
 
 
 def _make_sums(
-    handle: Handle, plan: Tensor, expert_out: Tensor, weights: Optional[Tensor], num_tokens: int
+    handle: Handle,
+    plan: Tensor,
+    expert_out: Tensor,
+    weights: Optional[Tensor],
+    bias0: Optional[Tensor],
+    bias1: Optional[Tensor],
+    num_tokens: int,
 ) -> Tensor:
     return expert_out.new_empty((num_tokens, expert_out.shape[-1]))
 
 
 def _call_combine(handle: Handle, given: tuple[Any, ...], out: Tensor) -> None:
-    plan, expert_out, weights, _ = given
-    _calls.combine(handle, plan, expert_out, weights, None, out)
+    plan, expert_out, weights, bias0, bias1, _ = given
+    _calls.combine(handle, plan, expert_out, weights, None, bias0, bias1, out)
 
 
 _define_new(
@@ -161,8 +167,8 @@ _define_new(
     _call_dispatch,
 )
 _define_new(
-    "combine_new(int handle, Tensor plan, Tensor expert_out, Tensor? weights, SymInt num_tokens)"
-    " -> Tensor",
+    "combine_new(int handle, Tensor plan, Tensor expert_out, Tensor? weights, Tensor? bias0,"
+    " Tensor? bias1, SymInt num_tokens) -> Tensor",
     _make_sums,
     _call_combine,
 )

@@ -18,6 +18,7 @@ from ._autograd import (
     needs_grad,
     require_given,
     require_indices,
+    take_biases,
 )
 from ._quant import as_scaled
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ._autograd import Bias
     from ._handle import Handle, Plan
 
 
@@ -118,12 +120,17 @@ def combine_send(
     weights: Optional[Tensor] = None,
     *,
     topk_weights: Optional[Tensor] = None,
+    bias: Bias = None,
 ) -> tuple[Tensor, Hook]:
     """The send phase of a combine, in latency mode. Arguments as of combine.
 
-    Returns [T, H], and the hook that completes it. No gradient.
+    The receive phase reads bias, so it may be written until the hook is called. Returns [T, H], and
+    the hook that completes it. No gradient.
     """
-    _require_plain("combine_send", "expert_out", expert_out, weights, topk_weights)
+    biases = take_biases(bias)
+    _require_plain("combine_send", "expert_out", expert_out, weights, topk_weights, *biases)
     out = expert_out.new_empty((plan.num_tokens, expert_out.shape[-1]))
     _calls.combine_send(handle, plan.bytes, expert_out, weights, topk_weights)
-    return out, Hook(handle, lambda: _calls.combine_wait(handle, out), (plan.bytes, out))
+    return out, Hook(
+        handle, lambda: _calls.combine_wait(handle, *biases, out), (plan.bytes, out, *biases)
+    )

@@ -167,6 +167,7 @@ static int divide(const EpTorchHandle *h, const EpTensor *numbers, Numbers *out)
 static EpStatus run(const EpTorchHandle *h, int32_t number, const Arguments *a, const Numbers *n) {
     const EpTensor *const *t = a->at;
     EpPrepare routing = EP_PREPARE_INIT;
+    EpExtras extras = EP_EXTRAS_INIT;
     switch (number) {
     case TORCH_PREPARE:
         return ep_prepare(h->handle, t[2], t[0], t[1], a->stream, t[3] ? &n->outputs : NULL);
@@ -179,7 +180,8 @@ static EpStatus run(const EpTorchHandle *h, int32_t number, const Arguments *a, 
         return ep_dispatch(h->handle, t[5], &routing, t[2], t[3], t[4], a->stream, t[7], t[8], t[9],
                            t[10]);
     case TORCH_COMBINE:
-        return ep_combine(h->handle, t[0], t[1], t[2], t[3], a->stream, t[4]);
+        extras.bias0 = t[4], extras.bias1 = t[5];
+        return ep_combine_with(h->handle, t[0], t[1], t[2], t[3], a->stream, t[6], &extras);
     case TORCH_COMBINE_BACKWARD:
         return ep_combine_backward(h->handle, t[0], t[1], t[2], t[3], a->stream, t[4], t[5]);
     default:
@@ -289,7 +291,7 @@ static void allocate_outputs(Made *made, int32_t operation, int64_t number, EpTy
         if (h->is_per_token) allocate_rows(made, 7, indices, number, h->top_k);
         break;
     case TORCH_COMBINE:
-        allocate_matrix(made, 4, t[1]->type, number, width(t[1]));
+        allocate_matrix(made, 6, t[1]->type, number, width(t[1]));
         break;
     case TORCH_COMBINE_BACKWARD:
         allocate_rows(made, 4, t[1]->type, number, width(t[1]));

@@ -31,7 +31,7 @@ typedef struct EpTorchForm {
     int32_t count;      /**< of its arguments */
     int32_t inputs;     /**< how many of them, the first ones, it reads */
     int32_t numbers;    /**< which one is Plan.numbers; -1: none */
-    uint32_t gradients; /**< rows that Python copies to a multiple of 16 bytes */
+    uint32_t gradients; /**< rows, biases too, that Python copies to a multiple of 16 bytes */
     uint32_t weights;   /**< inputs that Python converts to float32 */
 } EpTorchForm;
 

@@ -1,11 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* NCCL EP's interface, as far as it goes without a group: struct layouts, tensors, wrong structs.
  */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
 #include "bindings/nccl_ep/nccl_ep.h"
 #include "tests/harness/check.h"
 

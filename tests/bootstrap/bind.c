@@ -1,14 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Binding to the CPUs of a list, such as Linux has for every GPU. */
 #include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "bootstrap/bootstrap.h"
-#include "tests/harness/check.h"
-#include "tests/harness/threads.h"
+#include "tests/cases/run.h"
 
 static cpu_set_t allowed(void) {
     cpu_set_t cpus;
@@ -46,12 +41,8 @@ static void check_bound(int whole_process) {
           CPU_COUNT(&after), cpu);
 }
 
-SoloTest(bootstrap_bind, thread) {
-    check_bound(0);
-}
-SoloTest(bootstrap_bind, process) {
-    check_bound(1);
-}
+SoloCall(bootstrap_bind, thread, check_bound(0));
+SoloCall(bootstrap_bind, process, check_bound(1));
 
 /* A launcher's binding to one core near the GPU is kept. */
 SoloTest(bootstrap_bind, narrower_bindings_stay) {
@@ -97,9 +88,8 @@ ThreadTest(bootstrap_bind, asked_for_without_a_gpu, 1) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = 4, config.max_tokens = 4, config.max_top_k = 2, config.max_row_bytes = 64;
     config.backend = EP_BACKEND_HOST;
-    EpGroup *group = NULL;
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     CHECK_OK(ep_group_query(group, &info));
     CHECK(info.bound == 0, "bound");
     ep_group_destroy(group);

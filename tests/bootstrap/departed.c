@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A rank departs, or stops, while a group is created, after each collective call in turn: the other
  * ranks get an error soon. */
-#include <string.h>
-#include <unistd.h>
-
 #include "ep/ep_weight.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
@@ -51,8 +48,7 @@ static int has_made(const Made *made) {
 }
 
 static EpStatus make(const EpBootstrap *own, int comm, Made *made) {
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(RANKS);
     EpMesh mesh = EP_MESH_INIT;
     EpMeshCommConfig of_mesh = EP_MESH_COMM_CONFIG_INIT;
     config.timeout_seconds = of_mesh.timeout_seconds = DEADLINE;

@@ -5,21 +5,16 @@
  * within the deadline. LIBEP_TEST_SEED=N draws other moments; LIBEP_TEST_CASES=M loses M ranks. */
 #include <pthread.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/names.h"
 #include "tests/harness/random.h"
 
-enum { RANKS = 3, KILLED = 1, ROOM = 4096, MOST_COLLECTIVES = 40 };
-#define DEADLINE 0.3
+enum { RANKS = 3, ROOM = 4096, MOST_COLLECTIVES = 40 };
 
 /* ---- a bootstrap for processes that share memory ---- */
 
@@ -90,65 +85,8 @@ static EpBootstrap board_bootstrap(Rank *self) {
     return b;
 }
 
-static void rank_main(Rank *self) {
-    EpBootstrap b = board_bootstrap(self);
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
-    config.timeout_seconds = DEADLINE;
-    EpGroup *group = NULL;
-    EpStatus status = ep_group_create(&b, &config, &group);
-    int consistent = (status == EP_OK) == (group != NULL);
-    ep_group_destroy(group);
-    _exit(!consistent);
-}
-
 static Board *board_open(void) {
     return mmap(NULL, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-}
-
-/* Run all ranks. Returns 1 if a rank was killed. */
-static int run_processes(int kill_before, int kill_after) {
-    Board *board = board_open();
-    pid_t children[RANKS];
-    int killed = 0;
-    for (int r = 0; r < RANKS; r++) {
-        Rank self = {.board = board, .rank = r};
-        if (r == KILLED) self.kill_before = kill_before, self.kill_after = kill_after;
-        children[r] = fork();
-        if (children[r] == 0) rank_main(&self);
-    }
-    for (int r = 0; r < RANKS; r++) {
-        int status = 0;
-        waitpid(children[r], &status, 0);
-        int by_signal = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
-        CHECK((by_signal && r == KILLED) || (WIFEXITED(status) && WEXITSTATUS(status) == 0),
-              "rank %d ended with status %#x", r, (unsigned)status);
-        killed += by_signal;
-    }
-    munmap(board, sizeof(*board));
-    return killed;
-}
-
-static void check_no_names(time_t since, const char *when, int collective) {
-    int left = names_that_stay(since);
-    CHECK(left == 0, "%d names in /dev/shm after rank %d was killed %s collective %d", left, KILLED,
-          when, collective);
-}
-
-SoloTest(bootstrap_killed, before_each_collective) {
-    time_t begin = time(NULL);
-    int n = 1;
-    for (; n < MOST_COLLECTIVES && run_processes(n, 0); n++)
-        check_no_names(begin, "before", n);
-    CHECK(n > 5 && n < MOST_COLLECTIVES, "%d collectives", n);
-}
-
-SoloTest(bootstrap_killed, after_each_collective) {
-    time_t begin = time(NULL);
-    int n = 1;
-    for (; n < MOST_COLLECTIVES && run_processes(0, n); n++)
-        check_no_names(begin, "after", n);
-    CHECK(n > 5 && n < MOST_COLLECTIVES, "%d collectives", n);
 }
 
 /* ---- random moments ---- */
@@ -250,8 +188,8 @@ static void check_survivor(const Life *life, int rank) {
         CHECK(life->board->report[life->victim].calls == CALLS, "rank %d noticed nothing", rank);
 }
 
-/* Wait for a life's processes, and check what they have left. */
-static void life_end(Life *life) {
+/* Wait for a life's processes, and check what they have left. Returns whether a rank was lost. */
+static int life_end(Life *life) {
     int status = 0;
     for (int r = 0; r < RANKS; r++) {
         if (r == life->victim) continue;
@@ -260,10 +198,13 @@ static void life_end(Life *life) {
               (unsigned)status);
         if (life->victim >= 0) check_survivor(life, r);
     }
-    if (life->victim < 0) return;
+    if (life->victim < 0) return 0;
     if (life->lost.signal == SIGSTOP) kill(life->children[life->victim], SIGKILL);
     waitpid(life->children[life->victim], &status, 0);
-    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "status %#x", (unsigned)status);
+    int is_lost = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+    CHECK(is_lost || life->lost.phase < 0, "status %#x", (unsigned)status);
+    munmap(life->board, sizeof(Board));
+    return is_lost;
 }
 
 /* Draw a victim, its nodes and a moment in a phase. Some moments lie in the next one. */
@@ -289,6 +230,30 @@ static Report measure_usual_life(void) {
     return report;
 }
 
+static void check_no_names(time_t since) {
+    int left = names_that_stay(since);
+    CHECK(left == 0, "%d names in /dev/shm", left);
+}
+
+/* Lives that lose a rank before, or after, each collective of ep_group_create and _destroy. */
+static void lose_at_each_collective(int before) {
+    time_t begin = time(NULL);
+    int n = 1, is_lost = 1;
+    be_quiet();
+    for (; n < MOST_COLLECTIVES && is_lost; n++) {
+        Life life = {.victim = 1, .lost = {.phase = -1, .nodes = ""}};
+        *(before ? &life.lost.kill_before : &life.lost.kill_after) = n;
+        check_note("killed %s collective %d", before ? "before" : "after", n);
+        life_begin(&life, LIFE_DEADLINE);
+        is_lost = life_end(&life);
+        check_no_names(begin);
+    }
+    CHECK(n > 6 && n < MOST_COLLECTIVES, "%d collectives", n);
+}
+
+SoloCall(bootstrap_killed, before_each_collective, lose_at_each_collective(1));
+SoloCall(bootstrap_killed, after_each_collective, lose_at_each_collective(0));
+
 /* Lives that lose a rank in each phase, at the same time, since survivors mostly wait. */
 static void lose_in_each_phase(uint64_t seed, uint64_t first, int signal, const Report *usual) {
     Life lives[NUM_PHASES];
@@ -303,7 +268,6 @@ static void lose_in_each_phase(uint64_t seed, uint64_t first, int signal, const 
                    (int)seed, (int)first + i, signal, lives[i].victim, lost->phase, lost->step,
                    1e6 * lost->delay, lost->nodes);
         life_end(&lives[i]);
-        munmap(lives[i].board, sizeof(Board));
     }
 }
 
@@ -316,14 +280,9 @@ static void lose_at_random_moments(int signal) {
     Report usual = measure_usual_life();
     for (uint64_t first = 0; first < losses && !check_failure()[0]; first += NUM_PHASES) {
         lose_in_each_phase(seed, first, signal, &usual);
-        int left = names_that_stay(begin);
-        CHECK(left == 0, "%d names in /dev/shm", left);
+        check_no_names(begin);
     }
 }
 
-SoloTest(bootstrap_killed, at_random_moments) {
-    lose_at_random_moments(SIGKILL);
-}
-SoloTest(bootstrap_killed, stopped_at_random_moments) {
-    lose_at_random_moments(SIGSTOP);
-}
+SoloCall(bootstrap_killed, at_random_moments, lose_at_random_moments(SIGKILL));
+SoloCall(bootstrap_killed, stopped_at_random_moments, lose_at_random_moments(SIGSTOP));

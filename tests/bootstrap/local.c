@@ -1,12 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks as threads: the callbacks of ep_bootstrap_local, and groups over them. */
 #include <malloc.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/run.h"
-#include "tests/harness/names.h"
 #include "tests/harness/bootstraps.h"
+#include "tests/harness/names.h"
 
 ThreadTest(bootstrap_local, allgather_in_rank_order, 5) {
     const EpBootstrap *b = bootstrap;
@@ -185,13 +183,9 @@ ThreadTest(bootstrap_local, wrong_bootstraps, 1) {
         own.size = wrong->size;
         if (!wrong->has_allgather) own.allgather = NULL;
         if (!wrong->has_barrier) own.barrier = NULL;
-        Case c = case_complete((Case){.ranks = 1});
-        EpGroupConfig config = case_group_config(&c);
-        EpGroup *group = NULL;
+        EpGroupConfig config = group_config(1);
         check_note("bootstrap %zu", i);
-        CHECK_REFUSED(ep_group_create(&own, &config, &group), wrong->status, wrong->field,
-                      wrong->got);
-        CHECK(group == NULL, "a group was made");
+        CHECK_NO_GROUP(&own, &config, wrong->status, wrong->field, wrong->got);
     }
 }
 
@@ -206,9 +200,6 @@ static EpStatus broken_allgather(__attribute__((unused)) void *context,
 ThreadTest(bootstrap_local, failure_of_a_callback_reaches_the_caller, 1) {
     EpBootstrap own = gathers_alone(bootstrap);
     own.allgather = broken_allgather;
-    Case c = case_complete((Case){.ranks = 1});
-    EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
-    CHECK_REFUSED(ep_group_create(&own, &config, &group), EP_ERR_BOOTSTRAP, "10.0.0.7");
-    CHECK(group == NULL, "a group was made");
+    EpGroupConfig config = group_config(1);
+    CHECK_NO_GROUP(&own, &config, EP_ERR_BOOTSTRAP, "10.0.0.7");
 }

@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Callbacks that return wrong bytes, or what is no status, or no sentence: an error with a
  * sentence, and no memory is touched by mistake. */
-#include <stdio.h>
-#include <string.h>
-
 #include "bootstrap/bootstrap.h"
 #include "runtime/callback.h"
 #include "tests/cases/run.h"
@@ -40,8 +37,7 @@ static EpBootstrap next_wrapped(const EpBootstrap *bootstrap, Wrapped *wrapped) 
 
 /* Create a group; returns the status of ep_group_create. */
 static EpStatus create_group(const EpBootstrap *own, EpBackend backend, EpGroup **out) {
-    Case c = case_complete(case_of("ranks=%d", RANKS));
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(RANKS);
     config.timeout_seconds = DEADLINE, config.backend = backend;
     return ep_group_create(own, &config, out);
 }
@@ -79,28 +75,22 @@ static void create_with_lies(const EpBootstrap *bootstrap, Liar liar, int out_is
     CHECK(n > (out_is_null ? 1 : 5) && n < MOST_COLLECTIVES, "%d allgathers", n);
 }
 
-#define LieTest(name, out_is_null, ...)                                  \
-    ThreadTest(bootstrap_lying, name, RANKS) {                           \
-        HOST_ONLY(SLOW);                                                 \
-        create_with_lies(bootstrap, (Liar){__VA_ARGS__}, (out_is_null)); \
-    }
+#define LieTest(name, out_is_null, ...)                     \
+    RankTest(bootstrap_lying, name, RANKS, HOST_ONLY(SLOW); \
+             create_with_lies(bootstrap, (Liar){__VA_ARGS__}, (out_is_null)))
+LieTest(letters_of_a_peer, 0, .about = 1, .byte = 'A');
+LieTest(letters_after_the_status_of_a_peer, 0, .about = 1, .byte = 'A', .offset = sizeof(EpStatus));
+LieTest(minus_ones_of_a_peer, 0, .about = 1, .byte = 0xff);
+LieTest(this_rank, 0, .about = 0, .byte = 'A');
+/* A refused rank stays refused, even if its own status does not come back. */
+LieTest(refused_rank, 1, .about = 0, .byte = 0);
 
-LieTest(letters_of_a_peer, 0, .about = 1, .byte = 'A')
-    LieTest(letters_after_the_status_of_a_peer, 0, .about = 1, .byte = 'A',
-            .offset = sizeof(EpStatus)) LieTest(minus_ones_of_a_peer, 0, .about = 1, .byte = 0xff)
-        LieTest(this_rank, 0, .about = 0, .byte = 'A')
-    /* A refused rank stays refused, even if its own status does not come back. */
-    LieTest(refused_rank, 1, .about = 0, .byte = 0)
-
-    /* The CUDA backend looks up each rank's GPU by its bus id. */
-    static void lie_about_bus(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
+/* The CUDA backend looks up each rank's GPU by its bus id. */
+static void lie_about_bus(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
     Liar liar = {.about = 1, .byte = '1', .countdown = 1};
     Wrapped wrapped = {.gather = lying_gather, .test = &liar};
     EpGroup *group = NULL;
-    if (!TESTS_ON_GPU) {
-        check_left_out("the host backend has no bus ids");
-        return;
-    }
+    if (!TESTS_ON_GPU) check_left_out("the host backend has no bus ids");
     EpBootstrap own = next_wrapped(bootstrap, &wrapped);
     Case c = case_complete(case_of("ranks=%d", RANKS));
     EpGroupConfig config = case_group_config(&c);

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One rank has no memory, at each of its allocations in turn: no rank waits for it. */
-#include <string.h>
-
 #include "ep/ep_weight.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
@@ -51,8 +49,7 @@ static EpWeightConfig weight_config(const EpMesh *mesh) {
 
 /* Make it while allocation n of rank `odd` fails. Returns 0 if it makes fewer. */
 static int create(const EpBootstrap *bootstrap, const EpBootstrap *own, What what, int odd, int n) {
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(RANKS);
     EpMesh mesh = mesh_of_all();
     EpWeightConfig weight = weight_config(&mesh);
     Made made = {.group = NULL};
@@ -94,9 +91,8 @@ static void create_without_memory(const EpBootstrap *bootstrap, const EpBootstra
     }
 }
 
-ThreadTest(bootstrap_memory, group_over_memory_of_the_bootstrap, RANKS) {
-    create_without_memory(bootstrap, bootstrap, GROUP);
-}
+RankTest(bootstrap_memory, group_over_memory_of_the_bootstrap, RANKS,
+         create_without_memory(bootstrap, bootstrap, GROUP));
 
 ThreadTest(bootstrap_memory, group_over_posix_shared_memory, RANKS) {
     EpBootstrap own = *bootstrap;

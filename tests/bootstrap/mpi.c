@@ -1,12 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks as MPI processes: the cases run over shared memory and over messages. */
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "ep/ep_mpi.h"
+#include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
 
@@ -29,45 +26,28 @@ static void run_each_layout(const EpBootstrap *bootstrap, const char *nodes) {
     }
 }
 
-RankedTest(mpi_layouts, one_rank, 1, 90) {
-    run_each_layout(bootstrap, "");
-}
-RankedTest(mpi_layouts, two_ranks, 2, 90) {
-    run_each_layout(bootstrap, "");
-}
-RankedTest(mpi_layouts, three_ranks, 3, 90) {
-    run_each_layout(bootstrap, "");
-}
-RankedTest(mpi_layouts, four_ranks, 4, 90) {
-    run_each_layout(bootstrap, "");
-}
-RankedTest(mpi_layouts, eight_ranks, 8, 60) {
-    run_each_layout(bootstrap, "");
+static void run_on_nodes(const EpBootstrap *bootstrap, const char *topology, const char *nodes,
+                         const char *stage) {
+    if (topology) setenv("LIBEP_TOPOLOGY", topology, 1);
+    if (stage) setenv("LIBEP_STAGE_BYTES", stage, 1);
+    run_each_layout(bootstrap, nodes);
 }
 
-HostRankedTest(mpi_layouts, tiny_stage, 3, 60, "no LIBEP_STAGE_BYTES on GPUs") {
-    setenv("LIBEP_STAGE_BYTES", "3000", 1);
-    run_each_layout(bootstrap, "");
-}
+RankedCall(mpi_layouts, two_ranks, 2, 90, run_each_layout(bootstrap, ""));
+RankedCall(mpi_layouts, four_ranks, 4, 90, run_each_layout(bootstrap, ""));
+RankedCall(mpi_layouts, eight_ranks, 8, 60, run_each_layout(bootstrap, ""));
+HostRankedCall(mpi_layouts, tiny_stage, 3, 60, "no LIBEP_STAGE_BYTES on GPUs",
+               run_on_nodes(bootstrap, NULL, "", "3000"));
 
 /* Processes on simulated nodes communicate through MPI_Isend and MPI_Irecv. */
-HostRankedTest(mpi_nodes, two_nodes, 4, 60, "GPUs of a group share a node") {
-    setenv("LIBEP_TOPOLOGY", "2", 1);
-    run_each_layout(bootstrap, "0011");
-}
+#define ONE_NODE "GPUs of a group share a node"
+HostRankedCall(mpi_nodes, two_nodes, 4, 60, ONE_NODE, run_on_nodes(bootstrap, "2", "0011", NULL));
+HostRankedCall(mpi_nodes, listed_nodes, 5, 60, ONE_NODE,
+               run_on_nodes(bootstrap, "0,1,1,0,1", "01101", NULL));
+HostRankedCall(mpi_nodes, every_rank_a_node, 3, 60, ONE_NODE,
+               run_on_nodes(bootstrap, "3", "012", "5000"));
 
-HostRankedTest(mpi_nodes, listed_nodes, 5, 60, "GPUs of a group share a node") {
-    setenv("LIBEP_TOPOLOGY", "0,1,1,0,1", 1);
-    run_each_layout(bootstrap, "01101");
-}
-
-HostRankedTest(mpi_nodes, every_rank_a_node, 3, 60, "GPUs of a group share a node") {
-    setenv("LIBEP_TOPOLOGY", "3", 1);
-    setenv("LIBEP_STAGE_BYTES", "5000", 1);
-    run_each_layout(bootstrap, "012");
-}
-
-HostRankedTest(mpi_nodes, synthetic_machines, 8, 60, "GPUs of a group share a node") {
+HostRankedTest(mpi_nodes, synthetic_machines, 8, 60, ONE_NODE) {
     setenv("LIBEP_TOPOLOGY", "2/numa:2 core:4 pu:1", 1);
     Case c = case_of("ranks=8 nodes=00001111 experts=24 top_k=5 weighted=1 alignment=16");
     run_case(bootstrap, &c);
@@ -86,7 +66,6 @@ RankedTest(mpi_communicators, groups_of_split_communicators, 4, 60) {
     Case small = {.ranks = 2, .experts = 5, .weighted = 1, .seed = (uint64_t)bootstrap->rank % 2};
     Case large = {.ranks = 4, .experts = 10, .top_k = 3, .weighted = 1};
     Step steps[] = {open_step(&inner, &small), open_step(bootstrap, &large)};
-    REQUIRE(steps[0].handle && steps[1].handle, "no group");
     for (int i = 0; i < 2; i++)
         step_all(&steps[i]);
     for (int i = 0; i < 2; i++)
@@ -143,13 +122,9 @@ RankedTest(mpi_callbacks, posix_shared_memory_between_processes, 3, 60) {
 /* ---- failures between processes ---- */
 
 RankedTest(mpi_failures, ranks_that_disagree, 3, 30) {
-    Case c = case_complete((Case){.ranks = 3});
-    EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
+    EpGroupConfig config = group_config(3);
     if (bootstrap->rank == 2) config.max_top_k = 7;
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "max_top_k", "2",
-                  "7", "rank 0", "rank 2");
-    CHECK(group == NULL, "a group was made");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_MISMATCH, "max_top_k", "2", "7", "rank 0", "rank 2");
 }
 
 /* Each process has its own environment, so settings that must agree may differ. */
@@ -157,17 +132,13 @@ HostRankedTest(mpi_failures, stages_that_disagree, 2, 30, "no LIBEP_STAGE_BYTES 
     /* Large enough to fill either stage. */
     Case c = case_complete((Case){.ranks = 2, .max_tokens = 4096, .hidden = 4096});
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     setenv("LIBEP_STAGE_BYTES", bootstrap->rank ? "1048576" : "2097152", 1);
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "LIBEP_STAGE_BYTES",
-                  "1048576", "2097152");
-    CHECK(group == NULL, "a group was made");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_MISMATCH, "LIBEP_STAGE_BYTES", "1048576", "2097152");
 }
 
-HostRankedTest(mpi_failures, topologies_that_disagree, 3, 30, "GPUs of a group share a node") {
+HostRankedTest(mpi_failures, topologies_that_disagree, 3, 30, ONE_NODE) {
     static const char *const given[] = {"0,1,0", "2", "0,1,0/numa:2 pu:4", ""};
-    Case c = case_complete((Case){.ranks = 3});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(3);
     EpGroup *group = NULL;
     char same[80]; /* as far as the sentence quotes it */
     snprintf(same, sizeof(same), "0,1,0/numa:1%60spu:%d", "", 1 + (bootstrap->rank == 2));
@@ -179,35 +150,31 @@ HostRankedTest(mpi_failures, topologies_that_disagree, 3, 30, "GPUs of a group s
         snprintf(first, sizeof(first), "'%s' on rank 0", given[0]);
         snprintf(second, sizeof(second), "'%s' on rank 2", given[i]);
         setenv("LIBEP_TOPOLOGY", given[bootstrap->rank == 2 ? i : 0], 1);
-        CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH,
-                      "LIBEP_TOPOLOGY", first, second);
-        CHECK(group == NULL, "a group was made");
+        CHECK_NO_GROUP(bootstrap, &config, EP_ERR_MISMATCH, "LIBEP_TOPOLOGY", first, second);
     }
 }
 
 /* The last rank does not call; all other ranks name it. */
-static void absent_rank(const EpBootstrap *bootstrap) {
-    int ranks = bootstrap->size, absent = ranks - 1;
-    Case c = case_complete((Case){.ranks = ranks});
-    EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
-    EpHandle *handle = NULL;
+static void absent_rank(const EpBootstrap *bootstrap, const char *topology) {
+    Case c = case_of("ranks=%d timeout=0.4", bootstrap->size);
     char named[48];
-    config.timeout_seconds = 0.4;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
-    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 3}, EP_TYPE_INT32, 1, 2);
-    if (bootstrap->rank != absent) {
-        EpStatus status = ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL);
-        int by_peer = ranks > 2 &&
-                      status == EP_ERR_PEER; /* reported by a rank that gave up a little earlier */
+    setenv("LIBEP_TOPOLOGY", topology, 1);
+    Step step = open_step(bootstrap, &c);
+    if (bootstrap->rank < bootstrap->size - 1) {
+        EpStatus status = call_prepare(&step);
+        int by_peer = status == EP_ERR_PEER; /* reported by a rank that gave up a little earlier */
         snprintf(named, sizeof(named), by_peer ? "because of rank %d" : "rank %d did not arrive",
-                 absent);
+                 bootstrap->size - 1);
         CHECK_REFUSED(status, by_peer ? EP_ERR_PEER : EP_ERR_TIMEOUT, named, "prepare");
     }
     MPI_Barrier(MPI_COMM_WORLD);
-    ep_group_destroy(group);
+    close_step(&step);
 }
+
+HostRankedCall(mpi_failures, absent_rank_of_four, 4, 30, "see gpu_faults",
+               absent_rank(bootstrap, ""));
+HostRankedCall(mpi_failures, absent_rank_of_four_on_two_nodes, 4, 30, ONE_NODE,
+               absent_rank(bootstrap, "2"));
 
 #define WHY "the scheduler wants its nodes back"
 
@@ -219,63 +186,32 @@ static void *abort_later(void *group) {
 
 /* Rank 0 is aborted while it waits for the last rank to allocate memory, or (`early`) before the
  * others call an operation. */
-static void aborted_rank(const EpBootstrap *bootstrap, int early) {
-    Case c = case_complete((Case){.ranks = bootstrap->size});
-    EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
-    EpHandle *handle = NULL;
-    void *out = &group;
+static void aborted_rank(const EpBootstrap *bootstrap, const char *topology, int early) {
+    Case c = case_of("ranks=%d", bootstrap->size);
+    setenv("LIBEP_TOPOLOGY", topology, 1);
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    Step step = open_step(bootstrap, &c);
+    void *out = &step;
     pthread_t thread;
     double begin = MPI_Wtime();
     EpStatus status = EP_OK, expected = bootstrap->rank ? EP_ERR_PEER : EP_ERR_ABORTED;
-    config.timeout_seconds = 60;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
-    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 3}, EP_TYPE_INT32, 1, 2);
-    int aborts = bootstrap->rank == 0, calls = early || bootstrap->rank < bootstrap->size - 1;
-    if (aborts && early) CHECK_OK(ep_group_abort(group, WHY));
-    if (aborts && !early) REQUIRE(!pthread_create(&thread, NULL, abort_later, group), "thread");
-    if (calls)
-        status = early ? ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL)
-                       : ep_mem_alloc(group, 64, &out);
+    int aborts = bootstrap->rank == 0, acts = early || bootstrap->rank < bootstrap->size - 1;
+    if (aborts && early) CHECK_OK(ep_group_abort(step.group, WHY));
+    if (aborts && !early)
+        REQUIRE(!pthread_create(&thread, NULL, abort_later, step.group), "thread");
+    if (acts) status = early ? call_prepare(&step) : ep_mem_alloc(step.group, 64, &out);
     if (aborts && !early) pthread_join(thread, NULL);
-    if (calls) CHECK_REFUSED(status, expected, "rank 0", WHY);
-    CHECK(out == &group, "an output was written");
+    if (acts) CHECK_REFUSED(status, expected, "rank 0", WHY);
+    CHECK(out == &step, "an output was written");
     MPI_Barrier(MPI_COMM_WORLD);
-    ep_group_destroy(group);
+    close_step(&step);
     CHECK(MPI_Wtime() - begin < 20, "it took %.1f s", MPI_Wtime() - begin);
 }
 
-HostRankedTest(mpi_failures, aborted_while_it_allocates, 3, 60, "see runtime_abort") {
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
-    aborted_rank(bootstrap, 0);
-}
-HostRankedTest(mpi_failures, aborted_on_three_nodes, 3, 60, "GPUs of a group share a node") {
-    setenv("LIBEP_TOPOLOGY", "3", 1);
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
-    aborted_rank(bootstrap, 1);
-}
-
-HostRankedTest(mpi_failures, absent_rank_on_the_node, 2, 30, "see gpu_faults") {
-    absent_rank(bootstrap);
-}
-HostRankedTest(mpi_failures, absent_rank_of_four, 4, 30, "see gpu_faults") {
-    absent_rank(bootstrap);
-}
-
-HostRankedTest(mpi_failures, absent_rank_on_another_node, 2, 30, "GPUs of a group share a node") {
-    setenv("LIBEP_TOPOLOGY", "2", 1);
-    absent_rank(bootstrap);
-}
-HostRankedTest(mpi_failures, absent_rank_of_four_on_two_nodes, 4, 30,
-               "GPUs of a group share a node") {
-    setenv("LIBEP_TOPOLOGY", "2", 1);
-    absent_rank(bootstrap);
-}
-HostRankedTest(mpi_failures, absent_rank_of_three_nodes, 3, 30, "GPUs of a group share a node") {
-    setenv("LIBEP_TOPOLOGY", "3", 1);
-    absent_rank(bootstrap);
-}
+HostRankedCall(mpi_failures, aborted_while_it_allocates, 3, 60, "see runtime_abort",
+               aborted_rank(bootstrap, "", 0));
+HostRankedCall(mpi_failures, aborted_on_three_nodes, 3, 60, ONE_NODE,
+               aborted_rank(bootstrap, "3", 1));
 
 /* The error names the missing rank and no other. */
 HostRankedTest(mpi_failures, absent_from_allgather, 4, 30, "it needs no GPU") {
@@ -296,7 +232,6 @@ HostRankedTest(mpi_failures, absent_from_allgather, 4, 30, "it needs no GPU") {
 /* After a timeout a new bootstrap works, though messages of the old one are still outstanding. */
 HostRankedTest(mpi_failures, new_bootstrap_after_a_timeout, 2, 30, "it needs no GPU") {
     int32_t all[2];
-    (void)bootstrap;
     for (int round = 0; round < 4; round++) {
         EpBootstrap own = EP_BOOTSTRAP_INIT;
         REQUIRE_OK(ep_bootstrap_mpi(MPI_COMM_WORLD, &own));
@@ -315,7 +250,6 @@ HostRankedTest(mpi_failures, new_bootstrap_after_a_timeout, 2, 30, "it needs no 
 
 HostRankedTest(mpi_failures, allgathers_of_different_lengths, 2, 30, "it needs no GPU") {
     int64_t all[2] = {7, 7}, mine = 3;
-    (void)bootstrap;
     EpBootstrap own = EP_BOOTSTRAP_INIT;
     REQUIRE_OK(ep_bootstrap_mpi(MPI_COMM_WORLD, &own));
     if (own.rank == 1) {
@@ -334,8 +268,8 @@ HostRankedTest(mpi_failures, allgathers_of_different_lengths, 2, 30, "it needs n
 enum { MANY = 2100 }; /* tokens of 8 KiB: several messages of the largest size that a rank stages */
 
 /* Run over TCP: a message too long to be buffered moves on only while both ranks call MPI. */
-static void over_tcp(const char *test, int ranks, RankedBody body) {
-    HOST_ONLY("GPUs of a group share a node");
+static void over_tcp(const char *test, int ranks, RankBody body) {
+    HOST_ONLY(ONE_NODE);
     setenv("OMPI_MCA_btl", "self,tcp", 1);
     ranked_run(test, ranks, 60, body);
 }
@@ -365,15 +299,13 @@ static EpStatus send_rows(EpHandle *handle, const Case *c, int to) {
 
 /* Nodes are {0, 1} and {2, 3}. Ranks 0 and 2 send to ranks 3 and 1, which then wait for the other
  * rank of their node. */
-static void wait_on_the_node(const EpBootstrap *bootstrap) {
+static void wait_on_the_node(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
     setenv("LIBEP_TOPOLOGY", "2", 1);
     Case c = long_messages(4);
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     static const int to[] = {3, -1, 1, -1}, from[] = {-1, 2, -1, 0};
     int rank = bootstrap->rank, sender = from[rank];
-    EpHandle *handle = NULL;
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    EpHandle *handle = open_handle_with(group, NULL);
     for (int i = 0; i < 40; i++) {
         CHECK_OK(plan_rows(handle, rank, to[rank]));
         CHECK_OK(send_rows(handle, &c, to[rank]));
@@ -389,17 +321,15 @@ Test(mpi_messages, move_on_while_a_neighbour_is_waited_for, .timeout = 70) {
 
 /* Rank 1 is missing. Rank 0 starts to send to rank 2 and gives up; rank 2 starts to receive and
  * gives up. The message completes after both have left the group. */
-static void give_up(const EpBootstrap *bootstrap) {
+static void give_up(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
     setenv("LIBEP_TOPOLOGY", "2", 1);
     setenv("LIBEP_LOG_FILE", "/dev/null", 1);
     Case c = long_messages(3);
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
-    EpHandle *handle = NULL;
     int rank = bootstrap->rank, to = rank ? -1 : 2;
     config.timeout_seconds = 0.5;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    EpGroup *group = open_group_with(bootstrap, &config);
+    EpHandle *handle = open_handle_with(group, NULL);
     CHECK_OK(plan_rows(handle, rank, to));
     if (rank == 2) usleep(1000000);
     if (rank != 1) CHECK_STATUS(send_rows(handle, &c, to), EP_ERR_TIMEOUT);

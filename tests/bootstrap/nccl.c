@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Wrong arguments of ep_bootstrap_nccl, in builds with and without CUDA. Needs no GPU. */
-#include <string.h>
-
 #include "tests/harness/check.h"
 
 /* As in ep_nccl.h, whose nccl.h a build without CUDA may not have. */

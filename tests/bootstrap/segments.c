@@ -2,12 +2,8 @@
 /* POSIX shared memory of bootstraps without `share`: a segment that is not what its rank has
  * created is refused before it is used. */
 #include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
@@ -62,9 +58,8 @@ static void shorten(const char *name, Creation *creation) {
     close(fd);
 }
 
-ThreadTest(bootstrap_segments, shorter_segment, 2) {
-    check_tampered(bootstrap, shorten, "expected a file of", "got one of 100");
-}
+RankTest(bootstrap_segments, shorter_segment, 2,
+         check_tampered(bootstrap, shorten, "expected a file of", "got one of 100"));
 
 /* In another PID namespace, /proc/PID/fd/N of a rank is another process's file. */
 static void replace(const char *name, Creation *creation) {
@@ -76,15 +71,14 @@ static void replace(const char *name, Creation *creation) {
     creation->pid = (int32_t)getpid(), creation->fd = other;
 }
 
-ThreadTest(bootstrap_segments, file_of_another_process, 2) {
-    check_tampered(bootstrap, replace, "expected the number that this rank has drawn", "another");
-}
+RankTest(bootstrap_segments, file_of_another_process, 2,
+         check_tampered(bootstrap, replace, "expected the number that this rank has drawn",
+                        "another"));
 
 static void point_to_a_folder(const char *name, Creation *creation) {
     (void)name;
     creation->pid = (int32_t)getpid(), creation->fd = open("/", O_RDONLY | O_DIRECTORY);
 }
 
-ThreadTest(bootstrap_segments, no_file, 2) {
-    check_tampered(bootstrap, point_to_a_folder, "on the same node: ", "Is a directory");
-}
+RankTest(bootstrap_segments, no_file, 2,
+         check_tampered(bootstrap, point_to_a_folder, "on the same node: ", "Is a directory"));

@@ -5,12 +5,9 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/utsname.h>
-#include <unistd.h>
 
 #include "bootstrap/bootstrap.h"
 #include "tests/cases/run.h"
@@ -40,8 +37,7 @@ int gethostname(char *name, size_t bytes) {
 static EpStatus create(const EpBootstrap *bootstrap, EpGroup **group) {
     EpBootstrap own = *bootstrap;
     own.share = NULL, own.share_free = NULL;
-    Case c = case_complete((Case){.ranks = bootstrap->size});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(bootstrap->size);
     return ep_group_create(&own, &config, group);
 }
 

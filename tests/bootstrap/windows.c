@@ -2,23 +2,17 @@
 /* Windows: memory that peers can access, allocated and freed on several ranks, and every refused
  * call, after which the state is unchanged. */
 #include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "tests/cases/run.h"
-#include "tests/oracle/expect.h"
 
 enum { RANKS = 3, PAGE = 4096 };
 
 TestSuite(bootstrap_windows, .init = be_quiet);
 
 static EpGroup *open_plain(const EpBootstrap *bootstrap, double seconds) {
-    Case c = case_complete((Case){.ranks = bootstrap->size});
-    EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
+    EpGroupConfig config = group_config(bootstrap->size);
     config.timeout_seconds = seconds;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     return group;
 }
 
@@ -51,7 +45,6 @@ static char *new_pages(size_t count) {
 
 ThreadTest(bootstrap_windows, sizes_may_differ, RANKS) {
     EpGroup *group = open_plain(bootstrap, 60);
-    REQUIRE(group, "no group");
     int64_t before = library_bytes(group);
     for (size_t unit = 1; unit < 100000; unit *= 10) {
         char *memory = take(group, unit * (size_t)(bootstrap->rank + 1));
@@ -74,7 +67,6 @@ ThreadTest(bootstrap_windows, freed_in_the_middle, RANKS) {
     Case c = {.ranks = RANKS, .weighted = 1, .seed = 3};
     World *world = world_new(&c);
     EpGroup *group = open_group(bootstrap, &world->c);
-    REQUIRE(group, "no group");
     static const int order[] = {2, 0, 4, 2, 3, 2, 0, 1};
     char *memory[5];
     for (int i = 0; i < 5; i++)
@@ -131,93 +123,6 @@ ThreadTest(bootstrap_windows, of_another_group, 2) {
     CHECK_OK(ep_mem_free(one, memory));
     ep_group_destroy(one);
     ep_group_destroy(two);
-}
-
-/* ---- rows ---- */
-
-typedef struct Rows {
-    EpTensor recv, weights, grad, expert_out;
-    size_t bytes;
-} Rows;
-
-/* Returns the step's row tensors, all of them in windows. */
-static Rows take_rows(const Step *step) {
-    const Case *c = &step->world->c;
-    const RankWorld *me = &step->world->rank[step->rank];
-    size_t rows = (size_t)me->buffer_rows;
-    Rows r = {.bytes = rows * case_row_bytes(c)};
-    r.expert_out = step_expert_out(step);
-    const void *filled = r.expert_out.data;
-    r.recv = step_rows(step, take(step->group, r.bytes + 16), c->row_type, c->hidden);
-    r.grad = step_rows(step, take(step->group, r.bytes + 16), c->sum_type, c->hidden);
-    r.expert_out.data = take(step->group, r.bytes + 16);
-    r.weights = step_slot_weights(step);
-    r.weights.data = take(step->group, rows * 4 + 16);
-    if (r.bytes) memcpy(r.expert_out.data, filled, r.bytes);
-    return r;
-}
-
-/* Compare every byte of the rows with the oracle. */
-static void check_rows(const Step *step, const Rows *r) {
-    Image tokens = image_new(r->bytes, 16), grads = image_new(r->bytes, 16);
-    const Case *c = &step->world->c;
-    size_t count = (size_t)step->world->rank[step->rank].buffer_rows;
-    ExpectedRows expected = {tokens, image_new(count * 4, 4), image_new(0, 4), image_new(0, 4)};
-    memset(tokens.data, 0x5a, r->bytes);
-    memset(grads.data, 0x5a, r->bytes);
-    memset(expected.weights.data, 0x5a, count * 4);
-    expect_dispatch(step->world, step->rank, &expected);
-    expect_combine_backward(step->world, step->rank, &grads);
-    CHECK(memcmp(r->recv.data, tokens.data, r->bytes) == 0, "recv_tokens: %s", case_describe(c));
-    CHECK(memcmp(r->weights.data, expected.weights.data, count * 4) == 0, "recv_topk_weights");
-    CHECK(memcmp(r->grad.data, grads.data, r->bytes) == 0, "grad_expert_out");
-    CHECK(((char *)r->recv.data)[r->bytes] == 0x5a, "written behind recv_tokens");
-    image_free(&tokens);
-    image_free(&grads);
-    image_free(&expected.weights);
-    image_free(&expected.scales);
-    image_free(&expected.index);
-}
-
-static void check_sums(const Step *step, const Rows *r) {
-    const Case *c = &step->world->c;
-    int rows = step->world->rank[step->rank].rows;
-    size_t bytes = (size_t)rows * case_sum_bytes(c);
-    Image got = image_new(bytes, 16), expected = image_new(bytes, 16), none = image_new(4096, 4);
-    EpTensor out = ep_tensor_2d(got.data, c->sum_type, rows, c->hidden);
-    EpTensor weights = step_slot_weights(step);
-    CHECK_OK(ep_combine(step->handle, NULL, &r->expert_out, &weights, NULL, NULL, &out));
-    expect_combine(step->world, step->rank, &expected);
-    image_check_equal(&got, &expected, case_sum_bytes(c), "out");
-    CHECK_OK(ep_dispatch_backward(step->handle, NULL, &r->expert_out, NULL, NULL, &out, NULL));
-    expect_dispatch_backward(step->world, step->rank, &expected, &none);
-    image_check_equal(&got, &expected, case_sum_bytes(c), "grad_tokens");
-    image_free(&got);
-    image_free(&expected);
-    image_free(&none);
-}
-
-ThreadTest(bootstrap_windows, rows_of_a_step, RANKS) {
-    Case c = {.ranks = RANKS, .experts = 7, .top_k = 3, .weighted = 1, .alignment = 4, .seed = 11};
-    c.spare_rows = 2;
-    World *world = world_new(&c);
-    EpGroup *group = open_group(bootstrap, &world->c);
-    EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
-    REQUIRE(handle, "no handle");
-    Step step = {group, handle, world, bootstrap->rank, NULL};
-    Rows rows = take_rows(&step);
-    EpTensor tokens = step_tokens(&step), weights = step_weights(&step);
-    EpTensor grad_out = step_grad_out(&step), slot_weights = step_slot_weights(&step);
-    step_prepare(&step);
-    CHECK_OK(ep_dispatch(handle, NULL, NULL, &tokens, &weights, NULL, NULL, &rows.recv,
-                         &rows.weights, NULL, NULL));
-    CHECK_OK(
-        ep_combine_backward(handle, NULL, &grad_out, &slot_weights, NULL, NULL, &rows.grad, NULL));
-    check_rows(&step, &rows);
-    check_sums(&step, &rows);
-    CHECK_OK(ep_mem_free(group, rows.recv.data));
-    ep_group_destroy(group);
-    world_free(world);
 }
 
 /* ---- refused calls ---- */
@@ -406,10 +311,9 @@ ThreadTest(bootstrap_windows, absent_rank, RANKS) {
 ThreadTest(bootstrap_windows, late_rank_learns_of_the_failure, RANKS) {
     HOST_ONLY("waits on devices end by their own deadline");
     EpGroup *group = open_plain(bootstrap, bootstrap->rank == 2 ? 30 : 0.3);
-    EpHandle *handle = NULL;
     void *out = &group;
     EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    EpHandle *handle = open_handle_with(group, NULL);
     if (bootstrap->rank == 2) {
         while (__atomic_load_n(&gave_up, __ATOMIC_SEQ_CST) < 2)
             usleep(1000);

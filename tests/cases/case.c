@@ -2,9 +2,6 @@
 #include "tests/cases/case.h"
 
 #include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/harness/check.h"
 #include "tests/harness/text.h"
@@ -101,6 +98,7 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, mode, TEXT_MODES),
     TEXT_FIELD(Case, num_sms, NULL),
     TEXT_FIELD(Case, sets, NULL),
+    TEXT_FIELD(Case, timeout, NULL),
     TEXT_FIELD(Case, id, NULL),
     TEXT_FIELD(Case, named, NULL),
     TEXT_FIELD(Case, phases, NULL),

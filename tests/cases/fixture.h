@@ -115,11 +115,19 @@ void fixture_check_guards(const Fixture *fixture);
  * `changes` to fixture_case, as "layout=flat". */
 void fixture_check_refusals(const char *group, const char *changes);
 
+/** A test on such a fixture, `f`. One of latency mode is skipped where the backend has none. */
+#define FixtureTest(suite, name, changes)        \
+    static void suite##_##name##_on(Fixture *f); \
+    SoloTest(suite, name) {                      \
+        Fixture *f = fixture_new(changes);       \
+        suite##_##name##_on(f);                  \
+        fixture_free(f);                         \
+    }                                            \
+    static void suite##_##name##_on(Fixture *f)
+
 /** A test of such a group. */
-#define RefusalsTest(suite, name, group, changes)   \
-    SoloTest(suite, name) {                         \
-        fixture_check_refusals((group), (changes)); \
-    }
+#define RefusalsTest(suite, name, group, changes) \
+    SoloCall(suite, name, fixture_check_refusals((group), (changes)))
 
 /** Check that zero_tail writes no further than the end of the shortest output: `arg`, of one float
  * per row, which has room for the capacity only. */

@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/cases/refusals.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 /* A row: a group's name, or a call of the group before it. */
 typedef struct Refusal {
     const char *group, *call, *change;
@@ -31,6 +27,19 @@ Part part_tensor(EpTensor *tensor, const EpTensor **given, const char *said) {
     return part;
 }
 
+static Part find_part(const Subject *s, void *context, const char *call, const char *name) {
+    if (s->find) return s->find(context, call, name);
+    const Member *m = s->members;
+    while (m < s->members + s->num_members && strcmp(m->name, name))
+        m++;
+    cr_assert(m < s->members + s->num_members, "no argument %s", name);
+    char *object = (char *)context + m->at;
+    Part part = m->fields ? (Part){m->fields, m->num_fields, object, NULL, NULL}
+                          : part_tensor((EpTensor *)(void *)object, NULL, m->name);
+    if (m->given_at) part.given = (const void **)(void *)((char *)context + m->given_at);
+    return part;
+}
+
 /* Make one change: "tensor=NULL", "tensor.data=NULL", "tensor.data+=8", "tensor.shape[0]+=-1",
  * "tensor.ndim=1", or "field=1" of the argument "". Returns the argument's name in sentences. */
 static const char *change_part(const Subject *s, void *context, const char *call, char *text) {
@@ -40,7 +49,7 @@ static const char *change_part(const Subject *s, void *context, const char *call
     if (shifts) text[strlen(text) - 1] = 0;
     const char *name = strsep(&field, ".");
     if (!field && !removes) field = text, name = "";
-    Part part = s->find(context, call, name);
+    Part part = find_part(s, context, call, name);
     EpTensor *tensor = part.object;
     if (part.given) *part.given = field ? part.object : NULL;
     if (!field) return part.said;
@@ -54,19 +63,24 @@ static const char *change_part(const Subject *s, void *context, const char *call
 }
 
 static void check_call(const Refusal *r, const char *call, const Subject *s, void *context) {
-    char text[256], *rest = text;
-    const char *said = call;
     if (s->has && !s->has(context, call)) return;
+    char text[256], *rest = text, *good = malloc(2 * s->bytes + 1), *changed = good + s->bytes;
+    const char *said = call;
     check_note("%s, %s", call, r->change);
-    s->reset(context, call);
+    memcpy(good, context, s->bytes);
+    if (s->reset) s->reset(context, call);
     snprintf(text, sizeof(text), "%s", r->change);
     for (char *change; !s->is_bystander && (change = strsep(&rest, " "));)
         said = change_part(s, context, call, change);
     const char *const words[] = {call,        said ? said : call, r->words[0], r->words[1],
                                  r->words[2], r->words[3],        NULL};
+    memcpy(changed, context, s->bytes);
     check_refused(s->call(context, call), s->is_bystander ? EP_ERR_PEER : r->status, words,
                   __FILE__, __LINE__, call);
-    s->check(context, call);
+    CHECK(!memcmp(changed, context, s->bytes), "an output was written");
+    memcpy(context, good, s->bytes);
+    free(good);
+    if (s->check) s->check(context, call);
 }
 
 void check_refusals(const char *group, const Subject *subject, void *context) {

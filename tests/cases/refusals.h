@@ -23,14 +23,30 @@ typedef struct Part {
 Part part_tensor(EpTensor *tensor, const EpTensor **given, const char *said);
 #define PART(fields, object) ((Part){(fields), LENGTH(fields), (object), NULL, NULL})
 
+/** An argument that lies in the context of a Subject: its name, "" where changes name none. */
+typedef struct Member {
+    const char *name;
+    const TextField *fields; /**< NULL: of a tensor */
+    int num_fields;
+    size_t at, given_at; /**< of what calls pass, or 0 */
+} Member;
+
+#define MEMBER(name, fields, type, member) \
+    { (name), (fields), LENGTH(fields), offsetof(type, member), 0 }
+#define TENSOR(name, type, tensor, given) \
+    { (name), NULL, 0, offsetof(type, tensor), offsetof(type, given) }
+
 /** What the rows of a group are tried on. */
 typedef struct Subject {
-    /** Make all arguments of a call valid, and poison its outputs. */
-    void (*reset)(void *context, const char *call);
-    /** Returns the argument of a name; that of changes without one is "". */
-    Part (*find)(void *context, const char *call, const char *name);
+    /** The context is valid, and is restored before each row. No call may change it. */
+    const Member *members;
+    int num_members;
+    size_t bytes;
     EpStatus (*call)(void *context, const char *call);
-    /** Check that outputs are untouched. */
+    /** Without members: make all arguments of a call valid, and poison its outputs; return the
+     * argument of a name; check that outputs are untouched. */
+    void (*reset)(void *context, const char *call);
+    Part (*find)(void *context, const char *call, const char *name);
     void (*check)(void *context, const char *call);
     /** Whether there is such a call; NULL: always. */
     int (*has)(void *context, const char *call);

@@ -1,29 +1,48 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/cases/run.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #include "tests/harness/ranked.h"
+
+EpGroup *open_group_with(const EpBootstrap *bootstrap, const EpGroupConfig *config) {
+    EpGroup *group = NULL;
+    REQUIRE_OK(ep_group_create(bootstrap, config, &group));
+    return group;
+}
 
 EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c) {
     EpGroupConfig config = case_group_config(c);
+    return open_group_with(bootstrap, &config);
+}
+
+EpGroupConfig group_config(int ranks) {
+    Case c = case_complete((Case){.ranks = ranks});
+    return case_group_config(&c);
+}
+
+void check_no_group(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpStatus status,
+                    const char *const *words, const char *file, int line) {
     EpGroup *group = NULL;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
-    return group;
+    check_refused(ep_group_create(bootstrap, config, &group), status, words, file, line,
+                  "ep_group_create");
+    check_that(!group, file, line, "ep_group_create", "a group was made");
+}
+
+EpHandle *open_handle_with(EpGroup *group, const EpHandleConfig *config) {
+    EpHandle *handle = NULL;
+    REQUIRE_OK(ep_handle_create(group, config, &handle));
+    return handle;
 }
 
 EpHandle *open_handle(EpGroup *group, const Case *c) {
     EpHandleConfig config = case_handle_config(c);
-    EpHandle *handle = NULL;
-    CHECK_OK(ep_handle_create(group, &config, &handle));
-    return handle;
+    return open_handle_with(group, &config);
 }
 
 Step open_step(const EpBootstrap *bootstrap, const Case *c) {
+    if (c->mode == EP_MODE_LATENCY) needs_latency();
     Step step = {.world = world_new(c), .rank = bootstrap->rank};
     step.group = open_group(bootstrap, &step.world->c);
-    if (step.group) step.handle = open_handle(step.group, &step.world->c);
+    step.handle = open_handle(step.group, &step.world->c);
     return step;
 }
 
@@ -76,7 +95,6 @@ static void check_nodes(const EpGroup *group, const Case *c, int rank) {
 }
 
 static void run_on_handle(EpGroup *group, EpHandle *handle, int rank, const World *world) {
-    if (!handle) return;
     EpTensor plan = {.data = NULL};
     Step step = {group, handle, world, rank, NULL};
     if (world->c.named) open_plan(group, &world->c, &plan), step.plan = &plan;
@@ -87,8 +105,8 @@ static void run_on_handle(EpGroup *group, EpHandle *handle, int rank, const Worl
 
 void run_world(const EpBootstrap *bootstrap, const World *world) {
     EpGroup *group = open_group(bootstrap, &world->c);
-    if (group) check_nodes(group, &world->c, bootstrap->rank);
-    if (group) run_on_handle(group, open_handle(group, &world->c), bootstrap->rank, world);
+    check_nodes(group, &world->c, bootstrap->rank);
+    run_on_handle(group, open_handle(group, &world->c), bootstrap->rank, world);
     ep_group_destroy(group);
 }
 
@@ -124,20 +142,17 @@ static EpGroupConfig shared_config(const CaseList *list) {
 /* Open a handle of a case, with what differs from the group's defaults. */
 static EpHandle *open_in_shared(EpGroup *group, const Case *c, const Case *first) {
     EpHandleConfig config = case_handle_config(c);
-    EpHandle *handle = NULL;
     if (c->alignment != first->alignment) config.alignment = c->alignment;
     if (c->overflow != first->overflow) config.overflow = (int32_t)c->overflow;
-    CHECK_OK(ep_handle_create(group, &config, &handle));
-    return handle;
+    return open_handle_with(group, &config);
 }
 
 static void cases_body(const EpBootstrap *bootstrap, void *arg) {
     CaseList *list = arg;
     EpGroupConfig config = shared_config(list);
-    EpGroup *group = NULL;
     int makes = bootstrap->rank == 0 || ranked_is();
     check_note("case: %s", case_describe(&list->cases[0]));
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     check_nodes(group, &list->cases[0], bootstrap->rank);
     for (int i = 0; i < list->count; i++) {
         const Case *c = &list->cases[i];
@@ -153,7 +168,7 @@ static void cases_body(const EpBootstrap *bootstrap, void *arg) {
 }
 
 /* Between nodes of GPUs there is no latency mode. */
-static int has_latency(const Case *given) {
+static int case_has_latency(const Case *given) {
     Case c = case_complete(*given);
     for (int r = 0; r < c.ranks && TESTS_ON_GPU; r++)
         if (case_node(&c, r)) return 0;
@@ -169,7 +184,7 @@ static void add_mode(CaseList *list, Case c, EpMode mode, int phases) {
 static void add_case(CaseList *list, Case c) {
     static int turn;
     if (c.mode != EP_MODE_LATENCY) add_mode(list, c, EP_MODE_THROUGHPUT, 0);
-    if (c.mode == EP_MODE_THROUGHPUT || !has_latency(&c)) return;
+    if (c.mode == EP_MODE_THROUGHPUT || !case_has_latency(&c)) return;
     if (TESTS_ON_GPU) {
         /* GPU time is scarce: run whole calls and separate phases alternately. */
         add_mode(list, c, EP_MODE_LATENCY, c.phases || turn++ % 2);
@@ -198,10 +213,15 @@ void run_layouts(Case c) {
         run_case_on_threads(&c);
 }
 
+void run_texts(void (*run)(Case c), const char *const *texts) {
+    for (int i = 0; texts[i]; i++)
+        run(case_of("seed=%d %s", i, texts[i]));
+}
+
 static void dispatch_body(const EpBootstrap *bootstrap, void *arg) {
     Step step = open_step(bootstrap, arg);
-    if (step.handle) step_prepare(&step);
-    if (step.handle) step_dispatch(&step);
+    step_prepare(&step);
+    step_dispatch(&step);
     close_step(&step);
 }
 

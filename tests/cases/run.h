@@ -20,29 +20,46 @@ void run_case(const EpBootstrap *bootstrap, const Case *c);
  * elsewhere the test sets LIBEP_TOPOLOGY itself. */
 void run_case_on_threads(const Case *c);
 
-/** Likewise for several cases of equal ranks, nodes, experts, tokens and K: they share a group, since
- * creating one takes half a second on GPUs. */
+/** Likewise for several cases of equal ranks, nodes, experts, tokens and K: they share a group,
+ * since creating one takes half a second on GPUs. */
 void run_cases_on_threads(const Case *cases, int count);
 /** The same in every layout. */
 void run_layouts(Case c);
 
+/** A test that makes this call, which runs cases: CasesTest(suite, name, call); */
+#define CasesTest(suite, name, call)    \
+    Test(suite, name, .timeout = 300) { \
+        call;                           \
+    }                                   \
+    struct suite##_##name##_done
 /** A test that runs a case, given as text, in every layout. */
-#define LayoutsTest(suite, name, text)      \
-    Test(suite, name, .timeout = 120) {     \
-        run_layouts(case_of("%s", (text))); \
-    }
+#define LayoutsTest(suite, name, text) CasesTest(suite, name, run_layouts(case_of("%s", (text))))
 
+/** Call this with the cases of these texts, which end with NULL and are numbered by their seeds. */
+void run_texts(void (*run)(Case c), const char *const *texts);
+#define TextsTest(suite, name, run, ...) \
+    CasesTest(suite, name, run_texts(run, (const char *const[]){__VA_ARGS__, NULL}))
 /** Run prepare and dispatch of a case alone, on threads, in the case's mode. */
 void run_dispatch(Case c);
 
-/** Make the world, group and handle of a case, complete or not; step.handle is NULL, and a check
- * has failed, if there is none. close_step frees all. */
+/** Make the world, group and handle of a case, complete or not. close_step frees all. A test of
+ * latency mode is skipped where the backend has none. */
 Step open_step(const EpBootstrap *bootstrap, const Case *c);
 void close_step(Step *step);
 
-/** Create the case's group or handle; fail a check and return NULL if that fails. */
+/** Create a group or a handle, of a case or of a configuration. Leave the test if that fails. */
 EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c);
+EpGroup *open_group_with(const EpBootstrap *bootstrap, const EpGroupConfig *config);
+/** Returns the configuration of a plain case. */
+EpGroupConfig group_config(int ranks);
+/** Check that a group is refused, with these words. */
+#define CHECK_NO_GROUP(bootstrap, config, status, ...)                                            \
+    check_no_group(bootstrap, config, status, (const char *const[]){__VA_ARGS__, NULL}, __FILE__, \
+                   __LINE__)
+void check_no_group(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpStatus status,
+                    const char *const *words, const char *file, int line);
 EpHandle *open_handle(EpGroup *group, const Case *c);
+EpHandle *open_handle_with(EpGroup *group, const EpHandleConfig *config);
 
 /** Allocate a block for a plan of handles of this case, filled with garbage. The caller frees
  *  plan->data. */

@@ -1,109 +1,192 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The tensors of a step, and the whole step. */
-#include <string.h>
+/* The operations of a step in the host's memory, and the whole step. */
+#include "tests/cases/step.h"
 
-#include "tests/cases/step_parts.h"
+static int is_latency(const Step *step) {
+    return step->world->c.mode == EP_MODE_LATENCY;
+}
 
-/* ---- tensors ---- */
+/* ---- one call ---- */
 
-EpTensor step_tokens(const Step *step) {
+/* The arrays of one call; of a deferred prepare, too. */
+struct StepPending {
+    const Step *step;
+    unsigned ops;
+    StepMemory memory;
+    Image got[STEP_OUTPUTS], expected[STEP_OUTPUTS], copy[INPUTS];
+};
+typedef StepPending Run;
+
+/* Make the outputs of these operations. Calls read the world's inputs. */
+static Run run_new(const Step *step, unsigned ops) {
     const Case *c = &step->world->c;
-    return ep_tensor_2d(step_mine(step)->token, c->row_type, step_mine(step)->rows, c->hidden);
-}
-
-EpTensor step_weights(const Step *step) {
-    return ep_tensor_2d(step_mine(step)->weight, EP_TYPE_FP32, step_mine(step)->rows,
-                        step->world->c.top_k);
-}
-
-EpTensor step_scales(const Step *step) {
-    const Case *c = &step->world->c;
-    return ep_tensor_2d(step_mine(step)->scale, EP_TYPE_UINT8, step_mine(step)->rows,
-                        c->scale_bytes);
-}
-
-EpTensor step_global_scale(const Step *step) {
-    return ep_tensor_1d(&step_mine(step)->global_scale, EP_TYPE_FP32, 1);
-}
-
-EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns) {
-    const RankWorld *me = step_mine(step);
-    const Case *c = &step->world->c;
-    int64_t block = case_block_rows(c), blocks = case_has_rows(c) ? c->ranks : me->num_experts;
-    if (block) return ep_tensor_3d(data, type, blocks, block, columns);
-    return ep_tensor_2d(data, type, me->buffer_rows, columns);
-}
-
-EpTensor step_recv_tokens(const Step *step, const void *data) {
-    const Case *c = &step->world->c;
-    return step_rows(step, data, case_recv_type(c), case_recv_width(c));
-}
-
-EpTensor step_recv_scales(const Step *step, const void *data) {
-    const Case *c = &step->world->c;
-    EpTensor tensor = step_rows(step, data, case_scale_type(c), case_scales(c));
-    int last = tensor.ndim - 1;
-    if (c->scale_order == EP_SCALES_BY_ROW) return tensor;
-    if (c->scale_order == EP_SCALES_SWIZZLED) {
-        tensor.shape[last] = (tensor.shape[last] + 3) / 4 * 4;
-        tensor.shape[last - 1] = (tensor.shape[last - 1] + 127) / 128 * 128;
-        return tensor;
+    Run r = {.step = step, .ops = ops};
+    for (StepInput i = 0; i < INPUTS; i++)
+        r.memory.in[i] = step_input(step, i).data;
+    for (StepOutput i = 0; i < STEP_OUTPUTS; i++) {
+        size_t bytes = step_bytes(step_output(step, i)), align = case_output_align(c, i);
+        if (!(ops & (i <= OUT_SOURCES ? STEP_PREPARE : case_writers(c, i)))) continue;
+        r.expected[i] = image_new(bytes, align);
+        if (!case_asks(c, i)) continue;
+        r.got[i] = image_new(bytes, align), r.memory.out[i] = r.got[i].data;
     }
-    tensor.shape[last] = tensor.shape[last - 1];
-    tensor.shape[last - 1] = case_scales(c);
-    return tensor;
+    return r;
 }
 
-EpTensor step_per_slot(const Step *step, const void *data) {
-    EpTensor tensor = step_rows(step, data, EP_TYPE_FP32, 1);
-    tensor.ndim--;
-    return tensor;
+/* From now on calls read copies of these inputs. */
+static void run_copy(Run *r, StepInput first, StepInput last) {
+    for (StepInput i = first; i <= last; i++) {
+        EpTensor t = step_input(r->step, i);
+        r->copy[i] = image_new(step_bytes(t), i == IN_INDEX ? ep_type_bytes(t.type) : 16);
+        step_fill(r->step, i, r->copy[i].data);
+        r->memory.in[i] = r->copy[i].data;
+    }
 }
 
-EpTensor step_per_weight(const Step *step, const void *data) {
-    if (!case_has_rows(&step->world->c)) return step_per_slot(step, data);
-    return step_rows(step, data, EP_TYPE_FP32, step->world->c.top_k);
+static void run_call(Run *r, StepOp op) {
+    CHECK_OK(step_call(r->step, &r->memory, op, NULL));
 }
 
-EpTensor step_expert_out(const Step *step) {
-    const Case *c = &step->world->c;
-    return step_rows(step, step_mine(step)->expert_out, c->sum_type, c->hidden);
+/* Overwrite the copies, which nothing may depend on any more, and compare the outputs. */
+static void run_end(Run *r) {
+    for (int i = 0; i < INPUTS; i++) {
+        if (!r->copy[i].base) continue;
+        memset(r->copy[i].data, 0x77, r->copy[i].bytes);
+        image_free(&r->copy[i]);
+    }
+    step_expect(r->step, r->ops, r->expected);
+    for (StepOutput i = 0; i < STEP_OUTPUTS; i++) {
+        if (r->got[i].base) step_compare(r->step, i, &r->got[i], &r->expected[i]);
+        image_free(&r->got[i]);
+        image_free(&r->expected[i]);
+    }
 }
 
-EpTensor step_slot_weights(const Step *step) {
-    return step_per_slot(step, step_mine(step)->slot_weight);
+static void make_call(const Step *step, StepOp op) {
+    Run r = run_new(step, op);
+    run_call(&r, op);
+    run_end(&r);
 }
 
-EpTensor step_grad_out(const Step *step) {
-    const Case *c = &step->world->c;
-    return ep_tensor_2d(step_mine(step)->grad_out, c->sum_type, step_mine(step)->rows, c->hidden);
+/* ---- one operation each ---- */
+
+static Run prepared(const Step *step) {
+    Run r = run_new(step, STEP_PREPARE);
+    run_copy(&r, IN_INDEX, IN_COUNT);
+    run_call(&r, STEP_PREPARE);
+    return r;
 }
 
-EpTensor step_bias(const Step *step, int i) {
-    const Case *c = &step->world->c;
-    return ep_tensor_2d(step_mine(step)->bias[i], c->sum_type, step_mine(step)->rows, c->hidden);
+static void check_prepared(Run *r) {
+    run_end(r);
+    step_check_info(r->step);
 }
 
-/* ---- copies of inputs ---- */
-
-size_t step_tensor_bytes(const EpTensor *tensor) {
-    size_t bytes = ep_type_bytes(tensor->type);
-    for (int i = 0; i < tensor->ndim; i++)
-        bytes *= (size_t)tensor->shape[i];
-    return bytes;
+void step_prepare(const Step *step) {
+    if (is_latency(step)) return;
+    Run r = prepared(step);
+    check_prepared(&r);
 }
 
-Image step_copy_input(EpTensor *tensor) {
-    size_t bytes = step_tensor_bytes(tensor);
-    Image image = image_new(bytes, 16);
-    if (bytes) memcpy(image.data, tensor->data, bytes);
-    tensor->data = image.data;
-    return image;
+/* Every other pair of seeds asks for the plan's numbers again, but for those by source. */
+static void dispatch_whole(const Step *step) {
+    int again = step->world->c.seed / 2 % 2 && !is_latency(step);
+    Run r = run_new(step, STEP_DISPATCH | (again ? STEP_PREPARE : 0));
+    r.memory.numbers_again = again;
+    for (int i = OUT_SOURCE_ROWS; again && i <= OUT_SOURCES; i++) {
+        image_free(&r.got[i]);
+        image_free(&r.expected[i]);
+        r.memory.out[i] = NULL;
+    }
+    run_call(&r, STEP_DISPATCH);
+    run_end(&r);
 }
 
-void step_overwrite_input(Image *image) {
-    memset(image->data, 0x77, image->bytes);
-    image_free(image);
+static void send(const Step *step, StepOp op, StepInput first, StepInput last) {
+    Run r = run_new(step, op);
+    run_copy(&r, first, last);
+    run_call(&r, op);
+    run_end(&r);
+}
+
+static void send_rows(const Step *step) {
+    send(step, STEP_DISPATCH_SEND, IN_TOKENS, IN_SCALES);
+}
+
+static void receive_rows(const Step *step) {
+    make_call(step, STEP_DISPATCH_WAIT);
+    step_check_sources(step);
+}
+
+static void dispatch_rows(const Step *step) {
+    if (step->world->c.phases) {
+        send_rows(step);
+        receive_rows(step);
+    } else {
+        dispatch_whole(step);
+        step_check_sources(step);
+    }
+}
+
+StepPending *step_dispatch_send(const Step *step) {
+    StepPending *pending = malloc(sizeof(*pending));
+    *pending = prepared(step);
+    send_rows(step);
+    return pending;
+}
+
+void step_dispatch_wait(const Step *step, StepPending *pending) {
+    receive_rows(step);
+    check_prepared(pending);
+    free(pending);
+}
+
+void step_dispatch_again(const Step *step) {
+    dispatch_rows(step);
+    step_check_info(step);
+}
+
+void step_dispatch(const Step *step) {
+    if (!is_latency(step)) {
+        dispatch_rows(step);
+        return;
+    }
+    Run plan = prepared(step);
+    dispatch_rows(step);
+    check_prepared(&plan);
+}
+
+void step_combine_send(const Step *step) {
+    send(step, STEP_COMBINE_SEND, IN_EXPERT_OUT, IN_COMBINE_WEIGHTS);
+}
+
+void step_combine_wait(const Step *step) {
+    make_call(step, STEP_COMBINE_WAIT);
+}
+
+void step_combine(const Step *step) {
+    if (!step->world->c.phases) {
+        make_call(step, STEP_COMBINE);
+        return;
+    }
+    step_combine_send(step);
+    step_combine_wait(step);
+}
+
+void step_combine_backward(const Step *step) {
+    make_call(step, STEP_COMBINE_BACKWARD);
+}
+
+void step_combine_backward_rows(const Step *step) {
+    Run r = run_new(step, STEP_COMBINE_BACKWARD);
+    r.memory.out[OUT_GRAD_SLOTS] = NULL;
+    run_call(&r, STEP_COMBINE_BACKWARD);
+    image_free(&r.got[OUT_GRAD_SLOTS]);
+    run_end(&r);
+}
+
+void step_dispatch_backward(const Step *step) {
+    make_call(step, STEP_DISPATCH_BACKWARD);
 }
 
 /* ---- a whole step ---- */
@@ -165,7 +248,7 @@ void step_check_status(const Step *step) {
 void step_move(const Step *step) {
     step_dispatch(step);
     step_combine(step);
-    if (step_is_latency(step)) return;
+    if (is_latency(step)) return;
     step_combine_backward(step);
     step_dispatch_backward(step);
 }

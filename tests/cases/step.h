@@ -3,9 +3,11 @@
 #define TESTS_CASES_STEP_H
 
 /**
- * The five operations of one step. Each function calls one operation on this rank and compares
- * every byte with the oracle. They may be called in any order that libep allows, for several
- * handles and worlds.
+ * The operations of one step: their arrays, their calls, and what they must write.
+ *
+ * step_prepare and the functions behind it call one operation on this rank in the host's memory and
+ * compare every byte with the oracle. They may be called in any order that libep allows, for
+ * several handles and worlds. tests/gpu/device_step.h makes the same calls in device memory.
  */
 
 #include "tests/oracle/world.h"
@@ -18,9 +20,109 @@ typedef struct Step {
     const EpTensor *plan; /**< that calls name; NULL: the handle's own */
 } Step;
 
+static inline const RankWorld *step_mine(const Step *step) {
+    return &step->world->rank[step->rank];
+}
+
+/* ---- calls --------------------------------------------------------------------------------- */
+
+typedef enum StepOp {
+    STEP_PREPARE = 1,
+    STEP_DISPATCH = 2,
+    STEP_COMBINE = 4,
+    STEP_COMBINE_BACKWARD = 8,
+    STEP_DISPATCH_BACKWARD = 16,
+    STEP_DISPATCH_SEND = 32,
+    STEP_DISPATCH_WAIT = 64,
+    STEP_COMBINE_SEND = 128,
+    STEP_COMBINE_WAIT = 256
+} StepOp;
+
+#define STEP_FORWARD (STEP_PREPARE | STEP_DISPATCH | STEP_COMBINE)
+#define STEP_BACKWARD (STEP_COMBINE_BACKWARD | STEP_DISPATCH_BACKWARD)
+#define STEP_ALL (STEP_FORWARD | STEP_BACKWARD)
+#define STEP_SENDS (STEP_DISPATCH_SEND | STEP_COMBINE_SEND)
+#define STEP_DISPATCH_PHASES (STEP_DISPATCH_SEND | STEP_DISPATCH_WAIT)
+#define STEP_COMBINE_PHASES (STEP_COMBINE_SEND | STEP_COMBINE_WAIT)
+#define STEP_PHASES (STEP_PREPARE | STEP_DISPATCH_PHASES | STEP_COMBINE_PHASES)
+
+typedef enum StepInput {
+    IN_INDEX,
+    IN_COUNT,
+    IN_TOKENS,
+    IN_WEIGHTS,
+    IN_SCALES,
+    IN_GLOBAL_SCALE,
+    IN_EXPERT_OUT,
+    IN_SLOT_WEIGHTS,
+    IN_COMBINE_WEIGHTS, /**< as IN_WEIGHTS, for combine */
+    IN_GRAD_SLOT_WEIGHTS,
+    IN_GRAD_OUT,
+    IN_BIAS0,
+    IN_BIAS1,
+    INPUTS
+} StepInput;
+
+typedef enum StepOutput {
+    OUT_COUNTS,
+    OUT_PADDED,
+    OUT_OFFSETS,
+    OUT_TOTALS,
+    OUT_RECV_ROWS,
+    OUT_NEEDED_ROWS,
+    OUT_DROPPED,
+    OUT_SOURCE_ROWS,
+    OUT_SOURCES,
+    OUT_TOKENS,
+    OUT_WEIGHTS,
+    OUT_SCALES,
+    OUT_INDEX,
+    OUT_SUMS,
+    OUT_GRAD_ROWS,
+    OUT_GRAD_SLOTS,
+    OUT_GRAD_TOKENS,
+    OUT_GRAD_WEIGHTS,
+    STEP_OUTPUTS
+} StepOutput;
+
+/** Where the arrays of calls lie. NULL: an output is not asked for. */
+typedef struct StepMemory {
+    void *in[INPUTS], *out[STEP_OUTPUTS];
+    int numbers_again; /**< a dispatch of throughput mode writes the outputs of prepare, too */
+} StepMemory;
+
+/** Make one call of the step's case, and return its status. */
+EpStatus step_call(const Step *step, const StepMemory *memory, StepOp op, EpStream stream);
+
+/** Return an input, over the world's array, or the shape of an output, without data. */
+EpTensor step_input(const Step *step, StepInput input);
+EpTensor step_output(const Step *step, StepOutput output);
+size_t step_bytes(EpTensor tensor);
+/** Write an input as calls read it: indices have the case's type. */
+void step_fill(const Step *step, StepInput input, void *to);
+
+/** Return the most bytes of an array on any rank. */
+size_t case_input_bytes(const Case *c, StepInput input);
+size_t case_output_bytes(const Case *c, StepOutput output);
+/** Returns the least alignment that the public header accepts. */
+size_t case_output_align(const Case *c, StepOutput output);
+
+/** Whether the case asks for an output, and the operations that write it. */
+int case_asks(const Case *c, StepOutput output);
+unsigned case_writers(const Case *c, StepOutput output);
+
+/** Write what the operations must write into poisoned images, one for each output. */
+void step_expect(const Step *step, unsigned ops, Image *out);
+/** Compare an output, guards included. Dot products may differ by 1e-5 of the sum of their terms'
+ * magnitudes; `expected` gets those received. */
+void step_compare(const Step *step, StepOutput output, const Image *got, Image *expected);
+
+/* ---- one operation each ---------------------------------------------------------------------- */
+
 /** Prepare. Does nothing in latency mode, where step_dispatch prepares too. */
 void step_prepare(const Step *step);
 void step_dispatch(const Step *step);
+
 /** Send and receive phases of step_dispatch (prepare included) and step_combine. step_dispatch_wait
  * frees what step_dispatch_send returns. */
 typedef struct StepPending StepPending;
@@ -33,31 +135,35 @@ void step_combine_wait(const Step *step);
 void step_dispatch_again(const Step *step);
 void step_combine(const Step *step);
 void step_combine_backward(const Step *step);
+/** Likewise without gradients of weights, and so without expert_out. */
+void step_combine_backward_rows(const Step *step);
 void step_dispatch_backward(const Step *step);
 
 /** Dispatch and combine; in throughput mode also combine_backward and dispatch_backward. */
 void step_move(const Step *step);
-
 /** Prepare, step_move, step_check_status. */
 void step_all(const Step *step);
 
 /** Check that ep_group_status reports what this step's routing must cause. */
 void step_check_status(const Step *step);
+/** Check that ep_handle_info describes this step's plan. */
+void step_check_info(const Step *step);
+/** Check that ep_plan_sources tells the token of each receive row, after the dispatch. */
+void step_check_sources(const Step *step);
 
-/** Tensors of this step's inputs, for tests that make their own calls. */
-EpTensor step_tokens(const Step *step);
-EpTensor step_weights(const Step *step);
-EpTensor step_scales(const Step *step);
-EpTensor step_global_scale(const Step *step);
-EpTensor step_expert_out(const Step *step);
-EpTensor step_slot_weights(const Step *step);
-EpTensor step_grad_out(const Step *step);
-EpTensor step_bias(const Step *step, int i);
+/* ---- tensors for tests that make their own calls ----------------------------------------------
+ */
+
+#define step_tokens(step) step_input(step, IN_TOKENS)
+#define step_weights(step) step_input(step, IN_WEIGHTS)
+#define step_scales(step) step_input(step, IN_SCALES)
+#define step_expert_out(step) step_input(step, IN_EXPERT_OUT)
+#define step_slot_weights(step) step_input(step, IN_SLOT_WEIGHTS)
+#define step_grad_out(step) step_input(step, IN_GRAD_OUT)
 
 /** Receive tensors of dispatch over the caller's memory. */
-EpTensor step_recv_tokens(const Step *step, const void *data);
-EpTensor step_recv_scales(const Step *step, const void *data);
-
+EpTensor step_recv_tokens(const Step *step, void *data);
+EpTensor step_recv_scales(const Step *step, void *data);
 /** A tensor shaped like a receive buffer of this step, with `columns` elements of `type` per
  * row. */
 EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns);

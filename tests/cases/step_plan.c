@@ -1,42 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The plan of a step: ep_prepare, and the results of ep_handle_info. */
-#include <string.h>
-
-#include "tests/cases/step_parts.h"
-
-/* Returns the indices in the caller's type. */
-static Image index_image(const Step *step) {
-    const Case *c = &step->world->c;
-    size_t entries = (size_t)step_mine(step)->rows * (size_t)c->top_k;
-    size_t bytes = c->index_type == EP_TYPE_INT64 ? 8 : 4;
-    Image image = image_new(entries * bytes, bytes);
-    for (size_t i = 0; i < entries; i++) {
-        int32_t narrow = (int32_t)step_mine(step)->index[i];
-        const void *from =
-            bytes == 8 ? (const void *)&step_mine(step)->index[i] : (const void *)&narrow;
-        memcpy(image.data + i * bytes, from, bytes);
-    }
-    return image;
-}
-
-static StepPlanArray plan_array(EpType type, const int64_t *values, int64_t n) {
-    size_t bytes = type == EP_TYPE_INT64 ? 8 : 4;
-    StepPlanArray array = {
-        image_new((size_t)n * bytes, bytes), image_new((size_t)n * bytes, bytes), {0}};
-    for (int64_t i = 0; i < n; i++) {
-        int32_t narrow = (int32_t)values[i];
-        const void *from = bytes == 8 ? (const void *)&values[i] : (const void *)&narrow;
-        memcpy(array.expected.data + (size_t)i * bytes, from, bytes);
-    }
-    array.tensor = ep_tensor_1d(array.got.data, type, n);
-    return array;
-}
-
-static void plan_array_check(StepPlanArray *array, const char *what) {
-    image_check_equal(&array->got, &array->expected, array->expected.bytes, what);
-    image_free(&array->got);
-    image_free(&array->expected);
-}
+/* What the library tells of a step's plan: ep_handle_info and the sources of rows. */
+#include "tests/cases/step.h"
 
 static void check_info_arrays(const RankWorld *me, const EpHandleInfo *info) {
     for (int e = 0; e < me->num_experts; e++) {
@@ -150,7 +114,7 @@ static int travels(const Step *step, int rank, int token) {
 /* Each token that has travelled here counts once, whether or not it has a slot. */
 static void check_source_tokens(const Step *step) {
     int32_t *counts = calloc((size_t)step->world->c.ranks, sizeof(*counts));
-    int is_told = tells_sources(step) && !step_is_latency(step);
+    int is_told = tells_sources(step) && step->world->c.mode != EP_MODE_LATENCY;
     EpStatus status = ep_plan_source_tokens(step->handle, step->plan, NULL, counts);
     CHECK(status == (is_told ? EP_OK : EP_ERR_UNSUPPORTED), "%s", ep_last_error());
     for (int rank = 0; rank < step->world->c.ranks && status == EP_OK; rank++) {
@@ -178,90 +142,4 @@ void step_check_sources(const Step *step) {
     check_sources(step, status == EP_OK ? rows : 0, ranks, tokens, entries);
     free(ranks);
     check_source_tokens(step);
-}
-
-void step_routed_new(const Step *step, StepRouted *r) {
-    const Case *c = &step->world->c;
-    const RankWorld *me = step_mine(step);
-    int64_t totals[] = {me->recv_rows, me->needed_rows, me->dropped}, count = me->tokens;
-    EpType type = c->index_type, other = type == EP_TYPE_INT32 ? EP_TYPE_INT64 : EP_TYPE_INT32;
-    r->counts = plan_array(type, me->count, me->num_experts);
-    r->padded = plan_array(other, me->padded, me->num_experts);
-    /* every second seed passes offsets without their end */
-    r->offsets = plan_array(type, me->offset, me->num_experts + (c->seed % 2 == 0));
-    r->totals = plan_array(other, totals, 3);
-    r->sources = plan_array(other, me->from, (int64_t)me->num_experts * c->ranks);
-    r->sources.tensor = ep_tensor_2d(r->sources.got.data, other, me->num_experts, c->ranks);
-    r->recv_rows = plan_array(type, &me->recv_rows, 1);
-    r->needed_rows = plan_array(other, &me->needed_rows, 1);
-    r->dropped_slots = plan_array(type, &me->dropped, 1);
-    r->source_rows = plan_array(other, me->from_rows, c->ranks);
-    r->tokens = plan_array(type, &count, 1);
-    r->tokens.tensor.data = r->tokens.expected.data;
-    r->index = index_image(step);
-    r->topk_idx = ep_tensor_2d(me->rows ? r->index.data : NULL, type, me->rows, c->top_k);
-}
-
-/* Prepare with copies of the tensors that are cleared afterwards: the library may keep only data
- * pointers. */
-void step_routed_prepare(const Step *step, StepRouted *r) {
-    EpTensor counts = r->counts.tensor, padded = r->padded.tensor, offsets = r->offsets.tensor,
-             totals = r->totals.tensor, sources = r->sources.tensor, tokens = r->tokens.tensor,
-             topk_idx = r->topk_idx;
-    EpTensor rows = r->recv_rows.tensor, needed = r->needed_rows.tensor,
-             dropped = r->dropped_slots.tensor, by_source = r->source_rows.tensor;
-    EpPlanTensors out = EP_PLAN_TENSORS_INIT;
-    out.expert_counts = &counts, out.expert_padded = &padded;
-    out.expert_offsets = &offsets, out.totals = &totals;
-    out.recv_rows = &rows, out.needed_rows = &needed;
-    out.dropped_slots = &dropped, out.source_rows = &by_source;
-    out.source_counts = &sources;
-    CHECK_OK(ep_prepare(step->handle, step->plan, &topk_idx,
-                        step->world->c.counted ? &tokens : NULL, NULL, &out));
-    memset(&out, 0x77, sizeof(out));
-    counts = padded = offsets = totals = sources = tokens = topk_idx = (EpTensor){0};
-    rows = needed = dropped = by_source = (EpTensor){0};
-}
-
-/* Check the plan's outputs. Overwrite the indices first: a finished plan must not depend on
- * them. */
-void step_routed_check(const Step *step, StepRouted *r) {
-    memset(r->index.data, 0x77, r->index.bytes);
-    plan_array_check(&r->counts, "expert_counts");
-    plan_array_check(&r->padded, "expert_padded");
-    plan_array_check(&r->offsets, "expert_offsets");
-    plan_array_check(&r->totals, "totals");
-    plan_array_check(&r->recv_rows, "recv_rows");
-    plan_array_check(&r->needed_rows, "needed_rows");
-    plan_array_check(&r->dropped_slots, "dropped_slots");
-    plan_array_check(&r->source_rows, "source_rows");
-    plan_array_check(&r->sources, "source_counts");
-    image_free(&r->tokens.got);
-    image_free(&r->tokens.expected);
-    image_free(&r->index);
-    step_check_info(step);
-}
-
-void step_numbers_new(const Step *step, StepRouted *r, EpPlanTensors *out) {
-    step_routed_new(step, r);
-    *out = (EpPlanTensors)EP_PLAN_TENSORS_INIT;
-    out->expert_counts = &r->counts.tensor, out->expert_padded = &r->padded.tensor;
-    out->expert_offsets = &r->offsets.tensor, out->totals = &r->totals.tensor;
-    out->recv_rows = &r->recv_rows.tensor, out->needed_rows = &r->needed_rows.tensor;
-    out->dropped_slots = &r->dropped_slots.tensor;
-}
-
-/* Counts by source are not asked for. */
-void step_numbers_check(const Step *step, StepRouted *r) {
-    memcpy(r->sources.got.data, r->sources.expected.data, r->sources.expected.bytes);
-    memcpy(r->source_rows.got.data, r->source_rows.expected.data, r->source_rows.expected.bytes);
-    step_routed_check(step, r);
-}
-
-void step_prepare(const Step *step) {
-    StepRouted r;
-    if (step_is_latency(step)) return;
-    step_routed_new(step, &r);
-    step_routed_prepare(step, &r);
-    step_routed_check(step, &r);
 }

@@ -3,14 +3,13 @@
  * say. */
 #include "tests/cases/fixture.h"
 
-RefusalsTest(combine_arguments, wrong_tensors, "combine", "")
-    RefusalsTest(combine_arguments, wrong_tensors_of_batched, "combine_batched", "layout=batched")
+RefusalsTest(combine_arguments, wrong_tensors, "combine", "");
+RefusalsTest(combine_arguments, wrong_tensors_of_batched, "combine_batched", "layout=batched");
 
-    /* Rows of equal length on both sides, but of a length that is not supported. */
-    SoloTest(combine_arguments, row_bytes) {
+/* Rows of equal length on both sides, but of a length that is not supported. */
+FixtureTest(combine_arguments, row_bytes, "") {
     static const int64_t hiddens[] = {0, 12, 23, 64};
     static const char *const bytes[] = {"got 0", "got 24", "got 46", "got 128"};
-    Fixture *f = fixture_new("");
     CHECK_OK(fixture_call(f, OP_PREPARE));
     for (int i = 0; i < LENGTH(hiddens); i++) {
         fixture_reset(f);
@@ -21,7 +20,6 @@ RefusalsTest(combine_arguments, wrong_tensors, "combine", "")
                       bytes[i]);
         fixture_check_untouched(f);
     }
-    fixture_free(f);
 }
 
 /* The message says how many rows are needed. */

@@ -3,58 +3,21 @@
 #include <math.h>
 
 #include "tests/cases/fixture.h"
-#include "tests/oracle/expect.h"
 
 enum { RANKS = 3 };
 
-typedef struct Backward {
-    Step step;
-    Image rows, expected, slots;
-    EpTensor grad_out, weights, expert_out, grad_rows, grad_slots;
-} Backward;
-
-static void backward_open(Backward *b, const EpBootstrap *bootstrap) {
+/* Weighted, but without gradients of weights: no dot products, so no expert_out either. Then one
+ * rank requests them, the others do not. */
+ThreadTest(combine_backward, without_weights, RANKS) {
     Case c = case_of("ranks=%d top_k=3 alignment=4 weighted=1 spare_rows=2", RANKS);
-    b->step = open_step(bootstrap, &c);
-    size_t rows = (size_t)b->step.world->rank[bootstrap->rank].buffer_rows;
-    size_t bytes = rows * case_sum_bytes(&b->step.world->c);
-    b->rows = image_new(bytes, 16), b->expected = image_new(bytes, 16);
-    b->slots = image_new(rows * 4, 4);
-    b->grad_out = step_grad_out(&b->step);
-    b->weights = b->grad_slots = step_slot_weights(&b->step);
-    b->expert_out = b->grad_rows = step_expert_out(&b->step);
-    b->grad_rows.data = b->rows.data, b->grad_slots.data = b->slots.data;
-    if (b->step.handle) step_prepare(&b->step);
-}
-
-static void backward_close(Backward *b) {
-    const World *world = b->step.world;
-    expect_combine_backward(world, b->step.rank, &b->expected);
-    image_check_equal(&b->rows, &b->expected, case_sum_bytes(&world->c), "grad_expert_out");
-    image_free(&b->rows), image_free(&b->expected), image_free(&b->slots);
-    close_step(&b->step);
-}
-
-/* Weighted, but without gradients of weights: no dot products, so no expert_out either. */
-ThreadTest(combine_backward, rows_alone, RANKS) {
-    Backward b;
-    backward_open(&b, bootstrap);
-    CHECK_OK(ep_combine_backward(b.step.handle, NULL, &b.grad_out, &b.weights, NULL, NULL,
-                                 &b.grad_rows, NULL));
-    image_check_untouched(&b.slots, "grad_slot_weights");
-    backward_close(&b);
-}
-
-/* One rank requests gradients of weights, the others do not. */
-ThreadTest(combine_backward, weights_on_one_rank, RANKS) {
-    Backward b;
-    backward_open(&b, bootstrap);
-    int ask = bootstrap->rank == 1;
-    CHECK_OK(ep_combine_backward(b.step.handle, NULL, &b.grad_out, &b.weights,
-                                 ask ? &b.expert_out : NULL, NULL, &b.grad_rows,
-                                 ask ? &b.grad_slots : NULL));
-    if (!ask) image_check_untouched(&b.slots, "grad_slot_weights");
-    backward_close(&b);
+    Step step = open_step(bootstrap, &c);
+    step_prepare(&step);
+    step_combine_backward_rows(&step);
+    if (bootstrap->rank == 1)
+        step_combine_backward(&step);
+    else
+        step_combine_backward_rows(&step);
+    close_step(&step);
 }
 
 /* Rows of many elements show rounding errors of the sum. */
@@ -67,9 +30,8 @@ Test(combine_backward, long_dot_products, .timeout = 120) {
 }
 
 /* The longest rows, with products so small that a sum of ones rounds them away one by one. */
-SoloTest(combine_backward, worst_dot_product) {
+FixtureTest(combine_backward, worst_dot_product, "hidden=16384 row_type=fp32 sum_type=fp32") {
     enum { HIDDEN = EP_MAX_ROW_BYTES / 4, ONES = 64 };
-    Fixture *f = fixture_new("hidden=16384 row_type=fp32 sum_type=fp32");
     CHECK_OK(fixture_call(f, OP_PREPARE));
     const RankWorld *me = f->world->rank;
     float *x = f->tensor[EXPERT_OUT].data, *grad = f->tensor[GRAD_OUT].data;
@@ -84,7 +46,6 @@ SoloTest(combine_backward, worst_dot_product) {
         if (me->row[row].kind == ROW_FILLED)
             CHECK(fabs(got[row] - exact) <= 1e-5 * exact, "row %lld: %.9g instead of %.9g",
                   (long long)row, (double)got[row], exact);
-    fixture_free(f);
 }
 
 /* The product is rounded to float32 before it is rounded to bf16: here that makes a difference of
@@ -129,6 +90,5 @@ Test(combine_backward, rows_of_24_kib, .timeout = 120) {
     }
 }
 
-SoloTest(combine_backward, tail_of_a_shorter_tensor) {
-    fixture_check_shorter_tail(OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS);
-}
+SoloCall(combine_backward, tail_of_a_shorter_tensor,
+         fixture_check_shorter_tail(OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS));

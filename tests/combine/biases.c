@@ -4,8 +4,6 @@
 #include "tests/harness/ranked.h"
 #include "tests/oracle/number.h"
 
-#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
-
 /* Run a shape with one and two biases in each layout, in all of its modes. */
 static void run_all_layouts(Case shape) {
     static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
@@ -21,38 +19,23 @@ static void run_all_layouts(Case shape) {
     }
 }
 
-Test(combine_biases, one_rank, .timeout = 120) {
-    run_all_layouts((Case){.masked_percent = 30});
-}
-Test(combine_biases, two_ranks, .timeout = 120) {
-    run_all_layouts((Case){.ranks = 2, .top_k = 4, .hidden = 1032, .masked_percent = 30});
-}
-Test(combine_biases, many_ranks, .timeout = 120) {
-    run_all_layouts((Case){.ranks = GPU_RANKS(8), .experts = 24, .top_k = 6, .max_tokens = 30});
-}
+#define BiasesTest(name, ...)                    \
+    Test(combine_biases, name, .timeout = 120) { \
+        run_all_layouts(case_of(__VA_ARGS__));   \
+    }                                            \
+    static void run_all_layouts(Case shape)
+BiasesTest(one_rank, "masked_percent=30");
+BiasesTest(two_ranks, "ranks=2 top_k=4 hidden=1032 masked_percent=30");
+BiasesTest(many_ranks, "ranks=%d experts=24 top_k=6 max_tokens=30", GPU_RANKS(8));
 /* A token without a slot has its biases alone. */
-Test(combine_biases, no_slots, .timeout = 120) {
-    run_all_layouts((Case){.ranks = 2, .routing = ROUTING_NOBODY});
-}
-Test(combine_biases, most_experts_of_a_token, .timeout = 120) {
-    run_all_layouts((Case){.ranks = 2, .experts = 64, .top_k = 32, .hidden = 64});
-}
-Test(combine_biases, quantised_sums, .timeout = 120) {
-    run_all_layouts((Case){
-        .ranks = 2, .top_k = 4, .hidden = 1200, .max_tokens = 20, .sum_quant = EP_QUANT_FP8});
-}
-Test(combine_biases, nodes, .timeout = 120) {
-    run_all_layouts(
-        (Case){.ranks = 4, .nodes = "0110", .experts = 12, .top_k = 5, .max_tokens = 25});
-}
+BiasesTest(no_slots, "ranks=2 routing=nobody");
+BiasesTest(most_experts_of_a_token, "ranks=2 experts=64 top_k=32 hidden=64");
+BiasesTest(quantised_sums, "ranks=2 top_k=4 hidden=1200 max_tokens=20 sum_quant=fp8");
+BiasesTest(nodes, "ranks=4 nodes=0110 experts=12 top_k=5 max_tokens=25");
+
 Test(combine_biases, nodes_and_quantised_sums, .timeout = 120) {
     setenv("LIBEP_NODE_CHUNK", "3000", 1);
-    run_all_layouts((Case){.ranks = 4,
-                           .nodes = "0011",
-                           .experts = 12,
-                           .top_k = 5,
-                           .max_tokens = 25,
-                           .sum_quant = EP_QUANT_FP8});
+    run_all_layouts(case_of("ranks=4 nodes=0011 experts=12 top_k=5 max_tokens=25 sum_quant=fp8"));
 }
 
 /* ---- by hand ------------------------------------------------------------------------------- */
@@ -74,32 +57,28 @@ static const ByHand by_hand[] = {
 
 static void check_by_hand(const ByHand *hand, EpMode mode) {
     enum { HIDDEN = 8 };
-    Fixture fixture;
-    Case c = case_complete((Case){.experts = 1,
-                                  .top_k = 1,
-                                  .max_tokens = 1,
-                                  .spread = SPREAD_FULL,
-                                  .hidden = HIDDEN,
-                                  .row_type = hand->type,
-                                  .sum_type = hand->type,
-                                  .mode = mode});
-    fixture_open(&fixture, &c);
-    fixture.arg[NUM_TOKENS] = fixture.arg[TOPK_WEIGHTS] = fixture.arg[SCALES] = NULL;
-    fixture.arg[RECV_TOPK_WEIGHTS] = fixture.arg[RECV_SCALES] = fixture.arg[SLOT_WEIGHTS] = NULL;
-    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
-    if (mode == EP_MODE_LATENCY) CHECK_OK(fixture_call(&fixture, OP_DISPATCH));
+    char changes[160];
+    snprintf(changes, sizeof(changes),
+             "experts=1 top_k=1 max_tokens=1 hidden=%d row_type=%d sum_type=%d weighted=0 "
+             "scale_bytes=0 alignment=1 mode=%d",
+             HIDDEN, hand->type, hand->type, mode);
+    Fixture *f = fixture_new(changes);
+    f->arg[NUM_TOKENS] = f->arg[TOPK_WEIGHTS] = f->arg[SCALES] = NULL;
+    f->arg[RECV_TOPK_WEIGHTS] = f->arg[RECV_SCALES] = f->arg[SLOT_WEIGHTS] = NULL;
+    CHECK_OK(fixture_call(f, OP_PREPARE));
+    if (mode == EP_MODE_LATENCY) CHECK_OK(fixture_call(f, OP_DISPATCH));
     for (int i = 0; i < HIDDEN; i++) {
-        number_set(fixture.tensor[EXPERT_OUT].data, hand->type, i, hand->row);
-        number_set(fixture.tensor[BIAS0].data, hand->type, i, hand->bias0);
-        number_set(fixture.tensor[BIAS1].data, hand->type, i, hand->bias1);
+        number_set(f->tensor[EXPERT_OUT].data, hand->type, i, hand->row);
+        number_set(f->tensor[BIAS0].data, hand->type, i, hand->bias0);
+        number_set(f->tensor[BIAS1].data, hand->type, i, hand->bias1);
     }
-    fixture.arg[BIAS0] = &fixture.tensor[BIAS0], fixture.arg[BIAS1] = &fixture.tensor[BIAS1];
-    CHECK_OK(fixture_call(&fixture, OP_COMBINE));
+    f->arg[BIAS0] = &f->tensor[BIAS0], f->arg[BIAS1] = &f->tensor[BIAS1];
+    CHECK_OK(fixture_call(f, OP_COMBINE));
     for (int i = 0; i < HIDDEN; i++) {
-        float got = number_get(fixture.tensor[OUT].data, hand->type, i);
+        float got = number_get(f->tensor[OUT].data, hand->type, i);
         CHECK(got == hand->out, "%g, not %g", (double)got, (double)hand->out);
     }
-    fixture_close(&fixture);
+    fixture_free(f);
 }
 
 SoloTest(combine_biases, by_hand) {
@@ -111,69 +90,14 @@ SoloTest(combine_biases, by_hand) {
 
 /* ---- wrong arguments ----------------------------------------------------------------------- */
 
-static void check_wrong(Fixture *fixture, Op op, Arg arg, EpTensor wrong, EpStatus status,
-                        const char *sentence) {
-    fixture_reset(fixture);
-    fixture->arg[arg] = &wrong;
-    CHECK_REFUSED(fixture_call(fixture, op), status, arg == BIAS0 ? "bias0" : "bias1", sentence);
-    fixture_check_untouched(fixture);
-}
+RefusalsTest(combine_biases, wrong_tensors, "biases", "");
 
-static void check_all_wrong(Fixture *fixture, Op op) {
-    const EpTensor right = fixture->tensor[BIAS0];
-    const Arg args[] = {BIAS0, BIAS1};
-    for (int i = 0; i < 2; i++) {
-        EpTensor size = right, type = right, rows = right, width = right;
-        size.struct_size = 8, type.type = EP_TYPE_FP32, rows.shape[0]--, width.shape[1] = 16;
-        check_wrong(fixture, op, args[i], size, EP_ERR_STRUCT_SIZE, "got 8");
-        check_wrong(fixture, op, args[i], type, EP_ERR_TYPE, "expected bf16, got fp32");
-        check_wrong(fixture, op, args[i], rows, EP_ERR_SHAPE, "T = 9 in dimension 0, got 8");
-        check_wrong(fixture, op, args[i], width, EP_ERR_SHAPE, "H = 24 in dimension 1, got 16");
-        EpTensor flat = right, none = right;
-        flat.ndim = 1, none.data = NULL;
-        check_wrong(fixture, op, args[i], flat, EP_ERR_NDIM, "expected 2 dimensions, got 1");
-        check_wrong(fixture, op, args[i], none, EP_ERR_NULL, "expected data, got NULL");
-    }
-}
-
-SoloTest(combine_biases, wrong_tensors) {
-    Fixture fixture;
-    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
-    fixture_open(&fixture, &c);
-    fixture.arg[NUM_TOKENS] = NULL;
-    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
-    check_all_wrong(&fixture, OP_COMBINE);
-    check_all_wrong(&fixture, OP_DISPATCH_BACKWARD);
-    fixture_close(&fixture);
-}
-
-SoloTest(combine_biases, wrong_tensors_of_a_receive_phase) {
-    if (!TESTS_HAVE_LATENCY) return;
-    Fixture fixture;
-    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
-    c.mode = EP_MODE_LATENCY, c = case_complete(c);
-    fixture_open(&fixture, &c);
-    fixture.arg[NUM_TOKENS] = NULL;
-    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
-    CHECK_OK(fixture_call(&fixture, OP_DISPATCH));
-    fixture_begin(&fixture, OP_COMBINE_SEND);
-    check_all_wrong(&fixture, OP_COMBINE_WAIT);
-    fixture_reset(&fixture);
-    CHECK_OK(fixture_call(&fixture, OP_COMBINE_WAIT));
-    fixture_close(&fixture);
-}
-
-SoloTest(combine_biases, wrong_size_of_extras) {
-    Fixture fixture;
-    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
-    EpExtras extras = EP_EXTRAS_INIT;
-    fixture_open(&fixture, &c);
-    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
-    fixture_reset(&fixture);
-    extras.struct_size = 8;
-    CHECK_REFUSED(ep_combine_with(fixture.handle, NULL, fixture.arg[EXPERT_OUT], NULL, NULL, NULL,
-                                  fixture.arg[OUT], &extras),
+FixtureTest(combine_biases, wrong_size_of_extras, "") {
+    EpExtras extras = {.struct_size = 8};
+    CHECK_OK(fixture_call(f, OP_PREPARE));
+    fixture_reset(f);
+    CHECK_REFUSED(ep_combine_with(f->handle, NULL, f->arg[EXPERT_OUT], NULL, NULL, NULL,
+                                  f->arg[OUT], &extras),
                   EP_ERR_STRUCT_SIZE, "extras", "got 8");
-    fixture_check_untouched(&fixture);
-    fixture_close(&fixture);
+    fixture_check_untouched(f);
 }

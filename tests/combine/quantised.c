@@ -2,9 +2,6 @@
 /* Sums that travel as e4m3 with scales: every layout, type and length of rows against the oracle,
  * values by hand, ranks that disagree, refused rows. */
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/fixture.h"
 #include "tests/harness/ranked.h"
@@ -18,28 +15,26 @@ static void run_rows(EpLayout layout, int ranks, const char *more) {
     static const int hiddens[] = {16, 48, 128, 400, 512, 528, 1296};
     Case cases[LENGTH(hiddens)];
     for (int i = 0; i < LENGTH(hiddens); i++) {
-        cases[i] = case_of("ranks=%d experts=7 top_k=3 hidden=%d sum_type=%d sum_quant=fp8 quant=%s "
-                           "masked_percent=20 duplicates=%d weighted=%d weights_at_combine=%d "
-                           "counted=%d num_sms=%d seed=%d %s",
-                           ranks, hiddens[i], 1 + (i + ranks) % 3, i % 3 ? "none" : "mxfp8", i % 2,
-                           i % 2, i % 4 == 2, i % 3 == 1, i % 3 ? 0 : 2,
-                           ranks * 100 + (int)layout * 10 + i, more);
+        cases[i] = case_of(
+            "ranks=%d experts=7 top_k=3 hidden=%d sum_type=%d sum_quant=fp8 quant=%s "
+            "masked_percent=20 duplicates=%d weighted=%d weights_at_combine=%d "
+            "counted=%d num_sms=%d seed=%d %s",
+            ranks, hiddens[i], 1 + (i + ranks) % 3, i % 3 ? "none" : "mxfp8", i % 2, i % 2,
+            i % 4 == 2, i % 3 == 1, i % 3 ? 0 : 2, ranks * 100 + (int)layout * 10 + i, more);
         cases[i].layout = layout;
     }
     run_cases_on_threads(cases, LENGTH(hiddens));
 }
 
-#define GRID(name, layout)                          \
-    Test(combine_quantised, name, .timeout = 120) { \
-        run_rows(layout, 1, "");                    \
-        run_rows(layout, 2, "");                    \
-        run_rows(layout, 4, "");                    \
-    }
+static void run_ranks_of(EpLayout layout) {
+    for (int ranks = 1; ranks <= 4; ranks *= 2)
+        run_rows(layout, ranks, "");
+}
 
-GRID(expert_major, EP_LAYOUT_EXPERT_MAJOR)
-GRID(flat, EP_LAYOUT_FLAT)
-GRID(batched, EP_LAYOUT_BATCHED)
-GRID(rank_major, EP_LAYOUT_RANK_MAJOR)
+CasesTest(combine_quantised, expert_major, run_ranks_of(EP_LAYOUT_EXPERT_MAJOR));
+CasesTest(combine_quantised, flat, run_ranks_of(EP_LAYOUT_FLAT));
+CasesTest(combine_quantised, batched, run_ranks_of(EP_LAYOUT_BATCHED));
+CasesTest(combine_quantised, rank_major, run_ranks_of(EP_LAYOUT_RANK_MAJOR));
 
 /* Each node's sum is quantised once more. Many rounds. */
 Test(combine_quantised, several_nodes_and_a_tiny_stage, .timeout = 120) {
@@ -49,31 +44,27 @@ Test(combine_quantised, several_nodes_and_a_tiny_stage, .timeout = 120) {
         run_rows(layout, 4, "nodes=0120");
 }
 
-#define QuantisedTest(name, ...)                                                   \
-    Test(combine_quantised, name, .timeout = 120) {                                \
-        static const char *const texts[] = {__VA_ARGS__};                          \
-        for (int i = 0; i < LENGTH(texts); i++) {                                  \
-            Case c = case_of("sum_quant=fp8 spread=full seed=%d %s", i, texts[i]); \
-            run_case_on_threads(&c);                                               \
-        }                                                                          \
-    }
+static void run_full(Case c) {
+    c.sum_quant = EP_QUANT_FP8, c.spread = SPREAD_FULL;
+    run_case_on_threads(&c);
+}
+
+#define QuantisedTest(name, ...) TextsTest(combine_quantised, name, run_full, __VA_ARGS__)
 
 /* Relays sum rows of several fragments. */
 #define NODES "ranks=4 nodes=0101 experts=12 top_k=6 hidden=7168 max_tokens=5 "
 QuantisedTest(long_rows_on_nodes, NODES "sum_type=bf16 weighted=1", NODES "sum_type=fp16",
-              NODES "sum_type=fp32 weighted=1")
+              NODES "sum_type=fp32 weighted=1");
 
 /* The longest rows, which kernels cut into fragments, and some that end within one. */
 #define LONG "ranks=2 experts=40 max_tokens=3 weighted=1 row_type=uint8 "
 QuantisedTest(longest_rows, LONG "hidden=32768 top_k=2 sum_type=bf16",
-              LONG "hidden=24592 top_k=6 sum_type=fp16",
-              LONG "hidden=7168 top_k=8 sum_type=bf16",
-              LONG "hidden=16368 top_k=5 sum_type=fp32",
-              LONG "hidden=4112 top_k=32 sum_type=fp32")
+              LONG "hidden=24592 top_k=6 sum_type=fp16", LONG "hidden=7168 top_k=8 sum_type=bf16",
+              LONG "hidden=16368 top_k=5 sum_type=fp32", LONG "hidden=4112 top_k=32 sum_type=fp32");
 
 /* Rows beyond the capacity have no slots: their sums are quantised zeros. */
 #define LOST "ranks=3 experts=6 top_k=4 hidden=160 capacity=11 overflow=drop "
-QuantisedTest(lost_slots, LOST "layout=expert-major", LOST "layout=flat")
+QuantisedTest(lost_slots, LOST "layout=expert-major", LOST "layout=flat");
 
 Test(combine_quantised, many_terms, .timeout = 120) {
     Case c = case_of("ranks=%d experts=64 top_k=32 hidden=272 weighted=1 sum_quant=fp8 spread=full",
@@ -140,7 +131,6 @@ static void sum_by_hand(const EpBootstrap *bootstrap, EpMode mode) {
                      mode);
     Step step = open_step(bootstrap, &c);
     EpHandle *handle = step.handle;
-    REQUIRE(handle, "no handle");
     _Alignas(16) float rows[2 * 128], sums[128];
     fill_rows(rows, bootstrap->rank);
     EpTensor expert_out = ep_tensor_2d(rows, EP_TYPE_FP32, 2, 128);
@@ -157,14 +147,9 @@ static void sum_by_hand(const EpBootstrap *bootstrap, EpMode mode) {
     close_step(&step);
 }
 
-ThreadTest(combine_quantised, by_hand, 2) {
-    sum_by_hand(bootstrap, EP_MODE_THROUGHPUT);
-}
+RankTest(combine_quantised, by_hand, 2, sum_by_hand(bootstrap, EP_MODE_THROUGHPUT));
 
-ThreadTest(combine_quantised, by_hand_in_latency_mode, 2) {
-    NEEDS_LATENCY();
-    sum_by_hand(bootstrap, EP_MODE_LATENCY);
-}
+LatencyTest(combine_quantised, by_hand_in_latency_mode, 2, sum_by_hand(bootstrap, EP_MODE_LATENCY));
 
 /* ---- handles that differ ------------------------------------------------------------------- */
 
@@ -174,8 +159,8 @@ ThreadTest(combine_quantised, one_plan_for_both, 3) {
     Case quantised = c;
     quantised.sum_quant = EP_QUANT_FP8;
     EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *plain = group ? open_handle(group, &c) : NULL;
-    EpHandle *packed = group ? open_handle(group, &quantised) : NULL;
+    EpHandle *plain = open_handle(group, &c);
+    EpHandle *packed = open_handle(group, &quantised);
     REQUIRE(plain && packed, "no handles");
     World *world = world_new(&c), *packed_world = world_new(&quantised);
     EpTensor plan;
@@ -197,7 +182,6 @@ static void disagree(const EpBootstrap *bootstrap, EpMode mode) {
     Case c = case_of("ranks=2 hidden=1024 mode=%d capacity=60 spread=full sum_quant=%s", mode,
                      bootstrap->rank ? "none" : "fp8");
     Step step = open_step(bootstrap, &c);
-    REQUIRE(step.handle, "no handle");
     step_prepare(&step);
     step_dispatch(&step);
     static _Thread_local _Alignas(16) uint16_t sums[9 * 1024];
@@ -209,14 +193,10 @@ static void disagree(const EpBootstrap *bootstrap, EpMode mode) {
     close_step(&step);
 }
 
-ThreadTest(combine_quantised, ranks_disagree, 2) {
-    disagree(bootstrap, EP_MODE_THROUGHPUT);
-}
+RankTest(combine_quantised, ranks_disagree, 2, disagree(bootstrap, EP_MODE_THROUGHPUT));
 
-ThreadTest(combine_quantised, ranks_disagree_in_latency_mode, 2) {
-    NEEDS_LATENCY();
-    disagree(bootstrap, EP_MODE_LATENCY);
-}
+LatencyTest(combine_quantised, ranks_disagree_in_latency_mode, 2,
+            disagree(bootstrap, EP_MODE_LATENCY));
 
 /* ---- refusals ------------------------------------------------------------------------------ */
 
@@ -235,4 +215,4 @@ SoloTest(combine_quantised, row_lengths) {
 }
 
 RefusalsTest(combine_quantised, row_lengths_of_a_send_phase, "sum_quant",
-             "layout=batched hidden=32 sum_quant=fp8 mode=latency")
+             "layout=batched hidden=32 sum_quant=fp8 mode=latency");

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Combine adds in a defined order and rounds where the header says so, bit for bit. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
@@ -22,15 +20,11 @@ static void run_types(Case given) {
     }
 }
 
-Test(combine_sums, few_terms, .timeout = 120) {
-    run_types(case_of("ranks=2 top_k=2 hidden=104"));
-}
-Test(combine_sums, many_terms_per_rank, .timeout = 120) {
-    run_types(case_of("ranks=2 experts=64 top_k=32 hidden=64"));
-}
-Test(combine_sums, many_ranks, .timeout = 120) {
-    run_types(case_of("ranks=%d experts=48 top_k=16 hidden=16", GPU_RANKS(12)));
-}
+CasesTest(combine_sums, few_terms, run_types(case_of("ranks=2 top_k=2 hidden=104")));
+CasesTest(combine_sums, many_terms_per_rank,
+          run_types(case_of("ranks=2 experts=64 top_k=32 hidden=64")));
+CasesTest(combine_sums, many_ranks,
+          run_types(case_of("ranks=%d experts=48 top_k=16 hidden=16", GPU_RANKS(12))));
 
 /* Combine in a group of one rank and one expert, with one token per row of `rows`. */
 static void combine_alone(const void *rows, EpType type, int64_t tokens, int64_t hidden,
@@ -41,7 +35,6 @@ static void combine_alone(const void *rows, EpType type, int64_t tokens, int64_t
                      (int)tokens, (int)hidden, type, type);
     Step step = open_step(&bootstrap, &c);
     EpHandle *handle = step.handle;
-    REQUIRE(handle, "no handle");
     int32_t index[64] = {0};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, tokens, 1);
     EpTensor expert_out = ep_tensor_2d(rows, type, tokens, hidden);
@@ -71,12 +64,8 @@ static void check_patterns(EpType type) {
     }
 }
 
-SoloTest(combine_sums, every_bf16_pattern) {
-    check_patterns(EP_TYPE_BF16);
-}
-SoloTest(combine_sums, every_fp16_pattern) {
-    check_patterns(EP_TYPE_FP16);
-}
+SoloCall(combine_sums, every_bf16_pattern, check_patterns(EP_TYPE_BF16));
+SoloCall(combine_sums, every_fp16_pattern, check_patterns(EP_TYPE_FP16));
 
 /* Products between two numbers of the type, and ties, are rounded to nearest even. Extreme weights
  * reach subnormals, zeros, infinities and the numbers next to them. */
@@ -100,12 +89,8 @@ static void check_rounding(EpType type) {
     }
 }
 
-SoloTest(combine_sums, rounding_to_bf16) {
-    check_rounding(EP_TYPE_BF16);
-}
-SoloTest(combine_sums, rounding_to_fp16) {
-    check_rounding(EP_TYPE_FP16);
-}
+SoloCall(combine_sums, rounding_to_bf16, check_rounding(EP_TYPE_BF16));
+SoloCall(combine_sums, rounding_to_fp16, check_rounding(EP_TYPE_FP16));
 
 /* ---- several nodes ------------------------------------------------------------------------ */
 
@@ -140,15 +125,9 @@ static void run_nodes(EpLayout layout) {
     }
 }
 
-Test(combine_sums, nodes_expert_major, .timeout = 120) {
-    run_nodes(EP_LAYOUT_EXPERT_MAJOR);
-}
-Test(combine_sums, nodes_flat, .timeout = 120) {
-    run_nodes(EP_LAYOUT_FLAT);
-}
-Test(combine_sums, nodes_batched, .timeout = 120) {
-    run_nodes(EP_LAYOUT_BATCHED);
-}
+CasesTest(combine_sums, nodes_expert_major, run_nodes(EP_LAYOUT_EXPERT_MAJOR));
+CasesTest(combine_sums, nodes_flat, run_nodes(EP_LAYOUT_FLAT));
+CasesTest(combine_sums, nodes_batched, run_nodes(EP_LAYOUT_BATCHED));
 
 /* A token of one rank on two nodes: the partial sum of each rank, NAN where it has no slot, and
  * what the order of summation makes of them. */
@@ -185,7 +164,6 @@ static void check_by_hand(const EpBootstrap *bootstrap, const ByHand *hand) {
                      hand->type);
     Step step = open_step(bootstrap, &c);
     EpHandle *handle = step.handle;
-    REQUIRE(handle, "no handle");
     int32_t index[4] = {3, 1, 0, 2};
     _Alignas(16) float rows[32], out[8];
     for (int k = 0; k < 4; k++)
@@ -229,7 +207,6 @@ SoloTest(combine_sums, k_ascending_and_fused) {
     Case c = case_of("experts=3 top_k=3 hidden=4 row_type=fp32 sum_type=fp32");
     Step step = open_step(&bootstrap, &c);
     EpHandle *handle = step.handle;
-    REQUIRE(handle, "no handle");
     int32_t index[3] = {2, 0, 1};
     float x = 1.0f + 0x1p-12f, weights[3] = {x, -1.0f, -1.0f};
     _Alignas(16) float rows[12], out[4];

@@ -2,13 +2,13 @@
 /* Weights that latency mode's combine gets at the tokens' ranks. The weights of entries without a
  * slot are NaN in all cases. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/fixture.h"
 
 /* Run both layouts, whole and in phases. */
 static void run_both(Case c) {
+    needs_latency();
+    c.seed *= 10;
     c.mode = EP_MODE_LATENCY, c.weights_at_combine = 1;
     for (int i = 0; i < 4; i++, c.seed++) {
         c.layout = i / 2 ? EP_LAYOUT_BATCHED : EP_LAYOUT_EXPERT_MAJOR, c.phases = i % 2;
@@ -16,61 +16,41 @@ static void run_both(Case c) {
     }
 }
 
-static void run_each(const char *const *texts, int n) {
-    for (int i = 0; i < n; i++)
-        run_both(case_of("seed=%d %s", 10 * i, texts[i]));
-}
-
-#define WeightsTest(name, ...)                            \
-    Test(combine_weights, name, .timeout = 240) {         \
-        static const char *const texts[] = {__VA_ARGS__}; \
-        NEEDS_LATENCY();                                  \
-        run_each(texts, LENGTH(texts));                   \
-    }
+#define WeightsTest(name, ...) TextsTest(combine_weights, name, run_both, __VA_ARGS__)
 
 WeightsTest(few_terms, "ranks=2 hidden=104 max_tokens=37 sum_type=bf16",
             "ranks=2 hidden=104 max_tokens=37 sum_type=fp16",
-            "ranks=2 hidden=104 max_tokens=37 sum_type=fp32")
+            "ranks=2 hidden=104 max_tokens=37 sum_type=fp32");
 
-    /* K around the floats that one line of a GPU's buffers holds, up to EP_MAX_TOP_K. */
-    Test(combine_weights, many_terms, .timeout = 240) {
-    static const int top_k[] = {1, 7, 27, 28, 29, EP_MAX_TOP_K};
-    NEEDS_LATENCY();
-    for (int i = 0; i < LENGTH(top_k); i++)
-        run_both(case_of("ranks=3 experts=64 top_k=%d hidden=16 max_tokens=19 masked_percent=5 "
-                         "seed=%d",
-                         top_k[i], 10 * i));
-}
+/* K around the floats that one line of a GPU's buffers holds, up to EP_MAX_TOP_K. */
+#define MANY "ranks=3 experts=64 hidden=16 max_tokens=19 masked_percent=5 "
+WeightsTest(many_terms, MANY "top_k=1", MANY "top_k=7", MANY "top_k=27", MANY "top_k=28",
+            MANY "top_k=29", MANY "top_k=32");
 
-Test(combine_weights, many_ranks, .timeout = 240) {
-    NEEDS_LATENCY();
-    run_both(case_of("ranks=%d experts=40 top_k=11 hidden=48", GPU_RANKS(9)));
-}
+CasesTest(combine_weights, many_ranks,
+          run_both(case_of("ranks=%d experts=40 top_k=11 hidden=48", GPU_RANKS(9))));
 
 /* Masked, invalid, repeated and lost entries, tokens beyond num_tokens. */
 #define DEAD                                                                                 \
     "ranks=3 experts=7 top_k=5 hidden=32 max_tokens=21 masked_percent=20 invalid_percent=5 " \
     "duplicates=1 alignment=4 capacity=70 rows_per_expert=24 overflow=drop counted=1 "       \
     "spare_rows=3 "
-WeightsTest(dead_entries, DEAD, DEAD "merged=1")
+WeightsTest(dead_entries, DEAD, DEAD "merged=1");
 
-    /* Ranks without tokens, without experts, and alone. */
-    WeightsTest(idle_ranks, "ranks=3 experts=2 spread=hole max_tokens=35",
-                "ranks=3 experts=6 spread=alone max_tokens=35",
-                "ranks=3 experts=2 spread=none max_tokens=35",
-                "ranks=3 experts=6 spread=full max_tokens=35 routing=one-rank",
-                "ranks=1 experts=5 top_k=3 max_tokens=40", "ranks=2 routing=nobody")
+/* Ranks without tokens, without experts, and alone. */
+WeightsTest(idle_ranks, "ranks=3 experts=2 spread=hole max_tokens=35",
+            "ranks=3 experts=6 spread=alone max_tokens=35",
+            "ranks=3 experts=2 spread=none max_tokens=35",
+            "ranks=3 experts=6 spread=full max_tokens=35 routing=one-rank",
+            "ranks=1 experts=5 top_k=3 max_tokens=40", "ranks=2 routing=nobody");
 
-    /* Stages so small that tokens travel in many rounds, and K floats take more of them than a row.
-     */
-    Test(combine_weights, many_rounds, .timeout = 240) {
+/* Stages so small that tokens travel in many rounds, and K floats take more of them than a row. */
+Test(combine_weights, many_rounds, .timeout = 240) {
     HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs");
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
-    static const char *const texts[] = {
-        "ranks=3 experts=64 top_k=32 hidden=16 max_tokens=50",
-        "ranks=4 experts=9 top_k=3 hidden=200 max_tokens=50",
-        "ranks=4 nodes=0110 experts=64 top_k=32 hidden=16 max_tokens=50"};
-    run_each(texts, LENGTH(texts));
+    run_both(case_of("ranks=3 experts=64 top_k=32 hidden=16 max_tokens=50"));
+    run_both(case_of("ranks=4 experts=9 top_k=3 hidden=200 max_tokens=50"));
+    run_both(case_of("ranks=4 nodes=0110 experts=64 top_k=32 hidden=16 max_tokens=50"));
 }
 
 /* The same bytes as with weights that dispatch has delivered. */
@@ -80,7 +60,6 @@ static void compare_with_slots(const EpBootstrap *bootstrap, EpLayout layout) {
                      bootstrap->size, 3 * bootstrap->size);
     c.layout = layout, c = case_complete(c);
     Step step = open_step(bootstrap, &c);
-    REQUIRE(step.handle, "no handle");
     step_dispatch(&step);
     const World *world = step.world;
     const RankWorld *me = &world->rank[bootstrap->rank];
@@ -105,21 +84,20 @@ static void compare_with_slots(const EpBootstrap *bootstrap, EpLayout layout) {
 }
 
 ThreadTest(combine_weights, as_delivered_by_dispatch, 3) {
-    NEEDS_LATENCY();
     compare_with_slots(bootstrap, EP_LAYOUT_EXPERT_MAJOR);
     compare_with_slots(bootstrap, EP_LAYOUT_BATCHED);
 }
 
 /* ---- refusals ---- */
 
-RefusalsTest(combine_weights, wrong_tensors, "combine_weights", "mode=latency weights_at_combine=1")
-    RefusalsTest(combine_weights, wrong_tensors_of_batched, "combine_weights",
-                 "layout=batched mode=latency weights_at_combine=1")
+RefusalsTest(combine_weights, wrong_tensors, "combine_weights",
+             "mode=latency weights_at_combine=1");
+RefusalsTest(combine_weights, wrong_tensors_of_batched, "combine_weights",
+             "layout=batched mode=latency weights_at_combine=1");
 
-    /* Combines get topk_weights though the case does not: both calls refuse them, and a step goes
-     * on without. */
-    static void check_refuses(const char *changes, bool with_slots, EpStatus status,
-                              const char *part) {
+/* Combines get topk_weights though the case does not: both calls refuse them, and a step goes
+ * on without. */
+static void check_refuses(const char *changes, bool with_slots, EpStatus status, const char *part) {
     Fixture *f = fixture_new(changes);
     step_prepare(&f->step);
     bool latency = f->world->c.mode == EP_MODE_LATENCY;
@@ -140,20 +118,18 @@ RefusalsTest(combine_weights, wrong_tensors, "combine_weights", "mode=latency we
 SoloTest(combine_weights, not_by_entry) {
     static const char several[] = "in the flat and rank-major layouts";
     check_refuses("mode=throughput", false, EP_ERR_UNSUPPORTED, "in throughput mode");
-    NEEDS_LATENCY();
+    needs_latency();
     check_refuses("layout=batched mode=latency", true, EP_ERR_NULL, "since slot_weights is given");
     check_refuses("layout=flat mode=latency", false, EP_ERR_UNSUPPORTED, several);
     check_refuses("layout=rank-major mode=latency", false, EP_ERR_UNSUPPORTED, several);
 }
 
 /* A rank without tokens may pass no data. */
-SoloTest(combine_weights, no_tokens) {
-    NEEDS_LATENCY();
-    Fixture *f = fixture_new("layout=batched mode=latency weights_at_combine=1 spread=none");
+FixtureTest(combine_weights, no_tokens,
+            "layout=batched mode=latency weights_at_combine=1 spread=none") {
     step_dispatch(&f->step);
     f->tensor[COMBINE_WEIGHTS].data = NULL;
     CHECK_OK(fixture_call(f, OP_COMBINE));
     CHECK_OK(fixture_call(f, OP_COMBINE_SEND));
     CHECK_OK(fixture_call(f, OP_COMBINE_WAIT));
-    fixture_free(f);
 }

@@ -3,20 +3,17 @@
  * say. */
 #include "tests/cases/fixture.h"
 
-#include <stdio.h>
+RefusalsTest(dispatch_arguments, wrong_tensors, "dispatch", "");
+RefusalsTest(dispatch_arguments, wrong_tensors_of_flat, "dispatch_flat", "layout=flat");
+RefusalsTest(dispatch_arguments, wrong_tensors_of_batched, "dispatch_batched", "layout=batched");
+RefusalsTest(dispatch_arguments, wrong_tensors_of_rank_major, "rank_major", "layout=rank-major");
+/* recv_topk_idx exists in FLAT and RANK_MAJOR only. */
+RefusalsTest(dispatch_arguments, expert_ids_of_expert_major, "no_ids", "");
+RefusalsTest(dispatch_arguments, expert_ids_of_batched, "no_ids", "layout=batched");
 
-RefusalsTest(dispatch_arguments, wrong_tensors, "dispatch", "")
-    RefusalsTest(dispatch_arguments, wrong_tensors_of_flat, "dispatch_flat", "layout=flat")
-        RefusalsTest(dispatch_arguments, wrong_tensors_of_batched, "dispatch_batched",
-                     "layout=batched") RefusalsTest(dispatch_arguments, wrong_tensors_of_rank_major,
-                                                    "rank_major", "layout=rank-major")
-    /* recv_topk_idx exists in FLAT and RANK_MAJOR only. */
-    RefusalsTest(dispatch_arguments, expert_ids_of_expert_major, "no_ids", "")
-        RefusalsTest(dispatch_arguments, expert_ids_of_batched, "no_ids", "layout=batched")
-
-    /* The sentence says how many rows are needed, and that many are enough: what arrives, or with a
-     * static capacity all of it. */
-    SoloTest(dispatch_arguments, size_needed_is_in_the_sentence) {
+/* The sentence says how many rows are needed, and that many are enough: what arrives, or with a
+ * static capacity all of it. */
+SoloTest(dispatch_arguments, size_needed_is_in_the_sentence) {
     static const char *const sizes[] = {"", "capacity=77"};
     for (int i = 0; i < LENGTH(sizes); i++) {
         Fixture *f = fixture_new(sizes[i]);
@@ -36,7 +33,6 @@ RefusalsTest(dispatch_arguments, wrong_tensors, "dispatch", "")
 ThreadTest(dispatch_arguments, refused_call_is_repeated, 3) {
     Case c = case_of("ranks=3 top_k=3 weighted=1 seed=4");
     Step step = open_step(bootstrap, &c);
-    REQUIRE(step.handle, "no handle");
     EpTensor tokens = step_tokens(&step);
     tokens.ndim = 1;
     step_prepare(&step);
@@ -82,6 +78,5 @@ SoloTest(dispatch_arguments, scales_without_room) {
     fixture_free(f);
 }
 
-SoloTest(dispatch_arguments, tail_of_a_shorter_tensor) {
-    fixture_check_shorter_tail(OP_DISPATCH, RECV_TOPK_WEIGHTS);
-}
+SoloCall(dispatch_arguments, tail_of_a_shorter_tensor,
+         fixture_check_shorter_tail(OP_DISPATCH, RECV_TOPK_WEIGHTS));

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Rows travel through staging memory in rounds. A tiny stage leads to many rounds of few rows, and
  * to sizes that are not a multiple of it. */
-#include <stdlib.h>
-
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
 
@@ -16,15 +14,9 @@ static void run_with_stage(const char *bytes, const char *changes) {
     run_layouts(case_of(BASE "%s", changes));
 }
 
-Test(dispatch_chunks, smallest_stage, .timeout = 120) {
-    run_with_stage("1", "");
-}
-Test(dispatch_chunks, odd_stage, .timeout = 120) {
-    run_with_stage("1009", "");
-}
-Test(dispatch_chunks, stage_of_some_rows, .timeout = 120) {
-    run_with_stage("4K", "");
-}
+CasesTest(dispatch_chunks, smallest_stage, run_with_stage("1", ""));
+CasesTest(dispatch_chunks, odd_stage, run_with_stage("1009", ""));
+CasesTest(dispatch_chunks, stage_of_some_rows, run_with_stage("4K", ""));
 
 /* Ranks with very different amounts to send leave the rounds at different times. */
 Test(dispatch_chunks, uneven_senders, .timeout = 120) {
@@ -32,9 +24,7 @@ Test(dispatch_chunks, uneven_senders, .timeout = 120) {
     run_with_stage("2K", "spread=random routing=one-rank target=1");
 }
 
-Test(dispatch_chunks, between_nodes, .timeout = 120) {
-    run_with_stage("2K", "ranks=4 nodes=0101");
-}
+CasesTest(dispatch_chunks, between_nodes, run_with_stage("2K", "ranks=4 nodes=0101"));
 
 /* With exact sizing ranks repeat a step of some sizes, but not all of them in every chunk. */
 ThreadTest(dispatch_chunks, repeated_between_nodes, 4) {

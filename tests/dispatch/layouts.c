@@ -16,44 +16,42 @@ static void run_alignments(EpLayout layout, int ranks, int top_k) {
     }
 }
 
-#define GRID(layout, value, ranks)                             \
-    Test(dispatch_layouts, layout##_##ranks, .timeout = 120) { \
-        static const int top_ks[] = {1, 2, 8, 32};             \
-        for (int k = 0; k < LENGTH(top_ks); k++)               \
-            run_alignments(value, ranks, top_ks[k]);           \
-    }
-#define GRIDS(layout, value) \
-    GRID(layout, value, 1)   \
-    GRID(layout, value, 2)   \
-    GRID(layout, value, 3)   \
-    GRID(layout, value, 4)   \
-    GRID(layout, value, 8)
+static void run_ks(EpLayout layout, int ranks) {
+    static const int top_ks[] = {1, 2, 8, 32};
+    for (int k = 0; k < LENGTH(top_ks); k++)
+        run_alignments(layout, ranks, top_ks[k]);
+}
 
-GRIDS(expert_major, EP_LAYOUT_EXPERT_MAJOR)
-GRIDS(flat, EP_LAYOUT_FLAT)
-GRIDS(batched, EP_LAYOUT_BATCHED)
-GRIDS(rank_major, EP_LAYOUT_RANK_MAJOR)
+#define GRID(name, layout)                                    \
+    CasesTest(dispatch_layouts, name##_1, run_ks(layout, 1)); \
+    CasesTest(dispatch_layouts, name##_2, run_ks(layout, 2)); \
+    CasesTest(dispatch_layouts, name##_3, run_ks(layout, 3)); \
+    CasesTest(dispatch_layouts, name##_4, run_ks(layout, 4)); \
+    CasesTest(dispatch_layouts, name##_8, run_ks(layout, 8))
+GRID(expert_major, EP_LAYOUT_EXPERT_MAJOR);
+GRID(flat, EP_LAYOUT_FLAT);
+GRID(batched, EP_LAYOUT_BATCHED);
+GRID(rank_major, EP_LAYOUT_RANK_MAJOR);
 
-LayoutsTest(dispatch_layouts, sixteen_ranks, "ranks=16 experts=35 top_k=6 weighted=1 alignment=8")
-    LayoutsTest(dispatch_layouts, sixty_four_ranks,
-                "ranks=64 experts=130 top_k=4 max_tokens=3 weighted=1")
-        LayoutsTest(dispatch_layouts, one_expert_for_all,
-                    "ranks=3 experts=1 top_k=1 weighted=1 alignment=4")
-            LayoutsTest(dispatch_layouts, many_experts_on_one_rank,
-                        "ranks=2 experts=300 top_k=8 weighted=1 alignment=2")
-                LayoutsTest(
-                    dispatch_layouts, tail_is_zeroed_on_request,
-                    "ranks=3 experts=7 top_k=3 weighted=1 scale_bytes=8 alignment=4 spare_rows=11 "
-                    "zero_tail=zero") LayoutsTest(dispatch_layouts, static_capacity,
-                                                  "ranks=3 experts=7 top_k=3 weighted=1 "
-                                                  "alignment=4 capacity=200 rows_per_expert=64 "
-                                                  "scale_bytes=4")
-                    LayoutsTest(dispatch_layouts, static_capacity_with_zero_tail,
-                                "ranks=2 experts=5 top_k=2 weighted=1 alignment=8 capacity=150 "
-                                "rows_per_expert=40 "
-                                "scale_bytes=4 spare_rows=2 zero_tail=zero")
+LayoutsTest(dispatch_layouts, sixteen_ranks, "ranks=16 experts=35 top_k=6 weighted=1 alignment=8");
+LayoutsTest(dispatch_layouts, sixty_four_ranks,
+            "ranks=64 experts=130 top_k=4 max_tokens=3 weighted=1");
+LayoutsTest(dispatch_layouts, one_expert_for_all,
+            "ranks=3 experts=1 top_k=1 weighted=1 alignment=4");
+LayoutsTest(dispatch_layouts, many_experts_on_one_rank,
+            "ranks=2 experts=300 top_k=8 weighted=1 alignment=2");
+LayoutsTest(dispatch_layouts, tail_is_zeroed_on_request,
+            "ranks=3 experts=7 top_k=3 weighted=1 scale_bytes=8 alignment=4 spare_rows=11 "
+            "zero_tail=zero");
+LayoutsTest(dispatch_layouts, static_capacity,
+            "ranks=3 experts=7 top_k=3 weighted=1 alignment=4 capacity=200 rows_per_expert=64 "
+            "scale_bytes=4");
+LayoutsTest(dispatch_layouts, static_capacity_with_zero_tail,
+            "ranks=2 experts=5 top_k=2 weighted=1 alignment=8 capacity=150 "
+            "rows_per_expert=40 "
+            "scale_bytes=4 spare_rows=2 zero_tail=zero");
 
-                        Test(dispatch_layouts, fewer_experts_than_ranks, .timeout = 120) {
+Test(dispatch_layouts, fewer_experts_than_ranks, .timeout = 120) {
     run_layouts(case_of("ranks=%d experts=3 top_k=2 weighted=1 alignment=16", GPU_RANKS(5)));
 }
 

@@ -1,8 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* More rows than the capacity: rows past it are dropped and counted, all others are right. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "tests/cases/run.h"
 
 static void run_policies(EpLayout layout) {
@@ -10,38 +7,30 @@ static void run_policies(EpLayout layout) {
     Case cases[6 * LENGTH(capacities)];
     for (int i = 0; i < LENGTH(cases); i++) {
         int capacity = capacities[i / 6], alignment = 1 << (i % 3 * 2);
-        cases[i] = case_of("ranks=3 experts=7 top_k=3 max_tokens=12 spread=full alignment=%d "
-                           "capacity=%d rows_per_expert=%d overflow=%s weighted=1 scale_bytes=4 "
-                           "spare_rows=5 zero_tail=%d seed=%d",
-                           alignment, capacity, capacity, i % 2 ? "drop" : "error", i / 6 % 2,
-                           i / 6);
+        cases[i] =
+            case_of("ranks=3 experts=7 top_k=3 max_tokens=12 spread=full alignment=%d "
+                    "capacity=%d rows_per_expert=%d overflow=%s weighted=1 scale_bytes=4 "
+                    "spare_rows=5 zero_tail=%d seed=%d",
+                    alignment, capacity, capacity, i % 2 ? "drop" : "error", i / 6 % 2, i / 6);
         cases[i].layout = layout;
     }
     run_cases_on_threads(cases, LENGTH(cases));
 }
 
-Test(dispatch_overflow, expert_major, .timeout = 120) {
-    run_policies(EP_LAYOUT_EXPERT_MAJOR);
-}
-Test(dispatch_overflow, flat, .timeout = 120) {
-    run_policies(EP_LAYOUT_FLAT);
-}
-Test(dispatch_overflow, batched, .timeout = 120) {
-    run_policies(EP_LAYOUT_BATCHED);
-}
+CasesTest(dispatch_overflow, expert_major, run_policies(EP_LAYOUT_EXPERT_MAJOR));
+CasesTest(dispatch_overflow, flat, run_policies(EP_LAYOUT_FLAT));
+CasesTest(dispatch_overflow, batched, run_policies(EP_LAYOUT_BATCHED));
 /* The rank-major layout cannot overflow, whatever the capacity. */
-Test(dispatch_overflow, rank_major, .timeout = 120) {
-    run_policies(EP_LAYOUT_RANK_MAJOR);
-}
+CasesTest(dispatch_overflow, rank_major, run_policies(EP_LAYOUT_RANK_MAJOR));
 
 LayoutsTest(dispatch_overflow, duplicates,
             "ranks=2 experts=3 top_k=5 duplicates=1 spread=full capacity=14 rows_per_expert=9 "
-            "overflow=drop weighted=1")
+            "overflow=drop weighted=1");
 
-    /* The capacity cuts the second of three slabs of one rank. `padded`: what is below the
-       capacity. */
-    static void check_cut(EpGroup *group, int64_t capacity, const int32_t expected[10],
-                          const char *what) {
+/* The capacity cuts the second of three slabs of one rank. `padded`: what is below the
+   capacity. */
+static void check_cut(EpGroup *group, int64_t capacity, const int32_t expected[10],
+                      const char *what) {
     static const int32_t experts[] = {0, 0, 0, 1, 1, 1, 1, 1, 2}; /* slabs of 4, 8 and 4 rows */
     enum { TOKENS = 9, EXPERTS = 3, NUMBERS = 10 };
     int32_t *index = malloc(sizeof(experts)), *out = calloc(NUMBERS, sizeof(*out));
@@ -68,7 +57,6 @@ LayoutsTest(dispatch_overflow, duplicates,
 ThreadTest(dispatch_overflow, capacity_that_cuts_a_slab, 1) {
     Case c = case_complete((Case){.ranks = 1, .experts = 3, .top_k = 1, .max_tokens = 9});
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     /* counts, padded, offsets */
     check_cut(group, 16, (const int32_t[]){3, 5, 1, 4, 8, 4, 0, 4, 12, 16}, "enough");
     check_cut(group, 10, (const int32_t[]){3, 5, 0, 4, 6, 0, 0, 4, 10, 10}, "in the padding");
@@ -90,11 +78,10 @@ static void override(const EpBootstrap *bootstrap, const char *of_group, const c
     Case other = case_complete(case_of("ranks=2 spread=full %s", of_group));
     EpHandleConfig config = case_handle_config(&c);
     EpGroup *group = open_group(bootstrap, &other);
-    EpHandle *handle = NULL;
     World *world = world_new(&c);
     config.overflow = c.overflow;
     config.alignment = c.alignment, config.top_k = c.top_k;
-    CHECK_OK(ep_handle_create(group, &config, &handle));
+    EpHandle *handle = open_handle_with(group, &config);
     Step step = {group, handle, world, bootstrap->rank, NULL};
     if (handle) step_all(&step);
     close_step(&step);

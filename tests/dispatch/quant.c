@@ -2,8 +2,6 @@
 /* Dispatch that quantises, and scales by column: every layout against the oracle, and refused
  * arguments. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/fixture.h"
 #include "tests/oracle/quant.h"
@@ -36,27 +34,25 @@ GRID(nvfp4, EP_QUANT_NVFP4)
 
 /* Tiles of scales: slabs of several, with rows and columns that do not fill them. */
 Test(dispatch_quant, swizzled, .timeout = 120) {
+    const char *tiles = "scale_order=swizzled alignment=128 max_tokens=140 routing=skewed";
     for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++)
         for (int ranks = 1; ranks <= 2; ranks++) {
-            const char *tiles = "scale_order=swizzled alignment=128 max_tokens=140 routing=skewed";
             run_types(EP_QUANT_NVFP4, layout, ranks, tiles);
             run_types(EP_QUANT_MXFP8, layout, ranks, tiles);
         }
-    run_types(EP_QUANT_NVFP4, EP_LAYOUT_BATCHED, 2,
-              "scale_order=swizzled alignment=1 mode=latency phases=1");
+    run_types(EP_QUANT_NVFP4, EP_LAYOUT_BATCHED, 2, "scale_order=swizzled alignment=1");
 }
 
 /* Scales that the caller passes can be received by column, too. */
 LayoutsTest(dispatch_quant, carried_scales_by_column,
             "ranks=3 scale_bytes=12 spare_rows=2 zero_tail=zero weighted=1 scale_order=by-column "
-            "alignment=4")
+            "alignment=4");
+LayoutsTest(dispatch_quant, carried_scales_swizzled,
+            "ranks=3 scale_bytes=12 spare_rows=2 zero_tail=zero weighted=1 scale_order=swizzled "
+            "alignment=128 max_tokens=70");
 
-    LayoutsTest(dispatch_quant, carried_scales_swizzled,
-                "ranks=3 scale_bytes=12 spare_rows=2 zero_tail=zero weighted=1 "
-                "scale_order=swizzled alignment=128 max_tokens=70")
-
-    /* Rows of other nodes are packed instead of staged, and arrive in many rounds. */
-    Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
+/* Rows of other nodes are packed instead of staged, and arrive in many rounds. */
+Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
     setenv("LIBEP_NODE_CHUNK", "3000", 1);
     for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_NVFP4; quant++)
@@ -93,8 +89,7 @@ static float boundary(int i) {
 }
 
 /* Rows whose largest element is 448 have a scale of 1, so each element is sent as its own code. */
-SoloTest(dispatch_quant, every_rounding) {
-    Fixture *f = fixture_new("hidden=128 row_type=fp32 quant=fp8");
+FixtureTest(dispatch_quant, every_rounding, "hidden=128 row_type=fp32 quant=fp8") {
     const RankWorld *me = f->world->rank;
     float *x = f->tensor[TOKENS].data;
     for (int64_t i = 0; i < (int64_t)me->rows * 128; i++)
@@ -109,81 +104,71 @@ SoloTest(dispatch_quant, every_rounding) {
         CHECK(got[i] == quant_encode((double)value), "%a: 0x%02x instead of 0x%02x", (double)value,
               got[i], quant_encode((double)value));
     }
-    fixture_free(f);
 }
 
 /* A dispatch that quantises takes no memory of its own. */
-SoloTest(dispatch_quant, costs_no_buffers) {
-    Fixture *f = fixture_new("hidden=160 quant=fp8");
+FixtureTest(dispatch_quant, costs_no_buffers, "hidden=160 quant=fp8") {
     EpHandleConfig config = case_handle_config(&f->world->c);
     EpHandleCost cost = EP_HANDLE_COST_INIT;
     CHECK_OK(ep_handle_cost(f->group, &config, &cost));
     CHECK(cost.buffer_bytes == 0, "%lld bytes", (long long)cost.buffer_bytes);
-    fixture_free(f);
 }
 
 /* ---- refusals ---- */
 
-RefusalsTest(dispatch_quant, wrong_tensors_of_fp8, "quant_fp8", "hidden=160 quant=fp8")
-    RefusalsTest(dispatch_quant, wrong_tensors_of_mxfp8_by_column, "quant_mxfp8_by_column",
-                 "hidden=160 layout=flat quant=mxfp8 scale_order=by-column")
-        RefusalsTest(dispatch_quant, wrong_tensors_of_batched_by_column, "quant_batched_by_column",
-                     "hidden=160 layout=batched quant=fp8-ue8m0 scale_order=by-column")
-            RefusalsTest(dispatch_quant, wrong_tensors_of_rank_major_by_column,
-                         "quant_rank_major_by_column",
-                         "hidden=160 layout=rank-major quant=fp8-ue8m0 scale_order=by-column")
+RefusalsTest(dispatch_quant, wrong_tensors_of_fp8, "quant_fp8", "hidden=160 quant=fp8");
+RefusalsTest(dispatch_quant, wrong_tensors_of_mxfp8_by_column, "quant_mxfp8_by_column",
+             "hidden=160 layout=flat quant=mxfp8 scale_order=by-column");
+RefusalsTest(dispatch_quant, wrong_tensors_of_batched_by_column, "quant_batched_by_column",
+             "hidden=160 layout=batched quant=fp8-ue8m0 scale_order=by-column");
+RefusalsTest(dispatch_quant, wrong_tensors_of_rank_major_by_column, "quant_rank_major_by_column",
+             "hidden=160 layout=rank-major quant=fp8-ue8m0 scale_order=by-column");
+RefusalsTest(dispatch_quant, wrong_tensors_of_nvfp4, "quant_nvfp4", "hidden=160 quant=nvfp4");
+RefusalsTest(dispatch_quant, wrong_swizzled_tensors, "quant_swizzled",
+             "hidden=160 quant=nvfp4 scale_order=swizzled alignment=128");
+RefusalsTest(dispatch_quant, wrong_swizzled_slabs, "quant_swizzled_slabs",
+             "hidden=160 layout=batched quant=nvfp4 scale_order=swizzled");
+RefusalsTest(dispatch_quant, wrong_carried_scales, "scales_swizzled",
+             "scale_order=swizzled alignment=128");
 
-                RefusalsTest(dispatch_quant, wrong_tensors_of_nvfp4, "quant_nvfp4",
-                             "hidden=160 quant=nvfp4")
-                    RefusalsTest(dispatch_quant, wrong_swizzled_tensors, "quant_swizzled",
-                                 "hidden=160 quant=nvfp4 scale_order=swizzled alignment=128")
-                        RefusalsTest(dispatch_quant, wrong_swizzled_slabs, "quant_swizzled_slabs",
-                                     "hidden=160 layout=batched quant=nvfp4 scale_order=swizzled")
-                            RefusalsTest(dispatch_quant, wrong_carried_scales, "scales_swizzled",
-                                         "scale_order=swizzled alignment=128")
-
-    /* The host backend reads the global scale before the call takes part, a GPU when it runs. */
-    static void refuse_global(const char *mode, float value) {
-    Fixture *f = fixture_new(mode);
+/* The host backend reads the global scale before the call takes part, a GPU when it runs. A rank
+ * that gives a wrong one corrects it on the host, for which the others wait. */
+static void give_wrong_scale(Fixture *f, int is_wrong, float value) {
+    float *scale = f->tensor[GLOBAL_SCALE].data;
     for (int output = EXPERT_COUNTS; output <= SOURCE_ROWS; output++)
         f->arg[output] = NULL;
     CHECK_OK(fixture_call(f, OP_PREPARE));
-    *(float *)f->tensor[GLOBAL_SCALE].data = value;
+    if (is_wrong) *scale = value;
     EpStatus status = fixture_call(f, OP_DISPATCH);
     if (TESTS_ON_GPU && status == EP_OK) status = ep_group_status(f->group, NULL);
+    if (!is_wrong) {
+        CHECK(status == (TESTS_ON_GPU ? EP_ERR_PEER : EP_OK), "%s", ep_last_error());
+        return;
+    }
     CHECK_REFUSED(status, EP_ERR_RANGE, "dispatch", "extras.global_scale", "from 2^-64 to 2^64");
     fixture_check_untouched(f);
-    *(float *)f->tensor[GLOBAL_SCALE].data = 1;
-    status = fixture_call(f, OP_DISPATCH);
-    CHECK(status == (TESTS_ON_GPU ? EP_ERR_RANGE : EP_OK), "%s", ep_last_error());
-    fixture_free(f);
+    *scale = 1;
+    if (!TESTS_ON_GPU) CHECK_OK(fixture_call(f, OP_DISPATCH));
 }
 
 SoloTest(dispatch_quant, global_scales_that_are_none) {
     static const float values[] = {0, -1, NAN, INFINITY, 1e-30f, 1e30f};
     be_quiet();
-    for (int i = 0; i < LENGTH(values); i++) {
-        refuse_global("hidden=64 quant=nvfp4", values[i]);
-        if (TESTS_HAVE_LATENCY) refuse_global("hidden=64 quant=nvfp4 mode=latency", values[i]);
+    for (int i = 0; i < 2 * LENGTH(values); i++) {
+        if (i % 2 && !TESTS_HAVE_LATENCY) continue;
+        Fixture *f =
+            fixture_new(i % 2 ? "hidden=64 quant=nvfp4 mode=latency" : "hidden=64 quant=nvfp4");
+        give_wrong_scale(f, 1, values[i / 2]);
+        fixture_free(f);
     }
 }
 
-/* On the host the rank corrects its call, for which the other one waits. */
 ThreadTest(dispatch_quant, global_scale_of_one_rank, 2) {
     Case c = case_complete(case_of("ranks=2 hidden=64 quant=nvfp4"));
     Fixture f = {0};
     be_quiet();
     fixture_open_on(&f, bootstrap, &c);
-    CHECK_OK(fixture_call(&f, OP_PREPARE));
-    if (bootstrap->rank) *(float *)f.tensor[GLOBAL_SCALE].data = NAN;
-    EpStatus status = fixture_call(&f, OP_DISPATCH);
-    if (TESTS_ON_GPU && status == EP_OK) status = ep_group_status(f.group, NULL);
-    if (bootstrap->rank)
-        CHECK_REFUSED(status, EP_ERR_RANGE, "rank 1: ", "extras.global_scale", "got nan");
-    else
-        CHECK(status == (TESTS_ON_GPU ? EP_ERR_PEER : EP_OK), "%s", ep_last_error());
-    *(float *)f.tensor[GLOBAL_SCALE].data = 1;
-    if (bootstrap->rank && !TESTS_ON_GPU) CHECK_OK(fixture_call(&f, OP_DISPATCH));
+    give_wrong_scale(&f, bootstrap->rank, NAN);
     fixture_close_on(&f);
 }
 

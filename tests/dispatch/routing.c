@@ -3,49 +3,40 @@
  * that are masked, duplicate or invalid. Rows have weights and scales. */
 #include "tests/cases/run.h"
 
-#define RoutingTest(name, ...)                                                        \
-    Test(dispatch_routing, name, .timeout = 120) {                                    \
-        static const char *const texts[] = {__VA_ARGS__};                             \
-        for (int i = 0; i < LENGTH(texts); i++)                                       \
-            run_layouts(case_of("weighted=1 scale_bytes=8 seed=%d %s", i, texts[i])); \
-    }
+#define RoutingTest(name, ...) TextsTest(dispatch_routing, name, run_with_scales, __VA_ARGS__)
 
-RoutingTest(no_tokens_at_all, "ranks=3 spread=none alignment=16")
-    RoutingTest(one_rank_without_tokens, "ranks=4 spread=hole alignment=2") RoutingTest(
-        one_rank_alone_with_tokens,
-        "ranks=4 spread=alone alignment=2") RoutingTest(every_token_to_one_expert,
-                                                        "ranks=3 experts=8 top_k=1 spread=full "
-                                                        "routing=one-expert target=5 alignment=16")
-        RoutingTest(
-            every_entry_to_one_expert,
-            "ranks=3 experts=8 top_k=5 spread=full routing=one-expert target=7 duplicates=1")
-            RoutingTest(
-                every_token_to_one_rank,
-                "ranks=4 experts=13 top_k=3 spread=full routing=one-rank target=3 alignment=4")
-                RoutingTest(many_experts_without_tokens,
-                            "ranks=3 experts=60 routing=skewed alignment=128")
-                    RoutingTest(every_entry_masked, "ranks=3 spread=full routing=nobody")
-                        RoutingTest(masked_entries, "ranks=4 experts=10 top_k=6 masked_percent=50",
-                                    "ranks=4 experts=10 top_k=6 masked_percent=50 index_type=int64")
-                            RoutingTest(duplicate_entries,
-                                        "ranks=4 experts=10 top_k=6 masked_percent=10 duplicates=1 "
-                                        "alignment=8")
+static void run_with_scales(Case c) {
+    c.weighted = 1, c.scale_bytes = 8;
+    run_layouts(c);
+}
+
+RoutingTest(no_tokens_at_all, "ranks=3 spread=none alignment=16");
+RoutingTest(one_rank_without_tokens, "ranks=4 spread=hole alignment=2");
+RoutingTest(one_rank_alone_with_tokens, "ranks=4 spread=alone alignment=2");
+RoutingTest(every_token_to_one_expert,
+            "ranks=3 experts=8 top_k=1 spread=full routing=one-expert target=5 alignment=16");
+RoutingTest(every_entry_to_one_expert,
+            "ranks=3 experts=8 top_k=5 spread=full routing=one-expert target=7 duplicates=1");
+RoutingTest(every_token_to_one_rank,
+            "ranks=4 experts=13 top_k=3 spread=full routing=one-rank target=3 alignment=4");
+RoutingTest(many_experts_without_tokens, "ranks=3 experts=60 routing=skewed alignment=128");
+RoutingTest(every_entry_masked, "ranks=3 spread=full routing=nobody");
+RoutingTest(masked_entries, "ranks=4 experts=10 top_k=6 masked_percent=50",
+            "ranks=4 experts=10 top_k=6 masked_percent=50 index_type=int64");
+RoutingTest(duplicate_entries,
+            "ranks=4 experts=10 top_k=6 masked_percent=10 duplicates=1 alignment=8");
 
 /* The lowest k keeps the slot. All entries of a token may name one expert. */
-#define MERGED \
-    "ranks=4 experts=5 top_k=6 masked_percent=10 invalid_percent=5 duplicates=1 merged=1 "
-                                RoutingTest(
-                                    merged_duplicates, MERGED "alignment=8",
-                                    MERGED "alignment=8 index_type=int64",
-                                    MERGED
-                                    "alignment=8 index_type=int64 routing=one-expert target=3")
+#define MERGED                                                                             \
+    "ranks=4 experts=5 top_k=6 masked_percent=10 invalid_percent=5 duplicates=1 merged=1 " \
+    "alignment=8 "
+RoutingTest(merged_duplicates, MERGED, MERGED "index_type=int64",
+            MERGED "index_type=int64 routing=one-expert target=3");
 
-    /* 4 bits hold 15 experts and "none". */
-    RoutingTest(indices_of_no_expert_are_reported_and_masked,
-                "ranks=3 experts=10 top_k=4 invalid_percent=20",
-                "ranks=3 experts=10 top_k=4 invalid_percent=20 index_type=int64",
-                "ranks=3 experts=15 top_k=4 invalid_percent=20 index_type=int64")
-        RoutingTest(number_of_tokens_as_a_tensor,
-                    "ranks=4 experts=10 top_k=3 counted=1 invalid_percent=5",
-                    "ranks=4 experts=10 top_k=3 counted=1 invalid_percent=5 index_type=int64")
-            RoutingTest(number_of_tokens_zero, "ranks=2 counted=1 spread=none")
+/* 4 bits hold 15 experts and "none". */
+#define INVALID "ranks=3 top_k=4 invalid_percent=20 "
+RoutingTest(indices_of_no_expert_are_reported_and_masked, INVALID "experts=10",
+            INVALID "experts=10 index_type=int64", INVALID "experts=15 index_type=int64");
+#define COUNTED "ranks=4 experts=10 top_k=3 counted=1 invalid_percent=5 "
+RoutingTest(number_of_tokens_as_a_tensor, COUNTED, COUNTED "index_type=int64");
+RoutingTest(number_of_tokens_zero, "ranks=2 counted=1 spread=none");

@@ -25,9 +25,8 @@ Test(dispatch_rows, one_row_of_sixteen_bytes, .timeout = 120) {
 }
 
 /* The largest rows; with INT64 elements those of dispatch are larger than those of combine. */
-Test(dispatch_rows, largest_row, .timeout = 120) {
-    run_dispatch(case_of("ranks=2 hidden=%d row_type=int64", EP_MAX_ROW_BYTES / 8));
-}
+CasesTest(dispatch_rows, largest_row,
+          run_dispatch(case_of("ranks=2 hidden=%d row_type=int64", EP_MAX_ROW_BYTES / 8)));
 
 Test(dispatch_rows, scales, .timeout = 120) {
     static const int bytes[] = {4, 12, 16, 60, 224, 1028};
@@ -35,5 +34,5 @@ Test(dispatch_rows, scales, .timeout = 120) {
         run_layouts(case_of("ranks=2 scale_bytes=%d weighted=%d alignment=8", bytes[i], i % 2));
 }
 
-LayoutsTest(dispatch_rows, without_weights, "ranks=3 top_k=4")
-    LayoutsTest(dispatch_rows, with_weights, "ranks=3 top_k=4 weighted=1")
+LayoutsTest(dispatch_rows, without_weights, "ranks=3 top_k=4");
+LayoutsTest(dispatch_rows, with_weights, "ranks=3 top_k=4 weighted=1");

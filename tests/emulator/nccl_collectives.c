@@ -90,7 +90,10 @@ static void reduce_scatter(const Collective *c) {
             memcpy(&x, &bits, sizeof(x));
             sum += x;
         }
-        memcpy((char *)c->to + i * width, (char *)&sum + 4 - width, width);
+        uint32_t bits;
+        memcpy(&bits, &sum, sizeof(bits));
+        if (width == 2) bits += 0x7FFF + (bits >> 16 & 1); /* to nearest even */
+        memcpy((char *)c->to + i * width, (char *)&bits + 4 - width, width);
     }
 }
 

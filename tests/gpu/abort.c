@@ -3,9 +3,6 @@
  * being captured; and at any moment of a step. */
 #include <pthread.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <unistd.h>
 
 #include "runtime/group.h"
 #include "tests/gpu/failing.h"
@@ -13,7 +10,7 @@
 
 #define WHY "the watchdog has had enough"
 
-TestSuite(gpu_abort, .init = silence_log);
+TestSuite(gpu_abort, .init = be_quiet);
 
 static void *abort_main(void *group) {
     return ep_group_abort(group, WHY) == EP_OK ? group : NULL;
@@ -52,8 +49,8 @@ static void check_waits(const FailingGroup *failing) {
 static void aborted(const EpBootstrap *bootstrap, EpMode mode, StepOp op) {
     FailingGroup failing;
     Case c = failing_case(bootstrap->size, mode);
-    REQUIRE(failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT), "no group");
-    double begin = gpu_now();
+    failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT);
+    double begin = seconds_now();
     if (bootstrap->rank != failing.absent) {
         EpStatus expected = bootstrap->rank ? EP_ERR_PEER : EP_ERR_ABORTED;
         enqueue(&failing, op);
@@ -74,19 +71,19 @@ static void aborted(const EpBootstrap *bootstrap, EpMode mode, StepOp op) {
     failing_check_next(bootstrap, mode);
 }
 
-GpuTest(gpu_abort, dispatch_2, 2, aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_DISPATCH));
-GpuTest(gpu_abort, combine_4, 4, aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_COMBINE));
-GpuTest(gpu_abort, prepare_4, 4, aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_PREPARE));
+RankTest(gpu_abort, dispatch_2, 2, aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_DISPATCH));
+RankTest(gpu_abort, combine_4, 4, aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_COMBINE));
+RankTest(gpu_abort, prepare_4, 4, aborted(bootstrap, EP_MODE_THROUGHPUT, STEP_PREPARE));
 LatencyTest(gpu_abort, dispatch_in_latency_mode_4, 4,
             aborted(bootstrap, EP_MODE_LATENCY, STEP_DISPATCH));
 LatencyTest(gpu_abort, combine_in_latency_mode_2, 2,
             aborted(bootstrap, EP_MODE_LATENCY, STEP_COMBINE));
 
-static bool open_on_nodes(FailingGroup *failing, const EpBootstrap *bootstrap) {
+static void open_on_nodes(FailingGroup *failing, const EpBootstrap *bootstrap) {
     Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
     snprintf(c.nodes, sizeof(c.nodes), "01");
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
-    return failing_open(failing, bootstrap, &c, 2 * FAILING_LIMIT);
+    failing_open(failing, bootstrap, &c, 2 * FAILING_LIMIT);
 }
 
 /* ---- while memory is freed ---- */
@@ -110,10 +107,10 @@ static void abort_while_freeing(const EpBootstrap *bootstrap, StepOp op) {
     FailingGroup failing;
     pthread_t thread;
     Freeing freeing = {.memory = NULL};
-    REQUIRE(open_on_nodes(&failing, bootstrap), "no group");
+    open_on_nodes(&failing, bootstrap);
     CHECK_CUDA(cudaHostAlloc(&freeing.memory, 64, 0));
     CHECK_CUDA(cudaGetDevice(&freeing.device));
-    double begin = gpu_now();
+    double begin = seconds_now();
     if (bootstrap->rank != failing.absent) {
         CHECK_OK(device_step_try(&failing.gpu, op));
         REQUIRE(!pthread_create(&thread, NULL, free_main, &freeing), "no thread");
@@ -133,10 +130,10 @@ static void abort_while_freeing(const EpBootstrap *bootstrap, StepOp op) {
     failing_close(&failing);
 }
 
-GpuTest(gpu_abort, of_dispatch_while_memory_is_freed_2, 2,
-        abort_while_freeing(bootstrap, STEP_DISPATCH));
-GpuTest(gpu_abort, of_prepare_while_memory_is_freed_2, 2,
-        abort_while_freeing(bootstrap, STEP_PREPARE));
+RankTest(gpu_abort, of_dispatch_while_memory_is_freed_2, 2,
+         abort_while_freeing(bootstrap, STEP_DISPATCH));
+RankTest(gpu_abort, of_prepare_while_memory_is_freed_2, 2,
+         abort_while_freeing(bootstrap, STEP_PREPARE));
 
 /* ---- that hangs ---- */
 
@@ -158,13 +155,13 @@ static void *hang_main(void *group) {
 ThreadTest(gpu_abort, hangs_2, 2) {
     FailingGroup failing;
     pthread_t thread;
-    REQUIRE(open_on_nodes(&failing, bootstrap), "no group");
-    double begin = gpu_now();
+    open_on_nodes(&failing, bootstrap);
+    double begin = seconds_now();
     if (bootstrap->rank != failing.absent) {
         CHECK_OK(device_step_try(&failing.gpu, STEP_DISPATCH));
         REQUIRE(!pthread_create(&thread, NULL, hang_main, failing.group), "no thread");
         CHECK_CUDA(cudaStreamSynchronize(failing.gpu.stream));
-        CHECK(gpu_now() - begin < HANGS_SECONDS, "kernels waited for the abort");
+        CHECK(seconds_now() - begin < HANGS_SECONDS, "kernels waited for the abort");
         CHECK_REFUSED(ep_group_status(failing.group, NULL), EP_ERR_ABORTED, "aborted", WHY);
         pthread_join(thread, NULL);
     } else {
@@ -249,7 +246,6 @@ static void any_moment(const EpBootstrap *bootstrap, const char *nodes) {
         DeviceStep gpu;
         EpGroup *group = open_group(bootstrap, &c);
         cudaGraphExec_t exec = NULL;
-        REQUIRE(group, "no group");
         device_step_new(&gpu, group, &c, bootstrap->rank);
         right += abort_during_step(group, bootstrap, &gpu, round, &exec);
         if (round % 2) CHECK_CUDA(cudaGraphExecDestroy(exec));
@@ -260,6 +256,6 @@ static void any_moment(const EpBootstrap *bootstrap, const char *nodes) {
     check_note("rank %d: %d of %d rounds ended before the abort", bootstrap->rank, right, rounds);
 }
 
-GpuTest(gpu_abort, any_moment_2, 2, any_moment(bootstrap, ""));
-GpuTest(gpu_abort, any_moment_on_nodes_2, 2, any_moment(bootstrap, "01"));
-GpuTest(gpu_abort, any_moment_on_nodes_4, 4, any_moment(bootstrap, "0011"));
+RankTest(gpu_abort, any_moment_2, 2, any_moment(bootstrap, ""));
+RankTest(gpu_abort, any_moment_on_nodes_2, 2, any_moment(bootstrap, "01"));
+RankTest(gpu_abort, any_moment_on_nodes_4, 4, any_moment(bootstrap, "0011"));

@@ -2,13 +2,10 @@
 /* The host backend and the CUDA backend give the same bytes for the same step. Each backend sums
  * dot products in an order of its own; both agree with the oracle within 1e-5. */
 #include <dlfcn.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "handles/cuda/handle.h"
 #include "tests/gpu/device_step.h"
+#include "tests/harness/ranked.h"
 
 static void reserve(void) {
     gpu_reserve((size_t)800 << 20);
@@ -51,8 +48,7 @@ static Case draw_latency_case(int ranks, int i) {
     Case c = draw_case(ranks, (EpLayout)(1 + i % 4), types[i / 4 % 3], i % 2);
     c.mode = EP_MODE_LATENCY, c.phases = i / 12 % 2, c.global_ids = i % 3;
     c.max_tokens = LATENCY_TOKENS, c.capacity = 240, c.rows_per_expert = 64;
-    if (i % 5 == 3)
-        c.quant = (EpQuant)(EP_QUANT_FP8 + i / 5 % 3), c.hidden = 256;
+    if (i % 5 == 3) c.quant = (EpQuant)(EP_QUANT_FP8 + i / 5 % 3), c.hidden = 256;
     if (i % 4 == i / 4 % 4) c.sum_quant = EP_QUANT_FP8, c.hidden = 256;
     return case_complete(c);
 }
@@ -64,9 +60,8 @@ static EpGroup *group_on(const EpBootstrap *bootstrap, EpBackend backend, EpMode
     widest.mode = mode;
     if (mode == EP_MODE_LATENCY) widest.max_tokens = LATENCY_TOKENS;
     EpGroupConfig config = case_group_config(&widest);
-    EpGroup *group = NULL;
     config.backend = backend;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     return group;
 }
 
@@ -78,7 +73,6 @@ static void run_both(EpGroup *const *groups, int rank, const World *world, cudaS
     REQUIRE(plain, "no memory");
     for (int i = 0; i < 2; i++) {
         EpHandle *handle = device_step_handle(groups[i], &world->c);
-        REQUIRE(handle, "no handle");
         device_step_open(&gpu[i], groups[i], handle, &world->c, rank, stream, i ? plain : NULL);
         device_step_load(&gpu[i], world);
         CHECK_CUDA(cudaStreamSynchronize(stream));
@@ -103,7 +97,6 @@ static Case draw_any(int ranks, int i, EpMode mode) {
 static void both_backends(const EpBootstrap *bootstrap, EpMode mode) {
     EpGroup *groups[] = {group_on(bootstrap, EP_BACKEND_CUDA, mode),
                          group_on(bootstrap, EP_BACKEND_HOST, mode)};
-    REQUIRE(groups[0] && groups[1], "no group");
     cudaStream_t stream = new_stream();
     for (int i = 0; i < 24; i++) {
         Case c = draw_any(bootstrap->size, i, mode);
@@ -117,7 +110,7 @@ static void both_backends(const EpBootstrap *bootstrap, EpMode mode) {
     ep_group_destroy(groups[0]);
 }
 
-GpuTests(gpu_backends, equal, both_backends(bootstrap, EP_MODE_THROUGHPUT));
+RankTests(gpu_backends, equal, both_backends(bootstrap, EP_MODE_THROUGHPUT));
 LatencyTests(gpu_backends, equal_in_latency_mode, both_backends(bootstrap, EP_MODE_LATENCY));
 
 /* ---- numbers of multiprocessors ---- */
@@ -161,28 +154,20 @@ static int nccl_version(void) {
 /* A version of NCCL after those that libep was tested with is used, with one warning. Emulated GPUs
  * take the version from the environment. */
 ThreadTest(gpu_backends, newer_nccl_2, 2) {
-    static char path[] = "/tmp/libep-nccl-XXXXXX";
-    if (bootstrap->rank == 0) {
-        int file = mkstemp(path);
-        REQUIRE(file >= 0, "no log file");
-        close(file);
-        setenv("EMULATED_NCCL", "23305", 1);
-        setenv("LIBEP_LOG_FILE", path, 1);
+    static const char *path;
+    if (bootstrap->rank == 0) path = temporary_file();
+    set_on_ranks(bootstrap, "EMULATED_NCCL", "23305");
+    set_on_ranks(bootstrap, "LIBEP_LOG_FILE", path);
+    if (nccl_version() <= 23299) check_left_out("this NCCL is not newer");
+    for (int i = 0; i < 2; i++) {
+        EpGroup *group = group_on(bootstrap, EP_BACKEND_AUTO, EP_MODE_THROUGHPUT);
+        EpGroupInfo info = EP_GROUP_INFO_INIT;
+        CHECK_OK(ep_group_query(group, &info));
+        CHECK(info.backend == EP_BACKEND_CUDA, "%s", info.reason);
+        ep_group_destroy(group);
     }
-    REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
-    if (nccl_version() <= 23299) {
-        check_left_out("this NCCL is not newer");
-    } else {
-        for (int i = 0; i < 2; i++) {
-            EpGroup *group = group_on(bootstrap, EP_BACKEND_AUTO, EP_MODE_THROUGHPUT);
-            EpGroupInfo info = EP_GROUP_INFO_INIT;
-            CHECK_OK(ep_group_query(group, &info));
-            CHECK(info.backend == EP_BACKEND_CUDA, "%s", info.reason);
-            ep_group_destroy(group);
-        }
-        int lines = count_lines(path, "NCCL 2.33.5 is newer than 2.32");
-        CHECK(lines == 1, "%d warnings", lines);
-    }
+    int lines = count_lines(path, "NCCL 2.33.5 is newer than 2.32");
+    CHECK(lines == 1, "%d warnings", lines);
     REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
     if (bootstrap->rank == 0) unlink(path);
 }

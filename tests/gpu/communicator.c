@@ -2,8 +2,6 @@
 #include "tests/gpu/communicator.h"
 
 #include <dlfcn.h>
-#include <stdlib.h>
-#include <string.h>
 
 static bool find(void *library, const char *name, void *function) {
     void *symbol = library ? dlsym(library, name) : NULL;
@@ -27,19 +25,15 @@ static bool load(Nccl *nccl) {
 }
 
 /* Processes that share a GPU are hosts of their own: tests/harness/ranked.c. */
-bool nccl_serves(Nccl *nccl, int ranks) {
-    int lacks_gpus = gpu_shares(ranks) && !getenv("NCCL_HOSTID");
-    const char *lacks = lacks_gpus   ? "NCCL wants a GPU for each rank"
-                        : load(nccl) ? NULL
-                                     : "there is no libnccl.so.2";
-    if (lacks) check_left_out(lacks);
-    return !lacks;
+void nccl_serves(Nccl *nccl, int ranks) {
+    if (gpu_shares(ranks) && !getenv("NCCL_HOSTID"))
+        check_left_out("NCCL wants a GPU for each rank");
+    if (!load(nccl)) check_left_out("there is no libnccl.so.2");
 }
 
-bool nccl_maps(Nccl *nccl, int ranks) {
-    if (!gpu_shares(ranks)) return nccl_serves(nccl, ranks);
-    check_left_out("NCCL maps no windows of other hosts");
-    return false;
+void nccl_maps(Nccl *nccl, int ranks) {
+    if (gpu_shares(ranks)) check_left_out("NCCL maps no windows of other hosts");
+    nccl_serves(nccl, ranks);
 }
 
 bool nccl_locates(const Nccl *nccl) {
@@ -55,21 +49,19 @@ static bool is_done(const Nccl *nccl, ncclComm_t comm, ncclResult_t result) {
     return result == ncclSuccess;
 }
 
-bool nccl_rank_open(NcclRank *r, const EpBootstrap *harness, int blocking) {
+void nccl_rank_open(NcclRank *r, const EpBootstrap *harness, int blocking) {
     *r = (NcclRank){.harness = harness};
-    if (!nccl_serves(&r->nccl, harness->size)) return false;
+    nccl_serves(&r->nccl, harness->size);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = blocking;
     ncclUniqueId mine = {{0}}, *all = calloc((size_t)harness->size, sizeof(*all));
     if (harness->rank == 0) CHECK(r->nccl.get_unique_id(&mine) == ncclSuccess, "no id");
-    if (CHECK_OK(harness->allgather(harness->context, &mine, all, sizeof(mine), 60))) {
-        ncclResult_t result =
-            r->nccl.init_rank(&r->comm, harness->size, all[0], harness->rank, &config);
-        CHECK(result == (blocking ? ncclSuccess : ncclInProgress), "got %d", (int)result);
-    }
+    REQUIRE_OK(harness->allgather(harness->context, &mine, all, sizeof(mine), 60));
+    ncclResult_t result =
+        r->nccl.init_rank(&r->comm, harness->size, all[0], harness->rank, &config);
+    REQUIRE(r->comm && result == (blocking ? ncclSuccess : ncclInProgress), "%d", (int)result);
     free(all);
     r->stream = new_stream();
-    return CHECK(r->comm, "no communicator");
 }
 
 void nccl_rank_meet(const NcclRank *r) {

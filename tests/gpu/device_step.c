@@ -1,16 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/gpu/device_step.h"
 
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
-
-#include "tests/gpu/device_step_layout.h"
-#include "tests/oracle/expect.h"
-
-/* ---- life ---------------------------------------------------------------------------------- */
-
 bool check_cuda(cudaError_t error, const char *file, int line, const char *call) {
     return check_that(error == cudaSuccess, file, line, call, "%s", cudaGetErrorString(error));
 }
@@ -19,21 +9,6 @@ cudaStream_t new_stream(void) {
     cudaStream_t stream = NULL;
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     return stream;
-}
-
-double gpu_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-void silence_log(void) {
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
-}
-
-bool gpu_needs_latency(void) {
-    if (!gpu_has_latency()) check_left_out("this backend has no latency mode");
-    return gpu_has_latency();
 }
 
 EpHandleConfig device_step_config(const Case *c) {
@@ -46,9 +21,7 @@ EpHandleConfig device_step_config(const Case *c) {
 
 EpHandle *device_step_handle(EpGroup *group, const Case *c) {
     EpHandleConfig config = device_step_config(c);
-    EpHandle *handle = NULL;
-    CHECK_OK(ep_handle_create(group, &config, &handle));
-    return handle;
+    return open_handle_with(group, &config);
 }
 
 static char *host_copy(size_t bytes) {
@@ -56,6 +29,73 @@ static char *host_copy(size_t bytes) {
     CHECK(copy != NULL, "no pinned memory for %zu bytes", bytes);
     return copy;
 }
+
+/* ---- where the arrays lie: offsets depend on the case alone ---------------------------------- */
+
+/* Inputs are aligned to 16 bytes and no more. */
+static size_t input_offset(const Case *c, int input) {
+    size_t at = 16;
+    for (int i = 0; i < input; i++)
+        at += (case_input_bytes(c, (StepInput)i) + 127) / 128 * 128;
+    return at;
+}
+
+static size_t output_offset(const Case *c, int output) {
+    size_t at = 0;
+    for (int i = 0; i < output; i++)
+        at += image_room(case_output_bytes(c, (StepOutput)i));
+    return at;
+}
+
+size_t device_step_inputs_size(const Case *c) {
+    return (input_offset(c, INPUTS) + 127) / 128 * 128;
+}
+
+size_t device_step_outputs_size(const Case *c) {
+    return output_offset(c, STEP_OUTPUTS);
+}
+
+size_t device_step_bytes(const Case *c) {
+    return device_step_inputs_size(c) + device_step_outputs_size(c);
+}
+
+const RankWorld *device_step_rank(const DeviceStep *gpu) {
+    return step_mine(&gpu->step);
+}
+
+Image device_step_image(const DeviceStep *gpu, char *copy, StepOutput output) {
+    size_t bytes = step_bytes(step_output(&gpu->step, output));
+    return image_over(copy + output_offset(&gpu->c, output), bytes,
+                      case_output_align(&gpu->c, output));
+}
+
+EpTensor device_step_from(const DeviceStep *gpu, StepInput input) {
+    EpTensor tensor = step_input(&gpu->step, input);
+    tensor.data = gpu->memory.in[input];
+    return tensor;
+}
+
+EpTensor device_step_into(const DeviceStep *gpu, StepOutput output) {
+    EpTensor tensor = step_output(&gpu->step, output);
+    tensor.data = gpu->memory.out[output];
+    return tensor;
+}
+
+/* Find the arrays in device memory, and poison all outputs on the host, each at its largest size.
+ */
+static void place(DeviceStep *gpu) {
+    const Case *c = &gpu->c;
+    char *outputs = gpu->device + device_step_inputs_size(c);
+    for (StepInput i = 0; i < INPUTS; i++)
+        gpu->memory.in[i] = gpu->device + input_offset(c, i);
+    for (StepOutput i = 0; i < STEP_OUTPUTS; i++) {
+        Image image = image_in(gpu->poison + output_offset(c, i), case_output_bytes(c, i),
+                               case_output_align(c, i));
+        gpu->memory.out[i] = outputs + ((char *)image.data - gpu->poison);
+    }
+}
+
+/* ---- life ---------------------------------------------------------------------------------- */
 
 void device_step_open(DeviceStep *gpu, EpGroup *group, EpHandle *handle, const Case *c, int rank,
                       cudaStream_t stream, void *device) {
@@ -69,7 +109,7 @@ void device_step_open(DeviceStep *gpu, EpGroup *group, EpHandle *handle, const C
     gpu->poison = host_copy(device_step_outputs_size(c));
     gpu->expected = host_copy(device_step_outputs_size(c));
     gpu->got = host_copy(device_step_outputs_size(c));
-    device_step_poison_copy(c, gpu->poison);
+    place(gpu);
 }
 
 void device_step_new(DeviceStep *gpu, EpGroup *group, const Case *c, int rank) {
@@ -98,71 +138,19 @@ World *device_step_world(const Case *shape, int step) {
     return world_new(&c);
 }
 
-static void put_integers(char *to, EpType type, const int64_t *values, int64_t n) {
-    for (int64_t i = 0; i < n; i++) {
-        int32_t narrow = (int32_t)values[i];
-        if (type == EP_TYPE_INT64)
-            memcpy(to + 8 * i, &values[i], 8);
-        else
-            memcpy(to + 4 * i, &narrow, 4);
-    }
-}
-
-static void fill_inputs(DeviceStep *gpu) {
-    const RankWorld *me = device_step_rank(gpu);
-    const void *from[INPUTS] = {[IN_TOKENS] = me->token,
-                                [IN_WEIGHTS] = me->weight,
-                                [IN_SCALES] = me->scale,
-                                [IN_EXPERT_OUT] = me->expert_out,
-                                [IN_SLOT_WEIGHTS] = me->slot_weight,
-                                [IN_COMBINE_WEIGHTS] = me->weight,
-                                [IN_GRAD_SLOT_WEIGHTS] = me->grad_slot_weight,
-                                [IN_GRAD_OUT] = me->grad_out,
-                                [IN_BIAS0] = me->bias[0],
-                                [IN_BIAS1] = me->bias[1]};
-    int64_t count = me->tokens;
-    put_integers(gpu->inputs + device_step_input_offset(&gpu->c, IN_INDEX), gpu->c.index_type,
-                 me->index, (int64_t)me->rows * gpu->c.top_k);
-    put_integers(gpu->inputs + device_step_input_offset(&gpu->c, IN_COUNT), gpu->c.index_type,
-                 &count, 1);
-    for (int i = IN_TOKENS; i < INPUTS; i++)
-        memcpy(gpu->inputs + device_step_input_offset(&gpu->c, i), from[i],
-               device_step_input_bytes(gpu, (StepInput)i));
-}
-
-static void expect_plan(DeviceStep *gpu) {
-    const RankWorld *me = device_step_rank(gpu);
-    EpType type = gpu->c.index_type, other = type == EP_TYPE_INT64 ? EP_TYPE_INT32 : EP_TYPE_INT64;
-    int64_t totals[] = {me->recv_rows, me->needed_rows, me->dropped};
-    const int64_t *values[] = {me->count, me->padded, me->offset, totals};
-    int64_t n[] = {me->num_experts, me->num_experts, me->num_experts + 1, 3};
-    for (int i = OUT_COUNTS; i <= OUT_TOTALS; i++) {
-        Image image = device_step_image(gpu, gpu->expected, (StepOutput)i);
-        put_integers((char *)image.data, i == OUT_COUNTS || i == OUT_OFFSETS ? type : other,
-                     values[i], n[i]);
-    }
-}
-
+/* All outputs at once: those of operations that are not issued are never looked at. */
 static void expect_all(DeviceStep *gpu) {
-    const World *world = gpu->step.world;
-    int rank = gpu->step.rank;
     Image image[STEP_OUTPUTS];
-    for (int i = 0; i < STEP_OUTPUTS; i++)
-        image[i] = device_step_image(gpu, gpu->expected, (StepOutput)i);
-    ExpectedRows rows = {image[OUT_TOKENS], image[OUT_WEIGHTS], image[OUT_SCALES],
-                         image[OUT_INDEX]};
-    expect_plan(gpu);
-    expect_dispatch(world, rank, &rows);
-    expect_combine(world, rank, &image[OUT_SUMS]);
-    if (gpu->c.mode == EP_MODE_LATENCY) return;
-    expect_combine_backward(world, rank, &image[OUT_GRAD_ROWS]);
-    expect_dispatch_backward(world, rank, &image[OUT_GRAD_TOKENS], &image[OUT_GRAD_WEIGHTS]);
+    for (StepOutput i = 0; i < STEP_OUTPUTS; i++)
+        image[i] = device_step_image(gpu, gpu->expected, i);
+    step_expect(&gpu->step, gpu->c.mode == EP_MODE_LATENCY ? STEP_FORWARD : STEP_ALL, image);
 }
 
 void device_step_load(DeviceStep *gpu, const World *world) {
     CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
     gpu->step.world = world;
-    fill_inputs(gpu);
+    for (StepInput i = 0; i < INPUTS; i++)
+        step_fill(&gpu->step, i, gpu->inputs + input_offset(&gpu->c, i));
     memcpy(gpu->expected, gpu->poison, device_step_outputs_size(&gpu->c));
     expect_all(gpu);
     device_step_bring_inputs(gpu);
@@ -200,86 +188,36 @@ void device_step_poison(DeviceStep *gpu) {
 
 /* ---- checking ------------------------------------------------------------------------------ */
 
-typedef struct Output {
-    const char *name;
-    unsigned op;
-} Output;
-
-#define DISPATCHED (STEP_DISPATCH | STEP_DISPATCH_WAIT)
-
-static const Output outputs[STEP_OUTPUTS] = {
-    {"expert_counts", STEP_PREPARE},
-    {"expert_padded", STEP_PREPARE},
-    {"expert_offsets", STEP_PREPARE},
-    {"totals", STEP_PREPARE},
-    {"recv_tokens", DISPATCHED},
-    {"recv_topk_weights", DISPATCHED},
-    {"recv_scales", DISPATCHED},
-    {"recv_topk_idx", DISPATCHED},
-    {"out", STEP_COMBINE | STEP_COMBINE_WAIT},
-    {"grad_expert_out", STEP_COMBINE_BACKWARD},
-    {"grad_slot_weights", STEP_COMBINE_BACKWARD},
-    {"grad_tokens", STEP_DISPATCH_BACKWARD},
-    {"grad_topk_weights", STEP_DISPATCH_BACKWARD},
-};
-
-Image device_step_output(const DeviceStep *gpu, StepOutput output) {
-    return device_step_image(gpu, gpu->got, output);
-}
-
 static int asked_for(const DeviceStep *gpu, StepOutput output) {
-    const Case *c = &gpu->c;
-    if (gpu->without_plan && output <= OUT_TOTALS) return 0;
-    int dispatches = output <= OUT_TOTALS && c->mode == EP_MODE_LATENCY;
-    if (!(gpu->issued & (dispatches ? DISPATCHED : outputs[output].op))) return 0;
-    if (output == OUT_WEIGHTS || output == OUT_GRAD_SLOTS || output == OUT_GRAD_WEIGHTS)
-        return c->weighted;
-    if (output == OUT_SCALES) return case_scales(c) > 0;
-    return output != OUT_INDEX || case_has_rows(c);
+    if (gpu->without_plan && output <= OUT_SOURCES) return 0;
+    return (gpu->issued & case_writers(&gpu->c, output)) && case_asks(&gpu->c, output);
 }
 
-/* Check dot products within 1e-5 of the sum of their terms' magnitudes, and copy those received
- * into the expected bytes. */
-static void accept_dots(DeviceStep *gpu) {
-    Image got = device_step_image(gpu, gpu->got, OUT_GRAD_SLOTS);
-    Image expected = device_step_image(gpu, gpu->expected, OUT_GRAD_SLOTS);
-    for (int64_t row = 0; row < device_step_rank(gpu)->buffer_rows; row++) {
-        float value;
-        double magnitude, exact;
-        if (!world_writes(gpu->step.world, &device_step_rank(gpu)->row[row])) continue;
-        memcpy(&value, got.data + row * 4, 4);
-        exact = expect_slot_gradient(gpu->step.world, gpu->step.rank, row, &magnitude);
-        CHECK(fabs(value - exact) <= 1e-5 * magnitude, "row %lld: %.9g instead of %.9g",
-              (long long)row, (double)value, exact);
-        memcpy(expected.data + row * 4, &value, 4);
-    }
-}
-
-static void check_output(const DeviceStep *gpu, StepOutput output) {
-    int asked = asked_for(gpu, output);
-    Image got = device_step_image(gpu, gpu->got, output);
-    Image expected = device_step_image(gpu, asked ? gpu->expected : gpu->poison, output);
-    size_t rows =
-        (size_t)(output >= OUT_TOKENS && output <= OUT_INDEX ? device_step_rank(gpu)->buffer_rows
-                                                             : device_step_rank(gpu)->rows);
-    image_check_equal(&got, &expected, rows ? got.bytes / rows : 0, outputs[output].name);
-}
-
-void device_step_check(DeviceStep *gpu) {
+void device_step_fetch(const DeviceStep *gpu) {
     REQUIRE_CUDA(cudaStreamSynchronize(gpu->stream));
     REQUIRE_CUDA(cudaMemcpyAsync(gpu->got, gpu->device + device_step_inputs_size(&gpu->c),
                                  device_step_outputs_size(&gpu->c), cudaMemcpyDefault,
                                  gpu->stream));
     REQUIRE_CUDA(cudaStreamSynchronize(gpu->stream));
-    if (asked_for(gpu, OUT_GRAD_SLOTS)) accept_dots(gpu);
-    for (int i = 0; i < STEP_OUTPUTS; i++)
-        check_output(gpu, (StepOutput)i);
+}
+
+void device_step_check(DeviceStep *gpu) {
+    device_step_fetch(gpu);
+    for (StepOutput i = 0; i < STEP_OUTPUTS; i++) {
+        Image got = device_step_image(gpu, gpu->got, i);
+        Image expected = device_step_image(gpu, gpu->expected, i);
+        Image poison = device_step_image(gpu, gpu->poison, i);
+        if (asked_for(gpu, i))
+            step_compare(&gpu->step, i, &got, &expected);
+        else
+            image_check_equal(&got, &poison, 0, "an output that was not asked for");
+    }
 }
 
 void device_step_check_equal(const DeviceStep *a, const DeviceStep *b, int dots, const char *what) {
     for (int i = 0; i < STEP_OUTPUTS; i++) {
-        Image left = device_step_output(a, (StepOutput)i);
-        Image right = device_step_output(b, (StepOutput)i);
+        Image left = device_step_image(a, a->got, (StepOutput)i);
+        Image right = device_step_image(b, b->got, (StepOutput)i);
         if (dots || i != OUT_GRAD_SLOTS) image_check_equal(&left, &right, 0, what);
     }
 }
@@ -287,7 +225,6 @@ void device_step_check_equal(const DeviceStep *a, const DeviceStep *b, int dots,
 void device_step_run(EpGroup *group, const Case *c, int rank, void *device) {
     DeviceStep gpu;
     EpHandle *handle = device_step_handle(group, c);
-    REQUIRE(handle, "no handle");
     device_step_open(&gpu, group, handle, c, rank, NULL, device);
     device_step_draw(&gpu, c);
     device_step_issue(&gpu, device_step_all(c));
@@ -295,6 +232,40 @@ void device_step_run(EpGroup *group, const Case *c, int rank, void *device) {
     CHECK_OK(ep_group_status(group, NULL));
     ep_handle_destroy(handle);
     device_step_close(&gpu);
+}
+
+/* ---- calls --------------------------------------------------------------------------------- */
+
+EpStatus device_step_try(const DeviceStep *gpu, StepOp op) {
+    return step_call(&gpu->step, &gpu->memory, op, gpu->stream);
+}
+
+/* Overwrite inputs after their send phase, to show that they are not read any more. An index of
+ * 0x77777777 would be reported as a routing error. */
+static void spoil(DeviceStep *gpu, StepInput first, StepInput last) {
+    size_t begin = input_offset(&gpu->c, first), end = input_offset(&gpu->c, last + 1);
+    CHECK_CUDA(cudaMemsetAsync(gpu->device + begin, 0x77, end - begin, gpu->stream));
+    gpu->spoilt = 1;
+}
+
+void device_step_issue(DeviceStep *gpu, unsigned ops) {
+    for (unsigned op = STEP_PREPARE; op <= STEP_COMBINE_WAIT; op <<= 1) {
+        if (!(ops & op)) continue;
+        CHECK_OK(device_step_try(gpu, (StepOp)op));
+        if (op == STEP_DISPATCH_SEND) spoil(gpu, IN_INDEX, IN_SCALES);
+        if (op == STEP_COMBINE_SEND) spoil(gpu, IN_EXPERT_OUT, IN_COMBINE_WEIGHTS);
+    }
+    device_step_replayed(gpu, ops);
+}
+
+void device_step_replayed(DeviceStep *gpu, unsigned ops) {
+    gpu->issued |= ops;
+    gpu->spoilt |= (ops & STEP_SENDS) != 0;
+}
+
+unsigned device_step_all(const Case *c) {
+    if (c->mode != EP_MODE_LATENCY) return STEP_ALL;
+    return c->phases ? STEP_PHASES : STEP_FORWARD;
 }
 
 /* ---- graphs -------------------------------------------------------------------------------- */

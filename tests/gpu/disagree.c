@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks that make different calls. Every rank gets the error long before the timeout, and its GPU
  * serves the next group. */
-#include <unistd.h>
-
 #include "tests/gpu/failing.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
-TestSuite(gpu_latency_faults, .init = silence_log);
+TestSuite(gpu_latency_faults, .init = be_quiet);
 
 /** What else is different where a rank deviates. */
 typedef enum Change {
@@ -59,7 +57,7 @@ static void open_changed(FailingGroup *failing, Change change, DeviceStep *odd) 
  * those of latency mode also other sizes. */
 static void check_disagree(const FailingGroup *failing, const DeviceStep *gpu, unsigned ops,
                            Change change) {
-    double begin = gpu_now();
+    double begin = seconds_now();
     int throughput = failing->gpu.c.mode == EP_MODE_THROUGHPUT;
     EpStatus also = throughput ? EP_ERR_ORDER : EP_ERR_MISMATCH;
     EpStatus status = device_step_try(gpu, (StepOp)(ops & -ops));
@@ -80,7 +78,7 @@ static void disagree(const EpBootstrap *bootstrap, const Case *c, const Disagree
                      int others_deviate) {
     FailingGroup failing;
     DeviceStep odd;
-    REQUIRE(failing_open(&failing, bootstrap, c, 2 * FAILING_LIMIT), "no group");
+    failing_open(&failing, bootstrap, c, 2 * FAILING_LIMIT);
     open_changed(&failing, d->change, &odd);
     bootstrap->barrier(bootstrap->context, 60);
     int deviates = (bootstrap->rank == failing.absent) != others_deviate;
@@ -109,10 +107,10 @@ static const Disagreement throughput_handles[] = {{STEP_PREPARE, STEP_PREPARE, T
 
 #define THROUGHPUT(list) \
     disagree_each(bootstrap, failing_case(bootstrap->size, EP_MODE_THROUGHPUT), list, LENGTH(list))
-GpuTest(gpu_faults, other_operations_2, 2, THROUGHPUT(throughput_calls));
-GpuTest(gpu_faults, other_operations_4, 4, THROUGHPUT(throughput_calls));
-GpuTest(gpu_faults, other_handles_2, 2, THROUGHPUT(throughput_handles));
-GpuTest(gpu_faults, other_handles_4, 4, THROUGHPUT(throughput_handles));
+RankTest(gpu_faults, other_operations_2, 2, THROUGHPUT(throughput_calls));
+RankTest(gpu_faults, other_operations_4, 4, THROUGHPUT(throughput_calls));
+RankTest(gpu_faults, other_handles_2, 2, THROUGHPUT(throughput_handles));
+RankTest(gpu_faults, other_handles_4, 4, THROUGHPUT(throughput_handles));
 
 /* ---- latency mode ---------------------------------------------------------------------------- */
 
@@ -171,7 +169,7 @@ static void both_in_turn(const EpBootstrap *bootstrap) {
     FailingGroup failing;
     DeviceStep other;
     Case c = failing_case(bootstrap->size, EP_MODE_LATENCY);
-    REQUIRE(failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT), "no group");
+    failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT);
     open_changed(&failing, THE_MODE, &other);
     for (int turn = 0; turn < 2 * bootstrap->size && !check_failure()[0]; turn++) {
         check_note("turn %d", turn);

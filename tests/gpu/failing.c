@@ -19,26 +19,26 @@ void failing_make_plan(DeviceStep *gpu) {
     device_step_check(gpu);
 }
 
-bool failing_open(FailingGroup *failing, const EpBootstrap *bootstrap, const Case *c,
+void failing_open(FailingGroup *failing, const EpBootstrap *bootstrap, const Case *c,
                   double seconds) {
     EpGroupConfig config = case_group_config(c);
     config.timeout_seconds = seconds;
     *failing = (FailingGroup){.absent = bootstrap->size - 1};
-    if (!CHECK_OK(ep_group_create(bootstrap, &config, &failing->group))) return false;
+    failing->group = open_group_with(bootstrap, &config);
     device_step_new(&failing->gpu, failing->group, c, bootstrap->rank);
     device_step_draw(&failing->gpu, c);
     bootstrap->barrier(bootstrap->context, 60); /* no rank is late because of setup */
     failing_make_plan(&failing->gpu);
-    return !check_failure()[0];
+    if (check_failure()[0]) check_leave();
 }
 
-bool failing_open_plain(FailingGroup *failing, const EpBootstrap *bootstrap, double seconds) {
+void failing_open_plain(FailingGroup *failing, const EpBootstrap *bootstrap, double seconds) {
     Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
-    return failing_open(failing, bootstrap, &c, seconds);
+    failing_open(failing, bootstrap, &c, seconds);
 }
 
 void failing_close(FailingGroup *failing) {
-    double begin = gpu_now();
+    double begin = seconds_now();
     ep_group_destroy(failing->group);
     failing_check_soon(begin);
     device_step_close(&failing->gpu);
@@ -54,7 +54,7 @@ void failing_call(const DeviceStep *gpu, unsigned ops, EpStatus expected) {
 }
 
 void failing_check_soon(double begin) {
-    CHECK(gpu_now() - begin < FAILING_LIMIT, "it took %.1f s", gpu_now() - begin);
+    CHECK(seconds_now() - begin < FAILING_LIMIT, "it took %.1f s", seconds_now() - begin);
 }
 
 void failing_check_refuses(const FailingGroup *failing, EpStatus status, const char *part) {
@@ -67,7 +67,7 @@ void failing_check_refuses(const FailingGroup *failing, EpStatus status, const c
 void failing_check_next(const EpBootstrap *bootstrap, EpMode mode) {
     FailingGroup failing;
     Case c = failing_case(bootstrap->size, mode);
-    if (!failing_open(&failing, bootstrap, &c, 60)) return;
+    failing_open(&failing, bootstrap, &c, 60);
     device_step_issue(&failing.gpu, device_step_all(&c));
     device_step_check(&failing.gpu);
     CHECK_OK(ep_group_status(failing.group, NULL));

@@ -23,11 +23,11 @@ Case failing_case(int ranks, EpMode mode);
 /** Likewise in latency mode, where combines get topk_weights; ROUTING_ONE_RANK: to rank 1. */
 Case failing_weighing_case(int ranks, Routing routing);
 
-/** Open a group with a timeout of `seconds`. Collective. Returns false after a failed check. */
-bool failing_open(FailingGroup *failing, const EpBootstrap *bootstrap, const Case *c,
+/** Open a group with a timeout of `seconds`. Collective. */
+void failing_open(FailingGroup *failing, const EpBootstrap *bootstrap, const Case *c,
                   double seconds);
 /** Likewise for the case of throughput mode. */
-bool failing_open_plain(FailingGroup *failing, const EpBootstrap *bootstrap, double seconds);
+void failing_open_plain(FailingGroup *failing, const EpBootstrap *bootstrap, double seconds);
 void failing_close(FailingGroup *failing);
 
 /** Make a plan; in latency mode a dispatch makes it. */

@@ -2,11 +2,6 @@
 /* Ranks that stop, have lost their plan or need too much memory, in both modes. Calls on GPUs
  * return before they are done; ep_group_status reports their errors. In each case every rank ends
  * soon, with an error that names the rank to blame, and its GPU serves the next group. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
 #include "handles/handle.h"
 #include "runtime/cuda/cuda.h"
 #include "tests/gpu/failing.h"
@@ -15,10 +10,10 @@
 #define MOVES (STEP_DISPATCH | STEP_COMBINE | STEP_BACKWARD)
 
 /* Waits that expire take seconds, so some suites of them run side by side. */
-TestSuite(gpu_faults, .init = silence_log);
-TestSuite(gpu_late_dispatch, .init = silence_log);
-TestSuite(gpu_late_combine, .init = silence_log);
-TestSuite(gpu_late_weights, .init = silence_log);
+TestSuite(gpu_faults, .init = be_quiet);
+TestSuite(gpu_late_dispatch, .init = be_quiet);
+TestSuite(gpu_late_combine, .init = be_quiet);
+TestSuite(gpu_late_weights, .init = be_quiet);
 
 static int is_absent(const FailingGroup *failing) {
     return failing->gpu.step.rank == failing->absent;
@@ -58,10 +53,11 @@ static void check_blames(const FailingGroup *failing, const char *phase) {
 
 static void check_times_out(const FailingGroup *failing, const Stop *s) {
     if (failing->gpu.step.rank > 0) usleep((useconds_t)(1e6 * s->later));
-    double begin = gpu_now();
+    double begin = seconds_now();
     failing_call(&failing->gpu, s->ops, EP_ERR_TIMEOUT);
     failing_call(&failing->gpu, ops_behind(failing), EP_ERR_TIMEOUT);
-    CHECK(gpu_now() - begin > 0.8 * FAILING_TIMEOUT, "gave up after %.2f s", gpu_now() - begin);
+    CHECK(seconds_now() - begin > 0.8 * FAILING_TIMEOUT, "gave up after %.2f s",
+          seconds_now() - begin);
     failing_check_soon(begin);
     check_blames(failing, s->phase);
 }
@@ -80,7 +76,7 @@ static void check_latecomer(const FailingGroup *failing, unsigned ops) {
 
 static void stopped_peer(const EpBootstrap *bootstrap, Case c, Stop s) {
     FailingGroup failing;
-    REQUIRE(failing_open(&failing, bootstrap, &c, FAILING_TIMEOUT), "no group");
+    failing_open(&failing, bootstrap, &c, FAILING_TIMEOUT);
     if (s.all | s.others) device_step_poison(&failing.gpu);
     device_step_issue(&failing.gpu, s.all);
     if (!is_absent(&failing)) {
@@ -98,11 +94,11 @@ static void stopped_peer(const EpBootstrap *bootstrap, Case c, Stop s) {
 
 #define STOPPED(mode, ...) \
     stopped_peer(bootstrap, failing_case(bootstrap->size, EP_MODE_##mode), (Stop){__VA_ARGS__})
-GpuTest(gpu_faults, stopped_peer_2, 2, STOPPED(THROUGHPUT, "dispatch", .ops = MOVES));
-GpuTest(gpu_faults, stopped_peer_4, 4, STOPPED(THROUGHPUT, "dispatch", .ops = MOVES));
+RankTest(gpu_faults, stopped_peer_2, 2, STOPPED(THROUGHPUT, "dispatch", .ops = MOVES));
+RankTest(gpu_faults, stopped_peer_4, 4, STOPPED(THROUGHPUT, "dispatch", .ops = MOVES));
 /* Rank 0 times out first, before the others give up. It took part, so they must not blame it. */
-GpuTest(gpu_faults, stopped_peer_and_late_ones_4, 4,
-        STOPPED(THROUGHPUT, "dispatch", .ops = MOVES, .later = FAILING_TIMEOUT / 3));
+RankTest(gpu_faults, stopped_peer_and_late_ones_4, 4,
+         STOPPED(THROUGHPUT, "dispatch", .ops = MOVES, .later = FAILING_TIMEOUT / 3));
 LatencyTest(gpu_late_dispatch, whole_2, 2, STOPPED(LATENCY, "dispatch", .ops = STEP_DISPATCH));
 LatencyTest(gpu_late_dispatch, in_phases_4, 4,
             STOPPED(LATENCY, "dispatch", .ops = STEP_DISPATCH_PHASES));
@@ -126,7 +122,7 @@ LatencyTest(gpu_late_weights, send_phase_2, 2,
 /* Whoever times out first, all blame the absent rank. */
 static void check_blames_absent(const FailingGroup *failing) {
     EpFinding found = EP_FINDING_INIT;
-    double begin = gpu_now();
+    double begin = seconds_now();
     failing_call(&failing->gpu, STEP_COMBINE, EP_OK);
     failing_check_soon(begin);
     EpStatus status = ep_group_status(failing->group, &found);
@@ -141,7 +137,7 @@ static void check_blames_absent(const FailingGroup *failing) {
 static void stopped_weights(const EpBootstrap *bootstrap, Routing routing) {
     FailingGroup failing;
     Case c = failing_weighing_case(bootstrap->size, routing);
-    REQUIRE(failing_open(&failing, bootstrap, &c, FAILING_TIMEOUT), "no group");
+    failing_open(&failing, bootstrap, &c, FAILING_TIMEOUT);
     if (bootstrap->rank == 1) sleep(2);
     if (!is_absent(&failing)) check_blames_absent(&failing);
     bootstrap->barrier(bootstrap->context, 60);
@@ -176,7 +172,7 @@ static char *copy_records(const EpGroup *group, size_t *bytes) {
 static void nothing_stored(const EpBootstrap *bootstrap, StepOp op) {
     FailingGroup failing;
     size_t bytes;
-    REQUIRE(failing_open_plain(&failing, bootstrap, FAILING_TIMEOUT), "no group");
+    failing_open_plain(&failing, bootstrap, FAILING_TIMEOUT);
     failing_call(&failing.gpu, STEP_DISPATCH, EP_OK);
     bootstrap->barrier(bootstrap->context, 60);
     char *before = copy_records(failing.group, &bytes);
@@ -192,12 +188,12 @@ static void nothing_stored(const EpBootstrap *bootstrap, StepOp op) {
     failing_close(&failing);
 }
 
-GpuTest(gpu_faults, nothing_stored_by_dispatch_2, 2, nothing_stored(bootstrap, STEP_DISPATCH));
-GpuTest(gpu_faults, nothing_stored_by_combine_2, 2, nothing_stored(bootstrap, STEP_COMBINE));
-GpuTest(gpu_faults, nothing_stored_by_combine_backward_4, 4,
-        nothing_stored(bootstrap, STEP_COMBINE_BACKWARD));
-GpuTest(gpu_faults, nothing_stored_by_dispatch_backward_2, 2,
-        nothing_stored(bootstrap, STEP_DISPATCH_BACKWARD));
+RankTest(gpu_faults, nothing_stored_by_dispatch_2, 2, nothing_stored(bootstrap, STEP_DISPATCH));
+RankTest(gpu_faults, nothing_stored_by_combine_2, 2, nothing_stored(bootstrap, STEP_COMBINE));
+RankTest(gpu_faults, nothing_stored_by_combine_backward_4, 4,
+         nothing_stored(bootstrap, STEP_COMBINE_BACKWARD));
+RankTest(gpu_faults, nothing_stored_by_dispatch_backward_2, 2,
+         nothing_stored(bootstrap, STEP_DISPATCH_BACKWARD));
 
 /* ---- a plan that is overwritten -------------------------------------------------------------- */
 
@@ -222,7 +218,7 @@ static void overwrite_plan(FailingGroup *failing) {
 static void check_overwritten(FailingGroup *failing, unsigned ops) {
     char blamed[48];
     EpStatus expected = is_absent(failing) ? EP_ERR_NOT_PREPARED : EP_ERR_PEER;
-    double begin = gpu_now();
+    double begin = seconds_now();
     snprintf(blamed, sizeof(blamed), "rank %d", failing->absent);
     failing_call(&failing->gpu, ops, expected);
     failing_check_soon(begin);
@@ -239,7 +235,7 @@ static void overwritten_memory(const EpBootstrap *bootstrap, EpMode mode) {
     for (int i = 0; i < (is_latency ? LENGTH(latency) : LENGTH(throughput)); i++) {
         FailingGroup failing;
         unsigned ops = is_latency ? latency[i] : throughput[i];
-        REQUIRE(failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT), "no group");
+        failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT);
         check_note("operations %u", ops);
         overwrite_plan(&failing);
         bootstrap->barrier(bootstrap->context, 60);
@@ -250,8 +246,8 @@ static void overwritten_memory(const EpBootstrap *bootstrap, EpMode mode) {
     failing_check_next(bootstrap, mode);
 }
 
-GpuTest(gpu_faults, overwritten_memory_2, 2, overwritten_memory(bootstrap, EP_MODE_THROUGHPUT));
-GpuTest(gpu_faults, overwritten_memory_4, 4, overwritten_memory(bootstrap, EP_MODE_THROUGHPUT));
+RankTest(gpu_faults, overwritten_memory_2, 2, overwritten_memory(bootstrap, EP_MODE_THROUGHPUT));
+RankTest(gpu_faults, overwritten_memory_4, 4, overwritten_memory(bootstrap, EP_MODE_THROUGHPUT));
 LatencyTest(gpu_latency_faults, overwritten_memory_2, 2,
             overwritten_memory(bootstrap, EP_MODE_LATENCY));
 LatencyTest(gpu_latency_faults, overwritten_memory_4, 4,
@@ -286,13 +282,12 @@ ThreadTest(gpu_faults, more_experts_than_there_is_room, 1) {
     const char *warning = strstr(log, "warn: rank 0: AUTO takes the host backend although a GPU is "
                                       "present: expected a GPU whose blocks have");
     CHECK(warning && !strstr(warning + 20, "libep: warn:"), "%s", log);
-    silence_log();
+    be_quiet();
     unlink(path), close(fd);
     /* The most that fit on an H100. */
     config.num_experts = 5400, config.backend = EP_BACKEND_CUDA;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    EpHandle *handle = NULL;
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    open_handle_with(group, NULL);
     ep_group_destroy(group);
 }
 
@@ -306,10 +301,8 @@ ThreadTest(gpu_faults, more_memory_than_there_is, 1) {
     size_t left = 0, total = 0;
     REQUIRE_CUDA(cudaMemGetInfo(&left, &total));
     REQUIRE_OK(ep_group_memory(&config, 1, &memory));
-    if ((size_t)(memory.shared_bytes + memory.private_bytes) < total) {
+    if ((size_t)(memory.shared_bytes + memory.private_bytes) < total)
         check_left_out("a GPU has room for the largest group");
-        return;
-    }
     CHECK_STATUS(ep_group_create(bootstrap, &config, &group), EP_ERR_NO_MEMORY);
     CHECK(group == NULL, "a group was made");
     failing_check_next(bootstrap, EP_MODE_THROUGHPUT);

@@ -3,10 +3,6 @@
  * rank, on one node at the timeout, and the peers go on. mpirun runs with --enable-recovery to keep
  * them. */
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "ep/ep_mpi.h"
 #include "tests/gpu/device_step.h"
@@ -40,9 +36,8 @@ static void run_until_killed(const EpBootstrap *bootstrap, int nodes) {
         snprintf(c.nodes, sizeof(c.nodes), "01");
     }
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     config.timeout_seconds = 3;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     device_step_new(&gpu, group, &c, bootstrap->rank);
     for (int step = 0; step < 3; step++) {
         device_step_draw(&gpu, &c);

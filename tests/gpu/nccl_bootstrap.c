@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Bootstraps and groups from nothing but the caller's communicator. */
-#include <stdlib.h>
-
 #include "tests/gpu/communicator.h"
 #include "tests/gpu/failing.h"
 
-TestSuite(gpu_nccl_bootstrap, .init = silence_log);
+TestSuite(gpu_nccl_bootstrap, .init = be_quiet);
 
 /* One rank's communicator and bootstrap. */
 typedef struct Framework {
@@ -13,10 +11,10 @@ typedef struct Framework {
     EpBootstrap bootstrap;
 } Framework;
 
-static bool framework_open(Framework *f, const EpBootstrap *harness, int blocking) {
+static void framework_open(Framework *f, const EpBootstrap *harness, int blocking) {
     f->bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
-    return nccl_rank_open(&f->rank, harness, blocking) &&
-           CHECK_OK(ep_bootstrap_nccl(f->rank.comm, &f->bootstrap));
+    nccl_rank_open(&f->rank, harness, blocking);
+    REQUIRE_OK(ep_bootstrap_nccl(f->rank.comm, &f->bootstrap));
 }
 
 static void framework_close(Framework *f) {
@@ -55,7 +53,7 @@ static void check_gather(const EpBootstrap *b, size_t bytes) {
 static void gather_sizes(const EpBootstrap *harness, int blocking) {
     static const size_t sizes[] = {1, 0, 3, 4087, 4088, 4089, 8176, 8177, 100001};
     Framework f;
-    if (!framework_open(&f, harness, blocking)) return;
+    framework_open(&f, harness, blocking);
     const EpBootstrap *b = &f.bootstrap;
     CHECK(b->rank == harness->rank && b->size == harness->size, "rank %d of %d", b->rank, b->size);
     CHECK(!b->share && !b->share_free && !b->isend && b->destroy, "callbacks");
@@ -66,15 +64,15 @@ static void gather_sizes(const EpBootstrap *harness, int blocking) {
     framework_close(&f);
 }
 
-GpuTest(gpu_nccl_bootstrap, gathers_1, 1, gather_sizes(bootstrap, 1));
-GpuTest(gpu_nccl_bootstrap, gathers_2, 2, gather_sizes(bootstrap, 0));
-GpuTest(gpu_nccl_bootstrap, gathers_4, 4, gather_sizes(bootstrap, 1));
+RankTest(gpu_nccl_bootstrap, gathers_1, 1, gather_sizes(bootstrap, 1));
+RankTest(gpu_nccl_bootstrap, gathers_2, 2, gather_sizes(bootstrap, 0));
+RankTest(gpu_nccl_bootstrap, gathers_4, 4, gather_sizes(bootstrap, 1));
 
 /* Ranks in different calls all get an error, and the next call works. */
 ThreadTest(gpu_nccl_bootstrap, different_calls, 2) {
     Framework f;
     char in[64] = "", out[128];
-    if (!framework_open(&f, bootstrap, 0)) return;
+    framework_open(&f, bootstrap, 0);
     const EpBootstrap *b = &f.bootstrap;
     size_t bytes = b->rank == 0 ? 40 : 64;
     CHECK_REFUSED(b->allgather(b->context, in, out, bytes, 60), EP_ERR_ORDER, "same call",
@@ -90,7 +88,7 @@ ThreadTest(gpu_nccl_bootstrap, different_calls, 2) {
 ThreadTest(gpu_nccl_bootstrap, current_device, 2) {
     Framework f;
     int own = -1, other = -1, current = -1;
-    if (!framework_open(&f, bootstrap, 1)) return;
+    framework_open(&f, bootstrap, 1);
     EpBootstrap second = EP_BOOTSTRAP_INIT;
     CHECK_CUDA(cudaGetDevice(&own));
     other = (own + 1) % gpu_count();
@@ -117,10 +115,9 @@ static Case group_case(int ranks) {
  * the one that has gone ahead would wait on its GPU, and CUDA would wait for that GPU. */
 static EpGroup *create(const Framework *f, const EpBootstrap *bootstrap, const Case *c,
                        int borrows) {
-    EpGroup *group = NULL;
     EpGroupConfig config = case_group_config(c);
     if (borrows) ep_group_config_set_nccl(&config, f->rank.comm);
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     nccl_rank_meet(&f->rank);
     return group;
 }
@@ -134,14 +131,12 @@ static void destroy(const Framework *f, EpGroup *group) {
  * and a third of a second bootstrap over the same communicator. */
 static void groups(const EpBootstrap *harness, int blocking) {
     Framework f;
-    if (!framework_open(&f, harness, blocking)) return;
+    framework_open(&f, harness, blocking);
     Case c = group_case(harness->size);
     EpBootstrap second = EP_BOOTSTRAP_INIT;
     REQUIRE_OK(ep_bootstrap_nccl(f.rank.comm, &second));
     EpGroup *made[] = {create(&f, &f.bootstrap, &c, 1), create(&f, &f.bootstrap, &c, 0),
                        create(&f, &second, &c, 1)};
-    for (int i = 0; i < 3; i++)
-        REQUIRE(made[i], "group %d", i);
     for (int i = 0; i < 6; i++)
         device_step_run(made[i % 3], &c, harness->rank, NULL);
     destroy(&f, made[1]);
@@ -152,19 +147,18 @@ static void groups(const EpBootstrap *harness, int blocking) {
     framework_close(&f);
 }
 
-GpuTest(gpu_nccl_bootstrap, groups_2, 2, groups(bootstrap, 0));
-GpuTest(gpu_nccl_bootstrap, groups_3, 3, groups(bootstrap, 0));
-GpuTest(gpu_nccl_bootstrap, groups_4, 4, groups(bootstrap, 1));
+RankTest(gpu_nccl_bootstrap, groups_2, 2, groups(bootstrap, 0));
+RankTest(gpu_nccl_bootstrap, groups_3, 3, groups(bootstrap, 0));
+RankTest(gpu_nccl_bootstrap, groups_4, 4, groups(bootstrap, 1));
 
 /* Handles in latency mode and windows gather while the group works. */
 static void latency_and_windows(const EpBootstrap *bootstrap) {
     Framework f;
     void *memory = NULL;
-    if (!framework_open(&f, bootstrap, 0)) return;
+    framework_open(&f, bootstrap, 0);
     Case c = group_case(bootstrap->size);
     c.mode = EP_MODE_LATENCY;
     EpGroup *group = create(&f, &f.bootstrap, &c, 1);
-    REQUIRE(group, "no group");
     CHECK_OK(ep_mem_alloc(group, 1 << 16, &memory));
     device_step_run(group, &c, bootstrap->rank, NULL);
     CHECK_OK(ep_mem_free(group, memory));
@@ -185,7 +179,7 @@ static const char *missing_words(const EpBootstrap *b) {
 /* The others fail at the deadline, and from then on at once. */
 static void absent(const EpBootstrap *harness, int blocking) {
     Framework f;
-    if (!framework_open(&f, harness, blocking)) return;
+    framework_open(&f, harness, blocking);
     const EpBootstrap *b = &f.bootstrap;
     EpBootstrap second = EP_BOOTSTRAP_INIT;
     EpGroup *group = NULL;
@@ -196,10 +190,10 @@ static void absent(const EpBootstrap *harness, int blocking) {
     REQUIRE_OK(ep_bootstrap_nccl(f.rank.comm, &second));
     check_gather(b, 10); /* connects the ranks, for which a blocking communicator has no deadline */
     if (b->rank < b->size - 1) {
-        double begin = gpu_now();
+        double begin = seconds_now();
         CHECK_REFUSED(ep_group_create(b, &config, &group), EP_ERR_TIMEOUT, "ncclAllGather",
                       missing_words(b));
-        CHECK(gpu_now() - begin > 1.8, "after %.2f s", gpu_now() - begin);
+        CHECK(seconds_now() - begin > 1.8, "after %.2f s", seconds_now() - begin);
         CHECK_REFUSED(b->barrier(b->context, 60), EP_ERR_TIMEOUT, missing_words(b));
         CHECK_REFUSED(second.barrier(second.context, 60), EP_ERR_TIMEOUT, missing_words(b));
         failing_check_soon(begin);
@@ -209,8 +203,8 @@ static void absent(const EpBootstrap *harness, int blocking) {
     ep_bootstrap_destroy(&second);
 }
 
-GpuTest(gpu_nccl_bootstrap, absent_rank_2, 2, absent(bootstrap, 1));
-GpuTest(gpu_nccl_bootstrap, absent_rank_3, 3, absent(bootstrap, 0));
+RankTest(gpu_nccl_bootstrap, absent_rank_2, 2, absent(bootstrap, 1));
+RankTest(gpu_nccl_bootstrap, absent_rank_3, 3, absent(bootstrap, 0));
 
 /* Ranks whose deadlines are about the same: the later ones may hear that the first has given
    up. */
@@ -227,11 +221,11 @@ static void departed(const EpBootstrap *harness, int destroys_at_once) {
     Framework f;
     FailingGroup failing;
     void *memory = NULL;
-    if (!framework_open(&f, harness, 0)) return;
+    framework_open(&f, harness, 0);
     Case c = failing_case(harness->size, EP_MODE_THROUGHPUT);
-    REQUIRE(failing_open(&failing, &f.bootstrap, &c, 2), "no group");
+    failing_open(&failing, &f.bootstrap, &c, 2);
     if (harness->rank != failing.absent) {
-        double begin = gpu_now();
+        double begin = seconds_now();
         if (!destroys_at_once) check_departed(ep_mem_alloc(failing.group, 4096, &memory), harness);
         ep_group_destroy(failing.group);
         failing_check_soon(begin);
@@ -243,5 +237,5 @@ static void departed(const EpBootstrap *harness, int destroys_at_once) {
     failing_close(&failing);
 }
 
-GpuTest(gpu_nccl_bootstrap, departs_before_destroy, 2, departed(bootstrap, 1));
-GpuTest(gpu_nccl_bootstrap, departs_before_mem_alloc, 3, departed(bootstrap, 0));
+RankTest(gpu_nccl_bootstrap, departs_before_destroy, 2, departed(bootstrap, 1));
+RankTest(gpu_nccl_bootstrap, departs_before_mem_alloc, 3, departed(bootstrap, 0));

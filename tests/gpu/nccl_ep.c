@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Frameworks' calls of NCCL EP, on libep: training, flat rows, decoding, windows, and calls that
  * are captured once and replayed with other routing, as decoding loops do. */
-#include <stdlib.h>
-
 #include "bindings/nccl_ep/adapter.h"
 #include "handles/handle.h"
 #include "tests/gpu/nccl_ep_step.h"
@@ -13,7 +11,7 @@ enum { FULL = 2 }; /* every eighth step from this one on has all its tokens */
 /* Refusals are printed to stderr. NCCL tells where a window begins from 2.29 on, and where its
  * parts are from 2.30 on; the emulated one takes its version from the environment. */
 static void set_up_old(void) {
-    silence_log();
+    be_quiet();
     gpu_reserve((size_t)640 << 20);
 }
 
@@ -48,7 +46,7 @@ static void train(const EpBootstrap *bootstrap) {
     NcclEpStep s[MICRO_BATCHES];
     Case c = nccl_ep_training_case(bootstrap->size);
     ncclEpGroupConfig_t config = nccl_ep_config(&c, 1);
-    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_open(&rank, bootstrap, &config);
     for (int i = 0; i < MICRO_BATCHES; i++) {
         nccl_ep_step_open(&s[i], &rank, &c, i, NULL, 0);
         nccl_ep_step_allocate(&s[i]);
@@ -65,7 +63,7 @@ static void train(const EpBootstrap *bootstrap) {
     nccl_ep_close(&rank);
 }
 
-GpuTests(gpu_nccl_ep, train, train(bootstrap));
+RankTests(gpu_nccl_ep, train, train(bootstrap));
 
 /* ---- a handle for each step ------------------------------------------------------------------ */
 
@@ -84,7 +82,7 @@ static void run_steps(const EpBootstrap *bootstrap, Case c, Steps steps) {
     NcclEpRank rank;
     c = case_complete(c);
     ncclEpGroupConfig_t config = nccl_ep_config(&c, !steps.exact);
-    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_open(&rank, bootstrap, &config);
     for (int i = 0; i < steps.count; i++) {
         NcclEpStep s;
         nccl_ep_step_open(&s, &rank, &c, steps.moves || steps.quantises ? i + 2 : i, NULL, 0);
@@ -106,11 +104,11 @@ static void run_steps(const EpBootstrap *bootstrap, Case c, Steps steps) {
 
 #define TRAINING nccl_ep_training_case(bootstrap->size)
 
-GpuTest(gpu_nccl_ep, exact_sizes, 2,
-        run_steps(bootstrap, TRAINING, (Steps){.count = 4, .exact = 1}));
-GpuTest(gpu_nccl_ep, flat_local_ids, 2,
-        run_steps(bootstrap, nccl_ep_flat_case(TRAINING, EP_TAIL_KEEP),
-                  (Steps){.count = 3, .exact = 1}));
+RankTest(gpu_nccl_ep, exact_sizes, 2,
+         run_steps(bootstrap, TRAINING, (Steps){.count = 4, .exact = 1}));
+RankTest(gpu_nccl_ep, flat_local_ids, 2,
+         run_steps(bootstrap, nccl_ep_flat_case(TRAINING, EP_TAIL_KEEP),
+                   (Steps){.count = 3, .exact = 1}));
 
 /* With static sizes a flat row that no token fills is told by its ids. */
 ThreadTest(gpu_nccl_ep, flat_global_ids_and_tail, 2) {
@@ -169,7 +167,7 @@ static void run_num_sms(const EpBootstrap *bootstrap, const Sms *sms) {
     ncclEpGroupConfig_t config = nccl_ep_config(&c, 1);
     config.size = sms->version, config.max_num_sms = sms->max;
     config.dispatch_num_sms = sms->dispatch, config.combine_num_sms = sms->combine;
-    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_open(&rank, bootstrap, &config);
     nccl_ep_step_open(&s, &rank, &c, FULL, NULL, 0);
     CHECK_NCCL(nccl_ep_create(&s));
     CHECK_NCCL(nccl_ep_dispatch(&s));
@@ -201,7 +199,7 @@ ThreadTest(gpu_nccl_ep, overflow_is_reported, 2) {
     NcclEpStep s, later;
     Case c = TRAINING;
     c.capacity = 40;
-    if (!nccl_ep_begin(&rank, &s, bootstrap, &c)) return;
+    nccl_ep_begin(&rank, &s, bootstrap, &c);
     CHECK_CUDA(cudaStreamSynchronize(rank.rank.stream));
     c.max_tokens = 2, c.alignment = 1; /* which fit */
     nccl_ep_step_open(&later, &rank, &c, 3, NULL, 0);
@@ -220,7 +218,7 @@ ThreadTest(gpu_nccl_ep, overflow_is_reported, 2) {
 static void run_decoding(const EpBootstrap *bootstrap, Case c) {
     NcclEpRank rank;
     ncclEpGroupConfig_t config = nccl_ep_config(&c, 0);
-    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_open(&rank, bootstrap, &config);
     for (int i = 0; i < 6; i++) {
         NcclEpStep s;
         c.index_type = EP_TYPE_INT32, c.global_ids = i % 2;
@@ -253,7 +251,7 @@ static void run_quantised(const EpBootstrap *bootstrap, Case c) {
     NcclEpRank rank;
     ncclEpHandle_t handle = NULL;
     ncclEpGroupConfig_t config = nccl_ep_config(&c, 0);
-    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_open(&rank, bootstrap, &config);
     for (int i = 0; i < 5; i++) {
         NcclEpStep s;
         Case quantised = c;
@@ -282,7 +280,7 @@ static void two_in_flight(const EpBootstrap *bootstrap) {
     NcclEpStep s[2];
     Case c = DECODING(BATCHED);
     ncclEpGroupConfig_t config = nccl_ep_config(&c, 0);
-    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_open(&rank, bootstrap, &config);
     for (int i = 0; i < 2; i++) {
         nccl_ep_step_open(&s[i], &rank, &c, i + 1, NULL, 0);
         s[i].send_only = 1;
@@ -316,7 +314,7 @@ static void replay(const EpBootstrap *bootstrap, Case c, int send_only) {
     NcclEpStep s;
     int decodes = c.mode == EP_MODE_LATENCY;
     ncclEpGroupConfig_t config = nccl_ep_config(&c, !decodes);
-    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_open(&rank, bootstrap, &config);
     nccl_ep_step_open(&s, &rank, &c, FULL, NULL, 0);
     s.send_only = send_only;
     nccl_ep_step_allocate(&s);
@@ -341,8 +339,8 @@ static void replay(const EpBootstrap *bootstrap, Case c, int send_only) {
 LatencyTests(gpu_nccl_ep_graphs, decode_expert_major, replay(bootstrap, DECODING(BATCHED), 0));
 LatencyTest(gpu_nccl_ep_graphs, decode_rank_major_2, 2, replay(bootstrap, DECODING(RANK_MAJOR), 0));
 LatencyTest(gpu_nccl_ep_graphs, decode_in_halves_2, 2, replay(bootstrap, DECODING(BATCHED), 1));
-GpuTest(gpu_nccl_ep_graphs, train_2, 2, replay(bootstrap, TRAINING, 0));
-GpuTest(gpu_nccl_ep_graphs, train_4, 4, replay(bootstrap, TRAINING, 0));
+RankTest(gpu_nccl_ep_graphs, train_2, 2, replay(bootstrap, TRAINING, 0));
+RankTest(gpu_nccl_ep_graphs, train_4, 4, replay(bootstrap, TRAINING, 0));
 
 /* ---- windows --------------------------------------------------------------------------------- */
 
@@ -380,12 +378,10 @@ ThreadTest(gpu_nccl_ep, rows_in_windows, 2) {
     ncclEpGroupConfig_t config = nccl_ep_config(&c, 1);
     size_t bytes = (2 * device_step_bytes(&c) + 5 * PAGE) / PAGE * PAGE;
     config.zero_copy = NCCL_EP_ZERO_COPY_ON;
-    if (!nccl_maps(&rank.rank.nccl, bootstrap->size)) return;
-    if (!nccl_locates(&rank.rank.nccl)) {
+    nccl_maps(&rank.rank.nccl, bootstrap->size);
+    if (!nccl_locates(&rank.rank.nccl))
         check_left_out("this NCCL does not tell where a window begins");
-        return;
-    }
-    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_open(&rank, bootstrap, &config);
     for (int i = 0; i < 3; i++) {
         NcclWindow window = nccl_window_open(&rank.rank, bytes + (size_t)i * 8 * PAGE);
         for (int step = 0; step < 3; step++)

@@ -1,13 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Calls of NCCL EP that are refused, and what is refused to libep: memory, masks, low latency on
  * nodes. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "bindings/nccl_ep/adapter.h"
 #include "handles/handle.h"
-#include "tests/gpu/device_step_layout.h"
+#include "tests/gpu/device_step.h"
 #include "tests/gpu/nccl_ep_step.h"
 #include "tests/harness/ranked.h"
 
@@ -43,7 +39,7 @@ static void allocate(const EpBootstrap *bootstrap, int fails) {
     Case c = TRAINING;
     ncclEpGroupConfig_t config = nccl_ep_config(&c, 1);
     config.alloc = (ncclEpAllocConfig_t){fails ? fail_alloc : count_alloc, count_free, &counted};
-    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_open(&rank, bootstrap, &config);
     nccl_ep_step_open(&s, &rank, &c, 1, NULL, 0);
     if (fails) {
         CHECK(nccl_ep_init(&s, c.top_k) == NCCL_SYSTEM_ERROR && !s.handle, "without memory");
@@ -71,7 +67,7 @@ static void masks(const EpBootstrap *bootstrap) {
     Case c = DECODING(BATCHED);
     ncclEpGroupConfig_t config = nccl_ep_config(&c, 0);
     config.enable_mask = 1;
-    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_open(&rank, bootstrap, &config);
     cudaStream_t stream = rank.rank.stream;
     REQUIRE_CUDA(cudaMalloc((void **)&device, sizeof(got)));
     CHECK_NCCL(ncclEpMaskQuery(rank.group, device, stream));
@@ -120,7 +116,7 @@ ThreadTest(gpu_nccl_ep, no_low_latency_on_nodes, 4) {
     /* Ranks that are threads print to one file, which rank 0 reads; processes each to their own. */
     int is_process = gpu_shares(bootstrap->size), prints = bootstrap->rank == 0 || is_process;
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
-    if (!nccl_rank_open(&rank.rank, bootstrap, 1)) return;
+    nccl_rank_open(&rank.rank, bootstrap, 1);
     if (prints) print_apart(&printed);
     nccl_rank_meet(&rank.rank);
     CHECK(ncclEpCreateGroup(&rank.group, rank.rank.comm, &config) == NCCL_INVALID_USAGE, "a group");
@@ -151,7 +147,7 @@ ThreadTest(gpu_nccl_ep, wrong_calls, 2) {
     int error;
     Case c = TRAINING;
     ncclEpGroupConfig_t config = nccl_ep_config(&c, 1);
-    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_open(&rank, bootstrap, &config);
     nccl_ep_step_open(&s, &rank, &c, 2, NULL, 0);
     CHECK(nccl_ep_dispatch(&s) == NCCL_INVALID_ARGUMENT, "no handle");
     CHECK(nccl_ep_init(&s, 33) == NCCL_INVALID_ARGUMENT && !s.handle, "too many experts");
@@ -239,7 +235,7 @@ static void run_unwritten(const EpBootstrap *bootstrap, Case c, const Unwritten 
     NcclEpStep s;
     void *memory;
     size_t sizes[] = {BYTES / 4}, shape[] = {3, (size_t)c.top_k};
-    if (!nccl_ep_begin(&rank, &s, bootstrap, &c)) return;
+    nccl_ep_begin(&rank, &s, bootstrap, &c);
     REQUIRE_CUDA(cudaMalloc(&memory, BYTES));
     CHECK_CUDA(cudaMemset(memory, 0, BYTES));
     ncclEpTensor_t tensor = {.size = sizeof(tensor),
@@ -315,7 +311,7 @@ ThreadTest(gpu_nccl_ep, weights_of_the_backward_pass, 2) {
     NcclEpRank rank;
     NcclEpStep s;
     Case c = TRAINING;
-    if (!nccl_ep_begin(&rank, &s, bootstrap, &c)) return;
+    nccl_ep_begin(&rank, &s, bootstrap, &c);
     s.passes_weights = 1;
     CHECK_NCCL(nccl_ep_combine(&s));
     nccl_ep_step_check(&s);
@@ -330,7 +326,7 @@ static void run_refused_rows(const EpBootstrap *bootstrap, EpLayout layout) {
     Case c = TRAINING;
     c.layout = layout, c.alignment = layout == EP_LAYOUT_FLAT ? 1 : 8;
     c.capacity = 0, c.routing = ROUTING_ONE_RANK, c = case_complete(c);
-    if (!nccl_ep_begin(&rank, &s, bootstrap, &c)) return;
+    nccl_ep_begin(&rank, &s, bootstrap, &c);
     CHECK_CUDA(
         cudaStreamSynchronize(rank.rank.stream)); /* then the host knows how many rows arrive */
     for (int wrong = NCCL_EP_EMPTY_WEIGHTS; wrong <= NCCL_EP_FEWER_ROWS; wrong++) {
@@ -357,7 +353,7 @@ ThreadTest(gpu_nccl_ep, group_goes_first, 2) {
     NcclEpRank rank;
     NcclEpStep s;
     Case c = TRAINING;
-    if (!nccl_ep_begin(&rank, &s, bootstrap, &c)) return;
+    nccl_ep_begin(&rank, &s, bootstrap, &c);
     nccl_ep_run(&s);
     CHECK_NCCL(ncclEpGroupDestroy(rank.group));
     CHECK(nccl_ep_combine(&s) == NCCL_INVALID_USAGE, "a group that is gone");

@@ -1,11 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/gpu/nccl_ep_step.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #include "bindings/nccl_ep/adapter.h"
-#include "tests/gpu/device_step_layout.h"
+#include "tests/gpu/device_step.h"
 
 /* ---- a rank -------------------------------------------------------------------------------- */
 
@@ -48,10 +45,10 @@ ncclEpGroupConfig_t nccl_ep_config(const Case *c, int fixed) {
         .num_topk = fixed ? 0 : (unsigned)c->top_k};
 }
 
-bool nccl_ep_open(NcclEpRank *r, const EpBootstrap *harness, const ncclEpGroupConfig_t *config) {
+void nccl_ep_open(NcclEpRank *r, const EpBootstrap *harness, const ncclEpGroupConfig_t *config) {
     r->group = NULL;
-    return nccl_rank_open(&r->rank, harness, 1) &&
-           CHECK_NCCL(ncclEpCreateGroup(&r->group, r->rank.comm, config));
+    nccl_rank_open(&r->rank, harness, 1);
+    REQUIRE(ncclEpCreateGroup(&r->group, r->rank.comm, config) == NCCL_SUCCESS, "no group");
 }
 
 void nccl_ep_close(NcclEpRank *r) {
@@ -185,19 +182,17 @@ static ncclEpTensor_t *numbers(NcclEpStep *s, Tensor *out, int vector, int64_t c
 }
 
 /* Return an input or an output of a half of the step; rows in the step's window name it. */
-static ncclEpTensor_t *from(const DeviceStep *gpu, Tensor *out, EpTensor t, StepInput input) {
-    return describe(out, device_step_from(gpu, t, input), NULL);
+static ncclEpTensor_t *from(const DeviceStep *gpu, Tensor *out, StepInput input) {
+    return describe(out, device_step_from(gpu, input), NULL);
 }
 
-static ncclEpTensor_t *into(const DeviceStep *gpu, Tensor *out, EpTensor t, StepOutput output,
+static ncclEpTensor_t *into(const DeviceStep *gpu, Tensor *out, StepOutput output,
                             const NcclWindow *window) {
-    return describe(out, device_step_into(gpu, t, output), window);
+    return describe(out, device_step_into(gpu, output), window);
 }
 
 static ncclEpTensor_t *routing(const NcclEpStep *s, Tensor *out) {
-    const DeviceStep *gpu = &s->dispatched;
-    EpTensor t = ep_tensor_2d(NULL, s->c.index_type, device_step_rank(gpu)->rows, s->c.top_k);
-    return from(gpu, out, t, IN_INDEX);
+    return from(&s->dispatched, out, IN_INDEX);
 }
 
 /* ---- handles ------------------------------------------------------------------------------- */
@@ -308,25 +303,21 @@ static void spoil(const NcclEpStep *s, Tensor *tokens, Tensor *rows, Tensor *wei
 
 int nccl_ep_dispatch(NcclEpStep *s) {
     DeviceStep *gpu = &s->dispatched;
-    const Step *step = &gpu->step;
     const Case *c = &gpu->c;
     Info info;
     Tensor t[7];
     ncclEpDispatchInputs_t in = {.size = sizeof(in), .magic = NCCL_EP_MAGIC};
     ncclEpDispatchOutputs_t out = {.size = sizeof(out), .magic = NCCL_EP_MAGIC};
     ncclEpDispatchConfig_t config = dispatch_config(s, NCCL_EP_FWD_PASS);
-    EpTensor recv = step_recv_tokens(step, NULL),
-             ids = step_rows(step, NULL, c->index_type, c->top_k);
-    in.tokens = from(gpu, t, step_tokens(step), IN_TOKENS);
-    out.tokens = into(gpu, t + 1, recv, OUT_TOKENS, s->window);
+    in.tokens = from(gpu, t, IN_TOKENS);
+    out.tokens = into(gpu, t + 1, OUT_TOKENS, s->window);
     if (c->weighted) {
-        in.topk_weights = from(gpu, t + 2, step_weights(step), IN_WEIGHTS);
-        out.topk_weights = into(gpu, t + 3, device_step_weights(gpu), OUT_WEIGHTS, s->window);
+        in.topk_weights = from(gpu, t + 2, IN_WEIGHTS);
+        out.topk_weights = into(gpu, t + 3, OUT_WEIGHTS, s->window);
     }
-    if (c->scale_bytes) in.scales = from(gpu, t + 4, step_scales(step), IN_SCALES);
-    if (case_scales(c))
-        out.scales = into(gpu, t + 5, step_recv_scales(step, NULL), OUT_SCALES, NULL);
-    if (case_has_rows(c)) out.topk_idx = into(gpu, t + 6, ids, OUT_INDEX, NULL);
+    if (c->scale_bytes) in.scales = from(gpu, t + 4, IN_SCALES);
+    if (case_scales(c)) out.scales = into(gpu, t + 5, OUT_SCALES, NULL);
+    if (case_has_rows(c)) out.topk_idx = into(gpu, t + 6, OUT_INDEX, NULL);
     spoil(s, t, t + 1, t + 3);
     device_step_replayed(gpu, STEP_DISPATCH);
     return ncclEpDispatch(s->handle, &in, &out, dispatch_info(s, &info), &config,
@@ -339,15 +330,14 @@ int nccl_ep_combine_backward(NcclEpStep *s) {
     ncclEpDispatchInputs_t in = {.size = sizeof(in), .magic = NCCL_EP_MAGIC};
     ncclEpDispatchOutputs_t out = {.size = sizeof(out), .magic = NCCL_EP_MAGIC};
     ncclEpDispatchConfig_t config = dispatch_config(s, NCCL_EP_BWD_PASS);
-    in.tokens = from(gpu, t, step_grad_out(&gpu->step), IN_GRAD_OUT);
-    out.tokens = into(gpu, t + 1, step_expert_out(&gpu->step), OUT_GRAD_ROWS, s->window);
+    in.tokens = from(gpu, t, IN_GRAD_OUT);
+    out.tokens = into(gpu, t + 1, OUT_GRAD_ROWS, s->window);
     config.quant_recipe = NCCL_EP_DISP_QUANT_NONE;
     device_step_replayed(gpu, STEP_COMBINE_BACKWARD);
     return ncclEpDispatch(s->handle, &in, &out, NULL, &config, s->rank->rank.stream);
 }
 
 static int combine(NcclEpStep *s, DeviceStep *gpu, int pass) {
-    const Step *step = &gpu->step;
     int is_backward = pass == NCCL_EP_BWD_PASS;
     Tensor t[4];
     ncclEpCombineInputs_t in = {.size = sizeof(in), .magic = NCCL_EP_MAGIC};
@@ -355,15 +345,13 @@ static int combine(NcclEpStep *s, DeviceStep *gpu, int pass) {
     ncclEpCombineConfig_t config = {.size = sizeof(config), .magic = NCCL_EP_MAGIC};
     config.pass_direction = pass, config.send_only = (unsigned)s->send_only;
     if (s->c.sum_quant == EP_QUANT_FP8) config.quant_recipe = NCCL_EP_COMB_QUANT_MXFP8;
-    in.tokens = describe(t, device_step_from(gpu, step_expert_out(step), IN_EXPERT_OUT), s->window);
-    out.tokens =
-        into(gpu, t + 1, step_grad_out(step), is_backward ? OUT_GRAD_TOKENS : OUT_SUMS, NULL);
-    if (is_backward)
-        in.topk_weights = from(gpu, t + 2, device_step_weights(gpu), IN_GRAD_SLOT_WEIGHTS);
+    in.tokens = describe(t, device_step_from(gpu, IN_EXPERT_OUT), s->window);
+    out.tokens = into(gpu, t + 1, is_backward ? OUT_GRAD_TOKENS : OUT_SUMS, NULL);
+    if (is_backward) in.topk_weights = from(gpu, t + 2, IN_GRAD_SLOT_WEIGHTS);
     if (is_backward || s->passes_weights)
-        out.topk_weights = into(gpu, t + 3, step_weights(step), OUT_GRAD_WEIGHTS, NULL);
+        out.topk_weights = into(gpu, t + 3, OUT_GRAD_WEIGHTS, NULL);
     else if (gpu->c.weights_at_combine)
-        out.topk_weights = from(gpu, t + 3, step_weights(step), IN_COMBINE_WEIGHTS);
+        out.topk_weights = from(gpu, t + 3, IN_COMBINE_WEIGHTS);
     spoil(s, t + 1, t, t + 2);
     device_step_replayed(gpu, is_backward ? STEP_DISPATCH_BACKWARD : STEP_COMBINE);
     return ncclEpCombine(s->handle, &in, &out, &config, s->rank->rank.stream);
@@ -397,11 +385,11 @@ void nccl_ep_run(NcclEpStep *s) {
     nccl_ep_step_check(s);
 }
 
-bool nccl_ep_begin(NcclEpRank *rank, NcclEpStep *s, const EpBootstrap *harness, const Case *c) {
+void nccl_ep_begin(NcclEpRank *rank, NcclEpStep *s, const EpBootstrap *harness, const Case *c) {
     ncclEpGroupConfig_t config = nccl_ep_config(c, c->mode != EP_MODE_LATENCY && c->capacity > 0);
-    if (!nccl_ep_open(rank, harness, &config)) return false;
+    nccl_ep_open(rank, harness, &config);
     nccl_ep_step_open(s, rank, c, 2, NULL, 0);
-    return CHECK_NCCL(nccl_ep_create(s));
+    CHECK_NCCL(nccl_ep_create(s));
 }
 
 void nccl_ep_end(NcclEpRank *rank, NcclEpStep *s) {

@@ -30,8 +30,8 @@ Case nccl_ep_flat_case(Case c, int tail);
  *  capacity is `fixed`. */
 ncclEpGroupConfig_t nccl_ep_config(const Case *c, int fixed);
 
-/** Returns false, after a failed check or if the machine cannot run the test. */
-bool nccl_ep_open(NcclEpRank *rank, const EpBootstrap *harness, const ncclEpGroupConfig_t *config);
+/** Skips the test if the machine cannot run it. */
+void nccl_ep_open(NcclEpRank *rank, const EpBootstrap *harness, const ncclEpGroupConfig_t *config);
 void nccl_ep_close(NcclEpRank *rank);
 bool nccl_ep_is_on_one_node(const NcclEpRank *rank);
 
@@ -91,7 +91,7 @@ void nccl_ep_run(NcclEpStep *s);
 
 /** Open a rank with a group, and a step of many tokens with a handle in the library's memory; and
  *  close them. With static sizes if the case has a capacity. */
-bool nccl_ep_begin(NcclEpRank *rank, NcclEpStep *s, const EpBootstrap *harness, const Case *c);
+void nccl_ep_begin(NcclEpRank *rank, NcclEpStep *s, const EpBootstrap *harness, const Case *c);
 void nccl_ep_end(NcclEpRank *rank, NcclEpStep *s);
 
 /** Allocate handle memory for the step, as large as the library says. */

@@ -3,10 +3,6 @@
  * that they take the memory that was promised. What they compute is tested by the cases with nodes.
  */
 #include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "tests/gpu/device_step.h"
 #include "tests/harness/ranked.h"
@@ -20,10 +16,8 @@ static Case nodes_case(void) {
 /* Open a group on these nodes. */
 static EpGroup *open_on_nodes(const EpBootstrap *bootstrap, const char *nodes,
                               const EpGroupConfig *config) {
-    EpGroup *group = NULL;
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
-    CHECK_OK(ep_group_create(bootstrap, config, &group));
-    return group;
+    return open_group_with(bootstrap, config);
 }
 
 /* Ranks of equal number on nodes 0, 3 and 1, 2 send to each other. */
@@ -60,7 +54,6 @@ ThreadTest(gpu_nodes, on_one_core_2, 2) {
     }
     REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
     EpGroup *group = open_on_nodes(bootstrap, "0,1", &config);
-    REQUIRE(group, "no group");
     ep_group_destroy(group);
     if (bootstrap->rank == 0) {
         int lines = count_lines(path, "may run on one CPU only");
@@ -76,7 +69,6 @@ ThreadTest(gpu_nodes, known_to_the_group_4, 4) {
     config.num_nodes = 2;
     EpGroup *group = open_on_nodes(bootstrap, "0,1,1,0", &config);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    REQUIRE(group, "no group");
     CHECK_OK(ep_group_query(group, &info));
     CHECK(info.backend == EP_BACKEND_CUDA && info.num_nodes == 2, "backend %d, %d nodes",
           (int)info.backend, info.num_nodes);
@@ -96,7 +88,6 @@ ThreadTest(gpu_nodes, no_latency_mode_4, 4) {
     EpHandleConfig handle_config = case_handle_config(&c);
     EpHandleCost cost = EP_HANDLE_COST_INIT;
     EpHandle *handle = NULL;
-    REQUIRE(group, "no group");
     handle_config.mode = EP_MODE_LATENCY;
     CHECK_REFUSED(ep_handle_create(group, &handle_config, &handle), EP_ERR_UNSUPPORTED,
                   "config.mode", "throughput mode or AUTO", "NCCL between nodes");
@@ -110,12 +101,9 @@ ThreadTest(gpu_nodes, no_latency_mode_4, 4) {
 ThreadTest(gpu_nodes, other_nodes_than_expected_2, 2) {
     Case c = nodes_case();
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     config.num_nodes = 3;
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "config.num_nodes",
-                  "2, got 3");
-    CHECK(!group, "a group was made");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_MISMATCH, "config.num_nodes", "2, got 3");
 }
 
 /* A window of the lent communicator would span nodes. */
@@ -123,7 +111,6 @@ ThreadTest(gpu_nodes, no_adopted_windows_2, 2) {
     Case c = nodes_case();
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = open_on_nodes(bootstrap, "2", &config);
-    REQUIRE(group, "no group");
     _Alignas(16) char window[64] = {0};
     CHECK_REFUSED(ep_window_adopt(group, window, 0, window, sizeof(window)), EP_ERR_UNSUPPORTED,
                   "group", "one node", "2 nodes");
@@ -138,7 +125,6 @@ static void check_promise(const EpBootstrap *bootstrap) {
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     EpGroup *group = open_on_nodes(bootstrap, "2", &config);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    REQUIRE(group, "no group");
     CHECK_OK(ep_group_query(group, &info));
     config.num_nodes = 2;
     CHECK_OK(ep_group_memory(&config, bootstrap->size, &memory));
@@ -150,8 +136,8 @@ static void check_promise(const EpBootstrap *bootstrap) {
     ep_group_destroy(group);
 }
 
-GpuTest(gpu_nodes, memory_as_promised_4, 4, check_promise(bootstrap));
-GpuTest(gpu_nodes, memory_as_promised_3, 3, check_promise(bootstrap));
+RankTest(gpu_nodes, memory_as_promised_4, 4, check_promise(bootstrap));
+RankTest(gpu_nodes, memory_as_promised_3, 3, check_promise(bootstrap));
 
 /* ---- several operations under way ------------------------------------------------------------ */
 
@@ -169,7 +155,6 @@ static void two_handles(const EpBootstrap *bootstrap) {
     }
     EpGroupConfig config = case_group_config(&c[0]);
     EpGroup *group = open_on_nodes(bootstrap, "2", &config);
-    REQUIRE(group, "no group");
     for (int i = 0; i < 2; i++)
         device_step_new(&gpu[i], group, &c[i], bootstrap->rank);
     for (int step = 0; step < STEPS; step++) {
@@ -185,5 +170,5 @@ static void two_handles(const EpBootstrap *bootstrap) {
     ep_group_destroy(group);
 }
 
-GpuTest(gpu_nodes, two_handles_2, 2, two_handles(bootstrap));
-GpuTest(gpu_nodes, two_handles_4, 4, two_handles(bootstrap));
+RankTest(gpu_nodes, two_handles_2, 2, two_handles(bootstrap));
+RankTest(gpu_nodes, two_handles_4, 4, two_handles(bootstrap));

@@ -35,8 +35,10 @@ int gpu_has_latency(void) {
 
 /* ---- the tensors of one call --------------------------------------------------------------- */
 
-/* Those that GPUs cannot reach have copies in the pinned buffer. */
+/* Those that GPUs cannot reach have copies in the pinned buffer. A call on a stream passes
+ * unchanged: tests of gpu/ make it, and do not wait. */
 typedef struct Moved {
+    EpStream stream;
     EpTensor tensor[32];
     void *home[32];
     int is_output[32];
@@ -69,7 +71,8 @@ void gpu_copy_tensors(int copies) {
 /* Tensors that are wrong on purpose are passed unchanged. */
 static const EpTensor *move(Moved *m, const EpTensor *t, int is_output) {
     size_t bytes = t ? tensor_bytes(t) : 0;
-    if (!copies_tensors || !bytes || !t->data || gpu_owns(t->data) || (uintptr_t)t->data % 4)
+    if (m->stream || !copies_tensors || !bytes || !t->data || gpu_owns(t->data) ||
+        (uintptr_t)t->data % 4)
         return t;
     if (is_on_device(t->data)) return t;
     void *data = gpu_allocate(64, bytes);
@@ -105,6 +108,7 @@ static void release(Moved *m) {
 
 /* Wait for a call, and end it. */
 static EpStatus settle(Moved *m, EpStatus status) {
+    if (m->stream) return status;
     cudaError_t error = status == EP_OK ? cudaDeviceSynchronize() : cudaSuccess;
     if (error != cudaSuccess) status = ep_set_last_error(EP_ERR_SYSTEM, cudaGetErrorString(error));
     bring_home(m);
@@ -216,7 +220,7 @@ static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *c
 
 EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
                      const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     EpPlanTensors moved;
     EpStatus status = ep_prepare(handle, output(&m, plan), input(&m, topk_idx),
                                  input(&m, num_tokens), stream, move_numbers(&m, out, &moved));
@@ -230,7 +234,7 @@ EpStatus gpu_dispatch_with(EpHandle *handle, const EpTensor *plan, const EpPrepa
                            const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
                            const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                            const EpTensor *recv_topk_idx, const EpExtras *extras) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     EpPlanTensors numbers;
     EpPrepare outputs;
     EpExtras copy;
@@ -258,7 +262,7 @@ EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *p
 EpStatus gpu_dispatch_send_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
                                 const EpTensor *tokens, const EpTensor *topk_weights,
                                 const EpTensor *scales, EpStream stream, const EpExtras *extras) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     EpExtras copy;
     refresh(handle);
     return settle(&m, ep_dispatch_send_with(handle, output(&m, plan), prepare, input(&m, tokens),
@@ -276,7 +280,7 @@ EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepa
 EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
                            const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                            const EpTensor *recv_topk_idx) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     EpStatus status =
         ep_dispatch_wait(handle, stream, output(&m, recv_tokens), output(&m, recv_topk_weights),
                          output(&m, recv_scales), output(&m, recv_topk_idx));
@@ -286,7 +290,7 @@ EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *re
 EpStatus gpu_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
                      const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
                      const EpTensor *out) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     return settle(&m, ep_combine(handle, output(&m, plan), input(&m, expert_out),
                                  input(&m, slot_weights), input(&m, topk_weights), stream,
                                  output(&m, out)));
@@ -295,13 +299,13 @@ EpStatus gpu_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *exp
 EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
                           const EpTensor *slot_weights, const EpTensor *topk_weights,
                           EpStream stream) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     return settle(&m, ep_combine_send(handle, output(&m, plan), input(&m, expert_out),
                                       input(&m, slot_weights), input(&m, topk_weights), stream));
 }
 
 EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     return settle(&m, ep_combine_wait(handle, stream, output(&m, out)));
 }
 
@@ -309,7 +313,7 @@ EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *plan,
                                const EpTensor *grad_recv_tokens, const EpTensor *grad_slot_weights,
                                EpStream stream, const EpTensor *grad_tokens,
                                const EpTensor *grad_topk_weights) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     return settle(&m, ep_dispatch_backward(handle, output(&m, plan), input(&m, grad_recv_tokens),
                                            input(&m, grad_slot_weights), stream,
                                            output(&m, grad_tokens), output(&m, grad_topk_weights)));
@@ -318,7 +322,7 @@ EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *plan,
 EpStatus gpu_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
                           const EpTensor *slot_weights, const EpTensor *topk_weights,
                           EpStream stream, const EpTensor *out, const EpExtras *extras) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     EpExtras copy;
     return settle(&m, ep_combine_with(handle, output(&m, plan), input(&m, expert_out),
                                       input(&m, slot_weights), input(&m, topk_weights), stream,
@@ -327,7 +331,7 @@ EpStatus gpu_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor
 
 EpStatus gpu_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
                                const EpExtras *extras) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     EpExtras copy;
     return settle(
         &m, ep_combine_wait_with(handle, stream, output(&m, out), move_extras(&m, extras, &copy)));
@@ -338,7 +342,7 @@ EpStatus gpu_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
                                     const EpTensor *grad_slot_weights, EpStream stream,
                                     const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
                                     const EpExtras *extras) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     EpExtras copy;
     return settle(&m, ep_dispatch_backward_with(
                           handle, output(&m, plan), input(&m, grad_recv_tokens),
@@ -350,7 +354,7 @@ EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTe
                               const EpTensor *slot_weights, const EpTensor *expert_out,
                               EpStream stream, const EpTensor *grad_expert_out,
                               const EpTensor *grad_slot_weights) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     return settle(&m,
                   ep_combine_backward(handle, output(&m, plan), input(&m, grad_out),
                                       input(&m, slot_weights), input(&m, expert_out), stream,
@@ -360,28 +364,28 @@ EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTe
 EpStatus gpu_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTensor *shard,
                            const EpTensor *workspace, EpStream stream, const EpTensor *out,
                            const EpTensor *scales) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     return settle(&m, ep_weight_gather(weight, form, input(&m, shard), output(&m, workspace),
                                        stream, output(&m, out), output(&m, scales)));
 }
 
 EpStatus gpu_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate,
                            const EpTensor *workspace, EpStream stream, const EpTensor *out) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     return settle(&m, ep_weight_reduce(weight, input(&m, grad), accumulate, output(&m, workspace),
                                        stream, output(&m, out)));
 }
 
 EpStatus gpu_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
                          const EpTensor *amax) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     return settle(&m, ep_weight_amax(weight, scope, stream, output(&m, amax)));
 }
 
 EpStatus gpu_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor *rows,
                            const EpTensor *num_rows, EpStream stream, const EpTensor *out,
                            const EpTensor *scales) {
-    Moved m = {.count = 0};
+    Moved m = {.stream = stream};
     return settle(&m, ep_quantise_rows(group, form, input(&m, rows), input(&m, num_rows), stream,
                                        output(&m, out), output(&m, scales)));
 }

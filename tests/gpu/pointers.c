@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tensors in memory that the rank's GPU cannot reach are refused before anything is enqueued. */
 #include <cuda_runtime_api.h>
-#include <stdio.h>
-#include <stdlib.h>
 
 #include "tests/cases/fixture.h"
 #include "tests/gpu/device_step.h"
@@ -108,12 +106,10 @@ SoloTest(gpu_pointers, device_memory_on_the_host_backend) {
     fixture_open(&fixture, &c);
     EpGroupConfig config = case_group_config(&c);
     EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
-    EpGroup *group = NULL;
-    EpHandle *handle = NULL;
     config.backend = EP_BACKEND_HOST;
     REQUIRE_OK(ep_bootstrap_local(1, &bootstrap));
-    REQUIRE_OK(ep_group_create(&bootstrap, &config, &group));
-    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    EpGroup *group = open_group_with(&bootstrap, &config);
+    EpHandle *handle = open_handle_with(group, NULL);
     Fixture host = fixture;
     host.handle = handle;
     char kind[48];

@@ -2,10 +2,6 @@
 /* Ranks that are processes: they share GPUs (LIBEP_SHARE_GPUS), four ranks on two GPUs or on one;
  * or they have different numbers of multiprocessors (LIBEP_NUM_SMS), so that each divides the work
  * among its own blocks. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "tests/gpu/device_step.h"
 #include "tests/harness/ranked.h"
 
@@ -32,10 +28,9 @@ static void check_group(EpGroup *group) {
     CHECK_OK(ep_group_status(group, NULL));
 }
 
-static void steps(const EpBootstrap *bootstrap) {
+static void steps(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
     Case widest = process_case(bootstrap->size, 0);
     EpGroup *group = open_group(bootstrap, &widest);
-    REQUIRE(group, "no group");
     for (int i = 0; i < STEPS && !check_failure()[0]; i++) {
         Case c = process_case(bootstrap->size, i);
         device_step_run(group, &c, bootstrap->rank, NULL);
@@ -46,13 +41,12 @@ static void steps(const EpBootstrap *bootstrap) {
 
 /* Peers can reach memory from ep_mem_alloc and a part of a cudaMalloc allocation, but not memory of
  * a CUDA memory pool. */
-static void windows(const EpBootstrap *bootstrap) {
+static void windows(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
     Case c = process_case(bootstrap->size, 0);
     size_t bytes = (device_step_bytes(&c) + PAGE - 1) / PAGE * PAGE;
     EpGroup *group = open_group(bootstrap, &c);
     void *given = NULL, *pooled = NULL;
     char *own = NULL;
-    REQUIRE(group, "no group");
     REQUIRE_OK(ep_mem_alloc(group, bytes, &given));
     device_step_run(group, &c, bootstrap->rank, given);
     CHECK_OK(ep_mem_free(group, given));
@@ -82,7 +76,7 @@ static void hide_gpus(void) {
     setenv("CUDA_VISIBLE_DEVICES", shown, 1);
 }
 
-static void run_on_two_gpus(const char *test, RankedBody body) {
+static void run_on_two_gpus(const char *test, RankBody body) {
     if (!gpu_count()) cr_skip_test("needs a GPU");
     setenv("LIBEP_SHARE_GPUS", "yes", 1);
     hide_gpus();
@@ -101,11 +95,9 @@ Test(mpi_gpu_shared, windows, .timeout = 110) {
 static void refused(const EpBootstrap *bootstrap, void *arg) {
     Case c = process_case(bootstrap->size, 0);
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     config.device = 0;
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "config.backend",
-                  (const char *)arg, "ranks 0 and 1");
-    CHECK(group == NULL, "a group was made");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_UNSUPPORTED, "config.backend", (const char *)arg,
+                   "ranks 0 and 1");
 }
 
 Test(gpu_shared, unless_asked_for, .timeout = 60) {
@@ -128,12 +120,10 @@ static void uneven(const EpBootstrap *bootstrap) {
     Case widest = process_case(bootstrap->size, 0);
     EpGroup *group = open_group(bootstrap, &widest);
     cudaStream_t stream = new_stream();
-    REQUIRE(group, "no group");
     for (int step = 0; step < STEPS && !check_failure()[0]; step++) {
         Case c = process_case(bootstrap->size, step);
         EpHandle *handle = device_step_handle(group, &c);
         DeviceStep gpu[2];
-        REQUIRE(handle, "no handle");
         for (int i = 0; i < 2; i++) {
             device_step_open(&gpu[i], group, handle, &c, bootstrap->rank, stream, NULL);
             device_step_draw(&gpu[i], &c);
@@ -151,9 +141,5 @@ static void uneven(const EpBootstrap *bootstrap) {
     CHECK_CUDA(cudaStreamDestroy(stream));
 }
 
-RankedTest(mpi_gpu_uneven, of_two, 2, 60) {
-    uneven(bootstrap);
-}
-RankedTest(mpi_gpu_uneven, of_four, 4, 60) {
-    uneven(bootstrap);
-}
+RankedCall(mpi_gpu_uneven, of_two, 2, 60, uneven(bootstrap));
+RankedCall(mpi_gpu_uneven, of_four, 4, 60, uneven(bootstrap));

@@ -5,11 +5,6 @@
  * of each rank. Then more live handles in latency mode than a group has windows for its callers,
  * and handles that are created and destroyed between steps. LIBEP_TEST_SEED=N sets the seed,
  * LIBEP_TEST_STEPS=M takes M steps, or M rounds with one step of each handle. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
 #include "tests/gpu/device_step.h"
 #include "tests/harness/random.h"
 
@@ -146,7 +141,6 @@ static void run_random_steps(const EpBootstrap *bootstrap, int standard) {
     static _Thread_local Run run;
     int steps = (int)environment_number("LIBEP_TEST_STEPS", (uint64_t)standard), reload = 0;
     run_open(&run, bootstrap, throughput_case, HANDLES, DEVICE_STEPS);
-    REQUIRE(!check_failure()[0], "not everything could be opened");
     for (int step = 0; step < steps && !check_failure()[0];) {
         if (step >= reload) draw_worlds(&run), reload = step + RELOAD_INTERVAL;
         step += run_batch(&run, step);
@@ -157,9 +151,9 @@ static void run_random_steps(const EpBootstrap *bootstrap, int standard) {
 /* Processes that share GPUs take milliseconds for each operation. */
 #define MANY_STEPS(bootstrap) (gpu_shares((bootstrap)->size) ? 1000 : 10000)
 
-GpuTest(gpu_steps, random_1, 1, run_random_steps(bootstrap, 2000));
-GpuTest(gpu_steps, random_2, 2, run_random_steps(bootstrap, MANY_STEPS(bootstrap)));
-GpuTest(gpu_steps, random_4, 4, run_random_steps(bootstrap, MANY_STEPS(bootstrap)));
+RankTest(gpu_steps, random_1, 1, run_random_steps(bootstrap, 2000));
+RankTest(gpu_steps, random_2, 2, run_random_steps(bootstrap, MANY_STEPS(bootstrap)));
+RankTest(gpu_steps, random_4, 4, run_random_steps(bootstrap, MANY_STEPS(bootstrap)));
 
 /* ---- both modes ------------------------------------------------------------------------------ */
 
@@ -220,7 +214,6 @@ static void run_rounds(const EpBootstrap *bootstrap) {
     static _Thread_local Run run;
     int rounds = (int)environment_number("LIBEP_TEST_STEPS", ROUNDS);
     run_open(&run, bootstrap, either_case, BOTH_HANDLES, BOTH_HANDLES);
-    REQUIRE(!check_failure()[0], "not everything could be opened");
     for (int round = 0; round < rounds && !check_failure()[0]; round++) {
         draw_worlds(&run);
         for (int i = 0; i < BOTH_HANDLES; i++)
@@ -258,7 +251,6 @@ static void open_kinds(Run *run, const EpBootstrap *bootstrap) {
     run_open(run, bootstrap, kind_case, KINDS, KINDS);
     DeviceStep *first = &run->gpu[0];
     Case c = first->c;
-    REQUIRE(run->group, "no group");
     REQUIRE_OK(ep_mem_alloc(run->group, device_step_bytes(&c), &reachable));
     for (int i = 0; i < KINDS; i++)
         ep_handle_destroy(run->gpu[i].step.handle);
@@ -289,7 +281,6 @@ static void many_handles(const EpBootstrap *bootstrap) {
     static _Thread_local Run run;
     EpHandle *handles[LIVE_HANDLES];
     open_kinds(&run, bootstrap);
-    REQUIRE(!check_failure()[0], "no steps");
     for (int i = 0; i < LIVE_HANDLES; i++) {
         handles[i] = device_step_handle(run.group, &run.gpu[i % KINDS].c);
         REQUIRE(handles[i], "no handle %d", i);
@@ -313,7 +304,6 @@ static void replace_handles(Run *run, EpHandle *lasting, int round, int64_t *mos
     int kind = 1 + round % (KINDS - 1);
     EpHandle *used = device_step_handle(run->group, &run->gpu[kind].c);
     EpHandle *unused = device_step_handle(run->group, &run->gpu[(round + 2) % KINDS].c);
-    REQUIRE(used && unused, "no handle");
     load(run, kind, used);
     load(run, 0, lasting);
     device_step_issue(&run->gpu[0], STEP_PREPARE | STEP_DISPATCH);
@@ -334,9 +324,7 @@ static void replace_handles(Run *run, EpHandle *lasting, int round, int64_t *mos
 static void come_and_go(const EpBootstrap *bootstrap) {
     static _Thread_local Run run;
     open_kinds(&run, bootstrap);
-    REQUIRE(!check_failure()[0], "no steps");
     EpHandle *lasting = device_step_handle(run.group, &run.gpu[0].c);
-    REQUIRE(lasting, "no handle");
     int64_t most = 0;
     for (int round = 0; round < LIFETIMES && !check_failure()[0]; round++)
         replace_handles(&run, lasting, round, &most);
@@ -352,7 +340,6 @@ static void too_many_entries(const EpBootstrap *bootstrap) {
     EpHandle *handle = NULL;
     c.max_tokens = 40000;
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     EpHandleConfig config = case_handle_config(&c);
     CHECK_REFUSED(ep_handle_create(group, &config, &handle), EP_ERR_UNSUPPORTED, "ep_handle_create",
                   "config", "at most", "in latency mode", "got 40000 * 3");

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Buffers that peers can reach (ep_mem_alloc) give the same bytes as plain device memory, with
  * staging or zero-copy receive, also if only some ranks or some buffers are reachable. */
-#include <string.h>
-
 #include "tests/gpu/device_step.h"
 
 static void reserve(void) {
@@ -61,7 +59,6 @@ static void zero_copy(const EpBootstrap *bootstrap) {
     Case widest = draw_case(bootstrap->size, 3);
     EpGroup *group = open_group(bootstrap, &widest);
     void *reachable = NULL;
-    REQUIRE(group, "no group");
     REQUIRE_OK(ep_mem_alloc(group, most_bytes(bootstrap->size), &reachable));
     for (int i = 0; i < CASES; i++) {
         Case c = draw_case(bootstrap->size, i);
@@ -71,7 +68,7 @@ static void zero_copy(const EpBootstrap *bootstrap) {
     ep_group_destroy(group);
 }
 
-GpuTests(gpu_zero_copy, as_staged, zero_copy(bootstrap));
+RankTests(gpu_zero_copy, as_staged, zero_copy(bootstrap));
 
 /* ---- receive tensors without rows ------------------------------------------------------------ */
 
@@ -80,10 +77,9 @@ GpuTests(gpu_zero_copy, as_staged, zero_copy(bootstrap));
 static void no_rows(const EpBootstrap *bootstrap) {
     Case c = case_complete((Case){.ranks = bootstrap->size, .top_k = 1, .max_tokens = 37});
     EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? device_step_handle(group, &c) : NULL;
+    EpHandle *handle = device_step_handle(group, &c);
     void *window = NULL;
     DeviceStep gpu;
-    REQUIRE(handle, "no handle");
     REQUIRE_OK(ep_mem_alloc(group, device_step_bytes(&c), &window));
     device_step_open(&gpu, group, handle, &c, bootstrap->rank, NULL, window);
     c.spread = SPREAD_FULL, c.routing = ROUTING_ONE_RANK;
@@ -101,8 +97,8 @@ static void no_rows(const EpBootstrap *bootstrap) {
     ep_group_destroy(group);
 }
 
-GpuTest(gpu_zero_copy, no_rows_2, 2, no_rows(bootstrap));
-GpuTest(gpu_zero_copy, no_rows_4, 4, no_rows(bootstrap));
+RankTest(gpu_zero_copy, no_rows_2, 2, no_rows(bootstrap));
+RankTest(gpu_zero_copy, no_rows_4, 4, no_rows(bootstrap));
 
 /* ---- allocation ------------------------------------------------------------------------------ */
 
@@ -127,7 +123,6 @@ static void come_and_go(const EpBootstrap *bootstrap) {
     Case c = draw_case(bootstrap->size, 0);
     EpGroup *group = open_group(bootstrap, &c);
     void *memory[3] = {NULL}, *none = &none, *other = NULL;
-    REQUIRE(group, "no group");
     for (int round = 0; round < 2; round++) {
         for (int i = 0; i < 3; i++)
             memory[i] = take_zeroed(group, 1000 + (size_t)(3 * 1000 * bootstrap->rank + i));
@@ -145,5 +140,5 @@ static void come_and_go(const EpBootstrap *bootstrap) {
     ep_group_destroy(group);
 }
 
-GpuTest(gpu_zero_copy, memory_comes_and_goes_1, 1, come_and_go(bootstrap));
-GpuTest(gpu_zero_copy, memory_comes_and_goes_2, 2, come_and_go(bootstrap));
+RankTest(gpu_zero_copy, memory_comes_and_goes_1, 1, come_and_go(bootstrap));
+RankTest(gpu_zero_copy, memory_comes_and_goes_2, 2, come_and_go(bootstrap));

@@ -2,33 +2,28 @@
 /* Wrong arguments of ep_prepare and of the calls that create handles: refusals.def, and calls that
  * it cannot say. */
 #include <stddef.h>
-#include <string.h>
 
 #include "tests/cases/fixture.h"
 
-RefusalsTest(handles_arguments, wrong_tensors, "prepare", "")
+RefusalsTest(handles_arguments, wrong_tensors, "prepare", "");
 
-    /* Empty tensors are not read, so their addresses do not matter. */
-    SoloTest(handles_arguments, empty_tensors_lie_anywhere) {
-    Fixture *f = fixture_new("");
+/* Empty tensors are not read, so their addresses do not matter. */
+FixtureTest(handles_arguments, empty_tensors_lie_anywhere, "") {
     f->tensor[TOPK_IDX].shape[0] = 0;
     f->tensor[TOPK_IDX].data = (char *)f->tensor[TOPK_IDX].data + 1;
     f->arg[NUM_TOKENS] = NULL;
     CHECK_OK(fixture_call(f, OP_PREPARE));
-    fixture_free(f);
 }
 
 /* Every size of a struct from the first version's to today's is accepted; fields past it are
  * neither read nor written. */
-SoloTest(handles_arguments, structs_of_all_versions) {
-    Fixture *f = fixture_new("");
+FixtureTest(handles_arguments, structs_of_all_versions, "") {
     for (size_t size = offsetof(EpHandleConfig, mode); size < sizeof(EpHandleConfig); size += 4) {
         EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
-        EpHandle *handle = NULL;
         memset((char *)&config + size, 0x77, sizeof(config) - size);
         config.struct_size = size;
         check_note("config of %zu bytes", size);
-        CHECK_OK(ep_handle_create(f->group, &config, &handle));
+        EpHandle *handle = open_handle_with(f->group, &config);
         Step step = f->step;
         step.handle = handle;
         if (handle) step_all(&step);
@@ -52,17 +47,14 @@ SoloTest(handles_arguments, structs_of_all_versions) {
         for (size_t i = size; i < sizeof(out); i++)
             CHECK(out.byte[i] == 0x77, "size %zu: byte %zu was written", size, i);
     }
-    fixture_free(f);
 }
 
 /* A refused prepare keeps the plan of the step before. */
-SoloTest(handles_arguments, refused_prepare_keeps_the_plan) {
-    Fixture *f = fixture_new("");
+FixtureTest(handles_arguments, refused_prepare_keeps_the_plan, "") {
     step_prepare(&f->step);
     f->tensor[TOPK_IDX].shape[0] = 10;
     CHECK_STATUS(fixture_call(f, OP_PREPARE), EP_ERR_TOKENS);
     step_move(&f->step);
-    fixture_free(f);
 }
 
 /* The host does not read device memory, so kernels clamp the number of tokens to the rows of
@@ -75,9 +67,8 @@ static void check_clamped(Fixture *f, int64_t tokens) {
           (long long)tokens);
 }
 
-SoloTest(handles_arguments, number_of_tokens_out_of_range) {
+FixtureTest(handles_arguments, number_of_tokens_out_of_range, "") {
     static const int32_t wrong[] = {-1, 10, INT32_MIN};
-    Fixture *f = fixture_new("");
     for (int i = 0; i < LENGTH(wrong); i++) {
         *(int32_t *)f->tensor[NUM_TOKENS].data = wrong[i];
         if (TESTS_ON_GPU) {
@@ -89,12 +80,10 @@ SoloTest(handles_arguments, number_of_tokens_out_of_range) {
     }
     *(int32_t *)f->tensor[NUM_TOKENS].data = 9;
     CHECK_OK(fixture_call(f, OP_PREPARE));
-    fixture_free(f);
 }
 
-SoloTest(handles_arguments, structs_of_unknown_size) {
+FixtureTest(handles_arguments, structs_of_unknown_size, "") {
     static const size_t sizes[] = {0, 3, 100000};
-    Fixture *f = fixture_new("");
     for (int i = 0; i < LENGTH(sizes); i++) {
         EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
         plan.struct_size = sizes[i];
@@ -108,7 +97,6 @@ SoloTest(handles_arguments, structs_of_unknown_size) {
     CHECK_REFUSED(ep_handle_info(f->handle, &info), EP_ERR_STRUCT_SIZE, "out");
     CHECK_REFUSED(ep_handle_cost(f->group, NULL, &cost), EP_ERR_STRUCT_SIZE, "out");
     CHECK(info.recv_rows == 0 && info.expert_counts == NULL, "outputs were written");
-    fixture_free(f);
 }
 
 SoloTest(handles_arguments, missing_objects) {
@@ -175,17 +163,6 @@ typedef struct Configured {
     size_t bytes;
 } Configured;
 
-static void reset_config(void *context, const char *call) {
-    Configured *c = context;
-    (void)call;
-    *c = (Configured){c->group, EP_HANDLE_CONFIG_INIT, NULL, EP_HANDLE_COST_INIT, 123};
-}
-
-static Part find_config(void *context, const char *call, const char *name) {
-    (void)call, (void)name;
-    return PART(config_fields, &((Configured *)context)->config);
-}
-
 static EpStatus call_with_config(void *context, const char *call) {
     Configured *c = context;
     if (!strcmp(call, "ep_handle_create"))
@@ -194,31 +171,21 @@ static EpStatus call_with_config(void *context, const char *call) {
     return ep_handle_memory(c->group, &c->config, &c->bytes);
 }
 
-static void check_config_outputs(void *context, const char *call) {
-    const Configured *c = context;
-    (void)call;
-    CHECK(!c->handle && c->bytes == 123 && c->cost.mode == EP_MODE_AUTO, "outputs were written");
-}
-
-SoloTest(handles_arguments, wrong_configs) {
+FixtureTest(handles_arguments, wrong_configs, "sets=1") {
     static const char *const calls[] = {"ep_handle_create", "ep_handle_memory", "ep_handle_cost",
                                         NULL};
-    static const Subject subject = {.reset = reset_config,
-                                    .find = find_config,
-                                    .call = call_with_config,
-                                    .check = check_config_outputs,
+    static const Member members[] = {MEMBER("", config_fields, Configured, config)};
+    static const Subject subject = {members, 1, sizeof(Configured), call_with_config,
                                     .calls = calls};
-    Fixture *f = fixture_new("sets=1");
-    check_refusals("handle_config", &subject, &(Configured){.group = f->group});
-    fixture_free(f);
+    check_refusals("handle_config", &subject,
+                   &(Configured){f->group, EP_HANDLE_CONFIG_INIT, NULL, EP_HANDLE_COST_INIT, 123});
 }
 
 /* ---- others ---- */
 
-SoloTest(handles_arguments, sources_that_are_refused) {
+FixtureTest(handles_arguments, sources_that_are_refused, "") {
     enum { ROWS = 1 << 10 };
     static int32_t ranks[ROWS], tokens[ROWS];
-    Fixture *f = fixture_new("");
     EpHandle *h = f->handle;
     memset(ranks, 0x77, sizeof(ranks)), memset(tokens, 0x77, sizeof(tokens));
     CHECK_REFUSED(ep_plan_sources(h, NULL, NULL, ROWS, ranks, tokens), EP_ERR_NOT_PREPARED,
@@ -243,34 +210,27 @@ SoloTest(handles_arguments, sources_that_are_refused) {
     for (int i = 0; i < ROWS; i++)
         CHECK(ranks[i] == 0x77777777 && tokens[i] == 0x77777777, "row %d was written", i);
     step_move(&f->step);
-    fixture_free(f);
 }
 
 /* A rank that receives nothing needs no memory for it. */
-SoloTest(handles_arguments, sources_of_no_rows) {
-    Fixture *f = fixture_new("masked_percent=100");
+FixtureTest(handles_arguments, sources_of_no_rows, "masked_percent=100") {
     step_prepare(&f->step);
     CHECK_OK(ep_plan_sources(f->handle, NULL, NULL, 0, NULL, NULL));
     CHECK_OK(ep_plan_entries(f->handle, NULL, NULL, 0, NULL, NULL, NULL));
-    fixture_free(f);
 }
 
 /* Every step must have the K of the handle. */
-SoloTest(handles_arguments, other_k_than_the_handle) {
-    Fixture *f = fixture_new("");
+FixtureTest(handles_arguments, other_k_than_the_handle, "") {
     f->tensor[TOPK_IDX].shape[1] = 1;
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.top_k = 2;
-    EpHandle *handle = NULL;
-    CHECK_OK(ep_handle_create(f->group, &config, &handle));
+    EpHandle *handle = open_handle_with(f->group, &config);
     CHECK_REFUSED(ep_prepare(handle, NULL, f->arg[TOPK_IDX], NULL, NULL, NULL), EP_ERR_SHAPE,
                   "topk_idx", "2", "got 1");
-    fixture_free(f);
 }
 
 /* 64-bit indices are not truncated: 2^32 + 1 is not expert 1. */
-SoloTest(handles_arguments, index_beyond_32_bits) {
-    Fixture *f = fixture_new("");
+FixtureTest(handles_arguments, index_beyond_32_bits, "") {
     int64_t index[2] = {(INT64_C(1) << 32) + 1, 3};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT64, 1, 2);
     CHECK_OK(ep_prepare(f->handle, NULL, &topk_idx, NULL, NULL, NULL));
@@ -284,5 +244,4 @@ SoloTest(handles_arguments, index_beyond_32_bits) {
           info.expert_counts[3]);
     CHECK_OK(ep_group_status(f->group, &found));
     CHECK(found.status == EP_OK, "%d", (int)found.status);
-    fixture_free(f);
 }

@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Latency mode: which handles get it, what memory it takes, and that a dispatch reads the routing
  * when it runs. run_case_on_threads tests what its operations write. */
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
 #include "tests/cases/fixture.h"
 #include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
@@ -50,8 +46,7 @@ static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int
     config.mode = (EpMode)choice->group, config.max_recv_rows = choice->capacity;
     if (choice->handle == EP_MODE_AUTO || choice->handle == EP_MODE_LATENCY)
         config.latency_sets = 1;
-    EpGroup *group = NULL;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     EpHandleConfig handle = EP_HANDLE_CONFIG_INIT;
     handle.layout = choice->layout, handle.mode = choice->handle;
     if (choice->layout == EP_LAYOUT_BATCHED) handle.rows_per_expert = 20;
@@ -112,17 +107,16 @@ static void check_modes_on_nodes(EpGroup *group) {
 ThreadTest(handles_latency, auto_on_two_nodes, 2) {
     Case c = case_complete((Case){.ranks = 2, .nodes = "01"});
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     config.mode = EP_MODE_AUTO, config.max_recv_rows = 100, config.latency_sets = EP_DEFAULT;
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     check_modes_on_nodes(group);
     ep_group_destroy(group);
 }
 
 /* A group without a capacity is feasible: each handle must then choose its own. */
 SoloTest(handles_latency, groups_without_a_capacity_are_feasible) {
-    NEEDS_LATENCY();
+    needs_latency();
     Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
     EpGroupConfig config = case_group_config(&c);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
@@ -136,9 +130,7 @@ SoloTest(handles_latency, groups_without_a_capacity_are_feasible) {
 
 /* ---- what it takes ---- */
 
-SoloTest(handles_latency, costs_what_it_says) {
-    NEEDS_LATENCY();
-    Fixture *f = fixture_new("mode=latency layout=batched");
+FixtureTest(handles_latency, costs_what_it_says, "mode=latency layout=batched") {
     EpHandleConfig config = case_handle_config(&f->world->c);
     EpHandleCost cost = EP_HANDLE_COST_INIT;
     EpGroupInfo before = EP_GROUP_INFO_INIT, during = before, after = before;
@@ -156,7 +148,6 @@ SoloTest(handles_latency, costs_what_it_says) {
           (long long)(during.library_bytes - before.library_bytes));
     CHECK(after.library_bytes == during.library_bytes, "%lld bytes more",
           (long long)(after.library_bytes - during.library_bytes));
-    fixture_free(f);
 }
 
 /* ---- order ---- */
@@ -172,9 +163,7 @@ static void refuse_until_dispatched(Fixture *fixture) {
 }
 
 /* A dispatch makes the plan; the next ep_prepare discards it. */
-SoloTest(handles_latency, dispatch_makes_the_plan) {
-    NEEDS_LATENCY();
-    Fixture *f = fixture_new("mode=latency layout=batched");
+FixtureTest(handles_latency, dispatch_makes_the_plan, "mode=latency layout=batched") {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_NOT_PREPARED, "ep_dispatch", "routing");
     CHECK_REFUSED(fixture_call(f, OP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine", "plan");
@@ -189,12 +178,9 @@ SoloTest(handles_latency, dispatch_makes_the_plan) {
         CHECK(info.step == step && info.mode == EP_MODE_LATENCY, "step %lld instead of %d, mode %d",
               (long long)info.step, step, (int)info.mode);
     }
-    fixture_free(f);
 }
 
-SoloTest(handles_latency, there_is_no_backward) {
-    NEEDS_LATENCY();
-    Fixture *f = fixture_new("mode=latency");
+FixtureTest(handles_latency, there_is_no_backward, "mode=latency") {
     step_dispatch(&f->step);
     CHECK_REFUSED(fixture_call(f, OP_COMBINE_BACKWARD), EP_ERR_UNSUPPORTED, "ep_combine_backward",
                   "throughput mode", "no backward");
@@ -202,7 +188,6 @@ SoloTest(handles_latency, there_is_no_backward) {
                   "throughput mode", "no backward");
     fixture_check_untouched(f);
     step_combine(&f->step);
-    fixture_free(f);
 }
 
 static void check_dispatched(Fixture *fixture, int32_t given, int64_t tokens) {
@@ -216,9 +201,7 @@ static void check_dispatched(Fixture *fixture, int32_t given, int64_t tokens) {
 
 /* The dispatch reads num_tokens. On the host it refuses a number out of range; kernels clamp it to
  * the rows of topk_idx, since their calls do not read it. */
-SoloTest(handles_latency, number_of_tokens_out_of_range) {
-    NEEDS_LATENCY();
-    Fixture *f = fixture_new("mode=latency layout=batched");
+FixtureTest(handles_latency, number_of_tokens_out_of_range, "mode=latency layout=batched") {
     CHECK_OK(fixture_call(f, OP_PREPARE));
     if (TESTS_ON_GPU) {
         check_dispatched(f, 10, 9), check_dispatched(f, -1, 0);
@@ -232,7 +215,6 @@ SoloTest(handles_latency, number_of_tokens_out_of_range) {
     /* The tensor of tokens must still have T rows. */
     f->tensor[TOKENS].shape[0] = 4;
     CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_SHAPE, "tokens", "9", "got 4");
-    fixture_free(f);
 }
 
 /* ---- routing that changes in place, as in replays of graphs ---- */
@@ -276,8 +258,7 @@ static void replays(const EpBootstrap *bootstrap, EpLayout layout, int phases) {
                                    "mode=latency index_type=int64 phases=%d",
                                    RANKS, layout, phases));
     EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
-    REQUIRE(handle, "no handle");
+    EpHandle *handle = open_handle(group, &c);
     Fixed fixed = {.index = calloc((size_t)(c.max_tokens * c.top_k), sizeof(int64_t))};
     defer_routing(handle, &fixed, &c);
     for (int i = 0; i < REPLAYS; i++) {
@@ -293,7 +274,7 @@ static void replays(const EpBootstrap *bootstrap, EpLayout layout, int phases) {
 }
 
 ThreadTest(handles_latency, routes_again_without_prepare, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
         replays(bootstrap, layout, 0);
         replays(bootstrap, layout, 1);
@@ -320,8 +301,7 @@ static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
         c.layout = (EpLayout)(1 + i % 4);
         Case full = case_complete(c);
         if (!group) group = open_group(bootstrap, &full);
-        handles[i] = group ? open_handle(group, &full) : NULL;
-        REQUIRE(handles[i], "no handle");
+        handles[i] = open_handle(group, &full);
     }
     for (int i = 0; i < STEPS; i++) {
         int which = (int)random_below(&shared, HANDLES);
@@ -339,6 +319,6 @@ static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
 }
 
 ThreadTest(handles_latency, delayed_ranks, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     stress(bootstrap, environment_number("LIBEP_TEST_SEED", 7));
 }

@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Dispatch and combine in send and receive phases: which calls may come between them, and several
  * pending operations at once. run_case_on_threads tests what the phases write. */
-#include <stdio.h>
-#include <unistd.h>
-
 #include "runtime/status.h"
 #include "tests/cases/fixture.h"
 #include "tests/harness/random.h"
@@ -13,20 +10,16 @@
 
 static const Op phases[] = {OP_DISPATCH_SEND, OP_DISPATCH_WAIT, OP_COMBINE_SEND, OP_COMBINE_WAIT};
 
-SoloTest(handles_phases, none_in_throughput_mode) {
-    Fixture *f = fixture_new("");
+FixtureTest(handles_phases, none_in_throughput_mode, "") {
     step_prepare(&f->step);
     for (int i = 0; i < LENGTH(phases); i++)
         CHECK_REFUSED(fixture_call(f, phases[i]), EP_ERR_UNSUPPORTED, "rank 0", "handle",
                       "latency mode", "throughput mode");
     fixture_check_untouched(f);
     step_move(&f->step);
-    fixture_free(f);
 }
 
-SoloTest(handles_phases, wait_without_send) {
-    NEEDS_LATENCY();
-    Fixture *f = fixture_new("mode=latency layout=batched");
+FixtureTest(handles_phases, wait_without_send, "mode=latency layout=batched") {
     CHECK_REFUSED(fixture_call(f, OP_DISPATCH_SEND), EP_ERR_NOT_PREPARED, "ep_dispatch_send",
                   "routing");
     CHECK_REFUSED(fixture_call(f, OP_COMBINE_SEND), EP_ERR_NOT_PREPARED, "ep_combine_send", "plan");
@@ -38,7 +31,6 @@ SoloTest(handles_phases, wait_without_send) {
         fixture_check_untouched(f);
         step_dispatch(&f->step);
     }
-    fixture_free(f);
 }
 
 /* All calls but the receive phase of `pending` are refused, and the operation stays pending. */
@@ -58,21 +50,16 @@ static void refuse_while_pending(Fixture *f, Op pending, const char *wait, const
     CHECK_OK(fixture_call(f, pending == OP_DISPATCH_SEND ? OP_DISPATCH_WAIT : OP_COMBINE_WAIT));
 }
 
-SoloTest(handles_phases, other_calls_in_between) {
-    NEEDS_LATENCY();
-    Fixture *f = fixture_new("mode=latency layout=batched");
+FixtureTest(handles_phases, other_calls_in_between, "mode=latency layout=batched") {
     for (int round = 0; round < 2; round++) {
         refuse_while_pending(f, OP_DISPATCH_SEND, "ep_dispatch_wait", "ep_dispatch_send");
         refuse_while_pending(f, OP_COMBINE_SEND, "ep_combine_wait", "ep_combine_send");
     }
     step_all(&f->step);
-    fixture_free(f);
 }
 
 /* A pending operation is dropped with its handle and with its group. */
-SoloTest(handles_phases, destroyed_while_pending) {
-    NEEDS_LATENCY();
-    Fixture *f = fixture_new("mode=latency layout=batched");
+FixtureTest(handles_phases, destroyed_while_pending, "mode=latency layout=batched") {
     fixture_begin(f, OP_DISPATCH_SEND);
     ep_handle_destroy(f->handle);
     CHECK_REFUSED(fixture_call(f, OP_DISPATCH_WAIT), EP_ERR_DESTROYED, "handle");
@@ -80,17 +67,14 @@ SoloTest(handles_phases, destroyed_while_pending) {
     step_all(&f->step);
     fixture_reset(f);
     fixture_begin(f, OP_DISPATCH_SEND);
-    fixture_free(f);
 }
 
 /* ---- arguments ---- */
 
-RefusalsTest(handles_phases, wrong_tensors, "phases", "mode=latency")
+RefusalsTest(handles_phases, wrong_tensors, "phases", "mode=latency");
 
-    /* Weights and scales that were not sent cannot be received. */
-    SoloTest(handles_phases, receiving_what_was_not_sent) {
-    NEEDS_LATENCY();
-    Fixture *f = fixture_new("mode=latency");
+/* Weights and scales that were not sent cannot be received. */
+FixtureTest(handles_phases, receiving_what_was_not_sent, "mode=latency") {
     f->arg[TOPK_WEIGHTS] = f->arg[SCALES] = NULL;
     fixture_begin(f, OP_DISPATCH_SEND);
     CHECK_REFUSED(fixture_call(f, OP_DISPATCH_WAIT), EP_ERR_NULL, "recv_topk_weights", "NULL");
@@ -99,7 +83,6 @@ RefusalsTest(handles_phases, wrong_tensors, "phases", "mode=latency")
     fixture_check_untouched(f);
     f->arg[RECV_SCALES] = NULL;
     CHECK_OK(fixture_call(f, OP_DISPATCH_WAIT));
-    fixture_free(f);
 }
 
 /* ---- many pending operations ---- */
@@ -129,16 +112,14 @@ static Case set_case(int which) {
                    RANKS, HANDLES, 1 + which % 4, which % 2, which > 2 ? which - 1 : 0);
 }
 
-static int set_open(StepSet *set, const EpBootstrap *bootstrap, uint64_t seed) {
+static void set_open(StepSet *set, const EpBootstrap *bootstrap, uint64_t seed) {
     *set = (StepSet){.shared = random_stream(seed, 1, 0)};
     set->own = random_stream(seed, 2, (uint64_t)bootstrap->rank);
     for (int i = 0; i < HANDLES; i++) {
         Case c = case_complete(set_case(i));
         if (!set->group) set->group = open_group(bootstrap, &c);
-        set->handle[i] = set->group ? open_handle(set->group, &c) : NULL;
-        if (!set->handle[i]) return 0;
+        set->handle[i] = open_handle(set->group, &c);
     }
-    return 1;
 }
 
 /* Shuffle the handles. With `shared` draws all ranks get the same order. */
@@ -191,7 +172,7 @@ static void overlap_some(StepSet *set) {
 
 static void run_overlapping(const EpBootstrap *bootstrap, uint64_t seed, const char *nodes) {
     StepSet set;
-    REQUIRE(set_open(&set, bootstrap, seed), "no handles");
+    set_open(&set, bootstrap, seed);
     for (int round = 0; round < ROUNDS; round++) {
         check_note("seed %llu, round %d", (unsigned long long)seed, round);
         for (int i = 0; i < HANDLES; i++) {
@@ -211,7 +192,7 @@ static void run_overlapping(const EpBootstrap *bootstrap, uint64_t seed, const c
 }
 
 ThreadTest(handles_phases, many_pending, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     run_overlapping(bootstrap, environment_number("LIBEP_TEST_SEED", 11), "");
 }
 
@@ -252,8 +233,7 @@ static void split_on_one_rank(const EpBootstrap *bootstrap, int dispatch, const 
     Case c = case_complete(case_of("ranks=2 experts=4 max_tokens=2 hidden=64 row_type=fp32 sets=2 "
                                    "mode=latency layout=batched rows_per_expert=4"));
     EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = group ? open_handle(group, &c) : NULL;
-    REQUIRE(handle, "no handle");
+    EpHandle *handle = open_handle(group, &c);
     CHECK_OK(move_tokens(handle, 1, 1));
     CHECK_OK(move_tokens(handle, 0, 1));
     EpStatus status = move_tokens(handle, mine && dispatch, mine && !dispatch);
@@ -263,7 +243,7 @@ static void split_on_one_rank(const EpBootstrap *bootstrap, int dispatch, const 
 }
 
 ThreadTest(handles_phases, split_on_one_rank, 2) {
-    NEEDS_LATENCY();
+    needs_latency();
     set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
     split_on_one_rank(bootstrap, 1, "dispatch in latency mode", "dispatch in two phases");
     split_on_one_rank(bootstrap, 0, "combine", "combine in two phases");

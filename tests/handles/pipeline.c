@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Several live handles, used in any order. Each keeps the plan of its own step, so every operation
  * gives what the oracle expects. */
-#include <string.h>
-
 #include "tests/cases/run.h"
 
 enum { RANKS = 3, MAX_LAYERS = 9 };
@@ -22,7 +20,7 @@ static Layers layers_open(const EpBootstrap *bootstrap, int count, int mixed) {
                          RANKS, mixed ? 1 + i % 3 : 1, 40 + i);
         World *world = world_new(&c);
         if (i == 0) layers.group = open_group(bootstrap, &world->c);
-        EpHandle *handle = layers.group ? open_handle(layers.group, &world->c) : NULL;
+        EpHandle *handle = open_handle(layers.group, &world->c);
         layers.step[i] = (Step){layers.group, handle, world, bootstrap->rank, NULL};
     }
     return layers;
@@ -49,24 +47,25 @@ static void run_script(const Layers *layers, const char *script) {
     }
 }
 
-#define ScriptTest(name, layers, mixed, script)                     \
-    ThreadTest(handles_pipeline, name, RANKS) {                     \
-        Layers of_rank = layers_open(bootstrap, (layers), (mixed)); \
-        run_script(&of_rank, (script));                             \
-        layers_close(&of_rank);                                     \
-    }
+static void run_alone(const EpBootstrap *bootstrap, int count, int mixed, const char *script) {
+    Layers layers = layers_open(bootstrap, count, mixed);
+    run_script(&layers, script);
+    layers_close(&layers);
+}
 
-ScriptTest(two_equal_layers_interleaved, 2, 0, "p0 p1 d1 d0 C0 c1 c0 D1 C1 D0")
-    /* An operation can be repeated with the same result. */
-    ScriptTest(operations_repeated, 1, 0, "p0 d0 d0 d0 c0 c0 c0 b0 b0 b0")
-    /* Forward through all layers, then backward in the opposite order, twice, in every layout. */
-    ScriptTest(nine_layers_of_all_layouts, 9, 1,
-               "f0 f1 f2 f3 f4 f5 f6 f7 f8 b8 b7 b6 b5 b4 b3 b2 b1 b0 "
-               "f0 f1 f2 f3 f4 f5 f6 f7 f8 b8 b7 b6 b5 b4 b3 b2 b1 b0")
+RankTest(handles_pipeline, two_equal_layers_interleaved, RANKS,
+         run_alone(bootstrap, 2, 0, "p0 p1 d1 d0 C0 c1 c0 D1 C1 D0"));
+/* An operation can be repeated with the same result. */
+RankTest(handles_pipeline, operations_repeated, RANKS,
+         run_alone(bootstrap, 1, 0, "p0 d0 d0 d0 c0 c0 c0 b0 b0 b0"));
+/* Forward through all layers, then backward in the opposite order, twice, in every layout. */
+RankTest(handles_pipeline, nine_layers_of_all_layouts, RANKS,
+         run_alone(bootstrap, 9, 1,
+                   "f0 f1 f2 f3 f4 f5 f6 f7 f8 b8 b7 b6 b5 b4 b3 b2 b1 b0 "
+                   "f0 f1 f2 f3 f4 f5 f6 f7 f8 b8 b7 b6 b5 b4 b3 b2 b1 b0"));
 
-    /* Two handles are enough for three micro-batches: the third one reuses the first one's handle.
-     */
-    ThreadTest(handles_pipeline, f0_f1_b0_f2_b1_b2, RANKS) {
+/* Two handles are enough for three micro-batches: the third one reuses the first one's handle. */
+ThreadTest(handles_pipeline, f0_f1_b0_f2_b1_b2, RANKS) {
     Layers layers = layers_open(bootstrap, 3, 0);
     layers.step[2].handle = layers.step[0].handle;
     run_script(&layers, "f0 f1 b0 f2 b1 b2");

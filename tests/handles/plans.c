@@ -1,9 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Plans that calls name: several of one handle, moved, saved, freed early, wrong ones. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "handles/host/plan.h"
 #include "tests/cases/fixture.h"
 #include "tests/harness/ranked.h"
@@ -27,19 +23,19 @@ typedef struct Plans {
     Step step[PLANS];
 } Plans;
 
-static int plans_open(Plans *p, const EpBootstrap *bootstrap, Case c) {
+static void plans_open(Plans *p, const EpBootstrap *bootstrap, Case c) {
     *p = (Plans){.group = NULL};
+    if (c.mode == EP_MODE_LATENCY) needs_latency();
     for (int i = 0; i < PLANS; i++) {
         c.seed = 40 + (uint64_t)i;
         p->world[i] = world_new(&c);
     }
     p->group = open_group(bootstrap, &p->world[0]->c);
-    p->handle = p->group ? open_handle(p->group, &p->world[0]->c) : NULL;
-    for (int i = 0; i < PLANS && p->handle; i++) {
+    p->handle = open_handle(p->group, &p->world[0]->c);
+    for (int i = 0; i < PLANS; i++) {
         open_plan(p->group, &p->world[0]->c, &p->plan[i]);
         p->step[i] = (Step){p->group, p->handle, p->world[i], bootstrap->rank, &p->plan[i]};
     }
-    return p->handle != NULL;
 }
 
 /* The plans' memory goes first: neither handle nor group may touch it. */
@@ -53,6 +49,17 @@ static void plans_close(Plans *p) {
     for (int i = 0; i < PLANS; i++)
         world_free(p->world[i]);
 }
+
+/* A test of three plans of one handle, `p`. */
+#define PlansTest(name, ranks, text)                               \
+    static void name##_on(const EpBootstrap *bootstrap, Plans *p); \
+    ThreadTest(handles_plans, name, ranks) {                       \
+        Plans p;                                                   \
+        plans_open(&p, bootstrap, plain(text));                    \
+        name##_on(bootstrap, &p);                                  \
+        plans_close(&p);                                           \
+    }                                                              \
+    static void name##_on(__attribute__((unused)) const EpBootstrap *bootstrap, Plans *p)
 
 /* Move a plan's bytes, and overwrite those at the old address. */
 static void move(EpTensor *plan) {
@@ -74,7 +81,6 @@ ThreadTest(handles_plans, own_plan_named_on_another_handle, RANKS) {
     EpTensor plan = {0};
     config.plans = EP_PLANS_NAMED, config.zero_tail = EP_TAIL_KEEP;
     if (owner) CHECK_OK(ep_handle_create(own.group, &config, &other));
-    REQUIRE(owner && other, "no handle");
     CHECK_REFUSED(ep_handle_plan(owner, NULL), EP_ERR_NULL, "ep_handle_plan: plan");
     CHECK_REFUSED(ep_handle_plan(other, &plan), EP_ERR_UNSUPPORTED, "ep_handle_plan: handle",
                   "EP_PLANS_NAMED");
@@ -95,7 +101,7 @@ ThreadTest(handles_plans, own_plan_named_on_another_handle, RANKS) {
 
 static void run_interleaved(const EpBootstrap *bootstrap, Case c) {
     Plans p;
-    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    plans_open(&p, bootstrap, c);
     for (int i = 0; i < PLANS; i++)
         step_prepare(&p.step[i]);
     for (int i = PLANS - 1; i >= 0; i--) {
@@ -150,55 +156,46 @@ ThreadTest(handles_plans, three_with_little_room, RANKS) {
 }
 
 ThreadTest(handles_plans, three_in_latency_mode, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     run_interleaved(bootstrap, plain("mode=latency"));
     run_interleaved(bootstrap, plain("mode=latency phases=1"));
 }
 
 /* A saved plan is restored after its memory has served another step. */
-ThreadTest(handles_plans, saved_and_restored, RANKS) {
-    Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("")), "no handle");
-    size_t bytes = (size_t)p.plan[0].shape[0];
+PlansTest(saved_and_restored, RANKS, "") {
+    size_t bytes = (size_t)p->plan[0].shape[0];
     void *saved = malloc(bytes);
-    step_prepare(&p.step[0]);
-    step_dispatch(&p.step[0]);
-    memcpy(saved, p.plan[0].data, bytes);
-    Step second = p.step[1];
-    second.plan = &p.plan[0];
+    step_prepare(&p->step[0]);
+    step_dispatch(&p->step[0]);
+    memcpy(saved, p->plan[0].data, bytes);
+    Step second = p->step[1];
+    second.plan = &p->plan[0];
     step_all(&second);
-    memcpy(p.plan[0].data, saved, bytes);
-    step_move(&p.step[0]);
+    memcpy(p->plan[0].data, saved, bytes);
+    step_move(&p->step[0]);
     free(saved);
-    plans_close(&p);
 }
 
 /* A handle with a plan of its own may name others, too. */
-ThreadTest(handles_plans, beside_the_own_one, RANKS) {
-    Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("named=0")), "no handle");
-    Step own = p.step[1];
+PlansTest(beside_the_own_one, RANKS, "named=0") {
+    Step own = p->step[1];
     own.plan = NULL;
     step_prepare(&own);
-    step_prepare(&p.step[0]);
-    step_move(&p.step[0]);
+    step_prepare(&p->step[0]);
+    step_move(&p->step[0]);
     step_move(&own);
-    plans_close(&p);
 }
 
 /* No byte behind the plan is written. */
-ThreadTest(handles_plans, exactly_the_bytes_asked_for, 1) {
-    Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("ranks=1")), "no handle");
-    size_t bytes = (size_t)p.plan[0].shape[0];
+PlansTest(exactly_the_bytes_asked_for, 1, "ranks=1") {
+    size_t bytes = (size_t)p->plan[0].shape[0];
     unsigned char *room = aligned_alloc(64, (bytes + 64 + 63) / 64 * 64 + 192);
     memset(room, 0xee, bytes + 128);
-    free(p.plan[0].data);
-    p.plan[0].data = room;
-    step_all(&p.step[0]);
+    free(p->plan[0].data);
+    p->plan[0].data = room;
+    step_all(&p->step[0]);
     for (size_t i = bytes; i < bytes + 128; i++)
         if (!CHECK(room[i] == 0xee, "byte %zu behind the plan was written", i - bytes)) break;
-    plans_close(&p);
 }
 
 /* ---- named by some ranks ------------------------------------------------------------------- */
@@ -210,7 +207,6 @@ static void run_named_by_some(const EpBootstrap *bootstrap, const char *nodes, i
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
     Step step = open_step(bootstrap, &c);
     EpTensor plan = {0};
-    REQUIRE(step.handle, "no handle");
     for (int i = 0; i < 3; i++) {
         step.plan = NULL;
         step_prepare(&step);
@@ -227,9 +223,8 @@ ThreadTest(handles_plans, named_by_one_rank, RANKS) {
     run_named_by_some(bootstrap, "0,1,0", 100, is_last);
 }
 
-ThreadTest(handles_plans, named_by_all_ranks_on_nodes, RANKS) {
-    run_named_by_some(bootstrap, "0,1,0", 0, 1);
-}
+RankTest(handles_plans, named_by_all_ranks_on_nodes, RANKS,
+         run_named_by_some(bootstrap, "0,1,0", 0, 1));
 
 /* With exact sizing GPUs of several nodes send filled places alone, but all where a plan is named:
  * ranks must agree. The host backend always sends what is needed. */
@@ -240,7 +235,6 @@ static void run_named_alone(const EpBootstrap *bootstrap, const char *nodes) {
     _Alignas(16) static _Thread_local char room[1 << 14];
     EpTensor plan = {0};
     int names = bootstrap->rank == bootstrap->size - 1;
-    REQUIRE(step.handle, "no handle");
     step_prepare(&step);
     CHECK_OK(ep_handle_plan(step.handle, &plan));
     EpTensor tokens = step_tokens(&step), rows = step_recv_tokens(&step, room);
@@ -256,13 +250,8 @@ static void run_named_alone(const EpBootstrap *bootstrap, const char *nodes) {
     close_step(&step);
 }
 
-ThreadTest(handles_plans, one_of_two_nodes_names_it, 2) {
-    run_named_alone(bootstrap, "0,1");
-}
-
-ThreadTest(handles_plans, one_of_a_node_names_it, 4) {
-    run_named_alone(bootstrap, "0,0,1,1");
-}
+RankTest(handles_plans, one_of_two_nodes_names_it, 2, run_named_alone(bootstrap, "0,1"));
+RankTest(handles_plans, one_of_a_node_names_it, 4, run_named_alone(bootstrap, "0,0,1,1"));
 
 /* ---- wrong plans --------------------------------------------------------------------------- */
 
@@ -301,7 +290,7 @@ static void spoil(Plans *p, const EpBootstrap *bootstrap, Damage damage) {
     Plans q;
     Case c = p->world[0]->c;
     if (damage == OTHER_CONFIG) c.capacity = 1000;
-    REQUIRE(plans_open(&q, bootstrap, c), "no handle");
+    plans_open(&q, bootstrap, c);
     if (damage == OTHER_CONFIG) {
         ep_handle_destroy(q.handle);
         q.handle = open_handle(p->group, &c);
@@ -317,7 +306,7 @@ ThreadTest(handles_plans, wrong_contents, 1) {
     for (int damage = 0; damage < DAMAGES; damage++) {
         Plans p;
         check_note("damage %d", damage);
-        REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
+        plans_open(&p, bootstrap, plain(ALONE));
         step_prepare(&p.step[0]);
         spoil(&p, bootstrap, (Damage)damage);
         CHECK_REFUSED(call_combine(&p.step[0], &p.plan[0]), damaged[damage].status, "rank 0",
@@ -332,8 +321,7 @@ ThreadTest(handles_plans, own_plan_overwritten, 1) {
     Case c = case_of("layout=flat top_k=4 capacity=64"), d = case_of("top_k=4 capacity=64 named=1");
     Step own = open_step(bootstrap, &c), named = own;
     d = case_complete(d), named.world = world_new(&d);
-    named.handle = own.group ? open_handle(own.group, &d) : NULL;
-    REQUIRE(own.handle && named.handle, "no handle");
+    named.handle = open_handle(own.group, &d);
     EpTensor plan = {0};
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     named.plan = &plan;
@@ -350,38 +338,32 @@ ThreadTest(handles_plans, own_plan_overwritten, 1) {
 }
 
 /* Rows that a plan counts as sent, but not as received, have entries that nothing has checked. */
-ThreadTest(handles_plans, damaged_own_rows, 1) {
+PlansTest(damaged_own_rows, 1, ALONE) {
     HOST_ONLY("the host backend checks a plan's numbers");
-    Plans p;
     EpPlan plan;
-    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
-    step_prepare(&p.step[0]);
-    ep_plan_map(&p.handle->shape, p.plan[0].data, &plan);
+    step_prepare(&p->step[0]);
+    ep_plan_map(&p->handle->shape, p->plan[0].data, &plan);
     int32_t row = plan.recv_begin[1] - 1;
     plan.recv_begin[1] = row;
     plan.row_entry[row] = 959619703;
-    CHECK_REFUSED(call_combine(&p.step[0], &p.plan[0]), EP_ERR_HANDLE_MEMORY, "rank 0", "plan",
+    CHECK_REFUSED(call_combine(&p->step[0], &p->plan[0]), EP_ERR_HANDLE_MEMORY, "rank 0", "plan",
                   "damaged numbers");
-    plans_close(&p);
 }
 
 /* A row without an entry on its rank: with many of them a token had more rows than entries. */
-ThreadTest(handles_plans, damaged_owner, 2) {
+PlansTest(damaged_owner, 2, "ranks=2 spread=full") {
     HOST_ONLY("the host backend checks a plan's numbers");
-    Plans p;
     EpPlan plan;
-    REQUIRE(plans_open(&p, bootstrap, plain("ranks=2 spread=full")), "no handle");
-    int top_k = p.world[0]->c.top_k;
-    step_prepare(&p.step[0]);
-    ep_plan_map(&p.handle->shape, p.plan[0].data, &plan);
+    int top_k = p->world[0]->c.top_k;
+    step_prepare(&p->step[0]);
+    ep_plan_map(&p->handle->shape, p->plan[0].data, &plan);
     if (bootstrap->rank == 0) {
         int64_t first = (int64_t)plan.send_token[plan.send_begin[1]] * top_k;
         for (int64_t i = first; i < first + top_k; i++)
             if (plan.owner[i] == 1) plan.owner[i] = -1;
-        CHECK_REFUSED(call_combine(&p.step[0], &p.plan[0]), EP_ERR_HANDLE_MEMORY, "rank 0", "plan",
-                      "damaged numbers");
+        CHECK_REFUSED(call_combine(&p->step[0], &p->plan[0]), EP_ERR_HANDLE_MEMORY, "rank 0",
+                      "plan", "damaged numbers");
     }
-    plans_close(&p);
 }
 
 static void set_tokens(Fixture *f, int64_t rows) {
@@ -419,47 +401,41 @@ SoloTest(handles_plans, one_number_of_tokens) {
 }
 
 /* Another number of tokens than the plan's. */
-ThreadTest(handles_plans, other_tokens, 1) {
-    Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
-    step_prepare(&p.step[0]);
-    EpTensor rows = step_expert_out(&p.step[0]), out = step_grad_out(&p.step[0]);
+PlansTest(other_tokens, 1, ALONE) {
+    step_prepare(&p->step[0]);
+    EpTensor rows = step_expert_out(&p->step[0]), out = step_grad_out(&p->step[0]);
     out.shape[0]--;
     CHECK_REFUSED(
-        outcome(&p.step[0], ep_combine(p.handle, &p.plan[0], &rows, NULL, NULL, NULL, &out)),
+        outcome(&p->step[0], ep_combine(p->handle, &p->plan[0], &rows, NULL, NULL, NULL, &out)),
         EP_ERR_SHAPE, "rank 0", "got 8");
-    plans_close(&p);
 }
 
-ThreadTest(handles_plans, wrong_tensors, 1) {
-    Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
-    EpTensor good = p.plan[0], bad = good;
+PlansTest(wrong_tensors, 1, ALONE) {
+    EpTensor good = p->plan[0], bad = good;
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     char needed[32];
-    step_prepare(&p.step[0]);
-    CHECK_REFUSED(call_combine(&p.step[0], NULL), EP_ERR_NULL, "plan", "EP_PLANS_NAMED");
+    step_prepare(&p->step[0]);
+    CHECK_REFUSED(call_combine(&p->step[0], NULL), EP_ERR_NULL, "plan", "EP_PLANS_NAMED");
     bad.type = EP_TYPE_INT32;
-    CHECK_REFUSED(call_combine(&p.step[0], &bad), EP_ERR_TYPE, "plan", "uint8");
+    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_TYPE, "plan", "uint8");
     bad = good, bad.ndim = 2;
-    CHECK_REFUSED(call_combine(&p.step[0], &bad), EP_ERR_NDIM, "plan", "got 2");
+    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_NDIM, "plan", "got 2");
     bad = good, bad.shape[0]--;
     snprintf(needed, sizeof(needed), "at least %lld", (long long)good.shape[0]);
-    CHECK_REFUSED(call_combine(&p.step[0], &bad), EP_ERR_BUFFER_SIZE, "plan", needed);
+    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_BUFFER_SIZE, "plan", needed);
     bad = good, bad.data = (char *)good.data + 32;
-    CHECK_REFUSED(call_combine(&p.step[0], &bad), EP_ERR_ADDRESS, "plan", "64");
+    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_ADDRESS, "plan", "64");
     bad = good, bad.data = NULL;
-    CHECK_REFUSED(call_combine(&p.step[0], &bad), EP_ERR_NULL, "plan");
-    CHECK_REFUSED(ep_handle_info(p.handle, &info), EP_ERR_UNSUPPORTED, "named plans");
-    step_all(&p.step[0]);
-    plans_close(&p);
+    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_NULL, "plan");
+    CHECK_REFUSED(ep_handle_info(p->handle, &info), EP_ERR_UNSUPPORTED, "named plans");
+    step_all(&p->step[0]);
 }
 
 /* Ranks name plans that different operations wrote. */
 static void name_different_plans(const EpBootstrap *bootstrap, const char *nodes) {
     Plans p;
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
-    REQUIRE(plans_open(&p, bootstrap, plain("spread=full")), "no handle");
+    plans_open(&p, bootstrap, plain("spread=full"));
     step_prepare(&p.step[0]);
     step_prepare(&p.step[1]);
     const Step *step = &p.step[bootstrap->rank == 1];
@@ -469,33 +445,26 @@ static void name_different_plans(const EpBootstrap *bootstrap, const char *nodes
     plans_close(&p);
 }
 
-ThreadTest(handles_plans, of_different_operations, RANKS) {
-    name_different_plans(bootstrap, "1");
-}
+RankTest(handles_plans, of_different_operations, RANKS, name_different_plans(bootstrap, "1"));
 /* Between nodes, stamps that go with the rows tell it. */
-ThreadTest(handles_plans, of_different_operations_on_nodes, RANKS) {
-    name_different_plans(bootstrap, "0,1,2");
-}
+RankTest(handles_plans, of_different_operations_on_nodes, RANKS,
+         name_different_plans(bootstrap, "0,1,2"));
 
 /* Without a top_k of the handle's own, K of a named plan is the group's max_top_k. */
-ThreadTest(handles_plans, another_k, 1) {
-    Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain(ALONE)), "no handle");
+PlansTest(another_k, 1, ALONE) {
     int32_t index[9 * 2] = {0};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 9, 2);
-    CHECK_REFUSED(ep_prepare(p.handle, &p.plan[0], &topk_idx, NULL, NULL, NULL), EP_ERR_SHAPE,
+    CHECK_REFUSED(ep_prepare(p->handle, &p->plan[0], &topk_idx, NULL, NULL, NULL), EP_ERR_SHAPE,
                   "topk_idx", "max_top_k", "got 2");
-    plans_close(&p);
 }
 
 /* The routing of a handle's own plan has another K than a plan that its dispatch names. */
 ThreadTest(handles_plans, another_k_at_dispatch, 1) {
-    NEEDS_LATENCY();
+    needs_latency();
     EpTensor plan;
     Case c = plain(ALONE " mode=latency named=0");
     Step step = open_step(bootstrap, &c);
     EpHandle *handle = step.handle;
-    REQUIRE(handle, "no handle");
     c = step.world->c;
     int32_t index[9 * 2] = {0};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 9, 2), tokens = step_tokens(&step);
@@ -526,22 +495,19 @@ static double time_handles(EpGroup *group, const EpHandleConfig *config) {
 }
 
 /* The best of many times, since the machine may be busy. */
-ThreadTest(handles_plans, handles_cost_nothing, 1) {
-    Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("ranks=1")), "no handle");
+PlansTest(handles_cost_nothing, 1, "ranks=1") {
     EpGroupInfo before = EP_GROUP_INFO_INIT, after = before;
-    EpHandleConfig config = case_handle_config(&p.world[0]->c);
-    CHECK_OK(ep_group_query(p.group, &before));
+    EpHandleConfig config = case_handle_config(&p->world[0]->c);
+    CHECK_OK(ep_group_query(p->group, &before));
     double best = 1e9;
     for (int i = 0; i < 50; i++) {
-        double each = time_handles(p.group, &config);
+        double each = time_handles(p->group, &config);
         best = each < best ? each : best;
     }
     CHECK(best < 20, "%.1f us for each handle", best);
-    CHECK_OK(ep_group_query(p.group, &after));
+    CHECK_OK(ep_group_query(p->group, &after));
     CHECK(after.library_bytes == before.library_bytes, "%lld bytes more",
           (long long)(after.library_bytes - before.library_bytes));
-    plans_close(&p);
 }
 
 /* ---- latency mode -------------------------------------------------------------------------- */
@@ -570,27 +536,21 @@ static void dispatch_with_routing(Plans *p, int rank, int phases) {
     step_combine(step);
 }
 
-ThreadTest(handles_plans, dispatch_with_its_routing, RANKS) {
-    NEEDS_LATENCY();
-    Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("mode=latency")), "no handle");
-    EpTensor tokens = step_tokens(&p.step[0]);
-    CHECK_REFUSED(ep_dispatch_send(p.handle, &p.plan[0], NULL, &tokens, NULL, NULL, NULL),
+PlansTest(dispatch_with_its_routing, RANKS, "mode=latency") {
+    EpTensor tokens = step_tokens(&p->step[0]);
+    CHECK_REFUSED(ep_dispatch_send(p->handle, &p->plan[0], NULL, &tokens, NULL, NULL, NULL),
                   EP_ERR_NOT_PREPARED, "routing");
     if (!TESTS_ON_GPU)
         for (int phases = 0; phases < 2; phases++)
-            dispatch_with_routing(&p, bootstrap->rank, phases);
-    plans_close(&p);
+            dispatch_with_routing(p, bootstrap->rank, phases);
 }
 
-ThreadTest(handles_plans, routing_in_throughput_mode, 1) {
-    Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("ranks=1")), "no handle");
+PlansTest(routing_in_throughput_mode, 1, "ranks=1") {
     EpPrepare prepare = EP_PREPARE_INIT;
     EpPlanTensors out = EP_PLAN_TENSORS_INIT;
     int32_t number = 7;
-    EpTensor tokens = step_tokens(&p.step[0]), vector = ep_tensor_1d(&number, EP_TYPE_INT32, 1);
-    step_prepare(&p.step[0]);
+    EpTensor tokens = step_tokens(&p->step[0]), vector = ep_tensor_1d(&number, EP_TYPE_INT32, 1);
+    step_prepare(&p->step[0]);
     const struct {
         const EpTensor *topk_idx, *rows, *by_source;
         EpStatus status;
@@ -602,44 +562,39 @@ ThreadTest(handles_plans, routing_in_throughput_mode, 1) {
     for (size_t i = 0; i < sizeof(wrong) / sizeof(*wrong); i++) {
         prepare.topk_idx = wrong[i].topk_idx;
         out.recv_rows = wrong[i].rows, out.source_rows = wrong[i].by_source;
-        CHECK_REFUSED(ep_dispatch(p.handle, &p.plan[0], &prepare, &tokens, NULL, NULL, NULL,
+        CHECK_REFUSED(ep_dispatch(p->handle, &p->plan[0], &prepare, &tokens, NULL, NULL, NULL,
                                   &tokens, NULL, NULL, NULL),
                       wrong[i].status, wrong[i].argument, wrong[i].text);
     }
     CHECK(number == 7, "a refused call has written %d", number);
-    plans_close(&p);
 }
 
 /* As many operations may be in flight as the group has sets of buffers. A handle that is destroyed
  * with a pending operation makes room. */
-ThreadTest(handles_plans, more_in_flight_than_sets, RANKS) {
-    NEEDS_LATENCY();
+PlansTest(more_in_flight_than_sets, RANKS, "mode=latency sets=2") {
     enum { SETS = 2 };
-    Plans p;
-    REQUIRE(plans_open(&p, bootstrap, plain("mode=latency sets=2")), "no handle");
     EpHandle *handles[PLANS];
     StepPending *pending[PLANS];
     for (int round = 0; round < 5; round++) {
         for (int i = 0; i < PLANS; i++)
-            p.step[i].handle = handles[i] = open_handle(p.group, &p.world[0]->c);
+            p->step[i].handle = handles[i] = open_handle(p->group, &p->world[0]->c);
         for (int i = 0; i < SETS; i++)
-            pending[i] = step_dispatch_send(&p.step[i]);
+            pending[i] = step_dispatch_send(&p->step[i]);
         int32_t index[9 * 3] = {0};
         EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 9, 3);
-        EpTensor tokens = step_tokens(&p.step[SETS]);
+        EpTensor tokens = step_tokens(&p->step[SETS]);
         tokens.shape[0] = 9;
-        CHECK_OK(ep_prepare(handles[SETS], &p.plan[SETS], &topk_idx, NULL, NULL, NULL));
+        CHECK_OK(ep_prepare(handles[SETS], &p->plan[SETS], &topk_idx, NULL, NULL, NULL));
         CHECK_REFUSED(
-            ep_dispatch_send(handles[SETS], &p.plan[SETS], NULL, &tokens, NULL, NULL, NULL),
+            ep_dispatch_send(handles[SETS], &p->plan[SETS], NULL, &tokens, NULL, NULL, NULL),
             EP_ERR_ORDER, "latency_sets", "2 sets");
-        step_dispatch_wait(&p.step[0], pending[0]);
-        pending[SETS] = step_dispatch_send(&p.step[SETS]);
-        step_dispatch_wait(&p.step[1], pending[1]);
-        step_dispatch_wait(&p.step[SETS], pending[SETS]);
+        step_dispatch_wait(&p->step[0], pending[0]);
+        pending[SETS] = step_dispatch_send(&p->step[SETS]);
+        step_dispatch_wait(&p->step[1], pending[1]);
+        step_dispatch_wait(&p->step[SETS], pending[SETS]);
         for (int i = 0; i < PLANS; i++)
-            step_combine(&p.step[i]);
+            step_combine(&p->step[i]);
         for (int i = 0; i < PLANS; i++)
             ep_handle_destroy(handles[i]);
     }
-    plans_close(&p);
 }

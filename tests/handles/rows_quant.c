@@ -2,11 +2,9 @@
 /* ep_quantise_rows against the oracle's blocks, and what it refuses. */
 #include "ep/ep_quant.h"
 
-#include <stdlib.h>
-#include <string.h>
-
+#include "tests/cases/refusals.h"
 #include "tests/harness/random.h"
-#include "tests/harness/threads.h"
+#include "tests/cases/run.h"
 #include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"
 
@@ -24,10 +22,9 @@ typedef struct Shape {
 
 static EpGroup *open_group_of(const EpBootstrap *bootstrap, int alignment) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
-    EpGroup *group = NULL;
     config.num_experts = 4, config.max_tokens = 8, config.max_top_k = 2;
     config.max_row_bytes = 256, config.alignment = alignment, config.backend = TEST_BACKEND;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     return group;
 }
 
@@ -175,7 +172,6 @@ ThreadTest(handles_rows_quant, against_the_oracle, 1) {
         {1, 128, 96, 0, EP_TYPE_FP16, {0}},        {3, 128, 264, 1, EP_TYPE_BF16, {5, 128, 0}},
         {2, 256, 48, 1, EP_TYPE_FP32, {255, 999}}, {4, 128, 16, 1, EP_TYPE_FP16, {-1, -1, -1, -1}}};
     EpGroup *group = open_group_of(bootstrap, 128);
-    REQUIRE(group, "no group");
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++) {
         Shape s = shapes[i];
         for (int e = 0; e < 8; e++)
@@ -190,104 +186,51 @@ ThreadTest(handles_rows_quant, is_local, 2) {
     Shape s = {1, 128, 64, 0, EP_TYPE_BF16, {-1}};
     EpRowsForm form = EP_ROWS_FORM_INIT;
     EpGroup *group = open_group_of(bootstrap, 1);
-    REQUIRE(group, "no group");
     if (bootstrap->rank == 0) check_form(group, &s, &form, EP_TYPE_INT32);
     ep_group_destroy(group);
 }
 
 /* ---- what it refuses ----------------------------------------------------------------------- */
 
+/* ep_quantise_rows's arguments. */
 typedef struct Given {
+    EpGroup *group;
     EpRowsForm form;
     EpTensor rows, num_rows, out, scales;
+    const EpTensor *given;
 } Given;
 
-static void check_refused_call(EpGroup *group, const Given *g, EpStatus expected,
-                               const char *argument, const char *how) {
-    CHECK_REFUSED(
-        ep_quantise_rows(group, &g->form, &g->rows, &g->num_rows, NULL, &g->out, &g->scales),
-        expected, "ep_quantise_rows", argument, how);
-}
+static const TextField form_fields[] = {
+    TEXT_FIELD(EpRowsForm, struct_size, NULL), TEXT_FIELD(EpRowsForm, quant, TEXT_QUANTS),
+    TEXT_FIELD(EpRowsForm, blocks, "|rows|tiles"), TEXT_FIELD(EpRowsForm, transposed, NULL),
+    TEXT_FIELD(EpRowsForm, scale_order, TEXT_ORDERS)};
 
-static void check_bad_forms(EpGroup *group, const Given *good) {
-    Given g = *good;
-    g.form.quant = EP_QUANT_NONE;
-    check_refused_call(group, &g, EP_ERR_RANGE, "form.quant", "got 1");
-    g = *good, g.form.blocks = (EpBlocks)3;
-    check_refused_call(group, &g, EP_ERR_RANGE, "form.blocks", "got 3");
-    g = *good, g.form.transposed = -1;
-    check_refused_call(group, &g, EP_ERR_RANGE, "form.transposed", "expected 0 or 1, got -1");
-    g = *good, g.form.scale_order = (EpScaleOrder)0;
-    check_refused_call(group, &g, EP_ERR_RANGE, "form.scale_order", "got 0");
-    g = *good, g.form.scale_order = EP_SCALES_SWIZZLED;
-    check_refused_call(group, &g, EP_ERR_UNSUPPORTED, "form.scale_order", "EP_SCALES_SWIZZLED");
-    g = *good, g.form.quant = EP_QUANT_NVFP4;
-    check_refused_call(group, &g, EP_ERR_UNSUPPORTED, "form.quant", "got EP_QUANT_NVFP4");
-    g = *good, g.form.blocks = EP_BLOCKS_TILES, g.form.quant = EP_QUANT_MXFP8;
-    check_refused_call(group, &g, EP_ERR_UNSUPPORTED, "form.blocks", "EP_QUANT_MXFP8");
-    g = *good, g.form.struct_size = 4;
-    check_refused_call(group, &g, EP_ERR_STRUCT_SIZE, "form", "got 4");
-    g = *good, g.form.transposed = 1;
-    check_refused_call(
-        group, &g, EP_ERR_ALIGNMENT, "rows",
-        "the group's alignment to be a multiple of 128 where blocks run over several "
-        "rows, got 64");
-    g.rows = ep_tensor_3d(g.rows.data, EP_TYPE_BF16, 2, 32, 64);
-    check_refused_call(group, &g, EP_ERR_ALIGNMENT, "rows", "dimension 1 where blocks run");
-}
-
-static void check_bad_tensors(EpGroup *group, const Given *good) {
-    Given g = *good;
-    g.rows.ndim = 1;
-    check_refused_call(group, &g, EP_ERR_NDIM, "rows", "expected 2 or 3 dimensions, got 1");
-    g = *good, g.rows.type = EP_TYPE_UINT8;
-    check_refused_call(group, &g, EP_ERR_TYPE, "rows", "expected bf16, fp16 or fp32, got uint8");
-    g = *good, g.out.shape[1] = 63;
-    check_refused_call(group, &g, EP_ERR_SHAPE, "out", "expected size = 64 in dimension 1, got 63");
-    g = *good, g.out.type = EP_TYPE_UINT8;
-    check_refused_call(group, &g, EP_ERR_TYPE, "out", "expected fp8_e4m3, got uint8");
-    g = *good, g.scales.shape[1] = 2;
-    check_refused_call(group, &g, EP_ERR_SHAPE, "scales",
-                       "expected size = 1 in dimension 1, got 2");
-    g = *good, g.scales.type = EP_TYPE_UINT8;
-    check_refused_call(group, &g, EP_ERR_TYPE, "scales", "expected fp32, got uint8");
-    g = *good, g.num_rows.shape[0] = 2;
-    check_refused_call(group, &g, EP_ERR_SHAPE, "num_rows", "expected slabs = 1");
-    g = *good, g.num_rows.type = EP_TYPE_FP32;
-    check_refused_call(group, &g, EP_ERR_TYPE, "num_rows", "expected int32 or int64, got fp32");
-    g = *good, g.rows.data = (char *)g.rows.data + 2;
-    check_refused_call(group, &g, EP_ERR_ADDRESS, "rows", "on a multiple of 16");
-    g = *good, g.out.data = (char *)g.out.data + 4;
-    check_refused_call(group, &g, EP_ERR_ADDRESS, "out", "on a multiple of 16");
-    g = *good, g.scales.data = (char *)g.scales.data + 2;
-    check_refused_call(group, &g, EP_ERR_ADDRESS, "scales", "on a multiple of 4");
-    g = *good, g.rows.shape[1] = INT64_MAX - 1;
-    check_refused_call(group, &g, EP_ERR_RANGE, "rows",
-                       "expected fewer than 2^62 bytes, a size of 0 counted as 1, got more");
-    g.rows.shape[0] = 0;
-    check_refused_call(group, &g, EP_ERR_RANGE, "rows", "expected fewer than 2^62 bytes");
+static EpStatus quantise(void *context, const char *call) {
+    const Given *g = context;
+    (void)call;
+    return ep_quantise_rows(g->group, &g->form, g->given, &g->num_rows, NULL, &g->out, &g->scales);
 }
 
 ThreadTest(handles_rows_quant, refuses, 1) {
-    EpGroup *group = open_group_of(bootstrap, 64);
-    REQUIRE(group, "no group");
+    static const Member members[] = {MEMBER("form", form_fields, Given, form),
+                                     TENSOR("rows", Given, rows, given),
+                                     {"num_rows", NULL, 0, offsetof(Given, num_rows), 0},
+                                     {"out", NULL, 0, offsetof(Given, out), 0},
+                                     {"scales", NULL, 0, offsetof(Given, scales), 0}};
+    static const Subject subject = {members, LENGTH(members), sizeof(Given), quantise};
     char *memory = filled(1 << 16);
-    Given good = {.form = EP_ROWS_FORM_INIT};
-    good.rows = ep_tensor_2d(memory, EP_TYPE_BF16, 64, 64);
-    good.out = ep_tensor_2d(memory + 8192, EP_TYPE_FP8_E4M3, 64, 64);
-    good.scales = ep_tensor_2d(memory + 16384, EP_TYPE_FP32, 64, 1);
-    good.num_rows = ep_tensor_1d(memory + 32768, EP_TYPE_INT32, 1);
-    check_bad_forms(group, &good);
-    check_bad_tensors(group, &good);
+    Given g = {.group = open_group_of(bootstrap, 64), .form = EP_ROWS_FORM_INIT, .given = &g.rows};
+    g.rows = ep_tensor_2d(memory, EP_TYPE_BF16, 64, 64);
+    g.out = ep_tensor_2d(memory + 8192, EP_TYPE_FP8_E4M3, 64, 64);
+    g.scales = ep_tensor_2d(memory + 16384, EP_TYPE_FP32, 64, 1);
+    g.num_rows = ep_tensor_1d(memory + 32768, EP_TYPE_INT32, 1);
+    check_refusals("rows_quant", &subject, &g);
+    CHECK_REFUSED(ep_quantise_rows(NULL, &g.form, &g.rows, NULL, NULL, &g.out, &g.scales),
+                  EP_ERR_NULL, "group");
+    CHECK_REFUSED(ep_quantise_rows(g.group, NULL, &g.rows, NULL, NULL, &g.out, &g.scales),
+                  EP_ERR_NULL, "form");
     for (int i = 0; i < 1 << 16; i++)
         CHECK(memory[i] == FILL, "a refused call has changed byte %d", i);
-    CHECK_REFUSED(
-        ep_quantise_rows(NULL, &good.form, &good.rows, NULL, NULL, &good.out, &good.scales),
-        EP_ERR_NULL, "group");
-    CHECK_REFUSED(ep_quantise_rows(group, NULL, &good.rows, NULL, NULL, &good.out, &good.scales),
-                  EP_ERR_NULL, "form");
-    CHECK_REFUSED(ep_quantise_rows(group, &good.form, NULL, NULL, NULL, &good.out, &good.scales),
-                  EP_ERR_NULL, "rows");
     free(memory);
-    ep_group_destroy(group);
+    ep_group_destroy(g.group);
 }

@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What sharded weights refuse: statuses, sentences, untouched outputs; ranks that disagree, leave
  * or abort. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "ep/ep_weight.h"
 #include "tests/cases/refusals.h"
 #include "tests/harness/threads.h"
@@ -26,7 +23,7 @@ static EpMeshComm *connect(const EpBootstrap *world, const char *text, double se
     EpMesh mesh = mesh_of(text);
     EpMeshCommConfig config = comm_config(seconds);
     EpMeshComm *comm = NULL;
-    CHECK_OK(ep_mesh_comm_create(world, &mesh, &config, &comm));
+    REQUIRE_OK(ep_mesh_comm_create(world, &mesh, &config, &comm));
     return comm;
 }
 
@@ -93,27 +90,10 @@ typedef struct Configured {
     EpWeight *out;
 } Configured;
 
-static void reset_config(void *context, const char *call) {
-    Configured *c = context;
-    EpMesh mesh = mesh_of(MESH);
-    (void)call;
-    c->config = weight_config(&mesh, "expert,fsdp,_"), c->out = NULL;
-}
-
-static Part find_config(void *context, const char *call, const char *name) {
-    (void)call, (void)name;
-    return PART(config_fields, &((Configured *)context)->config);
-}
-
 static EpStatus create_configured(void *context, const char *call) {
     Configured *c = context;
     (void)call;
     return ep_weight_create(c->comm, &c->config, &c->out);
-}
-
-static void check_no_weight(void *context, const char *call) {
-    (void)call;
-    CHECK(!((Configured *)context)->out, "a refused call has changed the output");
 }
 
 /* Specs, which refusals.def cannot say. */
@@ -130,19 +110,15 @@ static void check_spec_refused(EpMeshComm *comm, int wrong, const char *spec, Ep
 
 ThreadTest(handles_weight_arguments, configurations, 2) {
     int wrong = bootstrap->rank == 1;
-    Configured c = {.comm = connect(bootstrap, MESH, 30)};
-    REQUIRE(c.comm, "no communicator");
+    EpMesh mesh = mesh_of(MESH);
+    Configured c = {connect(bootstrap, MESH, 30), weight_config(&mesh, "expert,fsdp,_"), NULL};
+    const Member members[] = {MEMBER("", config_fields, Configured, config)};
     check_refusals("weight_config",
-                   &(Subject){.reset = reset_config,
-                              .find = find_config,
-                              .call = create_configured,
-                              .check = check_no_weight,
-                              .is_bystander = !wrong},
+                   &(Subject){members, 1, sizeof(c), create_configured, .is_bystander = !wrong},
                    &c);
     check_spec_refused(c.comm, wrong, "(fsdp,expert),_,_", EP_ERR_UNSUPPORTED, "(fsdp,expert)");
     check_spec_refused(c.comm, wrong, "expert,fsdp,_,_", EP_ERR_NDIM,
                        "at most 3 dimensions, got 4");
-    reset_config(&c, "");
     CHECK_REFUSED(ep_weight_create(c.comm, &c.config, wrong ? NULL : &c.out),
                   wrong ? EP_ERR_NULL : EP_ERR_PEER, "out");
     CHECK_REFUSED(ep_weight_create(NULL, &c.config, &c.out), EP_ERR_NULL, "comm");
@@ -164,7 +140,6 @@ ThreadTest(handles_weight_arguments, largest_weights, 2) {
                                         {0, (int64_t)1 << 47, 2}};
     EpMesh mesh = mesh_of(MESH);
     EpMeshComm *comm = connect(bootstrap, MESH, 30);
-    REQUIRE(comm, "no communicator");
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++)
         for (int form = 0; form < 4; form++) {
             EpWeightConfig config =
@@ -189,7 +164,6 @@ ThreadTest(handles_weight_arguments, ranks_disagree, 2) {
     int other = bootstrap->rank == 1;
     EpMesh mesh = mesh_of(MESH);
     EpMeshComm *comm = connect(bootstrap, MESH, 30);
-    REQUIRE(comm, "no communicator");
     EpWeightConfig good = weight_config(&mesh, "expert,fsdp,_"), mine = good;
     if (other) mine.name = "w2";
     check_mismatch(comm, &mine, "config.name", "got w1 on rank 0 and w2 on rank 1");
@@ -218,7 +192,6 @@ static const TextField form_fields[] = {
     TEXT_FIELD(EpWeightForm, by_rank, NULL)};
 
 enum { TENSORS = 5, FULL = 384 };
-static const char *const tensor_names[TENSORS] = {"shard", "grad", "workspace", "out", "scales"};
 typedef enum Which { SHARD, GRAD, WORKSPACE, OUT, SCALES } Which;
 
 /* A communicator with a weight, and the arguments of its calls, on each rank. */
@@ -228,41 +201,33 @@ typedef struct Arguments {
     EpWeightForm form;
     EpTensor tensor[TENSORS];
     const EpTensor *given[TENSORS];
-    int accumulate, quantised;
+    int32_t accumulate;
     _Alignas(64) char shard[192], full[FULL], scales[FULL], workspace[4096];
 } Arguments;
 
-/* Arguments of a call of ep_weight_gather, plain or `quantised` and transposed: there a row of 6
- * lies in two shards, so it needs a workspace; or of ep_weight_reduce. */
-static void reset_arguments(void *context, const char *call) {
-    Arguments *a = context;
+static const TextField argument_fields[] = {{"accumulate", NULL, 0, sizeof(int32_t), 0}};
+
+/* A plain gather, one that quantises and transposes, where a row of 6 lies in two shards, so that
+ * it needs a workspace; a reduce. */
+typedef enum Kind { GATHERS, QUANTISES, REDUCES } Kind;
+
+static void reset_arguments(Arguments *a, Kind kind) {
     EpTensor *t = a->tensor;
     EpWeightSizes sizes = EP_WEIGHT_SIZES_INIT;
-    int reduces = !strcmp(call, "ep_weight_reduce");
-    int quantised = a->quantised;
+    int quantised = kind == QUANTISES;
     a->form = (EpWeightForm)EP_WEIGHT_FORM_INIT, a->accumulate = 0;
     if (quantised) a->form.quant = EP_QUANT_FP8, a->form.transposed = 1;
     CHECK_OK(ep_weight_sizes(a->weight, &a->form, &sizes));
-    memset(a->full, 0x5a, sizeof(a->full)), memset(a->scales, 0x5a, sizeof(a->scales));
+    int64_t workspace[] = {sizeof(a->workspace), sizes.gather_workspace, sizes.reduce_workspace};
     t[SHARD] = ep_tensor_3d(a->shard, EP_TYPE_BF16, 4, 3, 8);
     t[GRAD] = ep_tensor_3d(a->full, EP_TYPE_BF16, 4, 6, 8);
-    t[WORKSPACE] = ep_tensor_1d(a->workspace, EP_TYPE_UINT8,
-                                quantised ? sizes.gather_workspace : sizes.reduce_workspace);
+    t[WORKSPACE] = ep_tensor_1d(a->workspace, EP_TYPE_UINT8, workspace[kind]);
     t[OUT] = ep_tensor_3d(a->full, sizes.type, 4, sizes.shape[1], sizes.shape[2]);
     t[SCALES] = ep_tensor_3d(a->scales, EP_TYPE_FP32, 4, 8, 1);
-    if (reduces) t[OUT] = ep_tensor_3d(a->scales, EP_TYPE_FP32, 4, 3, 8);
+    if (kind == REDUCES) t[OUT] = ep_tensor_3d(a->scales, EP_TYPE_FP32, 4, 3, 8);
     for (int i = 0; i < TENSORS; i++)
         a->given[i] = &t[i];
     if (!quantised) a->given[SCALES] = NULL;
-    if (!quantised && !reduces) t[WORKSPACE].shape[0] = sizeof(a->workspace);
-}
-
-static Part find_argument(void *context, const char *call, const char *name) {
-    Arguments *a = context;
-    (void)call;
-    for (int i = 0; i < TENSORS; i++)
-        if (!strcmp(name, tensor_names[i])) return part_tensor(&a->tensor[i], &a->given[i], name);
-    return PART(form_fields, &a->form);
 }
 
 static EpStatus gather(const Arguments *a) {
@@ -277,13 +242,6 @@ static EpStatus call_weight(void *context, const char *call) {
                             a->given[OUT]);
 }
 
-static void check_outputs(void *context, const char *call) {
-    const Arguments *a = context;
-    (void)call;
-    for (int i = 0; i < FULL; i++)
-        CHECK(a->full[i] == 0x5a && a->scales[i] == 0x5a, "a refused call has changed an output");
-}
-
 static Arguments *open_arguments(const EpBootstrap *world) {
     Arguments *a = aligned_alloc(64, (sizeof(*a) + 63) / 64 * 64);
     EpMesh mesh = mesh_of(MESH);
@@ -291,7 +249,7 @@ static Arguments *open_arguments(const EpBootstrap *world) {
     memset(a, 0, sizeof(*a));
     a->comm = connect(world, MESH, 30);
     CHECK_OK(ep_weight_create(a->comm, &config, &a->weight));
-    if (a->weight) reset_arguments(a, "");
+    if (a->weight) reset_arguments(a, GATHERS);
     return a;
 }
 
@@ -301,22 +259,23 @@ static void close_arguments(Arguments *a) {
 }
 
 ThreadTest(handles_weight_arguments, gathers_and_reduces, 2) {
-    static const Subject subject = {.reset = reset_arguments,
-                                    .find = find_argument,
-                                    .call = call_weight,
-                                    .check = check_outputs};
+#define EACH(name, i) \
+    { name, NULL, 0, offsetof(Arguments, tensor[i]), offsetof(Arguments, given[i]) }
+    static const Member members[] = {MEMBER("form", form_fields, Arguments, form),
+                                     MEMBER("", argument_fields, Arguments, accumulate),
+                                     EACH("shard", SHARD),
+                                     EACH("grad", GRAD),
+                                     EACH("workspace", WORKSPACE),
+                                     EACH("out", OUT),
+                                     EACH("scales", SCALES)};
+    static const Subject subject = {members, LENGTH(members), sizeof(Arguments), call_weight};
     Arguments *a = open_arguments(bootstrap);
-    REQUIRE(a->weight, "no weight");
-    check_refusals("weight", &subject, a);
-    a->quantised = 1;
+    check_refusals("weight_gather", &subject, a);
+    reset_arguments(a, REDUCES);
+    check_refusals("weight_reduce", &subject, a);
+    reset_arguments(a, QUANTISES);
     check_refusals("weight_quantised", &subject, a);
-    a->quantised = 0;
-    reset_arguments(a, "ep_weight_reduce");
-    a->accumulate = 2;
-    CHECK_REFUSED(call_weight(a, "ep_weight_reduce"), EP_ERR_RANGE, "ep_weight_reduce: w1",
-                  "accumulate: expected 0 or 1, got 2");
-    check_outputs(a, "");
-    reset_arguments(a, "");
+    reset_arguments(a, GATHERS);
     CHECK_OK(gather(a));
     ep_weight_destroy(a->weight);
     CHECK_REFUSED(gather(a), EP_ERR_DESTROYED, "weight");
@@ -336,7 +295,6 @@ ThreadTest(handles_weight_arguments, amaxes, 2) {
     EpWeightConfig config = weight_config(&mesh, "_,fsdp,_");
     EpWeight *outside = NULL;
     float numbers[4] = {1, 2, 3, 4};
-    REQUIRE(a->weight, "no weight");
     config.kind = EP_TENSOR_WEIGHT, config.name = "w2";
     CHECK_OK(ep_weight_create(a->comm, &config, &outside));
     EpTensor amax = ep_tensor_1d(numbers, EP_TYPE_FP32, 4), one = amax, odd = amax;
@@ -373,7 +331,6 @@ static EpStatus finish(EpMeshComm *comm, EpStatus status) {
 ThreadTest(handles_weight_arguments, forms_differ, 2) {
     int other = bootstrap->rank == 1;
     Arguments *a = open_arguments(bootstrap);
-    REQUIRE(a->weight, "no weight");
     a->form.quant = EP_QUANT_FP8, a->form.transposed = other;
     a->tensor[OUT] = ep_tensor_3d(a->full, EP_TYPE_FP8_E4M3, 4, other ? 8 : 6, other ? 6 : 8);
     a->tensor[SCALES] = ep_tensor_3d(a->scales + 4, EP_TYPE_FP32, 4, other ? 8 : 6, 1);
@@ -395,7 +352,6 @@ ThreadTest(handles_weight_arguments, order, 2) {
     EpWeight *first = a->weight, *second = NULL;
     config.name = "w2";
     CHECK_OK(ep_weight_create(a->comm, &config, &second));
-    REQUIRE(second, "no weight");
     CHECK_OK(ep_mesh_comm_status(a->comm));
     if (bootstrap->rank) a->weight = second;
     CHECK_REFUSED(finish(a->comm, gather(a)), EP_ERR_ORDER, "weight gather", "weight differs");
@@ -412,7 +368,6 @@ static void absent(const EpBootstrap *bootstrap, int refused, int goes) {
     Arguments *a = open_arguments(bootstrap);
     ep_mesh_comm_destroy(a->comm);
     a->comm = connect(bootstrap, MESH, goes ? 60 : 1.5);
-    REQUIRE(a->comm, "no communicator");
     CHECK_OK(ep_weight_create(a->comm, &config, &a->weight));
     if (bootstrap->rank && refused) {
         a->given[SHARD] = NULL;
@@ -432,15 +387,9 @@ static void absent(const EpBootstrap *bootstrap, int refused, int goes) {
     close_arguments(a);
 }
 
-ThreadTest(handles_weight_arguments, absent_rank, 2) {
-    absent(bootstrap, 0, 0);
-}
-ThreadTest(handles_weight_arguments, refused_rank, 2) {
-    absent(bootstrap, 1, 0);
-}
-ThreadTest(handles_weight_arguments, refused_rank_goes, 2) {
-    absent(bootstrap, 1, 1);
-}
+RankTest(handles_weight_arguments, absent_rank, 2, absent(bootstrap, 0, 0));
+RankTest(handles_weight_arguments, refused_rank, 2, absent(bootstrap, 1, 0));
+RankTest(handles_weight_arguments, refused_rank_goes, 2, absent(bootstrap, 1, 1));
 
 /* Rank 3 of a mesh is absent from a gather or a reduce. A group numbers its own ranks, so its
  * sentences say which ranks of the mesh they are. */
@@ -451,7 +400,6 @@ static void absent_from_a_part(const EpBootstrap *bootstrap, int reduces) {
     static _Thread_local _Alignas(64) char shard[192], full[FULL], reduced[FULL], space[8192];
     config.kind = EP_TENSOR_WEIGHT;
     EpMeshComm *comm = connect(bootstrap, "data=2,fsdp=2", 1.5);
-    REQUIRE(comm, "no communicator");
     CHECK_OK(ep_weight_create(comm, &config, &weight));
     EpTensor in = ep_tensor_3d(shard, EP_TYPE_BF16, 4, 3, 8);
     EpTensor whole = ep_tensor_3d(full, EP_TYPE_BF16, 4, 6, 8);
@@ -479,18 +427,14 @@ static void absent_from_a_part(const EpBootstrap *bootstrap, int reduces) {
     ep_mesh_comm_destroy(comm);
 }
 
-ThreadTest(handles_weight_arguments, absent_from_a_part_of_the_mesh, 4) {
-    absent_from_a_part(bootstrap, 0);
-}
+RankTest(handles_weight_arguments, absent_from_a_part_of_the_mesh, 4,
+         absent_from_a_part(bootstrap, 0));
 /* Ranks that keep the same shard divide its sum. All others name the absent rank, also those that
  * only wait for sums. */
-ThreadTest(handles_weight_arguments, absent_from_a_divided_sum, 4) {
-    absent_from_a_part(bootstrap, 1);
-}
+RankTest(handles_weight_arguments, absent_from_a_divided_sum, 4, absent_from_a_part(bootstrap, 1));
 
 ThreadTest(handles_weight_arguments, abort, 2) {
     Arguments *a = open_arguments(bootstrap);
-    REQUIRE(a->weight, "no weight");
     CHECK_REFUSED(ep_mesh_comm_abort(a->comm, NULL), EP_ERR_NULL, "sentence");
     if (bootstrap->rank == 1) CHECK_OK(ep_mesh_comm_abort(a->comm, "the optimizer ran out"));
     CHECK_REFUSED(finish(a->comm, gather(a)), bootstrap->rank ? EP_ERR_ABORTED : EP_ERR_PEER,

@@ -1,9 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sharded weights against the oracle: gathered in all forms, gradients reduced, amaxes. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
 #include "tests/oracle/number.h"
@@ -54,14 +50,14 @@ static EpMeshComm *connect(const EpBootstrap *world, const EpMesh *mesh) {
     EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
     EpMeshComm *comm = NULL;
     config.backend = TEST_BACKEND, config.timeout_seconds = DEADLINE;
-    CHECK_OK(ep_mesh_comm_create(world, mesh, &config, &comm));
+    REQUIRE_OK(ep_mesh_comm_create(world, mesh, &config, &comm));
     return comm;
 }
 
 static Rank open_rank(const EpBootstrap *world, EpMeshComm *comm, const Sharded *s) {
     EpWeightConfig config = config_of(s);
     Rank r = {.world = world, .s = s, .comm = comm};
-    CHECK_OK(ep_weight_create(comm, &config, &r.weight));
+    REQUIRE_OK(ep_weight_create(comm, &config, &r.weight));
     r.stored = sharded_stored(s, world->rank);
     r.used = sharded_used(s, world->rank);
     r.shard = guarded(sharded_elements(&r.stored) * (int64_t)ep_type_bytes(s->type));
@@ -255,7 +251,6 @@ static void check_given(const EpBootstrap *world, const Given *given, int nodes)
     CHECK_OK(ep_mesh_parse(given->mesh, &mesh));
     CHECK_OK(ep_spec_parse(&mesh, given->spec, &s.spec));
     EpMeshComm *comm = connect(world, &mesh);
-    REQUIRE(comm, "no communicator");
     Rank r = open_rank(world, comm, &s);
     check_note("%s, %s", given->mesh, given->spec);
     check_rest(&r);
@@ -401,9 +396,7 @@ static void check_random(const EpBootstrap *bootstrap, uint64_t seed) {
         CHECK_OK(ep_spec_format(&mesh, &s.spec, text, sizeof(text)));
         check_note("seed %llu, trial %d: %s", (unsigned long long)seed, i, text);
         EpMeshComm *comm = connect(bootstrap, &mesh);
-        REQUIRE(comm, "no communicator");
         Rank r = open_rank(bootstrap, comm, &s);
-        REQUIRE(r.weight, "no weight");
         check_rest(&r);
         check_form(&r, (EpQuant)(2 + random_below(&random, 4)), EP_BLOCKS_ROWS,
                    (int)random_below(&random, 2));
@@ -413,13 +406,8 @@ static void check_random(const EpBootstrap *bootstrap, uint64_t seed) {
     }
 }
 
-ThreadTest(handles_weights, random_meshes, 8) {
-    check_random(bootstrap, 4711);
-}
-
-ThreadTest(handles_weights, random_meshes_of_four, 4) {
-    check_random(bootstrap, 4712);
-}
+RankTest(handles_weights, random_meshes, 8, check_random(bootstrap, 4711));
+RankTest(handles_weights, random_meshes_of_four, 4, check_random(bootstrap, 4712));
 
 ThreadTest(handles_weights, random_meshes_with_a_tiny_stage, 8) {
     HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs");

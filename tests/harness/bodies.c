@@ -8,10 +8,6 @@
 #include <fnmatch.h>
 #include <setjmp.h>
 #include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 static const struct criterion_test *current;
 static jmp_buf leave;

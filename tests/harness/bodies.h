@@ -3,7 +3,7 @@
 #define TESTS_HARNESS_BODIES_H
 
 /**
- * Runs Criterion's tests without Criterion's library, for the runners of forks.h and suites.h.
+ * Runs Criterion's tests without Criterion's library, for the runner of suites.h.
  * Criterion's macros leave a pointer to each test in a section of the program; bodies.c defines the
  * functions that they call.
  */

@@ -1,12 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/harness/check.h"
 
+#include <setjmp.h>
 #include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
-#include <unistd.h>
 
 static _Thread_local char failure[2048];
 static _Thread_local char note[800];
@@ -65,6 +62,7 @@ void check_clear(void) {
 void check_left_out(const char *why) {
     if (gettid() == getpid()) cr_skip_test("%s", why);
     left_out = why;
+    check_leave();
 }
 
 void check_skip(void) {
@@ -72,8 +70,27 @@ void check_skip(void) {
     if (why) cr_skip_test("%s", why);
 }
 
+void needs_latency(void) {
+    if (!TESTS_HAVE_LATENCY) check_left_out("this backend has no latency mode");
+}
+
 void check_assert(void) {
     cr_assert(failure[0] == 0, "%s", failure);
+}
+
+static _Thread_local jmp_buf *way_out;
+
+void check_body(void (*body)(void *context), void *context) {
+    jmp_buf here;
+    way_out = &here;
+    if (!setjmp(here)) body(context);
+    way_out = NULL;
+}
+
+void check_leave(void) {
+    if (way_out) longjmp(*way_out, 1);
+    check_assert();
+    abort();
 }
 
 double seconds_now(void) {

@@ -8,7 +8,12 @@
  * and SoloTest turn a kept failure into an assertion.
  */
 
+/* What nearly every test needs of the C library. */
 #include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
 
 #include <criterion/criterion.h>
 
@@ -37,8 +42,9 @@ void check_clear(void);
 /** Assert, on Criterion's thread, that none of its checks failed. */
 void check_assert(void);
 
-/** Skip the test. On a rank's thread, only record the reason; the harness skips with check_skip. */
-void check_left_out(const char *why);
+/** Skip the test and leave its body. A rank's thread records the reason, and the harness skips with
+ * check_skip. */
+_Noreturn void check_left_out(const char *why);
 void check_skip(void);
 
 #define CHECK(condition, ...) check_that((condition), __FILE__, __LINE__, #condition, __VA_ARGS__)
@@ -70,26 +76,36 @@ const char *temporary_file(void);
 /** Returns how many lines of a file, such as a log, have `part`. */
 int count_lines(const char *path, const char *part);
 
-/** Return from the (void) function when a check fails. */
-#define REQUIRE(condition, ...)                     \
-    do {                                            \
-        if (!CHECK(condition, __VA_ARGS__)) return; \
+/** Run a body. A failed REQUIRE leaves it at once, from any function that it has called. */
+void check_body(void (*body)(void *context), void *context);
+_Noreturn void check_leave(void);
+
+#define REQUIRE(condition, ...)                            \
+    do {                                                   \
+        if (!CHECK(condition, __VA_ARGS__)) check_leave(); \
     } while (0)
-#define REQUIRE_OK(call)             \
-    do {                             \
-        if (!CHECK_OK(call)) return; \
+#define REQUIRE_OK(call)                    \
+    do {                                    \
+        if (!CHECK_OK(call)) check_leave(); \
     } while (0)
 
 /** A test without ranks, with checks instead of assertions. */
-#define SoloTest(suite, name)                \
-    static void suite##_##name##_body(void); \
-    Test(suite, name, .timeout = 120) {      \
-        GPU_NEEDS(1);                        \
-        GPU_TAKE(0);                         \
-        suite##_##name##_body();             \
-        check_assert();                      \
-    }                                        \
-    static void suite##_##name##_body(void)
+#define SoloTest(suite, name)                        \
+    static void suite##_##name##_body(void *unused); \
+    Test(suite, name, .timeout = 120) {              \
+        GPU_NEEDS(1);                                \
+        GPU_TAKE(0);                                 \
+        check_body(suite##_##name##_body, NULL);     \
+        check_assert();                              \
+    }                                                \
+    static void suite##_##name##_body(__attribute__((unused)) void *unused)
+
+/** Likewise of one call: SoloCall(suite, name, call); */
+#define SoloCall(suite, name, call) \
+    SoloTest(suite, name) {         \
+        call;                       \
+    }                               \
+    static void suite##_##name##_body(void *unused)
 
 /**
  * Defaults for the host backend; tests/gpu/on_gpu.h defines these for the CUDA backend.
@@ -111,17 +127,14 @@ int count_lines(const char *path, const char *part);
 #define GPU_MISSING() 0
 /** Reserve memory for a test that needs more than usual at once. */
 #define GPU_ROOM(bytes) (void)(bytes)
-/** Skip the test on the CUDA backend, for the reason `why`. First line of a test's body. */
+/** Skip the test on the CUDA backend, for the reason `why`. */
 #define HOST_ONLY(why) (void)(why)
 #endif
 
-/** Skip a test of latency mode where the backend has none. First line of a test's body. */
-#define NEEDS_LATENCY()                                                         \
-    do {                                                                        \
-        if (!TESTS_HAVE_LATENCY) HOST_ONLY("this backend has no latency mode"); \
-    } while (0)
+/** Skip a test of latency mode where the backend has none. */
+void needs_latency(void);
 
-/** Whether forks.h or suites.h runs the tests instead of Criterion's runner. */
+/** Whether suites.h runs the tests instead of Criterion's runner. */
 #if defined(__SANITIZE_THREAD__) || TESTS_ON_GPU
 #define TESTS_OWN_RUNNER 1
 #else

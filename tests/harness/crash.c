@@ -7,11 +7,7 @@
 #include <dirent.h>
 #include <execinfo.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 
 #include "tests/harness/check.h"
 

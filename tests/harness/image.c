@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/harness/image.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #define GUARD 256
 
 static size_t total_bytes(const Image *image) {

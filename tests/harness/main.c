@@ -1,20 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/harness/check.h"
-#include "tests/harness/forks.h"
 #include "tests/harness/suites.h"
 
-#include <criterion/criterion.h>
 #include <criterion/options.h>
-#include <stdio.h>
-#include <unistd.h>
 
-#ifdef __SANITIZE_THREAD__
-
-int main(int argc, char **argv) {
-    return forks_main(argc, argv);
-}
-
-#elif TESTS_ON_GPU
+#if TESTS_OWN_RUNNER
 
 int main(int argc, char **argv) {
     return suites_main(argc, argv);

@@ -19,8 +19,8 @@ int names_that_stay(time_t since) {
     DIR *folder = opendir("/dev/shm");
     int count = 0;
     for (struct dirent *entry; folder && (entry = readdir(folder));)
-        count += strncmp(entry->d_name, "libep-", 6) == 0 &&
-                 stays(dirfd(folder), entry->d_name, since);
+        count +=
+            strncmp(entry->d_name, "libep-", 6) == 0 && stays(dirfd(folder), entry->d_name, since);
     if (folder) closedir(folder);
     return count;
 }

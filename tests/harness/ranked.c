@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/harness/ranked.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "ep/ep_mpi.h"
 #include "tests/harness/bodies.h"
 #include "tests/harness/process.h"
@@ -69,7 +65,7 @@ void ranked_leave(void) {
 
 /* Start mpirun, or run the body under it. A failed rank asserts before MPI_Finalize, where it would
  * wait for ranks that wait for it. */
-void ranked_run(const char *test, int ranks, int seconds, RankedBody body) {
+void ranked_run(const char *test, int ranks, int seconds, RankBody body) {
     if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
     GPU_NEEDS(ranks);
     if (!ranked_is()) {
@@ -78,7 +74,7 @@ void ranked_run(const char *test, int ranks, int seconds, RankedBody body) {
     }
     const EpBootstrap *bootstrap = enter();
     cr_assert(bootstrap->size == ranks, "%d ranks instead of %d", bootstrap->size, ranks);
-    body(bootstrap);
+    run_body(body, bootstrap, NULL);
     check_assert();
     ranked_leave();
 }
@@ -102,7 +98,7 @@ void ranked_instead(int ranks, RankBody body, void *arg) {
         return;
     }
     const EpBootstrap *bootstrap = enter();
-    if (bootstrap->size == ranks) body(bootstrap, arg);
+    if (bootstrap->size == ranks) run_body(body, bootstrap, arg);
     check_skip();
     check_assert();
 }

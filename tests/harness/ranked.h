@@ -12,11 +12,8 @@
 
 #include "tests/harness/threads.h"
 
-/** The body of one rank. */
-typedef void (*RankedBody)(const EpBootstrap *bootstrap);
-
 /** Start mpirun on this test; under mpirun, run the body. */
-void ranked_run(const char *test, int ranks, int seconds, RankedBody body);
+void ranked_run(const char *test, int ranks, int seconds, RankBody body);
 
 /**
  * Run a body that was written for threads on processes that share GPUs. A test may call this with
@@ -35,21 +32,30 @@ void set_on_ranks(const EpBootstrap *bootstrap, const char *name, const char *va
 void ranked_leave(void);
 
 /** A test on MPI ranks. The suite's name begins with mpi_; sanitizer builds skip it, because MPI
- * does not run under a sanitizer. */
-#define RankedTest(suite, name, ranks, seconds)                              \
-    static void suite##_##name##_body(const EpBootstrap *bootstrap);         \
-    Test(suite, name, .timeout = (seconds) + 10) {                           \
-        ranked_run(#suite "/" #name, ranks, seconds, suite##_##name##_body); \
-    }                                                                        \
-    static void suite##_##name##_body(const EpBootstrap *bootstrap)
-
-/** A ranked test that the CUDA backend skips, before mpirun starts. */
-#define HostRankedTest(suite, name, ranks, seconds, why)                     \
-    static void suite##_##name##_body(const EpBootstrap *bootstrap);         \
-    Test(suite, name, .timeout = (seconds) + 10) {                           \
-        HOST_ONLY(why);                                                      \
-        ranked_run(#suite "/" #name, ranks, seconds, suite##_##name##_body); \
-    }                                                                        \
-    static void suite##_##name##_body(const EpBootstrap *bootstrap)
+ * does not run under a sanitizer. `skips` comes before mpirun starts. */
+#define MpiTest(suite, name, ranks, seconds, skips)                                         \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg);             \
+    Test(suite, name, .timeout = (seconds) + 10) {                                          \
+        skips;                                                                              \
+        ranked_run(#suite "/" #name, ranks, seconds, suite##_##name##_body);                \
+    }                                                                                       \
+    static void suite##_##name##_body(__attribute__((unused)) const EpBootstrap *bootstrap, \
+                                      __attribute__((unused)) void *arg)
+#define RankedTest(suite, name, ranks, seconds) MpiTest(suite, name, ranks, seconds, )
+/** One that the CUDA backend skips. */
+#define HostRankedTest(suite, name, ranks, seconds, why) \
+    MpiTest(suite, name, ranks, seconds, HOST_ONLY(why))
+/** Tests of one call: RankedCall(suite, name, ranks, seconds, call); */
+#define RankedCall(suite, name, ranks, seconds, call) \
+    RankedTest(suite, name, ranks, seconds) {         \
+        call;                                         \
+    }                                                 \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg)
+/** Likewise: HostRankedCall(suite, name, ranks, seconds, why, call); */
+#define HostRankedCall(suite, name, ranks, seconds, why, call) \
+    HostRankedTest(suite, name, ranks, seconds, why) {         \
+        call;                                                  \
+    }                                                          \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg)
 
 #endif

@@ -4,9 +4,7 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <signal.h>
-#include <string.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include "tests/harness/image.h"
 #include "tests/oracle/number.h"

@@ -3,15 +3,10 @@
 
 #include "tests/harness/check.h"
 
-#if TESTS_ON_GPU
+#if TESTS_OWN_RUNNER
 
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
-#include <time.h>
-#include <unistd.h>
 
 #include "tests/harness/bodies.h"
 #include "tests/harness/process.h"
@@ -21,32 +16,33 @@ enum { MOST_TESTS = 4096, REPORT = 3 };
 
 static const char *const words[] = {"PASS", "FAIL", "SKIP"};
 
-/* ---- one process: the tests of a suite ---- */
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
+/* ---- one process: a test, and on GPUs those of its suite behind it ---- */
 
 static unsigned seconds_of(const struct criterion_test *test) {
+    if (!TESTS_ON_GPU) return 300;
     return test->data->timeout > 0 ? (unsigned)test->data->timeout + 1 : 120;
 }
 
 static Outcome run_one(const struct criterion_test *test) {
-    double begin = now();
+    double begin = seconds_now();
     alarm(seconds_of(test));
     Outcome outcome = body_run(test);
     alarm(0);
     fprintf(stderr, "[%s] %s::%s: (%.2fs)\n", words[outcome], test->category, test->name,
-            now() - begin);
+            seconds_now() - begin);
     return outcome;
 }
 
-static int run_suite(const char *suite, int from, const char *pattern) {
+static int belongs(const struct criterion_test *test, const struct criterion_test *first,
+                   const char *pattern) {
+    if (!test || !body_selected(test, pattern)) return 0;
+    return test == first || (TESTS_ON_GPU && !strcmp(test->category, first->category));
+}
+
+static int run_suite(int first, int from, const char *pattern) {
     struct criterion_test **all = bodies_first();
     for (int i = from; all + i < bodies_end(); i++) {
-        if (!all[i] || strcmp(all[i]->category, suite) || !body_selected(all[i], pattern)) continue;
+        if (!belongs(all[i], all[first], pattern)) continue;
         dprintf(REPORT, "%d %d\n", i, -1);
         dprintf(REPORT, "%d %d\n", i, (int)run_one(all[i]));
     }
@@ -66,21 +62,22 @@ static int run_rank(const char *pattern) {
 
 typedef struct Suites {
     pthread_mutex_t mutex;
-    const char *name[MOST_TESTS];
+    int first[MOST_TESTS]; /* test of each */
     int count, next;
     const char *pattern;
     int outcomes[BODY_SKIPPED + 1];
 } Suites;
 
-static int has_suite(const Suites *s, const char *name) {
+static int has_suite(const Suites *s, const struct criterion_test *test) {
     for (int i = 0; i < s->count; i++)
-        if (strcmp(s->name[i], name) == 0) return 1;
+        if (belongs(test, bodies_first()[s->first[i]], s->pattern)) return 1;
     return 0;
 }
 
-static pid_t start_suite(const Suites *s, const char *name, int from, int *report) {
+static pid_t start_suite(const Suites *s, int first, int from, int *report) {
     int ends[2];
-    char number[16];
+    char name[16], number[16];
+    snprintf(name, sizeof(name), "%d", first);
     snprintf(number, sizeof(number), "%d", from);
     if (pipe(ends)) return -1;
     pid_t child = fork();
@@ -104,9 +101,9 @@ static void count(Suites *s, int outcome) {
 }
 
 /* Returns the test after which the suite must continue, or -1 when it is complete. */
-static int watch_suite(Suites *s, const char *name, int from) {
+static int watch_suite(Suites *s, int first, int from) {
     int report, test, outcome, running = -1, status = 0;
-    pid_t child = start_suite(s, name, from, &report);
+    pid_t child = start_suite(s, first, from, &report);
     FILE *lines = child > 0 ? fdopen(report, "r") : NULL;
     while (lines && fscanf(lines, "%d %d", &test, &outcome) == 2) {
         running = outcome < 0 ? test : -1;
@@ -115,8 +112,8 @@ static int watch_suite(Suites *s, const char *name, int from) {
     if (lines) fclose(lines);
     if (child > 0) waitpid(child, &status, 0);
     if (child > 0 && status == 0 && running < 0) return -1;
-    const struct criterion_test *at = running >= 0 ? bodies_first()[running] : NULL;
-    fprintf(stderr, "[FAIL] %s::%s: status %#x\n", name, at ? at->name : "?", (unsigned)status);
+    const struct criterion_test *at = bodies_first()[running >= 0 ? running : first];
+    fprintf(stderr, "[FAIL] %s::%s: status %#x\n", at->category, at->name, (unsigned)status);
     count(s, BODY_FAILED);
     return running;
 }
@@ -128,8 +125,8 @@ static void *work(void *context) {
         int mine = s->next++;
         pthread_mutex_unlock(&s->mutex);
         if (mine >= s->count) return NULL;
-        for (int from = 0; from >= 0;) {
-            int stopped = watch_suite(s, s->name[mine], from);
+        for (int from = s->first[mine]; from >= 0;) {
+            int stopped = watch_suite(s, s->first[mine], from);
             from = stopped < 0 ? -1 : stopped + 1;
         }
     }
@@ -140,8 +137,8 @@ static int run_all(const char *pattern, int jobs) {
     pthread_t workers[BODIES_MOST_JOBS];
     s.pattern = pattern;
     for (struct criterion_test **t = bodies_first(); t < bodies_end(); t++)
-        if (*t && body_selected(*t, pattern) && !has_suite(&s, (*t)->category))
-            s.name[s.count++] = (*t)->category;
+        if (*t && body_selected(*t, pattern) && !has_suite(&s, *t))
+            s.first[s.count++] = (int)(t - bodies_first());
     for (int i = 0; i < jobs; i++)
         if (pthread_create(&workers[i], NULL, work, &s)) return 1;
     for (int i = 0; i < jobs; i++)
@@ -162,7 +159,8 @@ int suites_main(int argc, char **argv) {
     pretend_nodes();
     const char *pattern = bodies_option(argc, argv, "--filter", "*");
     const char *suite = bodies_option(argc, argv, "--suite", NULL);
-    if (suite) return run_suite(suite, atoi(bodies_option(argc, argv, "--from", "0")), pattern);
+    const char *from = bodies_option(argc, argv, "--from", "0");
+    if (suite) return run_suite(atoi(suite), atoi(from), pattern);
     if (ranked_is()) return run_rank(pattern);
     if (GPU_MISSING()) return 0;
     return run_all(pattern, bodies_jobs(argc, argv));

@@ -2,11 +2,23 @@
 #include "tests/harness/threads.h"
 
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/harness/ranked.h"
+
+typedef struct OneRank {
+    const EpBootstrap *bootstrap;
+    RankBody body;
+    void *arg;
+} OneRank;
+
+static void call_rank(void *context) {
+    const OneRank *rank = context;
+    rank->body(rank->bootstrap, rank->arg);
+}
+
+void run_body(RankBody body, const EpBootstrap *bootstrap, void *arg) {
+    check_body(call_rank, &(OneRank){bootstrap, body, arg});
+}
 
 typedef struct RankThread {
     pthread_t thread;
@@ -20,7 +32,7 @@ typedef struct RankThread {
 static void *rank_main(void *context) {
     RankThread *rank = context;
     GPU_TAKE(rank->bootstrap.rank);
-    rank->body(&rank->bootstrap, rank->arg);
+    run_body(rank->body, &rank->bootstrap, rank->arg);
     snprintf(rank->failure, sizeof(rank->failure), "%s", check_failure());
     if (rank->failure[0])
         fprintf(stderr, "rank %d failed: %s\n", rank->bootstrap.rank, rank->failure);

@@ -12,6 +12,9 @@
 /** The body of one rank. All ranks share `arg`. */
 typedef void (*RankBody)(const EpBootstrap *bootstrap, void *arg);
 
+/** Run a body of one rank, which a failed REQUIRE leaves. */
+void run_body(RankBody body, const EpBootstrap *bootstrap, void *arg);
+
 /** Run `body` on `ranks` threads and assert that no rank's check failed. */
 void run_on_threads(int ranks, RankBody body, void *arg);
 
@@ -27,5 +30,21 @@ void run_ranks(int ranks, RankBody body, void *arg);
     }                                                                           \
     static void suite##_##name##_body(const EpBootstrap *bootstrap,             \
                                       __attribute__((unused)) void *arg)
+
+/** Likewise of one call: RankTest(suite, name, ranks, call); */
+#define RankTest(suite, name, ranks, call) \
+    ThreadTest(suite, name, ranks) {       \
+        call;                              \
+    }                                      \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg)
+/** Three tests: of one, two and four ranks. */
+#define RankTests(suite, name, call)    \
+    RankTest(suite, name##_1, 1, call); \
+    RankTest(suite, name##_2, 2, call); \
+    RankTest(suite, name##_4, 4, call)
+
+/** Likewise of latency mode. */
+#define LatencyTest(suite, name, ranks, call) RankTest(suite, name, ranks, needs_latency(); call)
+#define LatencyTests(suite, name, call) RankTests(suite, name, needs_latency(); call)
 
 #endif

@@ -21,8 +21,6 @@ int watch_fail(int allocation) {
 
 #include <errno.h>
 #include <stddef.h>
-#include <stdlib.h>
-#include <string.h>
 
 /* glibc's functions, under the names that it provides for such replacements. */
 void *__libc_malloc(size_t bytes);

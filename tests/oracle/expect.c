@@ -2,7 +2,6 @@
 #include "tests/oracle/expect.h"
 
 #include <math.h>
-#include <string.h>
 
 #include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"

@@ -2,8 +2,6 @@
 #include "tests/oracle/inputs.h"
 
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/harness/random.h"
 #include "tests/oracle/number.h"

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/oracle/world.h"
 
-#include <stdlib.h>
-
 #include "tests/oracle/inputs.h"
 
 /* Walk the ranks in order. Each takes its part of the remaining experts, rounded up. */

@@ -1,64 +1,43 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* After create, operations neither allocate nor read the environment. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
 #include "tests/harness/watch.h"
 
 enum { RANKS = 3, ROOM = 1 << 16 };
 
-/* Tensors for all five operations over plain memory. The functions of step.h would allocate. */
-typedef struct Calls {
-    const Step *step;
-    EpTensor topk_idx, tokens, weights, rows, slots, sums, entries;
-} Calls;
+static _Thread_local _Alignas(16) char index_room[ROOM], room[STEP_OUTPUTS][ROOM];
 
-static _Thread_local _Alignas(16) char rows_room[ROOM], sums_room[ROOM], slots_room[ROOM],
-    entries_room[ROOM];
-
-static Calls calls_new(const Step *step) {
-    const Case *c = &step->world->c;
-    const RankWorld *me = &step->world->rank[step->rank];
-    Calls calls = {.step = step, .tokens = step_tokens(step), .weights = step_weights(step)};
-    calls.topk_idx = ep_tensor_2d(me->index, EP_TYPE_INT64, me->rows, c->top_k);
-    calls.rows = step_rows(step, rows_room, c->row_type, c->hidden);
-    calls.slots = step_slot_weights(step);
-    calls.slots.data = slots_room;
-    calls.sums = step_grad_out(step);
-    calls.sums.data = sums_room;
-    calls.entries = ep_tensor_2d(entries_room, EP_TYPE_FP32, me->rows, c->top_k);
-    return calls;
+/* Arrays in plain memory: the operations of step.h would allocate. */
+static StepMemory plain_memory(const Step *step) {
+    StepMemory memory = {.numbers_again = 0};
+    for (StepInput i = 0; i < INPUTS; i++)
+        memory.in[i] = step_input(step, i).data;
+    step_fill(step, IN_INDEX, memory.in[IN_INDEX] = index_room);
+    for (StepOutput i = OUT_TOKENS; i < STEP_OUTPUTS; i++)
+        memory.out[i] = room[i];
+    return memory;
 }
 
-static void call_all(const Calls *c) {
-    EpTensor grad = step_grad_out(c->step), out = step_expert_out(c->step);
-    EpTensor weights = step_slot_weights(c->step);
-    EpHandle *handle = c->step->handle;
+static void call_all(const Step *step, const StepMemory *memory) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    int latency = c->step->world->c.mode == EP_MODE_LATENCY;
-    CHECK_OK(ep_prepare(handle, NULL, &c->topk_idx, NULL, NULL, NULL));
-    if (!latency) CHECK_OK(ep_handle_info(handle, &info));
-    CHECK_OK(ep_dispatch(handle, NULL, NULL, &c->tokens, &c->weights, NULL, NULL, &c->rows,
-                         &c->slots, NULL, NULL));
-    CHECK_OK(ep_handle_info(handle, &info));
-    CHECK_OK(ep_combine(handle, NULL, &out, &weights, NULL, NULL, &c->sums));
-    CHECK_OK(ep_group_status(c->step->group, NULL));
-    if (latency) return;
-    CHECK_OK(ep_combine_backward(handle, NULL, &grad, &weights, &out, NULL, &c->rows, &c->slots));
-    CHECK_OK(ep_dispatch_backward(handle, NULL, &out, &weights, NULL, &c->sums, &c->entries));
-    CHECK_OK(ep_group_status(c->step->group, NULL));
+    int latency = step->world->c.mode == EP_MODE_LATENCY;
+    unsigned last = latency ? STEP_COMBINE : STEP_DISPATCH_BACKWARD;
+    for (unsigned op = STEP_PREPARE; op <= last; op <<= 1) {
+        CHECK_OK(step_call(step, memory, (StepOp)op, NULL));
+        if (op != STEP_PREPARE || !latency) CHECK_OK(ep_handle_info(step->handle, &info));
+        CHECK_OK(ep_group_status(step->group, NULL));
+    }
 }
 
 static void check_calls(const EpBootstrap *bootstrap, EpMode mode) {
-    Case c = case_of("ranks=%d experts=7 top_k=3 max_tokens=20 mode=%d seed=5", RANKS, mode);
+    Case c =
+        case_of("ranks=%d experts=7 top_k=3 max_tokens=20 weighted=1 mode=%d seed=5", RANKS, mode);
     Step step = open_step(bootstrap, &c);
-    REQUIRE(step.handle, "no handle");
-    Calls calls = calls_new(&step);
+    StepMemory memory = plain_memory(&step);
     Watch before = watch_now();
     for (int i = 0; i < 3; i++)
-        call_all(&calls);
+        call_all(&step, &memory);
     Watch after = watch_now();
     CHECK(after.allocations == before.allocations, "%d allocations",
           after.allocations - before.allocations);

@@ -1,11 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks that do not arrive, or call something else: within the timeout the other ranks get an error
  * that names the rank and the operation, and the group returns it from then on. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
@@ -32,6 +27,16 @@ static void timed_close(Step *rank) {
           seconds_now() - begin);
 }
 
+/* A test of a step `h` that is opened so, and closed in time. */
+#define DeadlineTest(name, open)                                  \
+    static void name##_on(const EpBootstrap *bootstrap, Step *h); \
+    ThreadTest(runtime_deadline, name, RANKS) {                   \
+        Step h = open;                                            \
+        name##_on(bootstrap, &h);                                 \
+        timed_close(&h);                                          \
+    }                                                             \
+    static void name##_on(const EpBootstrap *bootstrap, Step *h)
+
 static void check_group_failed(const Step *step, EpStatus status) {
     for (int i = 0; i < NUM_CALLS; i++)
         CHECK_STATUS(calls[i](step), status);
@@ -55,7 +60,6 @@ static void check_timeout(const Step *step, int call) {
 /* Ranks 0 and 1 make the call. Rank 2 waits, outside libep, until both have given up. */
 static void absent_from_in(const EpBootstrap *bootstrap, int call, EpMode mode) {
     Step h = timed_open(bootstrap, SOON, mode);
-    REQUIRE(h.handle, "no handle");
     if (call > 0) CHECK_OK(call_prepare(&h));
     if (call > 1 && mode == EP_MODE_LATENCY) CHECK_OK(call_dispatch(&h));
     if (bootstrap->rank != ABSENT) check_timeout(&h, call);
@@ -63,19 +67,18 @@ static void absent_from_in(const EpBootstrap *bootstrap, int call, EpMode mode) 
     timed_close(&h);
 }
 
-#define AbsentTest(name, call, mode)                          \
-    ThreadTest(runtime_deadline, absent_from_##name, RANKS) { \
-        if ((mode) == EP_MODE_LATENCY) NEEDS_LATENCY();       \
-        absent_from_in(bootstrap, (call), (mode));            \
-    }
+#define ABSENT_FROM(name, call, mode)                     \
+    RankTest(runtime_deadline, absent_from_##name, RANKS, \
+             absent_from_in(bootstrap, call, EP_MODE_##mode))
+ABSENT_FROM(prepare, 0, THROUGHPUT);
+ABSENT_FROM(dispatch, 1, THROUGHPUT);
+ABSENT_FROM(combine, 2, THROUGHPUT);
+ABSENT_FROM(combine_backward, 3, THROUGHPUT);
+ABSENT_FROM(dispatch_backward, 4, THROUGHPUT);
+ABSENT_FROM(dispatch_in_latency_mode, 1, LATENCY);
+ABSENT_FROM(combine_in_latency_mode, 2, LATENCY);
 
-AbsentTest(prepare, 0, EP_MODE_THROUGHPUT) AbsentTest(dispatch, 1, EP_MODE_THROUGHPUT)
-    AbsentTest(combine, 2, EP_MODE_THROUGHPUT) AbsentTest(combine_backward, 3, EP_MODE_THROUGHPUT)
-        AbsentTest(dispatch_backward, 4, EP_MODE_THROUGHPUT)
-            AbsentTest(dispatch_in_latency_mode, 1, EP_MODE_LATENCY)
-                AbsentTest(combine_in_latency_mode, 2, EP_MODE_LATENCY)
-
-                    static void absent_from_call(const EpBootstrap *bootstrap, void *call) {
+static void absent_from_call(const EpBootstrap *bootstrap, void *call) {
     HOST_ONLY("LIBEP_TEST_NODES=2 runs this suite on nodes of GPUs");
     absent_from_in(bootstrap, *(const int *)call, EP_MODE_THROUGHPUT);
 }
@@ -133,7 +136,6 @@ static void check_quotes(const Step *step, int call, Then then, const char *refu
 static void refused(const EpBootstrap *bootstrap, int call, Then then, EpMode mode) {
     char refusal[256] = "refused: rank 2: ep_";
     Step h = timed_open(bootstrap, then == STAYS || then == CORRECTS ? SOON : 100, mode);
-    REQUIRE(h.handle, "no handle");
     if (call > 0) CHECK_OK(call_prepare(&h));
     check_note("call %d, then %d", call, (int)then);
     bootstrap->barrier(bootstrap->context, 60);
@@ -173,16 +175,14 @@ static void refused_calls(const char *nodes) {
 
 /* Peers quote the sentence of a refused call: at their deadline, or at once if the rank is aborted
  * or destroys the group. A rank that calls again is waited for as any other. */
-Test(runtime_deadline, refused_calls, .timeout = 120) {
-    refused_calls("");
-}
+CasesTest(runtime_deadline, refused_calls, refused_calls(""));
 Test(runtime_deadline, refused_calls_on_two_nodes, .timeout = 120) {
     refused_calls("0,0,1");
     /* On GPUs NCCL's wait for rank 0 may end before that for rank 2, which no watcher watches. */
     if (!TESTS_ON_GPU) refused_calls("0,1,1");
 }
 Test(runtime_deadline, refused_send_phase, .timeout = 120) {
-    NEEDS_LATENCY();
+    needs_latency();
     for (int then = STAYS; then < CORRECTS; then++)
         run_on_threads(RANKS, refused_body, &(Refused){NUM_CALLS, (Then)then, EP_MODE_LATENCY});
 }
@@ -191,7 +191,6 @@ Test(runtime_deadline, refused_send_phase, .timeout = 120) {
 ThreadTest(runtime_deadline, refused_calls_and_no_others, RANKS) {
     for (int only = -1; only < RANKS; only++) { /* -1: on all ranks */
         Step h = timed_open(bootstrap, 100, EP_MODE_THROUGHPUT);
-        REQUIRE(h.handle, "no handle");
         step_all(&h);
         if (only < 0 || only == bootstrap->rank) CHECK_STATUS(refused_call(&h, 1), EP_ERR_NULL);
         timed_close(&h);
@@ -210,13 +209,10 @@ static void check_learns_of_failure(const Step *step) {
 
 /* A rank that arrives after the others gave up gets an error and does not wait for its own
  * timeout. */
-ThreadTest(runtime_deadline, late_rank_learns_of_the_failure, RANKS) {
-    Step h = timed_open(bootstrap, SOON, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
-    if (bootstrap->rank != ABSENT) CHECK_STATUS(call_outcome(call_prepare, &h), EP_ERR_TIMEOUT);
+DeadlineTest(late_rank_learns_of_the_failure, timed_open(bootstrap, SOON, EP_MODE_THROUGHPUT)) {
+    if (bootstrap->rank != ABSENT) CHECK_STATUS(call_outcome(call_prepare, h), EP_ERR_TIMEOUT);
     bootstrap->barrier(bootstrap->context, 60);
-    if (bootstrap->rank == ABSENT) check_learns_of_failure(&h);
-    timed_close(&h);
+    if (bootstrap->rank == ABSENT) check_learns_of_failure(h);
 }
 
 /* LIBEP_TIMEOUT is the timeout of a group whose configuration names none. A spinning wait also ends
@@ -225,34 +221,28 @@ static void absent_with(const EpBootstrap *bootstrap, const char *setting, const
                         double seconds) {
     set_on_ranks(bootstrap, setting, value);
     Step h = timed_open(bootstrap, seconds, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) check_timeout(&h, 0);
     bootstrap->barrier(bootstrap->context, 60);
     timed_close(&h);
 }
 
-ThreadTest(runtime_deadline, deadline_from_the_setting, RANKS) {
-    absent_with(bootstrap, "LIBEP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3", EP_DEFAULT);
-}
+RankTest(runtime_deadline, deadline_from_the_setting, RANKS,
+         absent_with(bootstrap, "LIBEP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3", EP_DEFAULT));
 ThreadTest(runtime_deadline, deadline_of_a_wait_that_spins, RANKS) {
     HOST_ONLY("no LIBEP_SPIN on GPUs");
     absent_with(bootstrap, "LIBEP_SPIN", "1000000000", SOON);
 }
 
 /* The others wait for a slow rank that arrives within the timeout. */
-ThreadTest(runtime_deadline, slow_rank_is_waited_for, RANKS) {
-    Step h = timed_open(bootstrap, 30, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
+DeadlineTest(slow_rank_is_waited_for, timed_open(bootstrap, 30, EP_MODE_THROUGHPUT)) {
     if (bootstrap->rank == ABSENT) usleep(300000);
-    step_all(&h);
-    timed_close(&h);
+    step_all(h);
 }
 
 /* A rank with a wrong configuration gets that error within the timeout; the other ranks' errors
  * name the missing rank. */
 static void create_without_one(const EpBootstrap *bootstrap, int wrong) {
-    Case c = case_complete(case_of("ranks=%d", RANKS));
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(RANKS);
     EpGroup *group = NULL;
     config.timeout_seconds = TESTS_ON_GPU ? 5 : 0.3; /* GPU discovery is slow */
     if (bootstrap->rank == wrong) config.max_tokens = 0;
@@ -268,31 +258,23 @@ static void create_without_one(const EpBootstrap *bootstrap, int wrong) {
     CHECK(group == NULL, "a group was made");
 }
 
-ThreadTest(runtime_deadline, absent_from_group_create, RANKS) {
-    create_without_one(bootstrap, -1);
-}
-ThreadTest(runtime_deadline, refused_while_one_is_absent, RANKS) {
-    create_without_one(bootstrap, 0);
-}
+RankTest(runtime_deadline, absent_from_group_create, RANKS, create_without_one(bootstrap, -1));
+RankTest(runtime_deadline, refused_while_one_is_absent, RANKS, create_without_one(bootstrap, 0));
 
 /* One rank destroys its group while the others still call. */
-ThreadTest(runtime_deadline, group_destroyed_by_one_rank, RANKS) {
-    Step h = timed_open(bootstrap, SOON, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
+DeadlineTest(group_destroyed_by_one_rank, timed_open(bootstrap, SOON, EP_MODE_THROUGHPUT)) {
     if (bootstrap->rank != ABSENT) {
-        EpStatus status = call_outcome(call_prepare, &h);
+        EpStatus status = call_outcome(call_prepare, h);
         CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
               ep_last_error());
         CHECK(strstr(ep_last_error(), "rank 2"), "%s", ep_last_error());
     }
-    timed_close(&h);
 }
 
 /* ---- ranks that call something else ---- */
 
 static void check_order(const EpBootstrap *bootstrap, Call usual, Call odd, EpStatus status) {
     Step h = timed_open(bootstrap, 30, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
     CHECK_OK(call_prepare(&h));
     Call call = bootstrap->rank == ABSENT ? odd : usual;
     CHECK_STATUS(call_outcome(call, &h), status);
@@ -308,7 +290,6 @@ static void check_different_calls(const EpBootstrap *bootstrap, Call usual, cons
     char own[32], other[48];
     for (int steps = 0; steps < 3; steps++) {
         Step h = timed_open(bootstrap, 30, EP_MODE_THROUGHPUT);
-        REQUIRE(h.handle, "no handle");
         check_note("after %d steps", steps);
         for (int i = 0; i < steps; i++)
             step_all(&h);
@@ -323,16 +304,13 @@ static void check_different_calls(const EpBootstrap *bootstrap, Call usual, cons
     }
 }
 
-ThreadTest(runtime_deadline, dispatch_against_combine, RANKS) {
-    check_different_calls(bootstrap, call_dispatch, "dispatch", call_combine, "combine");
-}
-ThreadTest(runtime_deadline, combine_against_dispatch_backward, RANKS) {
-    check_different_calls(bootstrap, call_combine, "combine", call_dispatch_backward,
-                          "dispatch backward");
-}
-ThreadTest(runtime_deadline, dispatch_against_prepare, RANKS) {
-    check_different_calls(bootstrap, call_dispatch, "dispatch", call_prepare, "prepare");
-}
+RankTest(runtime_deadline, dispatch_against_combine, RANKS,
+         check_different_calls(bootstrap, call_dispatch, "dispatch", call_combine, "combine"));
+RankTest(runtime_deadline, combine_against_dispatch_backward, RANKS,
+         check_different_calls(bootstrap, call_combine, "combine", call_dispatch_backward,
+                               "dispatch backward"));
+RankTest(runtime_deadline, dispatch_against_prepare, RANKS,
+         check_different_calls(bootstrap, call_dispatch, "dispatch", call_prepare, "prepare"));
 
 /* Dispatch rows of a type and a number of elements. */
 static EpStatus call_odd_dispatch(const Step *step, EpType type, int64_t columns) {
@@ -352,12 +330,10 @@ static EpStatus call_retyped_dispatch(const Step *step) {
     return call_odd_dispatch(step, EP_TYPE_FP16, step->world->c.hidden);
 }
 
-ThreadTest(runtime_deadline, rows_of_other_sizes, RANKS) {
-    check_order(bootstrap, call_dispatch, call_narrow_dispatch, EP_ERR_ORDER);
-}
-ThreadTest(runtime_deadline, rows_of_another_type, RANKS) {
-    check_order(bootstrap, call_dispatch, call_retyped_dispatch, EP_ERR_ORDER);
-}
+RankTest(runtime_deadline, rows_of_other_sizes, RANKS,
+         check_order(bootstrap, call_dispatch, call_narrow_dispatch, EP_ERR_ORDER));
+RankTest(runtime_deadline, rows_of_another_type, RANKS,
+         check_order(bootstrap, call_dispatch, call_retyped_dispatch, EP_ERR_ORDER));
 
 static EpStatus call_narrow_prepare(const Step *step) {
     const RankWorld *me = &step->world->rank[step->rank];
@@ -365,46 +341,37 @@ static EpStatus call_narrow_prepare(const Step *step) {
     return ep_prepare(step->handle, NULL, &topk_idx, NULL, NULL, NULL);
 }
 
-ThreadTest(runtime_deadline, prepare_with_another_k, RANKS) {
-    check_order(bootstrap, call_prepare, call_narrow_prepare, EP_ERR_ORDER);
-}
+RankTest(runtime_deadline, prepare_with_another_k, RANKS,
+         check_order(bootstrap, call_prepare, call_narrow_prepare, EP_ERR_ORDER));
 
 /* Equal handles of a group with different ids. A handle without an id matches any. */
-ThreadTest(runtime_deadline, handles_in_another_order, RANKS) {
-    Step h = timed_open(bootstrap, 30, EP_MODE_THROUGHPUT);
-    REQUIRE(h.handle, "no handle");
-    Step second = h;
-    Case c = h.world->c;
+DeadlineTest(handles_in_another_order, timed_open(bootstrap, 30, EP_MODE_THROUGHPUT)) {
+    Step second = *h;
+    Case c = h->world->c;
     for (c.id = 0; c.id < 4; c.id += 3) {
-        second.handle = open_handle(h.group, &c);
-        if (!c.id) CHECK_OK(call_outcome(call_prepare, bootstrap->rank == ABSENT ? &second : &h));
+        second.handle = open_handle(h->group, &c);
+        if (!c.id) CHECK_OK(call_outcome(call_prepare, bootstrap->rank == ABSENT ? &second : h));
     }
-    CHECK_STATUS(call_outcome(call_prepare, bootstrap->rank == ABSENT ? &second : &h),
-                 EP_ERR_ORDER);
+    CHECK_STATUS(call_outcome(call_prepare, bootstrap->rank == ABSENT ? &second : h), EP_ERR_ORDER);
     CHECK(strstr(ep_last_error(), "id differs") && strstr(ep_last_error(), "has 3"), "%s",
           ep_last_error());
-    timed_close(&h);
 }
 
 /* ---- latency mode ---- */
 
 /* A rank is absent from a send phase. The send or the receive phase of the others names it. */
-ThreadTest(runtime_deadline, absent_from_a_send_phase, RANKS) {
-    NEEDS_LATENCY();
-    Step h = timed_open(bootstrap, SOON, EP_MODE_LATENCY);
-    REQUIRE(h.handle, "no handle");
-    CHECK_OK(call_prepare(&h));
+DeadlineTest(absent_from_a_send_phase, timed_open(bootstrap, SOON, EP_MODE_LATENCY)) {
+    CHECK_OK(call_prepare(h));
     if (bootstrap->rank != ABSENT) {
         static _Thread_local _Alignas(16) char room[1 << 16];
-        EpTensor tokens = step_tokens(&h), rows = step_recv_tokens(&h, room);
-        EpStatus status = ep_dispatch_send(h.handle, NULL, NULL, &tokens, NULL, NULL, NULL);
-        if (status == EP_OK) status = ep_dispatch_wait(h.handle, NULL, &rows, NULL, NULL, NULL);
-        if (status == EP_OK) status = ep_group_status(h.group, NULL);
+        EpTensor tokens = step_tokens(h), rows = step_recv_tokens(h, room);
+        EpStatus status = ep_dispatch_send(h->handle, NULL, NULL, &tokens, NULL, NULL, NULL);
+        if (status == EP_OK) status = ep_dispatch_wait(h->handle, NULL, &rows, NULL, NULL, NULL);
+        if (status == EP_OK) status = ep_group_status(h->group, NULL);
         CHECK_REFUSED(status, EP_ERR_TIMEOUT, "rank 2", "dispatch");
-        CHECK_STATUS(ep_dispatch_wait(h.handle, NULL, &rows, NULL, NULL, NULL), EP_ERR_TIMEOUT);
+        CHECK_STATUS(ep_dispatch_wait(h->handle, NULL, &rows, NULL, NULL, NULL), EP_ERR_TIMEOUT);
     }
     bootstrap->barrier(bootstrap->context, 60);
-    timed_close(&h);
 }
 
 /* Combine in latency mode with topk_weights, whole or its send phase alone. */
@@ -429,26 +396,21 @@ static Step open_dispatched(const EpBootstrap *bootstrap, double seconds) {
 }
 
 /* The send phase itself waits for the weights of a rank that is absent. */
-ThreadTest(runtime_deadline, absent_from_a_send_phase_with_weights, RANKS) {
-    NEEDS_LATENCY();
-    Step h = open_dispatched(bootstrap, SOON);
-    REQUIRE(h.handle, "no handle");
+DeadlineTest(absent_from_a_send_phase_with_weights, open_dispatched(bootstrap, SOON)) {
     if (bootstrap->rank != ABSENT) {
         double begin = seconds_now();
-        CHECK_REFUSED(call_outcome(call_weighing_combine_send, &h), EP_ERR_TIMEOUT, "rank 2",
+        CHECK_REFUSED(call_outcome(call_weighing_combine_send, h), EP_ERR_TIMEOUT, "rank 2",
                       "combine");
         CHECK(seconds_now() - begin > 0.8 * SOON && seconds_now() - begin < LATE,
               "gave up after %.2f s", seconds_now() - begin);
-        check_group_failed(&h, EP_ERR_TIMEOUT);
+        check_group_failed(h, EP_ERR_TIMEOUT);
     }
     bootstrap->barrier(bootstrap->context, 60);
-    timed_close(&h);
 }
 
 /* Ranks disagree whether topk_weights are given. */
 static void weights_of_some_ranks(const EpBootstrap *bootstrap, int odd_weighs) {
     Step h = open_dispatched(bootstrap, 30);
-    REQUIRE(h.handle, "no handle");
     int weighs = (bootstrap->rank == ABSENT) == odd_weighs;
     CHECK_STATUS(call_outcome(weighs ? call_weighing_combine : call_combine, &h), EP_ERR_ORDER);
     CHECK(strstr(ep_last_error(), TESTS_ON_GPU ? "sizes" : "number of topk_weights"), "%s",
@@ -458,24 +420,20 @@ static void weights_of_some_ranks(const EpBootstrap *bootstrap, int odd_weighs) 
 }
 
 ThreadTest(runtime_deadline, weights_of_some_ranks, RANKS) {
-    NEEDS_LATENCY();
+    needs_latency();
     weights_of_some_ranks(bootstrap, 1);
     weights_of_some_ranks(bootstrap, 0);
 }
 
 /* One rank has a handle of another mode: its prepare arrives where the others dispatch. */
-ThreadTest(runtime_deadline, handles_of_different_modes, RANKS) {
-    NEEDS_LATENCY();
-    Step h = timed_open(bootstrap, 30, EP_MODE_LATENCY);
-    Case c = h.world->c;
+DeadlineTest(handles_of_different_modes, timed_open(bootstrap, 30, EP_MODE_LATENCY)) {
+    Case c = h->world->c;
     if (bootstrap->rank == ABSENT) c.mode = EP_MODE_THROUGHPUT;
-    h.handle = h.group ? open_handle(h.group, &c) : NULL;
-    REQUIRE(h.handle, "no handle");
-    EpStatus status = call_prepare(&h);
-    if (status == EP_OK) status = call_outcome(call_dispatch, &h);
+    h->handle = open_handle(h->group, &c);
+    EpStatus status = call_prepare(h);
+    if (status == EP_OK) status = call_outcome(call_dispatch, h);
     CHECK(status == EP_ERR_ORDER, "%d", (int)status);
     CHECK(strstr(ep_last_error(), "dispatch in latency mode") &&
               strstr(ep_last_error(), "prepare") && strstr(ep_last_error(), "on handle 1"),
           "%s", ep_last_error());
-    timed_close(&h);
 }

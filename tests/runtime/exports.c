@@ -2,7 +2,6 @@
 /* The symbols that the library exports and needs, as nm lists them, and the layout of public
  * structs. */
 #include <stddef.h>
-#include <string.h>
 
 #include "ep/ep_weight.h"
 #include "tests/harness/check.h"

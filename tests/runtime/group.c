@@ -1,9 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creating groups: wrong configurations, ranks that disagree, queries of a live group. */
 #include <stddef.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/refusals.h"
 #include "tests/cases/run.h"
@@ -29,11 +26,6 @@ static const TextField config_fields[] = {
     TEXT_FIELD(EpGroupConfig, duplicates, "|keep|merge"),
 };
 
-static EpGroupConfig plain_config(int ranks) {
-    Case c = case_complete((Case){.ranks = ranks});
-    return case_group_config(&c);
-}
-
 typedef struct Configured {
     const EpBootstrap *bootstrap;
     EpGroupConfig config;
@@ -41,48 +33,26 @@ typedef struct Configured {
     EpGroupMemory memory;
 } Configured;
 
-static void reset_config(void *context, const char *call) {
-    Configured *c = context;
-    (void)call;
-    *c = (Configured){c->bootstrap, plain_config(1), NULL, EP_GROUP_MEMORY_INIT};
-}
-
-static Part find_config(void *context, const char *call, const char *name) {
-    (void)call, (void)name;
-    return PART(config_fields, &((Configured *)context)->config);
-}
-
 static EpStatus call_with_config(void *context, const char *call) {
     Configured *c = context;
     return strcmp(call, "ep_group_create") ? ep_group_memory(&c->config, 2, &c->memory)
                                            : ep_group_create(c->bootstrap, &c->config, &c->group);
 }
 
-static void check_config_outputs(void *context, const char *call) {
-    const Configured *c = context;
-    (void)call;
-    CHECK(!c->group && !c->memory.feasible && !c->memory.shared_bytes, "outputs were written");
-}
-
 ThreadTest(runtime_group, wrong_configurations, 1) {
     static const char *const calls[] = {"ep_group_create", "ep_group_memory", NULL};
-    static const Subject subject = {.reset = reset_config,
-                                    .find = find_config,
-                                    .call = call_with_config,
-                                    .check = check_config_outputs,
+    static const Member members[] = {MEMBER("", config_fields, Configured, config)};
+    static const Subject subject = {members, 1, sizeof(Configured), call_with_config,
                                     .calls = calls};
-    Configured c = {.bootstrap = bootstrap};
+    Configured c = {bootstrap, group_config(1), NULL, EP_GROUP_MEMORY_INIT};
     check_refusals("group_config", &subject, &c);
-    reset_config(&c, "");
-    CHECK_OK(ep_group_create(bootstrap, &c.config, &c.group));
-    ep_group_destroy(c.group);
+    ep_group_destroy(open_group_with(bootstrap, &c.config));
 }
 
 /* Structs may have grown more than once: every size between the first version's and today's is that
  * of some version. */
 ThreadTest(runtime_group, structs_of_all_versions, 1) {
-    EpGroupConfig config = plain_config(1);
-    EpGroup *group = NULL;
+    EpGroupConfig config = group_config(1);
     config.struct_size = offsetof(EpGroupConfig, mode);
     config.mode = (EpMode)-77;
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
@@ -90,7 +60,7 @@ ThreadTest(runtime_group, structs_of_all_versions, 1) {
     CHECK_OK(ep_group_memory(&config, 1, &memory));
     CHECK(memory.feasible, "%s", memory.reason);
     CHECK_OK(ep_max_recv_rows(&config, 1, 0, EP_LAYOUT_FLAT, 0, &rows));
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     for (size_t size = offsetof(EpGroupInfo, device); size <= sizeof(EpGroupInfo); size++) {
         union {
             EpGroupInfo info;
@@ -115,7 +85,7 @@ SoloTest(runtime_group, structs_of_a_later_version) {
     struct {
         EpGroupConfig config;
         int64_t more;
-    } newer = {.config = plain_config(1), .more = 1};
+    } newer = {.config = group_config(1), .more = 1};
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     newer.config.struct_size = sizeof(newer);
     snprintf(today, sizeof(today), "%zu .. %zu", offsetof(EpGroupConfig, device),
@@ -129,7 +99,7 @@ SoloTest(runtime_group, structs_of_a_later_version) {
 }
 
 ThreadTest(runtime_group, missing_arguments, 1) {
-    EpGroupConfig config = plain_config(1);
+    EpGroupConfig config = group_config(1);
     EpGroup *group = NULL;
     CHECK_REFUSED(ep_group_create(NULL, &config, &group), EP_ERR_NULL, "bootstrap");
     CHECK_REFUSED(ep_group_create(bootstrap, NULL, &group), EP_ERR_NULL, "config");
@@ -168,7 +138,7 @@ static const char *const differences[][5] = {
 ThreadTest(runtime_group, ranks_that_disagree, 3) {
     for (int i = 0; i < LENGTH(differences); i++) {
         const char *const *d = differences[i];
-        EpGroupConfig config = plain_config(3);
+        EpGroupConfig config = group_config(3);
         EpGroup *group = NULL;
         check_note("%s differs", d[0]);
         text_set(&config, config_fields, LENGTH(config_fields), d[0],
@@ -184,7 +154,7 @@ ThreadTest(runtime_group, ranks_that_disagree, 3) {
 /* One rank's wrong configuration is an error on every rank; the other ranks' errors name that
  * rank. */
 ThreadTest(runtime_group, mistake_of_one_rank, 3) {
-    EpGroupConfig config = plain_config(3);
+    EpGroupConfig config = group_config(3);
     EpGroup *group = NULL;
     if (bootstrap->rank == 1) config.alignment = 12;
     EpStatus status = ep_group_create(bootstrap, &config, &group);
@@ -240,7 +210,6 @@ ThreadTest(runtime_group, handles_that_disagree, 3) {
         const Disagreement *d = &disagreements[i];
         check_note("%d: %s", i, d->field);
         EpGroup *group = open_group(bootstrap, &c);
-        REQUIRE(group, "no group");
         CHECK_REFUSED(create_and_prepare(group, d, bootstrap->rank == 2), EP_ERR_MISMATCH, d->field,
                       d->value, d->other_value, "rank 2");
         ep_group_destroy(group);
@@ -274,11 +243,10 @@ static EpStatus create_and_dispatch(EpGroup *group, const Case *c, int batched) 
 }
 
 ThreadTest(runtime_group, layouts_that_disagree_in_latency_mode, 3) {
-    NEEDS_LATENCY();
+    needs_latency();
     set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
     Case c = case_complete((Case){.ranks = 3, .spread = SPREAD_FULL, .sets = 2});
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     CHECK_REFUSED(create_and_dispatch(group, &c, bootstrap->rank == 2), EP_ERR_MISMATCH,
                   "layout differs", "has EP_LAYOUT_RANK_MAJOR", "has EP_LAYOUT_BATCHED", "rank 2");
     ep_group_destroy(group);
@@ -289,7 +257,6 @@ ThreadTest(runtime_group, layouts_that_disagree_in_latency_mode, 3) {
 ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
     Case c = case_complete((Case){.ranks = 3, .experts = 7});
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     static const int first[] = {0, 3, 5}, count[] = {3, 2, 2};
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     CHECK_OK(ep_group_query(group, &info));
@@ -318,7 +285,6 @@ static void check_promise(const EpBootstrap *bootstrap, int64_t capacity) {
     CHECK_OK(ep_group_memory(&config, 2, &memory));
     CHECK(memory.feasible == 1 && memory.backend == TEST_BACKEND, "%s", memory.reason);
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
     int64_t promised = memory.shared_bytes + memory.private_bytes;
     for (int handles = 0; handles < 4; handles++) {
         EpGroupInfo info = EP_GROUP_INFO_INIT;
@@ -342,24 +308,20 @@ ThreadTest(runtime_group, memory_as_promised, 2) {
 }
 
 ThreadTest(runtime_group, a_communicator_on_the_host_backend, 1) {
-    EpGroupConfig config = plain_config(1);
-    EpGroup *group = NULL;
+    EpGroupConfig config = group_config(1);
     config.backend = EP_BACKEND_HOST;
     config.nccl_comm = &config;
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "NCCL");
-    CHECK(group == NULL, "a group was made");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_UNSUPPORTED, "NCCL");
 }
 
 /* AUTO becomes an available backend, and the group can be created. */
 ThreadTest(runtime_group, backend_auto, 2) {
-    Case c = case_complete((Case){.ranks = 2});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(2);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     config.backend = EP_BACKEND_AUTO;
     CHECK_OK(ep_group_memory(&config, 2, &memory));
-    EpGroup *group = NULL;
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     CHECK_OK(ep_group_query(group, &info));
     CHECK(info.backend == memory.backend, "%d", (int)info.backend);
     ep_group_destroy(group);
@@ -374,7 +336,6 @@ ThreadTest(runtime_group, two_groups_of_the_same_ranks, 3) {
     Step step[2];
     for (int i = 0; i < 2; i++) {
         step[i] = open_step(bootstrap, &cases[i]);
-        REQUIRE(step[i].handle, "no handle");
     }
     void (*const operations[])(const Step *) = {step_prepare, step_dispatch, step_combine,
                                                 step_combine_backward, step_dispatch_backward};

@@ -2,7 +2,6 @@
 /* A group that needs more memory than the machine has: an error on every rank, no leak, and the
  * process can go on. */
 #include <stdint.h>
-#include <stdlib.h>
 #include <sys/resource.h>
 
 #include "tests/cases/run.h"
@@ -116,8 +115,7 @@ SoloTest(runtime_memory, sizes_of_the_largest_configurations) {
 }
 
 SoloTest(runtime_memory, ranks_out_of_range) {
-    Case c = case_complete((Case){.ranks = 1});
-    EpGroupConfig config = case_group_config(&c);
+    EpGroupConfig config = group_config(1);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     CHECK_REFUSED(ep_group_memory(&config, 0, &memory), EP_ERR_RANGE, "num_ranks", "0");
     CHECK_REFUSED(ep_group_memory(&config, EP_MAX_RANKS + 1, &memory), EP_ERR_RANGE, "num_ranks",

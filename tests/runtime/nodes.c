@@ -2,8 +2,6 @@
 /* Which rank relays for which: held against the rule, rank by rank, on random nodes. */
 #include "runtime/nodes.h"
 
-#include <string.h>
-
 #include "tests/harness/check.h"
 #include "tests/harness/random.h"
 

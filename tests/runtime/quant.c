@@ -4,7 +4,6 @@
 #include "runtime/host/rowmath.h"
 
 #include <math.h>
-#include <string.h>
 
 #include "tests/harness/check.h"
 #include "tests/harness/random.h"

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Random small cases. A failure prints its case, seed included. LIBEP_TEST_SEED=N begins with case
  * N; LIBEP_TEST_CASES=M runs M cases; LIBEP_TEST_CASE runs one that was printed. */
-#include <stdlib.h>
-
 #include "tests/cases/run.h"
 #include "tests/harness/random.h"
 
@@ -94,9 +92,7 @@ static void run_cases(uint64_t salt, int several_nodes) {
     }
 }
 
-Test(runtime_random, default_stage, .timeout = 300) {
-    run_cases(1, 0);
-}
+CasesTest(runtime_random, default_stage, run_cases(1, 0));
 
 Test(runtime_random, tiny_stage, .timeout = 300) {
     HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs");
@@ -104,9 +100,7 @@ Test(runtime_random, tiny_stage, .timeout = 300) {
     run_cases(1001, 0);
 }
 
-Test(runtime_random, several_nodes, .timeout = 300) {
-    run_cases(2001, 1);
-}
+CasesTest(runtime_random, several_nodes, run_cases(2001, 1));
 
 Test(runtime_random, several_nodes_and_a_tiny_stage, .timeout = 300) {
     setenv("LIBEP_STAGE_BYTES", "3000", 1);

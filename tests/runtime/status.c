@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The version, texts of statuses, and the last error of a thread. */
 #include <pthread.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "ep/ep_mesh.h"
 #include "tests/harness/check.h"
@@ -46,9 +44,8 @@ SoloTest(runtime_status, a_number_that_is_no_status) {
     CHECK(ep_status_string((EpStatus)1999) != NULL, "no text");
 }
 
-SoloTest(runtime_status, no_error_at_first) {
-    CHECK(strcmp(ep_last_error(), "") == 0, "'%s'", ep_last_error());
-}
+SoloCall(runtime_status, no_error_at_first,
+         CHECK(strcmp(ep_last_error(), "") == 0, "'%s'", ep_last_error()));
 
 SoloTest(runtime_status, last_error_set_by_a_bootstrap) {
     char sentence[] = "rank 3 is gone";

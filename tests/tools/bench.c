@@ -1,12 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_bench as users run it: invalid options give exit status 2 and a message, valid runs are
  * correct, alone and under mpirun. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "tests/tools/run_bench.h"
 
@@ -61,7 +57,7 @@ static const BadOptions bad_options[] = {
     {"--rows-per-expert 4", "--layout batched"},
     {"--layout batched --capacity 9", "--rows-per-expert"},
     {"--mode latency --layout rank-major --capacity 9", "rank-major, whose size is fixed"},
-    {"--mode throughput --layout rank-major", "expected --mode latency or auto"},
+    {"--layout rank-major --capacity 9", "rank-major, whose size is fixed"},
     {"--mode latency --layout rank-major --rows-per-expert 9", "got --layout rank-major"},
     {"--weighted yes", "\"yes\""},
     {"--scales 6", "multiple of 4"},
@@ -74,8 +70,8 @@ static const BadOptions bad_options[] = {
     {"--quant fp8 --scales 4", "--scales"},
     {"--quant mxfp8 --hidden 8", "multiple of 16"},
     {"--quant nvfp4 --hidden 48", "multiple of 32"},
-    {"--baseline --mode latency", "--mode throughput"},
     {"--baseline --quant fp8", "--quant none"},
+    {"--case sums --pair", "no --routing file, --baseline and --pair"},
     {"--case all", "\"all\""},
     {"--case calls -b 1 -e 4", "expected one size"},
     {"--case calls --routing file:x", "no --routing file"},
@@ -148,6 +144,8 @@ SoloTest(tools_bench, small_runs_are_correct) {
         QUICK "--threads 3 -b 0 -e 16 -f 4 --mode latency --layout rank-major --masked 0.3",
         QUICK "--threads 3 --tokens 20 --mode latency --layout rank-major --uneven --split",
         QUICK "--threads 2 --tokens 20 --mode auto --layout rank-major --quant fp8 --scales 0",
+        QUICK "--threads 3 -b 0 -e 16 -f 4 --layout rank-major --masked 0.3 --idx int64 --pair",
+        QUICK "--threads 2 --tokens 20 --layout rank-major --uneven --scales 12 --zero-copy",
         QUICK "--threads 3 -b 1 -e 16 -f 4 --mode latency --quant fp8 --split",
         QUICK "--threads 2 --tokens 20 --mode latency --rows-per-expert 2 --overflow drop",
         QUICK "--threads 3 -b 0 -e 20 -f 5 --mode latency --uneven --split",
@@ -215,9 +213,9 @@ SoloTest(tools_bench, cases_with_lines) {
 }
 
 /* A capacity that is too small ends the run, unless the overflow policy is drop. */
-SoloTest(tools_bench, overflow_ends_the_run) {
-    check_run(QUICK "--threads 2 --tokens 20 --capacity 3", 1, NULL, "at most 3 receive rows");
-}
+SoloCall(tools_bench, overflow_ends_the_run,
+         check_run(QUICK "--threads 2 --tokens 20 --capacity 3", 1, NULL,
+                   "at most 3 receive rows"));
 
 /* ---- under mpirun ---- */
 
@@ -235,6 +233,9 @@ SoloTest(mpi_bench, correct_with_and_without_baseline) {
     if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
     check_mpirun(2, "--tokens", "16", 0, "#wrong 0");
     check_mpirun(3, "--baseline", NULL, 0, "#wrong 0");
+    check_mpirun(3, "--dtype=fp16", "--baseline", 0, "#wrong 0");
+    check_mpirun(2, "--mode=latency", "--baseline", 0, "#wrong 0");
+    check_mpirun(2, "--baseline", "--pair", 0, ": baseline pair ");
 }
 
 SoloTest(mpi_bench, bad_options_are_refused) {

@@ -1,9 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_info as users run it. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "tests/harness/check.h"
 #include "tests/harness/process.h"
 
@@ -32,9 +28,8 @@ SoloTest(tools_info, prints_all_parts) {
     unsetenv("LIBEP_BACKEND");
 }
 
-SoloTest(tools_info, settings_for_a_readme) {
-    check_info(WITH("--settings-markdown"), 0, "| `LIBEP_TIMEOUT` |", NULL);
-}
+SoloCall(tools_info, settings_for_a_readme,
+         check_info(WITH("--settings-markdown"), 0, "| `LIBEP_TIMEOUT` |", NULL));
 
 SoloTest(tools_info, bad_options_are_refused) {
     check_info(WITH("--frobnicate"), 2, NULL, "--frobnicate");
@@ -69,9 +64,8 @@ SoloTest(tools_info, bad_meshes_are_refused) {
     check_info(WITH("--spec", "fsdp"), 2, NULL, "with --mesh");
 }
 
-SoloTest(tools_info, infeasible_configuration) {
-    check_info(WITH("--ranks", "1024", "--tokens", "16777216"), 1, "not feasible", NULL);
-}
+SoloCall(tools_info, infeasible_configuration,
+         check_info(WITH("--ranks", "1024", "--tokens", "16777216"), 1, "not feasible", NULL));
 
 SoloTest(tools_info, bad_settings) {
     setenv("LIBEP_TYPO", "1", 1);

@@ -1,8 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What ep_bench writes as JSON: keys, phases, and the bytes that each phase moves. */
-#include <stdio.h>
-#include <string.h>
-
 #include "tests/tools/run_bench.h"
 
 SoloTest(tools_bench, json_has_the_documented_keys) {
@@ -61,6 +58,16 @@ SoloTest(tools_bench, send_and_wait_are_reported) {
     text = run_json("ep_bench", QUICK "--threads 2 --tokens 4 --mode latency", "#wrong 0");
     CHECK(!strstr(text, "split_phases\": [") && !strstr(text, "dispatch_send"),
           "unexpected phases: %s", text);
+}
+
+/* A pair has the bytes of dispatch and combine: 128 for each row, and a weight. */
+SoloTest(tools_bench, pairs_are_reported) {
+    static const char *const words[] = {"\"pairs\": {", "\"name\": \"pair\"",
+                                        "\"remote_bytes\": 4160", "\"local_bytes\": 4160"};
+    const char *text =
+        run_json("ep_bench", QUICK "--experts 2 --top-k 2 --threads 2 --tokens 16 --pair", "pair ");
+    check_words(text, words, LENGTH(words));
+    CHECK(!strstr(text, "speedup"), "compared with nothing: %s", text);
 }
 
 /* The remote bytes of dispatch. */

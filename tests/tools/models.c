@@ -1,10 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_bench --models: the shapes of a file, in both modes; invalid files are refused. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
 #include "tests/tools/run_bench.h"
 
 static char models_path[] = "/tmp/ep_tests_models_XXXXXX";

@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_moe as users run it: a whole MoE layer that agrees with a dense one, and a check that finds
  * what is wrong. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "tests/tools/run_bench.h"
 
 /* Small layers. The last of two equal options counts. */
@@ -171,9 +167,8 @@ SoloTest(tools_moe, memory_is_as_promised) {
 }
 
 /* Without a check nothing is claimed. */
-SoloTest(tools_moe, unchecked_runs_say_so) {
-    check_tool("ep_moe", SMALL "--threads 2 -c 0", 0, "\n#wrong - (not checked)\n", NULL);
-}
+SoloCall(tools_moe, unchecked_runs_say_so,
+         check_tool("ep_moe", SMALL "--threads 2 -c 0", 0, "\n#wrong - (not checked)\n", NULL));
 
 SoloTest(mpi_moe, default_run_under_mpirun) {
     if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");

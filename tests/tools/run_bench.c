@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/tools/run_bench.h"
 
-#include <stdio.h>
-#include <string.h>
-#include <unistd.h>
-
 enum { MOST_WORDS = 40 };
 
 ProcessResult run_tool(const char *tool, const char *line) {

@@ -1,10 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Trace files of ep_bench survive a round trip; invalid ones are refused. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
 #include "tests/tools/run_bench.h"
 
 static char trace_path[] = "/tmp/ep_tests_trace_XXXXXX";
@@ -107,10 +102,7 @@ SoloTest(tools_trace, bad_traces_are_refused) {
 }
 
 /* /dev/zero is one line without an end. */
-SoloTest(tools_trace, endless_lines_are_refused) {
-    check_run("--threads 2 --routing file:/dev/zero", 2, NULL, "a line of less than 4096");
-}
-
-SoloTest(tools_trace, a_folder_is_refused) {
-    check_run("--threads 2 --routing file:/tmp", 2, NULL, "/tmp");
-}
+SoloCall(tools_trace, endless_lines_are_refused,
+         check_run("--threads 2 --routing file:/dev/zero", 2, NULL, "a line of less than 4096"));
+SoloCall(tools_trace, a_folder_is_refused,
+         check_run("--threads 2 --routing file:/tmp", 2, NULL, "/tmp"));

@@ -66,6 +66,10 @@ static bool refuse_unsupported(const Options *o, EpBackend backend) {
     if (backend == EP_BACKEND_HOST && o->num_sms)
         return bench_refuse("--num-sms: expected a GPU backend, got the host backend, which uses "
                             "no multiprocessors");
+    if (backend == EP_BACKEND_HOST && o->baseline && o->run.threads)
+        return bench_refuse("--baseline: expected MPI ranks (mpirun) on the host backend, got "
+                            "--threads %lld",
+                            (long long)o->run.threads);
     if (backend != EP_BACKEND_HOST && !gpu_built())
         return bench_refuse("--backend: expected host, got %s, but this ep_bench was built "
                             "without CUDA",

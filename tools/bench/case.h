@@ -152,6 +152,8 @@ bool phase_begin(Case *c);
 bool phase_run(Case *c, PhaseId phase);
 /** All phases, in order. */
 bool phase_run_step(Case *c);
+/** A pair, never from a graph: prepare, where the mode has it, dispatch and combine. */
+bool phase_run_pair(Case *c);
 const char *phase_name(PhaseId phase);
 
 /** One send or wait call, never from a graph; call them in the order of SplitPhaseId. Returns

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tools/bench/check.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -213,6 +214,41 @@ static void check_dispatch_backward(Check *check) {
         bool live = slot_owner(c, i / top_k, k) >= 0;
         check_float(check, "grad_topk_weights", i / top_k, &c->buffers.topk_grads[i],
                     live ? case_slot_grad(c, c->world->rank, i / top_k, k) : 0.0f);
+    }
+}
+
+/* A unit in the last place of 1, halved. */
+static float half_unit(EpType type) {
+    return type == EP_TYPE_BF16 ? 0x1p-8f : type == EP_TYPE_FP16 ? 0x1p-11f : 0x1p-24f;
+}
+
+/* Set check->total to the exact sum of a token, and check->other to how far off one may be: R
+ * roundings, here and there, of what is no larger than the sum of all ranks' magnitudes. */
+static void bound_sum(Check *check, int64_t token) {
+    const Case *c = check->c;
+    const int64_t hidden = c->options->hidden;
+    const float unit = half_unit((EpType)c->options->type) + 0x1p-24f;
+    memset(check->total, 0, (size_t)hidden * sizeof(float));
+    for (int64_t h = 0; h < hidden; h++)
+        check->other[h] = 1e-6f; /* fp16 has no smaller numbers */
+    for (int owner = 0; owner < c->world->size; owner++) {
+        if (!sum_on_rank(check, token, owner, c->options->weighted)) continue;
+        data_add(check->total, check->partial, hidden);
+        for (int64_t h = 0; h < hidden; h++)
+            check->other[h] += (float)c->world->size * unit * fabsf(check->partial[h]);
+    }
+}
+
+void check_near_sums(Check *check, const char *phase, const char *got) {
+    const Case *c = check->c;
+    check->phase = phase;
+    for (int64_t t = 0; t < c->tokens; t++) {
+        bound_sum(check, t);
+        data_to_float((EpType)c->options->type, got + (size_t)t * c->row_bytes, check->term,
+                      c->options->hidden);
+        for (int64_t h = 0; h < c->options->hidden; h++)
+            if (!(fabsf(check->term[h] - check->total[h]) <= check->other[h]))
+                check_float(check, "out", t, &check->term[h], check->total[h]);
     }
 }
 

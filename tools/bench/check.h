@@ -31,6 +31,10 @@ void check_phase(Check *check, PhaseId phase);
 void check_baseline_dispatch(Check *check);
 void check_baseline_combine(Check *check);
 
+/** Check [T, H] rows that are combine's sums up to rounding: each rank's sum is rounded once, and
+ *  so is each sum of ranks, in any order. */
+void check_near_sums(Check *check, const char *phase, const char *got);
+
 /** The outputs of dispatch and combine_backward: rows of slots (check_rows.c). */
 void check_dispatch(Check *check);
 void check_combine_backward(Check *check);

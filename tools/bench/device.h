@@ -70,6 +70,14 @@ bool device_finish(Case *c);
 /** Collective: time each call by capturing options->chain repetitions of it in a graph. */
 bool device_time_graphs(Case *c, TimedCall call, void *context, int count, Quantiles *out);
 
+/** Collective: time_chain with the GPU's clock. */
+bool device_time_chain(Case *c, const Chain *chain, double *times);
+
+/** Collective: capture calls 0 .. count - 1, which have run before, each `length` times in a graph
+ *  of its own. On failure NULL with a message, on every rank. */
+Graphs *graphs_open(Case *c, TimedCall call, void *context, int count, int64_t length);
+/** A TimedCall with Graphs as its context: replay a graph. */
+bool graphs_replay(void *graphs, int which);
 /** Release captured graphs. */
 void graphs_close(Graphs *graphs);
 
@@ -103,6 +111,16 @@ uint32_t *device_words(const Case *c, int rank);
 #define device_replay gpu_missing
 #define device_replay_step gpu_missing
 #define device_time_calls gpu_missing
+#define device_time_chain gpu_missing
+#define device_time_graphs gpu_missing
+#define graphs_replay NULL
+#define graphs_close gpu_missing
+static inline Graphs *graphs_open(Case *c, TimedCall call, void *context, int count,
+                                  int64_t length) {
+    (void)call, (void)context, (void)count, (void)length;
+    gpu_missing(c);
+    return NULL;
+}
 
 #endif
 

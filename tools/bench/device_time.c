@@ -103,10 +103,9 @@ static bool iterate(Case *c, Clock *clock, bool ok, double *issue_us) {
     return ok && held && finished;
 }
 
-static bool read_clock(const Clock *clock, int which, double *us) {
+static bool elapsed(cudaEvent_t begin, cudaEvent_t end, double *us) {
     float ms = 0;
-    bool ok = cuda_ok(cudaEventElapsedTime(&ms, clock->begin[which], clock->end[which]),
-                      "cudaEventElapsedTime");
+    bool ok = cuda_ok(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
     *us = (double)ms * 1e3;
     return ok;
 }
@@ -121,7 +120,7 @@ static bool sample_device(Case *c, Clock *clock, int64_t iterations, double *tim
         ok = iterate(c, clock, ok, issue_us);
         for (int which = 0; ok && i >= 0 && which < clock->count; which++) {
             issues[which * iterations + i] = issue_us[which];
-            ok = read_clock(clock, which, &times[which * iterations + i]);
+            ok = elapsed(clock->begin[which], clock->end[which], &times[which * iterations + i]);
         }
     }
     return ok;
@@ -143,6 +142,31 @@ bool device_time_calls(Case *c, int64_t iterations, TimedCall call, void *contex
     clock_destroy(&clock);
     free(times);
     free(issues);
+    return ok;
+}
+
+/* ---- chains -------------------------------------------------------------------------------- */
+
+static bool run_chain(Case *c, const Chain *chain, cudaEvent_t *events) {
+    bool ok = align_streams(c, true) && record(c, events[0]);
+    for (int64_t i = 0; ok && i < chain->length; i++)
+        ok = chain->call(chain->context, chain->which) && record(c, events[i + 1]);
+    bool finished = device_finish(c) && check_timeouts(c);
+    return ok && finished;
+}
+
+bool device_time_chain(Case *c, const Chain *chain, double *times) {
+    const size_t count = (size_t)chain->length + 1;
+    cudaEvent_t *events = bench_alloc(count, sizeof(cudaEvent_t), "events");
+    bool ok = events != NULL;
+    for (size_t i = 0; ok && i < count; i++)
+        ok = cuda_ok(cudaEventCreate(&events[i]), "cudaEventCreate");
+    ok = world_all(c->world, ok) && run_chain(c, chain, events);
+    for (int64_t i = 0; ok && i < chain->length; i++)
+        ok = elapsed(events[i], events[i + 1], &times[i]);
+    for (size_t i = 0; events && i < count; i++)
+        if (events[i]) cudaEventDestroy(events[i]);
+    free(events);
     return ok;
 }
 
@@ -188,8 +212,7 @@ static bool capture_all(Graphs *graphs, TimedCall call, void *context, int64_t l
     return device_finish(c);
 }
 
-/* Collective. On failure NULL with a message, on every rank. */
-static Graphs *graphs_open(Case *c, TimedCall call, void *context, int count, int64_t length) {
+Graphs *graphs_open(Case *c, TimedCall call, void *context, int count, int64_t length) {
     Graphs *graphs = bench_alloc(1, sizeof(Graphs), "graphs");
     if (graphs) {
         *graphs = (Graphs){.c = c, .count = count};
@@ -214,8 +237,8 @@ void graphs_close(Graphs *graphs) {
     free(graphs);
 }
 
-static bool replay(void *context, int which) {
-    return graphs_run(context, which);
+bool graphs_replay(void *graphs, int which) {
+    return graphs_run(graphs, which);
 }
 
 /* The first launch of a kernel loads it, which must not happen during a capture. */
@@ -230,8 +253,8 @@ bool device_time_graphs(Case *c, TimedCall call, void *context, int count, Quant
     int64_t length = c->options->chain;
     if (!run_once(c, call, context, count)) return false;
     Graphs *graphs = graphs_open(c, call, context, count, length);
-    bool ok = graphs &&
-              device_time_calls(c, c->options->run.iterations, replay, graphs, count, out, NULL);
+    bool ok = graphs && device_time_calls(c, c->options->run.iterations, graphs_replay, graphs,
+                                          count, out, NULL);
     graphs_close(graphs);
     if (ok) time_divide(out, count, length);
     return ok;

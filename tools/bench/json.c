@@ -84,17 +84,17 @@ static void put_split(Json *j, const SizeResult *r) {
     json_end(j, ']');
 }
 
-static void put_baseline(Json *j, const SizeResult *r) {
-    if (r->num_phases == NUM_PHASES) return;
-    json_begin(j, "baseline", '{');
-    json_put_real(j, "median_us", r->baseline_us);
-    json_put_real(j, "speedup", r->speedup);
-    if (r->network_us > 0) {
+static void put_versus(Json *j, const Versus *v, const SizeResult *r) {
+    if (r->phases[v->first].absent) return;
+    json_begin(j, v->key, '{');
+    json_put_positive(j, "median_us", versus_us(v, r));
+    json_put_positive(j, "speedup", versus_speedup(v, r));
+    if (v == versus && r->network_us > 0) {
         json_put_real(j, "network_us", r->network_us);
         json_put_int(j, "network_bytes", r->network_bytes);
     }
     json_begin(j, "phases", '[');
-    for (int p = NUM_PHASES; p < r->num_phases; p++)
+    for (int p = v->first; p < v->end; p++)
         put_phase(j, &r->phases[p]);
     json_end(j, ']');
     json_end(j, '}');
@@ -120,7 +120,8 @@ static void put_size(Json *j, const Options *o, const SizeResult *r) {
     put_step(j, r);
     json_put_known(j, "empty_node_us", r->empty_node_us);
     json_put_known(j, "flag_us", r->flag_us);
-    put_baseline(j, r);
+    for (int i = 0; i < NUM_VERSUS; i++)
+        put_versus(j, &versus[i], r);
 }
 
 static void put_sweep(Json *j, const Options *o, const SizeResult *results, int count) {

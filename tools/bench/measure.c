@@ -33,13 +33,33 @@ static void set_bytes(const Case *c, const Counts *sum, SizeResult *out) {
 
 /* The baseline sends every remote slot, in dispatch with its scales and weight. */
 static void set_baseline_bytes(const Case *c, const Counts *sum, SizeResult *out) {
-    for (int p = NUM_PHASES; p < MAX_RESULTS; p++) {
-        PhaseResult *phase = &out->phases[p];
-        int64_t unit = phase_bytes(c, (PhaseId)(p - NUM_PHASES), 1, 1);
-        if (p == NUM_PHASES) unit = (int64_t)sizeof(int32_t); /* indices travel as int32 */
+    for (int p = 0; p < NUM_BASELINE_PHASES; p++) {
+        PhaseResult *phase = &out->phases[BASELINE_RESULTS + p];
+        int64_t unit = phase_bytes(c, (PhaseId)p, 1, 1);
+        if (p == BASELINE_PREPARE) unit = (int64_t)sizeof(int32_t); /* indices travel as int32 */
         phase->remote_bytes = sum->far_entries * unit / c->world->size;
         phase->local_bytes = (sum->entries - sum->far_entries) * unit / c->world->size;
         phase->useful_bytes = sum->entries * unit / c->world->size;
+    }
+}
+
+static void add_bytes(PhaseResult *to, const PhaseResult *phase) {
+    to->remote_bytes += phase->remote_bytes;
+    to->local_bytes += phase->local_bytes;
+    to->useful_bytes += phase->useful_bytes;
+}
+
+/* The collectives are as useful as dispatch and combine. A pair has the bytes of both. */
+static void set_pair_bytes(const Case *c, SizeResult *out) {
+    PhaseResult *pairs = &out->phases[PAIR_RESULTS];
+    for (int i = 0; i < NUM_COLLECTIVES; i++) {
+        const PhaseResult *phase = &out->phases[PHASE_DISPATCH + i];
+        PhaseResult *collective = &out->phases[COLLECTIVE_RESULTS + i];
+        collective->remote_bytes = collectives_bytes(c, (Collective)i, true);
+        collective->local_bytes = collectives_bytes(c, (Collective)i, false);
+        collective->useful_bytes = phase->useful_bytes;
+        add_bytes(&pairs[PAIR_LIBEP], phase);
+        add_bytes(&pairs[PAIR_BASELINE], collective);
     }
 }
 
@@ -70,6 +90,7 @@ static bool count_bytes(Case *c, SizeResult *out) {
     set_bytes(c, &sum, out);
     set_zero_bytes(c, sum.padding, out);
     set_baseline_bytes(c, &sum, out);
+    set_pair_bytes(c, out);
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].memory_bytes = memory[p] / world->size;
     return true;
@@ -274,33 +295,91 @@ static bool time_floor(Case *c, SizeResult *out) {
     return true;
 }
 
+/* `wrong` is of all ranks. */
+static void set_baseline(SizeResult *out, int at, Quantiles time, int64_t wrong, bool checked) {
+    out->phases[at].absent = false;
+    out->phases[at].time = time;
+    out->phases[at].wrong = checked ? wrong : -1;
+}
+
 static bool time_baseline(Case *c, Check *check, SizeResult *out) {
     BaselineResult result;
-    if (!c->options->baseline) return true;
+    const bool checks = c->options->run.check;
+    if (!options_slots_baseline(c->options)) return true;
     if (!baseline_measure(c, check, &result)) return false;
-    for (int p = 0; p < NUM_BASELINE_PHASES; p++) {
-        PhaseResult *phase = &out->phases[NUM_PHASES + p];
-        phase->time = result.times[p];
-        phase->wrong = c->options->run.check && p != BASELINE_PREPARE ? result.wrong[p] : -1;
-    }
-    double ours =
-        out->phases[PHASE_DISPATCH].time.median_us + out->phases[PHASE_COMBINE].time.median_us;
-    out->num_phases = MAX_RESULTS;
-    out->baseline_us =
-        result.times[BASELINE_DISPATCH].median_us + result.times[BASELINE_COMBINE].median_us;
-    out->speedup = ours > 0 ? out->baseline_us / ours : 0;
+    for (int p = 0; p < NUM_BASELINE_PHASES; p++)
+        set_baseline(out, BASELINE_RESULTS + p, result.times[p], result.wrong[p],
+                     checks && p != BASELINE_PREPARE);
     out->network_us = result.network.median_us, out->network_bytes = result.network_bytes;
     return true;
 }
 
+static bool time_collectives(Collectives *l, Check *check, SizeResult *out) {
+    CollectivesResult result;
+    if (!collectives_measure(l, check, &result)) return false;
+    for (int i = 0; i < NUM_COLLECTIVES; i++)
+        set_baseline(out, COLLECTIVE_RESULTS + i, result.times[i], result.wrong[i],
+                     l->c->options->run.check);
+    return true;
+}
+
+static bool time_pairs(Case *c, Collectives *baseline, SizeResult *out) {
+    Quantiles times[NUM_PAIR_SIDES];
+    if (!c->options->pair) return true;
+    if (!pairs_measure(c, baseline, times)) return false;
+    for (int side = 0; side < (baseline ? NUM_PAIR_SIDES : 1); side++)
+        set_baseline(out, PAIR_RESULTS + side, times[side], 0, false);
+    return true;
+}
+
+static bool time_collectives_and_pairs(Case *c, Check *check, SizeResult *out) {
+    Collectives l;
+    if (!c->options->baseline) return time_pairs(c, NULL, out);
+    bool ok = collectives_open(c, &l) && time_collectives(&l, check, out) && time_pairs(c, &l, out);
+    collectives_close(&l);
+    return ok;
+}
+
+const Versus versus[NUM_VERSUS] = {
+    {"baseline", "dispatch + combine", PHASE_DISPATCH, BASELINE_RESULTS + BASELINE_DISPATCH, 2,
+     BASELINE_RESULTS, COLLECTIVE_RESULTS},
+    {"collectives", "all-gather + reduce-scatter", PHASE_DISPATCH, COLLECTIVE_RESULTS, 2,
+     COLLECTIVE_RESULTS, PAIR_RESULTS},
+    {"pairs", "pair", PAIR_RESULTS + PAIR_LIBEP, PAIR_RESULTS + PAIR_BASELINE, 1, PAIR_RESULTS,
+     MAX_RESULTS},
+};
+
+static double add_medians(const SizeResult *r, int first, int count) {
+    double us = 0;
+    for (int p = first; p < first + count; p++)
+        us += r->phases[p].absent ? 0 : r->phases[p].time.median_us;
+    return us;
+}
+
+double versus_us(const Versus *v, const SizeResult *r) {
+    return add_medians(r, v->theirs, v->count);
+}
+
+double versus_speedup(const Versus *v, const SizeResult *r) {
+    double ours = add_medians(r, v->ours, v->count);
+    return ours > 0 ? versus_us(v, r) / ours : 0;
+}
+
 /* ---- one size ------------------------------------------------------------------------------ */
 
+static const char *result_name(int at) {
+    static const char *const pairs[NUM_PAIR_SIDES] = {"pair", "baseline_pair"};
+    return at < BASELINE_RESULTS     ? phase_name((PhaseId)at)
+           : at < COLLECTIVE_RESULTS ? baseline_phase_name((BaselinePhase)(at - BASELINE_RESULTS))
+           : at < PAIR_RESULTS       ? collective_name((Collective)(at - COLLECTIVE_RESULTS))
+                                     : pairs[at - PAIR_RESULTS];
+}
+
 static void name_phases(const Options *options, SizeResult *out) {
-    out->num_phases = NUM_PHASES;
     out->empty_node_us = out->flag_us = -1;
     for (int p = 0; p < MAX_RESULTS; p++) {
-        out->phases[p].name = p < NUM_PHASES ? phase_name((PhaseId)p)
-                                             : baseline_phase_name((BaselinePhase)(p - NUM_PHASES));
+        out->phases[p].name = result_name(p);
+        out->phases[p].absent = true;
         out->phases[p].wire_us = out->phases[p].mem_us = out->phases[p].issue_us = -1;
         out->phases[p].plain_us = out->phases[p].launch_us = -1;
         out->phases[p].wrong = options->run.check ? 0 : -1;
@@ -322,9 +401,9 @@ static bool gather_wrong(Case *c, const Check *check, SizeResult *out) {
     for (int p = 0; p < NUM_PHASES; p++)
         wrong[p] = out->phases[p].wrong;
     ok = ok && (!c->options->run.check || world_sum(world, wrong, NUM_PHASES));
-    for (int p = 0; ok && p < out->num_phases; p++) {
+    for (int p = 0; ok && p < MAX_RESULTS; p++) {
         if (p < NUM_PHASES) out->phases[p].wrong = wrong[p];
-        if (out->phases[p].wrong > 0) out->wrong += out->phases[p].wrong;
+        if (!out->phases[p].absent && out->phases[p].wrong > 0) out->wrong += out->phases[p].wrong;
     }
     return ok;
 }
@@ -341,8 +420,8 @@ static bool measure_case(Case *c, Check *check, SizeResult *out) {
         out->phases[p].absent = !phase_exists(c, (PhaseId)p);
     return save_routing(c) && count_bytes(c, out) && world_all(c->world, phase_begin(c)) &&
            (checks ? check_phases(c, check, out) : run_unchecked(c)) && measure_times(c, out) &&
-           (!checks || check_phases(c, check, out)) && time_floor(c, out) &&
-           time_baseline(c, check, out) && gather_wrong(c, check, out);
+           time_collectives_and_pairs(c, check, out) && (!checks || check_phases(c, check, out)) &&
+           time_floor(c, out) && time_baseline(c, check, out) && gather_wrong(c, check, out);
 }
 
 bool measure_size(World *world, const Options *options, int64_t size, SizeResult *out) {

@@ -10,7 +10,9 @@
 #include "tools/bench/baseline.h"
 #include "tools/bench/case.h"
 #include "tools/bench/check.h"
+#include "tools/bench/collectives.h"
 #include "tools/bench/models.h"
+#include "tools/bench/pairs.h"
 #include "tools/common/gpu.h"
 #include "tools/common/report.h"
 #include "tools/common/time.h"
@@ -41,33 +43,52 @@ typedef struct SplitPhaseResult {
     double issue_us; /**< negative: not measured */
 } SplitPhaseResult;
 
-enum { MAX_RESULTS = NUM_PHASES + NUM_BASELINE_PHASES };
+/** What is measured besides the calls, as rows of the same table. */
+enum {
+    BASELINE_RESULTS = NUM_PHASES,
+    COLLECTIVE_RESULTS = BASELINE_RESULTS + NUM_BASELINE_PHASES,
+    PAIR_RESULTS = COLLECTIVE_RESULTS + NUM_COLLECTIVES,
+    MAX_RESULTS = PAIR_RESULTS + NUM_PAIR_SIDES
+};
 
 typedef struct SizeResult {
-    int64_t tokens, tokens_min;   /**< maximum and minimum over the ranks */
-    int64_t slots_max, slots_min; /**< live slots received, maximum and minimum */
-    int64_t rows_max;             /**< rows received, padding included, maximum */
-    int64_t dropped;              /**< slots lost to the capacity, all ranks */
-    int64_t library_bytes;        /**< ep_group_query, maximum over the ranks */
-    int64_t promised_bytes;       /**< ep_group_memory */
-    int64_t travelled_bytes;      /**< remote rows sent in dispatch, maximum over the ranks */
-    int num_phases;
-    PhaseResult phases[MAX_RESULTS];
-    Quantiles step;       /**< all phases back to back; median 0: not measured */
-    double step_issue_us; /**< host's time to issue the step */
+    int64_t tokens, tokens_min;      /**< maximum and minimum over the ranks */
+    int64_t slots_max, slots_min;    /**< live slots received, maximum and minimum */
+    int64_t rows_max;                /**< rows received, padding included, maximum */
+    int64_t dropped;                 /**< slots lost to the capacity, all ranks */
+    int64_t library_bytes;           /**< ep_group_query, maximum over the ranks */
+    int64_t promised_bytes;          /**< ep_group_memory */
+    int64_t travelled_bytes;         /**< remote rows sent in dispatch, maximum over the ranks */
+    PhaseResult phases[MAX_RESULTS]; /**< what was not measured is absent */
+    Quantiles step;                  /**< all phases back to back; median 0: not measured */
+    double step_issue_us;            /**< host's time to issue the step */
     bool has_split;
     SplitPhaseResult split[NUM_SPLIT_PHASES];
     double new_handle_us; /**< host's time of a step's beginning with a handle of its own */
     double destroy_us;    /**< host's time to destroy that handle */
     double empty_node_us; /**< latency mode: an empty kernel in a graph; negative: not measured */
-    double flag_us; /**< latency mode: a word from one GPU to another; negative: not measured */
-    double baseline_us, speedup; /**< 0: not measured */
-    double network_us;           /**< BaselineResult.network; 0: not measured */
+    double flag_us;    /**< latency mode: a word from one GPU to another; negative: not measured */
+    double network_us; /**< BaselineResult.network; 0: not measured */
     int64_t network_bytes;
     char no_floor[256]; /**< why a floor was not measured, or "" */
     int64_t wrong;
     char first_wrong[CHECK_MESSAGE_BYTES];
 } SizeResult;
+
+/** A comparison with a baseline: the medians of `count` results each, added up. */
+typedef struct Versus {
+    const char *key;  /**< in the JSON */
+    const char *what; /**< is compared */
+    int ours, theirs, count;
+    int first, end; /**< the results that belong to it */
+} Versus;
+
+enum { NUM_VERSUS = 3 };
+extern const Versus versus[NUM_VERSUS];
+
+/** The baseline's time, and how many times libep's it is; 0: it was not measured. */
+double versus_us(const Versus *v, const SizeResult *r);
+double versus_speedup(const Versus *v, const SizeResult *r);
 
 /* ---- measuring (measure.c, memory.c, floor.c) ------------------------------------ */
 

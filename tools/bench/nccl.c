@@ -27,7 +27,7 @@ static bool load(Nccl *nccl) {
            library_find(nccl->library, "ncclCommDestroy", &nccl->destroy);
 }
 
-/* What ep_bench calls does not use NVLink multicast, so NCCL does not set it up. */
+/* NVLink multicast is off unless the environment turns it on: not every machine has it. */
 bool nccl_open(World *world, Nccl *nccl) {
     ncclUniqueId id;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;

@@ -194,7 +194,9 @@ static const Option specs[] = {
     {0, "sum-quant", "none|fp8", OPTION_CHOICE(sum_quant, sum_quants), "sum_quant", EP_QUANT_NONE,
      "how partial sums travel in combine and dispatch_backward (default none)"},
     {0, "baseline", NULL, OPTION_FLAG(baseline), NULL, 0,
-     "also measure packing, MPI or NCCL and unpacking without libep"},
+     "also measure the same work without libep, by MPI or NCCL"},
+    {0, "pair", NULL, OPTION_FLAG(pair), NULL, 0,
+     "also measure pairs of dispatch and combine in a row"},
     {0, "floor", "0|1", OPTION_SWITCH(run.floor), NULL, 1,
      "also measure plain copies of the same bytes (default 1)"},
     {0, "seed", "N", OPTION_INT(run.seed, 0, INT64_MAX), "seed", 1,
@@ -280,9 +282,10 @@ static bool validate_shape(const Options *o) {
 /* What the other cases have no use for. */
 static bool validate_case(const Options *o) {
     if (o->kind == CASE_STEP) return true;
-    if (o->tokens_begin != o->tokens_end || o->routing == ROUTING_FILE || o->uneven || o->baseline)
+    if (o->tokens_begin != o->tokens_end || o->routing == ROUTING_FILE || o->uneven ||
+        o->baseline || o->pair)
         return bench_refuse("--case and --nccl-ep: expected one size (--tokens) of even tokens, no "
-                            "--routing file and no --baseline, got one of them");
+                            "--routing file, --baseline and --pair, got one of them");
     if (o->kind == CASE_SUMS &&
         (o->type != EP_TYPE_BF16 || !o->weighted || o->mode != EP_MODE_THROUGHPUT ||
          o->layout != EP_LAYOUT_EXPERT_MAJOR || quant_format(o->quant)->bits || o->capacity))
@@ -303,25 +306,8 @@ static bool validate_together(const Options *o) {
         return bench_refuse("--capacity: expected --layout expert or flat, got --layout %s, whose "
                             "size is fixed",
                             layout->name);
-    if (!layout->has_throughput && o->mode == EP_MODE_THROUGHPUT)
-        return bench_refuse("--layout %s: expected --mode latency or auto, got --mode throughput",
-                            layout->name);
-    if (o->baseline && o->run.threads)
-        return bench_refuse("--baseline: expected MPI ranks (mpirun), got --threads %lld",
-                            (long long)o->run.threads);
-    if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || quant_format(o->quant)->bits))
-        return bench_refuse("--baseline: expected --mode throughput and --quant none, got %s and "
-                            "%s",
-                            options_name(o, "mode"), options_name(o, "quant"));
-    if (o->baseline && o->layout != EP_LAYOUT_EXPERT_MAJOR)
-        return bench_refuse("--baseline: expected --layout expert, got --layout %s",
-                            options_name(o, "layout"));
-    if (o->baseline && o->padding != EP_PADDING_ZERO)
-        return bench_refuse("--baseline: expected --padding zero, got --padding %s",
-                            options_name(o, "padding"));
-    if (o->baseline && o->capacity)
-        return bench_refuse("--baseline: expected exact sizing (--capacity 0), got --capacity %lld",
-                            (long long)o->capacity);
+    if (o->baseline && quant_format(o->quant)->bits)
+        return bench_refuse("--baseline: expected --quant none, got %s", options_name(o, "quant"));
     if (o->chain > 1 && o->mode != EP_MODE_LATENCY && !o->graphs)
         return bench_refuse("--chain: expected --graphs or --mode latency, got neither");
     if (o->split && o->mode != EP_MODE_LATENCY)
@@ -338,6 +324,11 @@ static bool validate_together(const Options *o) {
         return bench_refuse("--hidden: expected a multiple of 16 with --sum-quant %s, got %lld",
                             options_name(o, "sum-quant"), (long long)o->hidden);
     return option_check_threads(&o->run);
+}
+
+bool options_slots_baseline(const Options *o) {
+    return o->baseline && !o->run.threads && o->mode == EP_MODE_THROUGHPUT &&
+           o->layout == EP_LAYOUT_EXPERT_MAJOR && o->padding == EP_PADDING_ZERO && !o->capacity;
 }
 
 bool options_complete(Options *options) {

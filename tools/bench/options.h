@@ -59,6 +59,7 @@ typedef struct Options {
     int64_t sum_quant;  /**< EpQuant: NONE or FP8 */
     bool split;         /**< latency mode: dispatch and combine as send and wait (--split) */
     bool baseline;
+    bool pair; /**< also chains of dispatch and combine (--pair) */
     int64_t num_sms;
     bool zero_copy;
     bool models;             /**< the shapes are those of a file (--models) */
@@ -76,6 +77,10 @@ bool options_complete(Options *options);
 
 /** The part of this check that concerns the numbers of tokens. */
 bool options_check_sweep(const Options *options);
+
+/** Whether --baseline also sends rows slot by slot: with MPI ranks, in throughput mode, in exactly
+ *  sized expert-major slabs whose padding is zero. */
+bool options_slots_baseline(const Options *options);
 
 /** The name of an option's value as the command line spells it: "bf16" of "dtype". */
 static inline const char *options_name(const Options *options, const char *name) {

@@ -141,10 +141,17 @@ bool phase_begin(Case *c) {
     return !c->latency || bench_ok(prepare(c), "ep_prepare");
 }
 
+static bool call(Case *c, PhaseId phase) {
+    return !phase_exists(c, phase) || bench_ok(phases[phase].run(c), phases[phase].call);
+}
+
 bool phase_run(Case *c, PhaseId phase) {
-    if (!phase_exists(c, phase)) return true;
-    if (c->device && c->device->graphs) return device_replay(c, phase);
-    return bench_ok(phases[phase].run(c), phases[phase].call);
+    if (phase_exists(c, phase) && c->device && c->device->graphs) return device_replay(c, phase);
+    return call(c, phase);
+}
+
+bool phase_run_pair(Case *c) {
+    return call(c, PHASE_PREPARE) && call(c, PHASE_DISPATCH) && call(c, PHASE_COMBINE);
 }
 
 bool phase_run_step(Case *c) {

@@ -89,7 +89,7 @@ static void report_table_head(const RunList *list) {
     else
         printf("# floors: mem, a memcpy of the same bytes\n");
     if (models) printf("#%-19s %-10s ", "model", "mode");
-    printf("%s%8s  %-18s %11s %11s %13s %13s %12s %10s %10s %6s %7s\n", models ? " " : "#",
+    printf("%s%8s  %-23s %11s %11s %13s %13s %12s %10s %10s %6s %7s\n", models ? " " : "#",
            "tokens", "phase", "median_us", "p99_us", "remote_bytes", "local_bytes", "useful_GB/s",
            "wire_us", "mem_us", "ratio", "#wrong");
 }
@@ -130,7 +130,7 @@ static void report_phase(const Run *run, const SizeResult *result, const PhaseRe
     double us = phase->time.median_us;
     if (phase->absent) return;
     if (run->model[0]) printf("%-20s %-10s ", run->model, options_name(&run->options, "mode"));
-    printf("%9lld  %-18s %11.1f %11.1f %13lld %13lld %12.2f", (long long)result->tokens,
+    printf("%9lld  %-23s %11.1f %11.1f %13lld %13lld %12.2f", (long long)result->tokens,
            phase->name, us, phase->time.p99_us, (long long)phase->remote_bytes,
            (long long)phase->local_bytes, us > 0 ? (double)phase->useful_bytes / us * 1e-3 : 0);
     report_number(phase->wire_us, 10, 1);
@@ -209,9 +209,12 @@ static void report_new_handle(const SizeResult *r) {
 }
 
 static void report_baseline(const SizeResult *r) {
-    if (r->num_phases == NUM_PHASES) return;
-    printf("# tokens %lld: baseline dispatch + combine %.1f us, libep %.1f us: speedup %.2f\n",
-           (long long)r->tokens, r->baseline_us, r->baseline_us / r->speedup, r->speedup);
+    for (int i = 0; i < NUM_VERSUS; i++) {
+        const double us = versus_us(&versus[i], r), speedup = versus_speedup(&versus[i], r);
+        if (us > 0)
+            printf("# tokens %lld: baseline %s %.1f us, libep %.1f us: speedup %.2f\n",
+                   (long long)r->tokens, versus[i].what, us, us / speedup, speedup);
+    }
     if (r->network_us <= 0) return;
     printf("# tokens %lld: NCCL alone moves the %lld bytes that cross the network each way in "
            "%.1f us; dispatch takes %.2f times that, combine %.2f\n",
@@ -230,7 +233,7 @@ static void report_rest(const SizeResult *result) {
 
 /* With --models the table is all; the JSON has the rest. */
 void report_size(const Run *run, const SizeResult *result) {
-    for (int p = 0; p < result->num_phases; p++)
+    for (int p = 0; p < MAX_RESULTS; p++)
         report_phase(run, result, &result->phases[p]);
     if (!run->model[0]) report_rest(result);
     if (result->first_wrong[0]) printf("# wrong: %s\n", result->first_wrong);

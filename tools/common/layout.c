@@ -2,10 +2,9 @@
 #include "tools/common/layout.h"
 
 const Layout tool_layouts[] = {
-    {EP_LAYOUT_EXPERT_MAJOR, "expert-major", "expert-major", .has_throughput = true},
-    {EP_LAYOUT_FLAT, "flat", "flat", .has_rows = true, .has_throughput = true},
-    {EP_LAYOUT_BATCHED, "batched", "batched, per expert", .is_fixed = true, .is_sized = true,
-     .has_throughput = true},
+    {EP_LAYOUT_EXPERT_MAJOR, "expert-major", "expert-major"},
+    {EP_LAYOUT_FLAT, "flat", "flat", .has_rows = true},
+    {EP_LAYOUT_BATCHED, "batched", "batched, per expert", .is_fixed = true, .is_sized = true},
     {EP_LAYOUT_RANK_MAJOR, "rank-major", "rank-major", .has_rows = true, .is_fixed = true},
     {0},
 };

@@ -17,7 +17,6 @@ typedef struct Layout {
                                one, in a slab of its expert */
     bool is_fixed;        /**< blocks or slabs have a fixed number of slots */
     bool is_sized;        /**< that number is rows_per_expert, else max_tokens */
-    bool has_throughput;  /**< it exists in throughput mode */
 } Layout;
 
 /** All layouts; the last has no name. */

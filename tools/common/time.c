@@ -72,3 +72,35 @@ bool time_calls_by(World *world, int64_t warmup, int64_t iterations, TimedCall c
     free(samples);
     return ok;
 }
+
+bool time_chain(World *world, const Chain *chain, double *times) {
+    bool ok = true;
+    world_barrier(world);
+    double start = time_now_us();
+    for (int64_t i = 0; ok && i < chain->length; i++) {
+        ok = chain->call(chain->context, chain->which);
+        double now = time_now_us();
+        times[i] = now - start;
+        start = now;
+    }
+    return ok;
+}
+
+bool time_median_rank(World *world, bool ok, double *times, int64_t count, Quantiles *out) {
+    const size_t ranks = (size_t)world->size;
+    double *all = bench_alloc(3 * ranks, sizeof(double), "samples");
+    if (!world_all(world, ok && all)) {
+        free(all);
+        return false;
+    }
+    const Quantiles mine = quantiles(times, count);
+    double *const medians = all + 2 * ranks;
+    ok = world_allgather(world, &mine, all, sizeof(mine));
+    for (int part = 0; ok && part < 2; part++) {
+        for (size_t r = 0; r < ranks; r++)
+            medians[r] = all[2 * r + (size_t)part];
+        *(part ? &out->p99_us : &out->median_us) = quantiles(medians, world->size).median_us;
+    }
+    free(all);
+    return ok;
+}

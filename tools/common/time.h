@@ -40,6 +40,26 @@ bool time_calls_by(World *world, int64_t warmup, int64_t iterations, TimedCall c
 bool time_evaluate(World *world, bool ok, double *samples, int64_t iterations, int count,
                    Quantiles *out);
 
+/** Call number `which`, `length` times in a row. */
+typedef struct Chain {
+    TimedCall call;
+    void *context;
+    int which;
+    int64_t length;
+} Chain;
+
+/**
+ * Collective. All ranks begin a chain together; nothing comes between its calls. times[length] are
+ * this rank's. False, with a message, if a call of this rank failed.
+ */
+bool time_chain(World *world, const Chain *chain, double *times);
+
+/**
+ * Collective. The quantiles of each rank's own `count` times, which are sorted, and of each the
+ * median over the ranks; `ok` says whether they are valid.
+ */
+bool time_median_rank(World *world, bool ok, double *times, int64_t count, Quantiles *out);
+
 /** Convert the times of `by` calls to times of one call. */
 void time_divide(Quantiles *times, int count, int64_t by);
 

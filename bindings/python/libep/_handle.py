@@ -124,7 +124,9 @@ class Extras(_abi.EpExtras):
     global_scale  [1] FP32, of the tokens of a dispatch with Quant.NVFP4
     """
 
-    def __init__(self, *biases: TensorLike, global_scale: Optional[TensorLike] = None) -> None:
+    def __init__(
+        self, *biases: Optional[TensorLike], global_scale: Optional[TensorLike] = None
+    ) -> None:
         super().__init__(struct_size=sizeof(_abi.EpExtras))
         if len(biases) > 2:
             raise TypeError(f"biases: expected at most 2, got {len(biases)}")

@@ -21,8 +21,8 @@ class Argument(NamedTuple):
     name: str
     kind: str
     """Of inputs: "plan", "rows" (scales, too), "gradient" (rows that a framework may have put
-    anywhere), "weights", "indices", or "kept" (indices that a later call may read again). Of
-    outputs: "plan", "numbers" (the outputs of prepare), or "output"."""
+    anywhere), "weights", "bias" (in EpExtras), "indices", or "kept" (indices that a later call may
+    read again). Of outputs: "plan", "numbers" (the outputs of prepare), or "output"."""
     is_required: bool
 
 
@@ -68,6 +68,7 @@ _ROUTING = "topk_idx:indices num_tokens:indices?"
 _TOKENS = "tokens topk_weights:weights? scales?"
 _RECEIVED = "recv_tokens recv_topk_weights? recv_scales? recv_topk_idx?"
 _ROWS = "plan expert_out slot_weights:weights? topk_weights:weights?"
+_BIASES = "bias0:bias? bias1:bias?"
 
 OPERATIONS = {
     operation.name: operation
@@ -81,7 +82,7 @@ OPERATIONS = {
             f"plan numbers:numbers? {_RECEIVED}",
             function="dispatch",
         ),
-        _operation("combine", _ROWS, "out", "combine_backward"),
+        _operation("combine", f"{_ROWS} {_BIASES}", "out", "combine_backward"),
         _operation(
             "combine_backward",
             "plan grad_out:gradient slot_weights:weights? expert_out?",
@@ -95,7 +96,7 @@ OPERATIONS = {
         _operation("dispatch_send", f"{_ROUTING} {_TOKENS}", "plan numbers:numbers?"),
         _operation("dispatch_wait", "", _RECEIVED),
         _operation("combine_send", _ROWS, ""),
-        _operation("combine_wait", "", "out"),
+        _operation("combine_wait", _BIASES, "out"),
     )
 }
 

@@ -58,8 +58,9 @@ class MoE(nn.Module):
         if self.is_early:
             rows = (rows * row_weights[:, None]).to(x.dtype)
         rows = grouped_mm(rows, self.down, plan)
-        out = libep.torch.combine(self.handle, plan, rows, None if self.is_early else row_weights)
-        return out + self.shared_down(F.gelu(self.shared_up(x)))
+        shared = self.shared_down(F.gelu(self.shared_up(x)))
+        row_weights = None if self.is_early else row_weights
+        return libep.torch.combine(self.handle, plan, rows, row_weights, bias=shared)
 
 
 def grouped_mm(rows, weight, plan):

@@ -27,6 +27,11 @@ class World:
         self.weights = [self._quarters(numbers, (t, top_k)) for t in self.tokens]
         self.x = [self._quarters(numbers, (t, hidden)) for t in self.tokens]
         self.grad_out = [self._quarters(numbers, (t, hidden)) for t in self.tokens]
+        # Exact in FP16, where their sum is not: it tells whether sums are rounded once.
+        self.biases = [
+            [(numbers.integers(-most, most, (t, hidden)) * unit).astype(np.float32)
+             for t in self.tokens] for most, unit in ((1024, 2.0**-10), (8, 64))
+        ]  # fmt: skip
 
     @staticmethod
     def _quarters(numbers, shape):

@@ -22,6 +22,7 @@ class Case(NamedTuple):
     capacity: int = 200  # 0: exact sizes
     weights: str = "combine"  # who applies them: combine, experts, home (the token's rank), none
     dtype: str = "float32"
+    biases: int = 0  # that combine adds
     is_split: bool = False  # latency mode in send and receive phases
     steps: int = 1  # each with the plan and the outputs of its own
 
@@ -32,14 +33,16 @@ STEPS = [
     for capacity in (0, 200)
     for weights in ("combine", "experts")
 ]
-STEPS += [Case(weights="none"), Case(layout="flat", capacity=0)]
+STEPS += [Case(weights="none", biases=2), Case(layout="flat", capacity=0, biases=1)]
 STEPS += [Case(layout="flat", weights="experts")]
 LATENCY = [
-    Case(layout="batched", capacity=0, weights=weights, is_split=is_split, steps=2)
-    for weights in ("combine", "home")
+    Case(layout="batched", capacity=0, weights=weights, is_split=is_split, steps=2, biases=biases)
+    for weights, biases in (("combine", 2), ("home", 0))
     for is_split in (False, True)
 ]
-LATENCY += [Case(layout="rank_major", capacity=0, is_split=split) for split in (False, True)]
+LATENCY += [
+    Case(layout="rank_major", capacity=0, is_split=split, biases=1) for split in (False, True)
+]
 
 
 def name_of(case):
@@ -72,6 +75,11 @@ def check(world, case):
         check_received(got, expected[rank], case)
         check_numbers(world, rank, got, case)
         check_results(world, rank, got, case)
+
+
+def rounding(dtype):
+    """The type to which sums are rounded. Those of bfloat16 are exact: it has no biases."""
+    return np.float16 if dtype == "float16" else np.float32
 
 
 def check_received(got, expected, case):
@@ -122,7 +130,11 @@ def check_results(world, rank, got, case):
         count = (world.idx[rank] >= 0).sum(1, keepdims=True)
         out, grad_x, grad_w = count * world.x[rank], count * world.grad_out[rank], None
     assert got.get("dtypes", {case.dtype}) == {case.dtype}  # of results and gradients
-    np.testing.assert_array_equal(got["out"], out)
+    for i, bias in enumerate(world.biases[: case.biases]):
+        out = out + bias[rank]
+        if f"grad_bias{i}" in got:
+            np.testing.assert_array_equal(got[f"grad_bias{i}"], world.grad_out[rank])
+    np.testing.assert_array_equal(got["out"], out.astype(rounding(case.dtype)))
     if got["grad_x"] is not None:
         np.testing.assert_array_equal(got["grad_x"], grad_x)
         if grad_w is not None:
@@ -156,7 +168,7 @@ def test_ranks_without_tokens_or_experts(seed, tokens, experts):
     check(world, Case(capacity=0 if face.HAS_EXACT_SIZES else 200))
 
 
-@cases([Case(dtype=dtype, weights="none") for dtype in ("bfloat16", "float16")])
+@cases([Case(dtype="bfloat16", weights="none"), Case(dtype="float16", weights="none", biases=2)])
 def test_half_precision(seed, case, nodes):
     """Values are small multiples of 1/4: the sums of two such rows are exact in these types."""
     check(make_world(seed, 2), case)

@@ -32,22 +32,23 @@ def padded(arrays, rows, fill):
 def program(ep, case):
     """A step with its gradients, on each device."""
 
-    def body(x, w, idx, counts, scale, grad_out):
+    def body(x, w, idx, counts, scale, grad_out, *biases):
         sends = case.weights != "none"
 
-        def layer(x, w):
+        def layer(x, w, *biases):
             rows, row_w, plan = ep.dispatch(x, idx, w if sends else None, counts)
             if not sends:
-                return ep.combine(rows, plan), (rows, row_w, plan)
+                return ep.combine(rows, plan, bias=biases), (rows, row_w, plan)
             done = rows * scale[:, None].astype(rows.dtype)
             if case.weights == "experts":
                 return ep.combine(done * row_w[:, None], plan), (rows, row_w, plan)
             return ep.combine(done, plan, row_w), (rows, row_w, plan)
 
-        out, pullback, (rows, row_w, plan) = jax.vjp(layer, x, w, has_aux=True)
+        out, pullback, (rows, row_w, plan) = jax.vjp(layer, x, w, *biases, has_aux=True)
         numbers = {name: getattr(plan, name) for name in NUMBERS}
-        grad_x, grad_w = pullback(grad_out)
+        grad_x, grad_w, *grads = pullback(grad_out)
         results = dict(recv=rows, out=out, grad_x=grad_x, **numbers)
+        results.update({f"grad_bias{i}": grad for i, grad in enumerate(grads)})
         return dict(results, recv_w=row_w, grad_w=grad_w) if sends else results
 
     return body
@@ -65,7 +66,9 @@ def step(world, case, expected):
         x, w, grad = (padded(a, most, np.nan) for a in (world.x, world.weights, world.grad_out))
         idx = padded([a.astype(np.int32) for a in world.idx], most, world.experts + 1)
         counts, dtype = np.array(world.tokens, np.int32), case.dtype
-        given = jnp.asarray(x, dtype), w, idx, counts, scale, jnp.asarray(grad, dtype)
+        biases = [padded(bias, most, np.nan) for bias in world.biases[: case.biases]]
+        x, grad, *biases = (jnp.asarray(rows, dtype) for rows in (x, grad, *biases))
+        given = x, w, idx, counts, scale, grad, *biases
         body = jax.shard_map(program(ep, case), mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
         got = jax.jit(body)(*given)
         dtypes = {got[name].dtype.name for name in ("out", "grad_x")}
@@ -77,10 +80,10 @@ def step(world, case, expected):
 
 def of_rank(world, rank, got, dtypes):
     found = {name: np.split(array, world.size)[rank] for name, array in got.items()}
-    for name in ("out", "grad_x", "grad_w"):
+    for name in ("out", "grad_x", "grad_w", "grad_bias0", "grad_bias1"):
         if name in found:
             found[name], rest = np.split(found[name], [world.tokens[rank]])
-            assert not rest.any(), name
+            assert "bias" in name or not rest.any(), name
     return {"recv_w": None, "grad_w": None, **found, "dtypes": dtypes}
 
 

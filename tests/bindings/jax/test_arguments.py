@@ -109,6 +109,24 @@ def test_combine(bootstrap, text, rows, weights):
         on_mesh(mesh, body)(tokens(1, 2), indices(2))
 
 
+@pytest.mark.parametrize("text, bias", [
+    (r"SHAPE combine: bias: expected shape \[12, 16\], got \[2, 16\]", jnp.zeros((2, HIDDEN))),
+    ("TYPE combine: bias: expected float32, got bfloat16", jnp.zeros((12, HIDDEN), "bfloat16")),
+    ("TYPE combine: bias: expected an array, got int", 3),
+    ("SHAPE combine: bias: expected up to 2 arrays, got 3", [jnp.zeros((1, HIDDEN))] * 3),
+])  # fmt: skip
+def test_bias(bootstrap, text, bias):
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+
+    def body(x, idx):
+        rows, _, plan = ep.dispatch(x, idx)
+        return ep.combine(rows, plan, bias=bias)
+
+    with refused(text):
+        on_mesh(mesh, body)(tokens(1, 2), indices(2))
+
+
 def test_another_shard_map(bootstrap):
     ep = bootstrap(make_mesh(2))
     other = make_mesh(2, names=("other",))
@@ -380,7 +398,7 @@ def test_fresh_after_a_failure(bootstrap):
     plan_of = on_mesh(mesh, lambda x, idx: ep.dispatch(x, idx)[2])
     plan = jax.tree.map(jnp.zeros_like, plan_of(x, indices(2)))
     failing = on_mesh(mesh, ep.combine)
-    with pytest.raises(JaxRuntimeError, match="combine: plan"):
+    with pytest.raises(JaxRuntimeError, match="combine.*: plan"):
         jax.block_until_ready(failing(jnp.zeros((2 * ep.max_recv_rows, HIDDEN)), plan))
     np.testing.assert_array_equal(round_trip(other, mesh)(x, indices(2)), TOP_K * x)
 

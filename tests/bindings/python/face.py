@@ -8,7 +8,7 @@ import contextlib
 import libep
 import numpy as np
 from base import SECONDS, run_threads
-from libep import Group, Handle, PlanTensors, Prepare
+from libep import Extras, Group, Handle, PlanTensors, Prepare
 
 NAME = "ctypes"
 LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
@@ -55,6 +55,8 @@ class Step:
         self.recv_w = None if case.weights in ("none", "home") else rows(*self.scale.shape)
         self.idx = np.full(self.scale.shape, -7, np.int64) if self.is_per_token else None
         self.out = rows(*self.x.shape, dtype=case.dtype)
+        biases = self.world.biases[: case.biases]
+        self.extras = Extras(*(bias[self.rank].astype(case.dtype) for bias in biases))
 
     def received(self):
         return dict(
@@ -78,7 +80,9 @@ class Step:
     def combine(self, weights, call=None):
         home = dict(topk_weights=self.w) if weights == "home" else {}
         done, slot_w = self.experts(weights)
-        call = call or (lambda *a, **o: self.handle.combine(*a, out=self.out, **o))
+        call = call or (
+            lambda *a, **o: self.handle.combine(*a, out=self.out, extras=self.extras, **o)
+        )
         call(done, slot_w, **home, **self.plan)
         return done, slot_w
 
@@ -153,7 +157,7 @@ def play(bootstrap, world, case, expected):
             call = handle.combine_send if case.is_split else None
             done, slot_w = step.combine(case.weights, call)
             if case.is_split:
-                handle.combine_wait(out=step.out)
+                handle.combine_wait(out=step.out, extras=step.extras)
             grads = None, None
             if not is_latency and case.dtype == "float32":
                 grads = step.backward(case.weights, done, slot_w)

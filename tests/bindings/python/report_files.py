@@ -27,7 +27,9 @@ def make_phase(numbers, name, floors):
 def make_size(numbers, tokens, names=OPERATIONS, floors=("wire_us", "mem_us")):
     """A size with all that a size can have."""
     halves = [f"{name}_{half}" for name in ("dispatch", "combine") for half in ("send", "wait")]
-    others = ["baseline_prepare", "baseline_dispatch", "baseline_combine"]
+    others = {"baseline": ["baseline_prepare", "baseline_dispatch", "baseline_combine"],
+              "collectives": ["baseline_all_gather", "baseline_reduce_scatter"],
+              "pairs": ["pair", "baseline_pair"]}
     return {
         "tokens": tokens, "tokens_min": tokens, "wrong": 0, "slots_max": 9 * tokens,
         "slots_min": 7 * tokens, "receive_rows": 10 * tokens, "dropped_slots": 0,
@@ -37,8 +39,9 @@ def make_size(numbers, tokens, names=OPERATIONS, floors=("wire_us", "mem_us")):
         "split_phases": [make_phase(numbers, name, ()) for name in halves],
         "new_handle": {"median_us": 20.5, "destroy_us": 1.5},
         "step": {"median_us": 7000.5, "p99_us": 7100.25, "issue_us": 40.75},
-        "baseline": {"median_us": 9000.5, "speedup": 2.25,
-                     "phases": [make_phase(numbers, name, ()) for name in others]},
+        **{part: {"median_us": 9000.5, "speedup": 2.25 + len(part),
+                  "phases": [make_phase(numbers, name, ()) for name in theirs]}
+           for part, theirs in others.items()},
     }
 
 
@@ -85,8 +88,9 @@ def write_json(folder, name, value):
 
 def timings(size):
     """All timed things of a size, as in the JSON."""
-    return [*size["phases"], *size["split_phases"], *size["baseline"]["phases"],
-            {"name": "step", **size["step"]}]
+    parts = [size["phases"], size["split_phases"],
+             *(size[part]["phases"] for part in ("baseline", "collectives", "pairs"))]
+    return [*(timing for part in parts for timing in part), {"name": "step", **size["step"]}]
 
 
 # ---- traces ------------------------------------------------------------------------------------

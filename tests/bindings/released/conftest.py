@@ -27,6 +27,6 @@ def need(name):
 
 @pytest.fixture(scope="module", params=(2, 3))
 def ranks(request):
-    """Two and three ranks that know the functions of the test module."""
-    with Ranks(request.param, request.path) as made:
+    """Two and three ranks that know the functions of PROGRAM, a file beside the test module."""
+    with Ranks(request.param, request.path.with_name(request.module.PROGRAM)) as made:
         yield made

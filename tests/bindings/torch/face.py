@@ -57,6 +57,11 @@ def play(bootstrap, world, case, expected):
             inputs = x, on_device(world.idx[rank])
             sent = () if case.weights in ("none", "home") else (w,)
             home = dict(topk_weights=w) if case.weights == "home" else {}
+            biases = [
+                on_device(bias[rank]).to(x.dtype).requires_grad_(not is_latency)
+                for bias in world.biases[: case.biases]
+            ]
+            home["bias"] = biases if case.biases > 1 else biases[0] if biases else None
             if case.is_split:
                 received, hook = ep.dispatch_send(handle, *inputs, *sent)
                 hook()
@@ -78,6 +83,8 @@ def play(bootstrap, world, case, expected):
         got = dict(recv=received.tokens, recv_w=received.topk_weights, recv_idx=received.topk_idx,
                    out=out, grad_x=x.grad, grad_w=w.grad)  # fmt: skip
         got.update({name: getattr(received.plan, name) for name in NUMBERS})
+        if not is_latency:
+            got.update({f"grad_bias{i}": bias.grad for i, bias in enumerate(biases)})
         dtypes = {str(t.dtype).split(".")[1] for t in (out, out if is_latency else x.grad)}
         del received, done, slot_w, out
         return dict({name: as_numpy(tensor) for name, tensor in got.items()}, dtypes=dtypes)

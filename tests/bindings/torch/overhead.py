@@ -108,7 +108,7 @@ def host_times():
         "torch.ops.libep, given outputs": (
             lambda: ops.prepare(layer.key, idx, None, plan.bytes, plan.numbers),
             lambda: ops.dispatch(layer.key, plan.bytes, x, w, None, recv, recv_w, None, None),
-            lambda: ops.combine(layer.key, plan.bytes, recv, recv_w, None, out),
+            lambda: ops.combine(layer.key, plan.bytes, recv, recv_w, *[None] * 3, out),
         ),
         "libep.torch, new outputs": (
             lambda: ep.prepare(layer, idx),

@@ -33,7 +33,8 @@ def inputs(group, tokens=7, grad=True):
 def layer(handle, x, idx, weights):
     received = ep.dispatch(handle, x, idx, weights)
     rows = torch.sin(received.tokens)
-    return ep.combine(handle, received.plan, rows, received.topk_weights), received.plan.totals
+    out = ep.combine(handle, received.plan, rows, received.topk_weights, bias=(x, torch.cos(x)))
+    return out, received.plan.totals
 
 
 def op_cases():
@@ -64,8 +65,8 @@ def test_opcheck(alone, name):
         ),
         "prepare_new": (key, idx, None),
         "dispatch_new": (key, plan, x, weights, rows),
-        "combine_new": (key, plan, recv + 1, recv_weights + 1, 7),
-        "combine": (key, plan, recv + 1, recv_weights + 1, None, zeros(7, 16)),
+        "combine_new": (key, plan, recv + 1, recv_weights + 1, x, None, 7),
+        "combine": (key, plan, recv + 1, recv_weights + 1, None, None, x, zeros(7, 16)),
         "combine_backward": (*(key, plan, x, recv_weights + 1, recv + 1, recv, recv_weights),),
         "dispatch_backward": (key, plan, recv + 1, recv_weights + 1, zeros(7, 16), zeros(7, 2)),
     }
@@ -88,7 +89,7 @@ def test_ops_write_into_given_outputs(alone):
         handle.key, plan.bytes, x, weights, None, recv, recv_weights, None, None
     )
     assert recv.data_ptr() == before[0]
-    torch.ops.libep.combine(handle.key, plan.bytes, recv, recv_weights, None, out)
+    torch.ops.libep.combine(handle.key, plan.bytes, recv, recv_weights, None, None, None, out)
     assert_close(out, x * weights.sum(1, keepdim=True), 1e-6)
 
 
@@ -183,7 +184,8 @@ def test_latency_mode(alone):
     handle = ep.Handle(group)
     x, idx, weights = inputs(group, grad=False)
     y, _ = torch.compile(layer, fullgraph=True, backend="aot_eager")(handle, x, idx, weights)
-    assert_close(y, torch.sin(x) * weights.sum(1, keepdim=True), 1e-6)
+    expected = torch.sin(x) * weights.sum(1, keepdim=True) + x + torch.cos(x)
+    assert_close(y, expected, 1e-6)
 
 
 def test_a_handle_that_is_gone(alone):
@@ -194,4 +196,4 @@ def test_a_handle_that_is_gone(alone):
     del handle
     gc.collect()
     with refused("DESTROYED is gone"):
-        torch.ops.libep.combine(key, plan.bytes, x.new_empty(rows, 16), None, None, x)
+        torch.ops.libep.combine(key, plan.bytes, x.new_empty(rows, 16), *[None] * 4, x)

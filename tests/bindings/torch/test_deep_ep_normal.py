@@ -12,6 +12,7 @@ import torch
 from base import refused
 from conftest import (
     DEVICE,
+    assert_close,
     assert_equal,
     off,
     on_device,
@@ -21,7 +22,7 @@ from conftest import (
 from reference import World, flat
 
 import libep
-from libep import Status
+from libep import Quant, Status
 from libep.deep_ep import Buffer, Config, EventHandle, EventOverlap
 
 SIZE = 3
@@ -212,6 +213,28 @@ def test_quantised_rows(buffer, rank, world):
     assert_equal(
         out, (fp8.bfloat16().float() * torch.tensor(ranks)[:, None].to(x.device)).bfloat16()
     )
+
+
+@on_ranks(hidden=256, tokens=[3, 0, 5])
+def test_rows_without_a_layout(buffer, rank, world):
+    """dispatch_rows delivers what dispatch does, and quantises."""
+    x, idx, weights = inputs(world, rank)
+    good = dict(x=x, topk_idx=idx, topk_weights=weights, num_experts=world.experts)
+    rx, ridx, rweights, counts, handle, _ = send(buffer, x, idx, weights, world.experts)
+    for quant in Quant.NONE, Quant.FP8, Quant.FP8_UE8M0:
+        (got, scales, *others), event = buffer.dispatch_rows(**good, quant=quant)
+        assert event.event is None and others[2] == counts
+        assert_equal(others[0], ridx)
+        assert_equal(others[1], rweights)
+        if quant != Quant.NONE:
+            got = (got.float().unflatten(1, (2, 128)) * scales.float()[..., None]).flatten(1)
+        assert_close(got, rx, 1 / 16 if quant != Quant.NONE else 0)
+        assert_equal(buffer.combine(rx, others[3])[0], buffer.combine(rx, handle)[0])
+    bad = [dict(x=given) for given in (x.int(), off(x), x[:, :24].contiguous(), x.to("meta"))]
+    bad += [dict(topk_idx=idx[1:]), dict(topk_idx=idx.float()), dict(expert_alignment=0)]
+    bad += [dict(topk_weights=weights[:, :1])]
+    if rank == 2:
+        refuse_each(buffer.dispatch_rows, dict(good, quant=Quant.FP8), bad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -101,12 +101,12 @@ def test_left_to_python(alone):
     out = torch.full_like(x, 5)
     rows = torch.ones(16, 4, device=group.device).t()
     for tensors in [
-        (plan.bytes, rows, None, None, out),  # not contiguous
-        (plan.bytes, x.double(), None, None, out),
-        (plan.bytes, x.to("meta"), None, None, out),
-        (plan.bytes, x[0, 0], None, None, out),  # no dimension
-        (plan.bytes, x[None, None], None, None, out),  # four
-        (plan.bytes, "rows", None, None, out),
+        (plan.bytes, rows, *[None] * 4, out),  # not contiguous
+        (plan.bytes, x.double(), *[None] * 4, out),
+        (plan.bytes, x.to("meta"), *[None] * 4, out),
+        (plan.bytes, x[0, 0], *[None] * 4, out),  # no dimension
+        (plan.bytes, x[None, None], *[None] * 4, out),  # four
+        (plan.bytes, "rows", *[None] * 4, out),
         (plan.bytes, x, None, None),  # too few
     ]:
         assert not handle.call_fast(_fast.FORMS["combine"], tensors)
@@ -183,6 +183,6 @@ def test_refusal_has_the_sentence(alone):
     x = torch.ones(4, 16, device=group.device)
     plan = ep.prepare(handle, torch.zeros(4, 2, dtype=torch.int64, device=group.device))
     with refused("BUFFER_SIZE expert_out"):
-        handle.call_fast(_fast.FORMS["combine"], (plan.bytes, x[:2], None, None, x))
+        handle.call_fast(_fast.FORMS["combine"], (plan.bytes, x[:2], *[None] * 4, x))
     with refused("BUFFER_SIZE expert_out"):
-        handle.make_fast(_fast.FORMS["combine"], plan.bytes, x[:2], None, None, 4, 0)
+        handle.make_fast(_fast.FORMS["combine"], plan.bytes, x[:2], *[None] * 4, 4, 0)

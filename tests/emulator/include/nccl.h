@@ -20,7 +20,14 @@ typedef enum {
     ncclRemoteError = 6,
     ncclInProgress = 7
 } ncclResult_t;
-typedef enum { ncclUint8 = 1, ncclInt32, ncclUint32, ncclFloat32, ncclBfloat16 } ncclDataType_t;
+typedef enum {
+    ncclUint8 = 1,
+    ncclInt32,
+    ncclUint32,
+    ncclFloat32,
+    ncclBfloat16,
+    ncclFloat16
+} ncclDataType_t;
 typedef enum { ncclSum = 0, ncclMax = 2 } ncclRedOp_t;
 typedef struct ncclComm *ncclComm_t;
 typedef struct ncclWindow_vidmem *ncclWindow_t;

@@ -4,9 +4,6 @@
  * that kernels that wait for each other would make a circle: ranks 0 and 1 of a group wait for the
  * gather's ranks 4 and 5, whose group waits for 6 and 7, which wait for 2 and 3. With
  * EMULATED_NCCL_BLOCKS=3 one block of libep's gets to run: then dispatch ends at its deadline. */
-#include <stdlib.h>
-#include <unistd.h>
-
 #include "ep/ep_weight.h"
 #include "tests/gpu/device_step.h"
 
@@ -101,12 +98,11 @@ static void beside(const EpBootstrap *world, const EpBootstrap *ep, const EpMesh
     const int gathers_first = world->rank / EXPERTS == ep->rank / 2;
     Case c = beside_case();
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     Sharded s = {NULL};
     DeviceStep gpu;
     config.num_sms = 4, config.timeout_seconds = 30;
     open_sharded(&s, world, mesh);
-    REQUIRE_OK(ep_group_create(ep, &config, &group));
+    EpGroup *group = open_group_with(ep, &config);
     device_step_new(&gpu, group, &c, ep->rank);
     device_step_draw(&gpu, &c);
     gather(&s); /* NCCL connects the ranks */

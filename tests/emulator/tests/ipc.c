@@ -2,8 +2,6 @@
 /* Mapping windows by CUDA IPC, as where ranks share GPUs: the parts of a node's ranks, in their
  * order, and what a peer says of its part. Ranks are threads here: CUDA maps no memory to the
  * process that has allocated it, but the emulated one does. */
-#include <string.h>
-
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/memory/cuda/cuda_memory.h"
 #include "tests/gpu/device_step.h"
@@ -21,16 +19,14 @@ typedef struct Mapping {
 
 static const EpCall call = {"ep_window_register", 0};
 
-static bool open_mapping(const EpBootstrap *bootstrap, const char *nodes, Mapping *m) {
+static void open_mapping(const EpBootstrap *bootstrap, const char *nodes, Mapping *m) {
     Case c = case_complete((Case){.ranks = bootstrap->size});
-    EpGroupConfig config = case_group_config(&c);
     *m = (Mapping){.group = NULL};
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
-    if (!CHECK_OK(ep_group_create(bootstrap, &config, &m->group))) return false;
-    if (!CHECK_CUDA(cudaMalloc((void **)&m->allocation, PARTS * PART_BYTES))) return false;
+    m->group = open_group(bootstrap, &c);
+    REQUIRE_CUDA(cudaMalloc((void **)&m->allocation, PARTS * PART_BYTES));
     m->window.memory = m->allocation + bootstrap->rank % PARTS * PART_BYTES;
     m->window.bytes = PART_BYTES;
-    return true;
 }
 
 static void close_mapping(Mapping *m) {
@@ -50,7 +46,7 @@ static void check_part(const char *part, int rank) {
 
 static void map_node(const EpBootstrap *bootstrap, const char *nodes) {
     Mapping m;
-    if (!open_mapping(bootstrap, nodes, &m)) return;
+    open_mapping(bootstrap, nodes, &m);
     CHECK_CUDA(cudaMemset(m.window.memory, 1 + bootstrap->rank, PART_BYTES));
     CHECK_CUDA(cudaDeviceSynchronize());
     CHECK_OK(ep_cuda_ipc_map(m.group, &call, &m.window, m.peers));
@@ -79,7 +75,7 @@ static EpStatus lie(void *context, const void *in, void *out, size_t bytes, doub
 
 static void map_wrong_part(const EpBootstrap *bootstrap, int64_t offset, int64_t bytes) {
     Mapping m;
-    if (!open_mapping(bootstrap, "", &m)) return;
+    open_mapping(bootstrap, "", &m);
     Liar liar = {m.group->bootstrap, offset, bytes};
     if (bootstrap->rank == 0)
         m.group->bootstrap.context = &liar, m.group->bootstrap.allgather = lie;
@@ -95,11 +91,11 @@ static void map_wrong_part(const EpBootstrap *bootstrap, int64_t offset, int64_t
     close_mapping(&m);
 }
 
-GpuTest(gpu_ipc, one_node_3, 3, map_node(bootstrap, ""));
-GpuTest(gpu_ipc, two_nodes_4, 4, map_node(bootstrap, "0,1,0,1"));
-GpuTest(gpu_ipc, uneven_nodes_3, 3, map_node(bootstrap, "0,1,1"));
-GpuTest(gpu_ipc, before_the_allocation_2, 2, map_wrong_part(bootstrap, -1, PARTS *PART_BYTES));
-GpuTest(gpu_ipc, behind_the_allocation_2, 2,
+RankTest(gpu_ipc, one_node_3, 3, map_node(bootstrap, ""));
+RankTest(gpu_ipc, two_nodes_4, 4, map_node(bootstrap, "0,1,0,1"));
+RankTest(gpu_ipc, uneven_nodes_3, 3, map_node(bootstrap, "0,1,1"));
+RankTest(gpu_ipc, before_the_allocation_2, 2, map_wrong_part(bootstrap, -1, PARTS *PART_BYTES));
+RankTest(gpu_ipc, behind_the_allocation_2, 2,
         map_wrong_part(bootstrap, PARTS *PART_BYTES - PART_BYTES + 1, PARTS *PART_BYTES));
-GpuTest(gpu_ipc, in_too_small_an_allocation_2, 2, map_wrong_part(bootstrap, 0, PART_BYTES - 1));
-GpuTest(gpu_ipc, far_from_the_allocation_2, 2, map_wrong_part(bootstrap, INT64_MAX, INT64_MIN));
+RankTest(gpu_ipc, in_too_small_an_allocation_2, 2, map_wrong_part(bootstrap, 0, PART_BYTES - 1));
+RankTest(gpu_ipc, far_from_the_allocation_2, 2, map_wrong_part(bootstrap, INT64_MAX, INT64_MIN));

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Launches of which two blocks run at a time, with more rows than rings hold. */
-#include <stdlib.h>
-
 #include "tests/gpu/device_step.h"
 
 /* Five blocks, or nine. Of these fewer than half receive in some operations. */
@@ -31,9 +29,8 @@ static void two_blocks(const EpBootstrap *bootstrap, EpMode mode, int blocks) {
     DeviceStep gpu;
     Case c = resident_case(bootstrap->size, mode);
     EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
     config.num_sms = blocks, config.timeout_seconds = 60;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroup *group = open_group_with(bootstrap, &config);
     device_step_new(&gpu, group, &c, bootstrap->rank);
     device_step_draw(&gpu, &c);
     check_note("%d blocks: %s", blocks, case_describe(&c));
@@ -54,4 +51,4 @@ static void few_resident(const EpBootstrap *bootstrap) {
     two_blocks(bootstrap, EP_MODE_LATENCY, 9);
 }
 
-GpuTests(gpu_resident, two_blocks, few_resident(bootstrap));
+RankTests(gpu_resident, two_blocks, few_resident(bootstrap));

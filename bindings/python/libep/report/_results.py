@@ -10,6 +10,11 @@ from ._input import Node
 
 OPERATION, SPLIT, BASELINE, STEP = "operation", "split phase", "without libep", "step"
 
+# Comparisons that a size may have, and what a page says of them.
+BASELINES = {"baseline": "dispatch plus combine are {} times as fast as the same work without libep",
+             "collectives": "dispatch plus combine are {} times as fast as all-gather plus reduce-scatter",
+             "pairs": "pairs in a row are {} times as fast as pairs of those collectives"}
+
 
 class Timing(NamedTuple):
     """The time of one call, or of a whole step, in one size of a run."""
@@ -109,12 +114,18 @@ def _timing(node: Node, kind: str, name: str = "") -> Timing:
                   node["p99_us"].number(), *map(node.optional, Timing._fields[4:]))
 
 
+def _compared(node: Node) -> Timing:
+    """A baseline's time, or that of libep's pairs beside it."""
+    return _timing(node, STEP if node["name"].text() == "pair" else BASELINE)
+
+
 def _timings(node: Node) -> tuple[Timing, ...]:
     found = [_timing(phase, OPERATION) for phase in node["phases"].items()]
     if "split_phases" in node:
         found += [_timing(phase, SPLIT) for phase in node["split_phases"].items()]
-    if "baseline" in node:
-        found += [_timing(phase, BASELINE) for phase in node["baseline"]["phases"].items()]
+    for part in BASELINES:
+        if part in node:
+            found += map(_compared, node[part]["phases"].items())
     if "step" in node:
         found.append(_timing(node["step"], STEP, "step"))
     return tuple(found)
@@ -124,8 +135,9 @@ def _size(node: Node) -> Size:
     facts = {key: node.optional(key) for key in FACTS}
     if "new_handle" in node:
         facts["new_handle_us"] = node["new_handle"].optional("median_us")
-    if "baseline" in node:
-        facts["speedup"] = node["baseline"].optional("speedup")
+    for part in BASELINES:
+        if part in node:
+            facts[part] = node[part].optional("speedup")
     return Size(node["tokens"].count(), _timings(node), facts)
 
 

@@ -13,7 +13,7 @@ from ._heatmaps import CHANGE, FLOOR, Cell, Panel, heatmap
 from ._input import printable
 from ._loads import loads, series
 from ._page import Block, Facts, Section, Shown, Text
-from ._results import BASELINE, OPERATION, Result, Run, Size, names, sizes_of
+from ._results import BASELINES, OPERATION, Result, Run, Size, names, sizes_of
 from ._style import Picture, tokens_per_rank
 from ._tables import (
     comparison_table, config_table, curve_table, differences_table, models_table, series_table,
@@ -109,9 +109,10 @@ MODELS_CAPTION = ("Each cell has the median over the floor of the same run, whic
 
 
 def _speedups(size: Size) -> Iterator[Text]:
-    if any(t.kind == BASELINE for t in size.timings) and size.facts.get("speedup"):
-        yield Text(f"With {tokens_per_rank(size.tokens)} dispatch plus combine are "
-                   f"{size.facts['speedup']:.2f} times as fast as the same work without libep.")
+    said = [text.format(f"{size.facts[part]:.2f}") for part, text in BASELINES.items()
+            if size.facts.get(part)]
+    if said:
+        yield Text(f"With {tokens_per_rank(size.tokens)} {'; '.join(said)}.")
 
 
 def _single(name: str, result: Result, run: Run) -> Iterator[Block]:

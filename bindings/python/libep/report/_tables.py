@@ -103,7 +103,8 @@ _SIZES: list[Column] = [("tokens", lambda size: str(size.tokens))] + [
         ("promised (bytes)", "promised_bytes", 0), ("travelled (bytes)", "travelled_bytes", 0),
         ("new handle, prepare, dispatch (µs)", "new_handle_us", 1),
         ("empty graph node (µs)", "empty_node_us", 1), ("flag one way (µs)", "flag_us", 1),
-        ("speedup", "speedup", 2))]
+        ("speedup", "baseline", 2), ("over collectives", "collectives", 2),
+        ("pairs over collectives", "pairs", 2))]
 
 
 def sizes_table(run: Run) -> Table:

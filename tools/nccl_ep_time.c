@@ -3,8 +3,8 @@
  * Times what the drop-in library itself adds to libep's calls, on any machine: it is linked with
  * functions that do nothing in the place of libep's.
  *
- *     cc -O3 -std=c11 -D_GNU_SOURCE -Iinclude -I. tests/bindings/nccl_ep/host_time.c \
- *        bindings/nccl_ep/?*.c -pthread -ldl -o build/host_time && build/host_time
+ *     cc -O3 -std=c11 -D_GNU_SOURCE -Iinclude -I. tools/nccl_ep_time.c \
+ *        bindings/nccl_ep/?*.c -pthread -ldl -o build/nccl_ep_time && build/nccl_ep_time
  *
  * Prints microseconds per call, the fastest of several runs.
  */

@@ -1,14 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Meshes: text, coordinates and groups, compared with a search through all ranks. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "ep/ep_mesh.h"
 #include "tests/harness/check.h"
 #include "tests/harness/random.h"
 
-TestSuite(bootstrap_mesh);
+TestSuite(handles_mesh);
 
 static EpMesh mesh_of(const char *text) {
     EpMesh mesh = EP_MESH_INIT;
@@ -18,7 +14,7 @@ static EpMesh mesh_of(const char *text) {
 
 /* ---- text ---------------------------------------------------------------------------------- */
 
-SoloTest(bootstrap_mesh, parses) {
+SoloTest(handles_mesh, parses) {
     EpMesh mesh = mesh_of(" dp:data=2, fsdp = 3,ep_1:expert=4,tensor=1,expert:other=5");
     static const EpAxis expected[] = {{"dp", 2, EP_AXIS_DATA},
                                       {"fsdp", 3, EP_AXIS_FSDP},
@@ -44,7 +40,7 @@ static void check_text_refused(const char *text, const char *part) {
     CHECK(memcmp(&mesh, &before, sizeof(mesh)) == 0, "\"%s\" has changed the output", text);
 }
 
-SoloTest(bootstrap_mesh, refuses_text) {
+SoloTest(handles_mesh, refuses_text) {
     EpMesh mesh = EP_MESH_INIT;
     check_text_refused("", "a name");
     check_text_refused("data", "'=' and a size, got \"\" in \"data\"");
@@ -68,7 +64,7 @@ SoloTest(bootstrap_mesh, refuses_text) {
     CHECK_REFUSED(ep_mesh_parse("a=1", &mesh), EP_ERR_STRUCT_SIZE, "out");
 }
 
-SoloTest(bootstrap_mesh, axes_from_text) {
+SoloTest(handles_mesh, axes_from_text) {
     EpMesh mesh = mesh_of("data=2,fsdp=2,expert=4");
     EpAxes axes = {1, {7}};
     CHECK_OK(ep_mesh_axes(&mesh, "expert", &axes));
@@ -186,7 +182,7 @@ static void check_group(const Whole *w, const EpAxes *axes, int rank) {
     CHECK(size == members && ranks[MOST_RANKS] == -7, "%d ranks and not %d", size, members);
 }
 
-SoloTest(bootstrap_mesh, groups_of_random_meshes) {
+SoloTest(handles_mesh, groups_of_random_meshes) {
     enum { SEED = 2011, MESHES = 60 };
     for (int i = 0; i < MESHES; i++) {
         Random random = random_stream(SEED, (uint64_t)i, 0);
@@ -203,7 +199,7 @@ SoloTest(bootstrap_mesh, groups_of_random_meshes) {
     }
 }
 
-SoloTest(bootstrap_mesh, sizes_of_one) {
+SoloTest(handles_mesh, sizes_of_one) {
     EpMesh mesh = mesh_of("data=1,expert=4,fsdp=1");
     EpAxes axes;
     int32_t size, place, ranks[4] = {9, 9, 9, 9};
@@ -217,7 +213,7 @@ SoloTest(bootstrap_mesh, sizes_of_one) {
 }
 
 /* Millions of ranks need no memory. */
-SoloTest(bootstrap_mesh, large) {
+SoloTest(handles_mesh, large) {
     EpMesh mesh = mesh_of("data=1024,fsdp=1024,expert=1024");
     EpAxes expert;
     int32_t at[3], size, place, ranks[1024];
@@ -236,7 +232,7 @@ static void check_mesh_refused(const EpMesh *mesh, const char *part) {
     CHECK(ranks == -5, "a refused call has changed the output");
 }
 
-SoloTest(bootstrap_mesh, refuses_meshes) {
+SoloTest(handles_mesh, refuses_meshes) {
     EpMesh good = mesh_of("data=2,expert=2"), mesh = good;
     int32_t grid[4] = {3, 1, 0, 3}, ranks = -5;
     mesh.num_axes = 0;
@@ -263,7 +259,7 @@ SoloTest(bootstrap_mesh, refuses_meshes) {
     CHECK_REFUSED(ep_mesh_ranks(&good, NULL), EP_ERR_NULL, "ranks");
 }
 
-SoloTest(bootstrap_mesh, refuses_axes_and_ranks) {
+SoloTest(handles_mesh, refuses_axes_and_ranks) {
     EpMesh mesh = mesh_of("data=2,expert=2");
     int32_t out[2] = {-5, -5};
     const EpAxes unknown = {1, {2}}, twice = {2, {1, 1}}, many = {17, {0}}, none = {0, {0}};

@@ -1,15 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Specs and shardings: shards compared with a count of every element's owners; what is gathered and
  * summed, with the rules of docs/mesh.md. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "ep/ep_mesh.h"
 #include "tests/harness/check.h"
 #include "tests/harness/random.h"
 
-TestSuite(bootstrap_sharding);
+TestSuite(handles_sharding);
 
 static EpMesh mesh_of(const char *text) {
     EpMesh mesh = EP_MESH_INIT;
@@ -25,7 +21,7 @@ static EpSpec spec_of(const EpMesh *mesh, const char *text) {
 
 /* ---- text ---------------------------------------------------------------------------------- */
 
-SoloTest(bootstrap_sharding, text_of_specs) {
+SoloTest(handles_sharding, text_of_specs) {
     static const char *const specs[][2] = {
         {"_", "_"},
         {"expert", "expert"},
@@ -52,7 +48,7 @@ static void check_text_refused(const EpMesh *mesh, const char *text, const char 
     CHECK(spec.ndim == 77, "\"%s\" has changed the output", text);
 }
 
-SoloTest(bootstrap_sharding, refuses_text) {
+SoloTest(handles_sharding, refuses_text) {
     EpMesh mesh = mesh_of("data=2,fsdp=2,expert=4");
     check_text_refused(&mesh, "", "a name");
     check_text_refused(&mesh, "(fsd,expert),_", "(data, fsdp, expert), got \"fsd,expert),_\"");
@@ -110,7 +106,7 @@ static void count_box(const int64_t *shape, const int64_t *begin, const int64_t 
                 owners[(x * shape[1] + y) * shape[2] + z]++;
 }
 
-SoloTest(bootstrap_sharding, every_element_has_its_owners) {
+SoloTest(handles_sharding, every_element_has_its_owners) {
     enum { SEED = 77, TRIALS = 200 };
     uint8_t *owners = malloc(MOST_ELEMENTS);
     for (int i = 0; i < TRIALS; i++) {
@@ -132,7 +128,7 @@ SoloTest(bootstrap_sharding, every_element_has_its_owners) {
 }
 
 /* Along a tuple, the first axis is the outermost. */
-SoloTest(bootstrap_sharding, order_of_shards) {
+SoloTest(handles_sharding, order_of_shards) {
     EpMesh mesh = mesh_of("expert=2,fsdp=3");
     EpSpec spec = spec_of(&mesh, "(fsdp,expert),_");
     static const int64_t shape[] = {12, 5}, expected[] = {0, 4, 8, 2, 6, 10}; /* by rank */
@@ -159,7 +155,7 @@ static void check_words(const char *mesh_text, const char *spec_text, EpTensorKi
     CHECK(strcmp(words, expected) == 0, "got\n%s", words);
 }
 
-SoloTest(bootstrap_sharding, expert_weights) {
+SoloTest(handles_sharding, expert_weights) {
     static const int64_t shape[] = {256, 7168, 2048};
     check_words("expert=8", "expert,_,_", EP_TENSOR_EXPERT_WEIGHT, shape,
                 "stored          [32, 7168, 2048], dimension 0 sharded by expert (8)\n"
@@ -195,7 +191,7 @@ SoloTest(bootstrap_sharding, expert_weights) {
                 "amax per expert local\n");
 }
 
-SoloTest(bootstrap_sharding, other_tensors) {
+SoloTest(handles_sharding, other_tensors) {
     static const int64_t shape[] = {4096, 512};
     check_words("data=2,fsdp=2,expert=4", "(fsdp,expert),_", EP_TENSOR_WEIGHT, shape,
                 "stored          [512, 512], dimension 0 sharded by (fsdp,expert) (8)\n"
@@ -225,7 +221,7 @@ SoloTest(bootstrap_sharding, other_tensors) {
 }
 
 /* An fsdp axis of size 1 is one like any other, so a program need not know the sizes. */
-SoloTest(bootstrap_sharding, axes_of_size_one) {
+SoloTest(handles_sharding, axes_of_size_one) {
     EpMesh mesh = mesh_of("fsdp=1,expert=4");
     EpSpec spec = spec_of(&mesh, "(fsdp,expert),_");
     EpSharding s = EP_SHARDING_INIT;
@@ -247,7 +243,7 @@ static void check_unsupported(const char *spec_text, EpTensorKind kind, const ch
     CHECK(s.ndim == 77, "a refused call has changed the output");
 }
 
-SoloTest(bootstrap_sharding, refuses_axes_of_kinds) {
+SoloTest(handles_sharding, refuses_axes_of_kinds) {
     const EpTensorKind expert = EP_TENSOR_EXPERT_WEIGHT, weight = EP_TENSOR_WEIGHT;
     check_unsupported("(fsdp,expert,slice),_,_", expert,
                       "0 to have all expert axes first, in the mesh's order, got "
@@ -266,7 +262,7 @@ SoloTest(bootstrap_sharding, refuses_axes_of_kinds) {
     check_unsupported("data,_,_", weight, "no data axes without an fsdp axis, got data");
 }
 
-SoloTest(bootstrap_sharding, refuses_sizes) {
+SoloTest(handles_sharding, refuses_sizes) {
     EpMesh mesh = mesh_of("fsdp=2,expert=4");
     EpSpec spec = spec_of(&mesh, "(fsdp,expert),_");
     EpSharding s = EP_SHARDING_INIT;
@@ -290,7 +286,7 @@ SoloTest(bootstrap_sharding, refuses_sizes) {
     CHECK(s.ndim == 77 && begin[0] == -5, "a refused call has changed an output");
 }
 
-SoloTest(bootstrap_sharding, refuses_specs) {
+SoloTest(handles_sharding, refuses_specs) {
     EpMesh mesh = mesh_of("fsdp=2,expert=4");
     EpSpec spec = spec_of(&mesh, "fsdp,expert");
     EpSharding s = EP_SHARDING_INIT;

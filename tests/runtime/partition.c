@@ -86,7 +86,7 @@ static void check_gather(Random *random) {
 
 /* The first two blocks are one of each kind, as many receive as shall, and the two kinds alternate:
  * no stretch of blocks has one more or less of a kind than its share, rounded. */
-SoloTest(handles_partition, roles_alternate) {
+SoloTest(runtime_partition, roles_alternate) {
     for (int32_t blocks = 2; blocks <= 160; blocks++)
         for (int32_t receivers = 1; receivers < blocks; receivers++) {
             check_note("%d of %d blocks", receivers, blocks);
@@ -105,7 +105,7 @@ SoloTest(handles_partition, roles_alternate) {
         }
 }
 
-SoloTest(handles_partition, whatever_is_asked) {
+SoloTest(runtime_partition, whatever_is_asked) {
     Random random = random_stream(7, 0, 0);
     for (int i = 0; i < 20000 && !check_failure()[0]; i++) {
         check_scatter(&random);
@@ -114,7 +114,7 @@ SoloTest(handles_partition, whatever_is_asked) {
 }
 
 /* Tokens that are quantised are cut into fragments of whole quantisation blocks (512 bytes). */
-SoloTest(handles_partition, quantised_in_whole_blocks) {
+SoloTest(runtime_partition, quantised_in_whole_blocks) {
     for (int64_t blocks = 1; blocks <= 128; blocks++) {
         EpScatterArgs a = {.group = {.size = 4, .blocks = H200_BLOCKS},
                            .top_k = 8,
@@ -131,7 +131,7 @@ SoloTest(handles_partition, quantised_in_whole_blocks) {
 }
 
 /* Rows whose sums are packed are cut into fragments of whole groups of 512 elements. */
-SoloTest(handles_partition, packed_in_whole_groups) {
+SoloTest(runtime_partition, packed_in_whole_groups) {
     Random random = random_stream(8, 0, 0);
     for (int64_t elements = 16; elements <= 32768; elements += 16) {
         EpCudaGroup group = draw_group(&random);
@@ -154,7 +154,7 @@ SoloTest(handles_partition, packed_in_whole_groups) {
 
 /* FP32 needs twice the shared memory for a group: with the least that a group may have, and many
  * experts per token, it is refused. */
-SoloTest(handles_partition, packed_without_room) {
+SoloTest(runtime_partition, packed_without_room) {
     EpGatherArgs a = {.group = {.size = 4, .blocks = H200_BLOCKS},
                       .top_k = 32,
                       .t.type = EP_TYPE_FP32,
@@ -166,7 +166,7 @@ SoloTest(handles_partition, packed_without_room) {
     CHECK(ep_partition_gather(&a, H200_SHARED_BYTES), "refused");
 }
 
-SoloTest(handles_partition, too_little_shared_memory) {
+SoloTest(runtime_partition, too_little_shared_memory) {
     EpScatterArgs s = {.group = {.size = 2, .blocks = H200_BLOCKS},
                        .top_k = 8,
                        .multiplied = EP_TYPE_BF16,
@@ -287,7 +287,7 @@ static void check_chosen(const char *what, Chosen got, Chosen expected) {
           "%s: {%d, %d, %d}", what, got.receivers, got.schedulers, got.chunk);
 }
 
-SoloTest(handles_partition, divisions) {
+SoloTest(runtime_partition, divisions) {
     for (int i = 0; i < LENGTH(divisions); i++) {
         const Division *d = &divisions[i];
         int32_t ranks = d->ranks, blocks = d->blocks, top_k = d->top_k, bytes = d->row_bytes;
@@ -302,7 +302,7 @@ SoloTest(handles_partition, divisions) {
 
 /* Packing a sum takes a block longer than adding it up, so fewer receive. Packed sums are half as
  * long on the wire, so twice as many are under way. */
-SoloTest(handles_partition, blocks_that_pack) {
+SoloTest(runtime_partition, blocks_that_pack) {
     static const struct {
         int32_t ranks, blocks, receivers, active;
     } cases[] = {{2, 24, 12, 20}, {2, 40, 20, 20}, {2, 64, 33, 20}, {2, 132, 72, 12},
@@ -318,7 +318,7 @@ SoloTest(handles_partition, blocks_that_pack) {
 }
 
 /* Quantised rows need as many sending blocks as large rows do. */
-SoloTest(handles_partition, senders_of_quantised_rows) {
+SoloTest(runtime_partition, senders_of_quantised_rows) {
     EpScatterArgs s = {.group = {.size = 4, .blocks = H200_BLOCKS}, .top_k = 8, .zero_copy = 1};
     s.t.row_bytes = 7168, s.t.source_row_bytes = 14336, s.t.format = ep_quant_format(EP_QUANT_FP8);
     CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 512), "refused");
