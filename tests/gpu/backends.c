@@ -48,7 +48,7 @@ static Case draw_latency_case(int ranks, int i) {
     Case c = draw_case(ranks, (EpLayout)(1 + i % 4), types[i / 4 % 3], i % 2);
     c.mode = EP_MODE_LATENCY, c.phases = i / 12 % 2, c.global_ids = i % 3;
     c.max_tokens = LATENCY_TOKENS, c.capacity = 240, c.rows_per_expert = 64;
-    if (i % 5 == 3) c.quant = (EpQuant)(EP_QUANT_FP8 + i / 5 % 3), c.hidden = 256;
+    if (i % 5 == 3) c.quant = (EpQuant)(EP_QUANT_FP8 + i / 5 % 5), c.hidden = 256;
     if (i % 4 == i / 4 % 4) c.sum_quant = EP_QUANT_FP8, c.hidden = 256;
     return case_complete(c);
 }
