@@ -456,10 +456,10 @@ class Buffer:
 
         recv_x  [L, R * N, H], or with use_fp8 the pair of float8_e4m3fn [L, R * N, H] and scales
                 [L, R * N, H / 128] float32 (use_ue8m0: [L, R * N, H / 512] int32), whose last two
-                dimensions are in column-major order. With use_nvfp4 the pair of uint8 [R * N, H / 2,
-                L] and float8_e4m3fn [32, 4, rm, 4, rk, L]: views of [L, R * N, H / 2] and of tiles
-                [L, rm, rk, 32, 4, 4], rm = ceil(R * N / 128) and rk = ceil(H / 64). Rows past an
-                expert's count are not written.
+                dimensions are in column-major order. Rows past an expert's count are not written.
+                With use_nvfp4 the pair of uint8 [R * N, H / 2, L] and float8_e4m3fn
+                [32, 4, rm, 4, rk, L], views of [L, R * N, H / 2] and of tiles
+                [L, rm, rk, 32, 4, 4]; rm = ceil(R * N / 128), rk = ceil(H / 64).
         count   [L] int32
         handle  for low_latency_combine
         event   of the operation

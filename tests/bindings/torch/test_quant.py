@@ -135,7 +135,8 @@ def test_nvfp4(seed, mode, order):
                 assert not by_row(got, TOKENS, 28)[:, 26:].any()
                 got = by_row(got, TOKENS, 26)
             assert torch.equal(got[:TOKENS], scales)
-            decoded = E2M1[(values[:, :8] & 7).int()] * scales[:, :1].view(torch.float8_e4m3fn).float()
+            steps = scales[:, :1].view(torch.float8_e4m3fn).float()
+            decoded = E2M1[(values[:, :8] & 7).int()] * steps
             assert torch.allclose(decoded / factor, x[:, :16:2].abs(), atol=x.abs().max() / 8)
             for bad, words in [
                 (dict(), "NULL global_scale: expected one"),
