@@ -7,13 +7,15 @@
 #   make check-nccl-ep  hold the drop-in library against NVIDIA's wheel, which is downloaded;
 #                       check-nccl-ep-te against Transformer Engine's, of 264 MiB
 #   make python   lay the Python package out in build/python, for PYTHONPATH
-#   make wheel    build/libep-*.whl, the Python package; downloads the tools for it
+#   make wheel    build/libep-*.whl, the Python package, for glibc 2.28 and newer; downloads the
+#                 tools for it, and hwloc's sources
 #   make jax-handlers  build libep_jax.so; JAXLIB_INCLUDE=: what jax.ffi.include_dir() returns
 #   make check-python  test the wheel in virtual environments, with JAX and with PyTorch among them
 #   make check-jax, check-torch  libep.jax or libep.torch alone; check-released: frameworks on them
 #   make check-python-gpu  both on GPUs, with the python3 of PATH and its PyTorch and JAX
 #   make          build libraries, tools and tests into build/
 #   make install  PREFIX=/usr/local DESTDIR=
+#   make dist     build/libep-VERSION.tar.gz, the sources of the last commit
 #   make clean, make format
 #
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
@@ -122,13 +124,18 @@ rowmath := $(filter %/rowmath.c,$(lib))
 
 # ---- targets ------------------------------------------------------------------------------------
 
+# PORTABLE=1: the shared libraries, without libep_mpi.so, in a folder of their own, linked for glibc
+# 2.28 and newer and with hwloc inside. bindings/python/portable makes what that takes.
+L := $B$(if $(PORTABLE),/portable)
+linker := $(if $(PORTABLE),$L/cc)
+
 # The drop-in library has a folder of its own, laid out as NCCL_EP_HOME is, so that nobody loads it
 # by accident. The handlers of XLA programs are built against jaxlib's headers, which "make wheel"
 # downloads.
 nccl_ep_home := libep/nccl_ep
-nccl_ep_so := $B/$(nccl_ep_home)/lib/libnccl_ep.so
-jax_so := $B/libep_jax.so
-torch_so := $B/libep_torch.so
+nccl_ep_so := $L/$(nccl_ep_home)/lib/libnccl_ep.so
+jax_so := $L/libep_jax.so
+torch_so := $L/libep_torch.so
 JAXLIB_INCLUDE ?= $(firstword $(wildcard $B/python-jax/lib/python3*/site-packages/jaxlib/include))
 package_files := $(patsubst tools/package/%.in,$B/%,$(wildcard tools/package/*.in))
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(nccl_ep_so) $(package_files)
@@ -140,7 +147,7 @@ emulated := $(emulated_tests) $B/emulated/ep_moe $B/emulated/ep_bench
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
         check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-package \
-        check-jax check-torch check-released run-demo run-check deps install clean format again
+        check-jax check-torch check-released run-demo run-check deps install dist clean format again
 all: libs $(tools) $(tests)
 libs: $(libs)
 jax-handlers: $(jax_so)
@@ -225,23 +232,24 @@ rpath = -Wl,-rpath,'$$ORIGIN$1'
 shared = -shared -Wl,--version-script=$(filter %.map,$^)
 soname = -Wl,-soname,$(@F)
 
-$B/libep.so.$(SOVERSION): $(call objects,,$(call built,$(lib))) libep.map
-	$(call link,$(shared) $(soname) $(hwloc_libs) $(cuda_libs) -lm)
+$L/libep.so.$(SOVERSION): $(call objects,,$(call built,$(lib))) libep.map
+	$(call link,$(shared) $(soname) $(if $(PORTABLE),$L/lib/libhwloc.a,$(hwloc_libs)) \
+	    $(cuda_libs) -lm,$(linker))
 $B/libep_mpi.so.$(SOVERSION): $(call objects,,$(mpi_c)) libep_mpi.map $B/libep.so
 	$(call link,$(shared) $(soname) -L$B -lep $(mpi_libs))
 # It finds libep.so three folders up, here and once installed. NVIDIA's has the same name.
-$(nccl_ep_so).0: $(call objects,,$(nccl_ep)) bindings/nccl_ep/libnccl_ep.map $B/libep.so
-	$(call link,$(shared) $(soname) $(call rpath,/../../..) -L$B -lep -ldl)
+$(nccl_ep_so).0: $(call objects,,$(nccl_ep)) bindings/nccl_ep/libnccl_ep.map $L/libep.so
+	$(call link,$(shared) $(soname) $(call rpath,/../../..) -L$L -lep -ldl,$(linker))
 # These lie beside libep.so, here and in the package, whose libep.so is loaded first. Python itself
 # has the other symbols that libep_torch.so wants.
 $(jax_so): $(call objects,,$(call in,bindings/jax)) bindings/jax/libep_jax.map
 $(torch_so): $(call objects,,$(call in,bindings/torch)) bindings/torch/libep_torch.map
-$(jax_so) $(torch_so): $B/libep.so
-	$(call link,$(shared) $(call rpath) -L$B -lep -lm)
+$(jax_so) $(torch_so): $L/libep.so
+	$(call link,$(shared) $(call rpath) -L$L -lep -lm,$(linker))
 
 $(nccl_ep_so): $(nccl_ep_so).0
 	$Qln -sf $(<F) $@
-$B/%.so: $B/%.so.$(SOVERSION)
+$L/%.so: $L/%.so.$(SOVERSION)
 	$Qln -sf $(<F) $@
 
 $B/libep.a: $(call objects,,$(call built,$(lib)))
@@ -341,23 +349,24 @@ check-nccl-ep-te: $(nccl_ep_so)
 
 # The Python package where its parts meet: links to its sources and libraries, its version, and the
 # headers in ctypes.
-python: $B/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
+python: $L/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
 	$Qrm -rf $B/python && mkdir -p $(addprefix $B/python/libep/,jax lib nccl_ep/lib torch)
 	$Qcp -rs '$(CURDIR)/bindings/python/.' $B/python
 	$Qcp -rs $(addprefix '$(CURDIR)'/bindings/,deep_ep flashinfer sglang vllm) $B/python/libep
 	$Qln -s '$(CURDIR)'/bindings/jax/*.py $B/python/libep/jax
 	$Qln -s '$(CURDIR)'/bindings/torch/*.py $B/python/libep/torch
 	$Qln -s '$(CURDIR)/LICENSE' $B/python/LICENSE
-	$Qln -s '$(CURDIR)/$B/libep.so.$(SOVERSION)' '$(CURDIR)/$(torch_so)' $B/python/libep/lib
+	$Qln -s '$(CURDIR)/$L/libep.so.$(SOVERSION)' '$(CURDIR)/$(torch_so)' $B/python/libep/lib
 	$Qln -s '$(CURDIR)/$(nccl_ep_so).0' $B/python/libep/nccl_ep/lib
 	$(if $(JAXLIB_INCLUDE),$Qln -s '$(CURDIR)/$(jax_so)' $B/python/libep/lib)
 	$Qprintf '# Made from ep.h.\n__version__ = "%s"\n' $(VERSION) >$B/python/libep/_version.py
 	$QCC='$(CC)' bindings/python/make-abi include >$B/python/libep/_abi.py
 
 # The second make sees the headers that the first has downloaded.
-wheel: $B/libep.so $(nccl_ep_so)
+wheel:
 	bindings/jax/environment $B
-	@$(MAKE) --no-print-directory python
+	bindings/python/portable $B
+	@$(MAKE) --no-print-directory PORTABLE=1 python
 	bindings/python/wheel $B
 
 # The package itself, with libep.jax and libep.torch: three at a time with -j.
@@ -392,6 +401,11 @@ install: libs $(tools)
 	install -m 644 $(filter %.cmake,$(package_files)) $(DESTDIR)$(LIBDIR)/cmake/ep
 	install -m 755 $(tools) $(DESTDIR)$(BINDIR)
 	install -m 644 tools/models.txt $(DESTDIR)$(SHAREDIR)/libep
+
+# The same commit gives the same bytes: git takes all times from it, and gzip writes none.
+dist:
+	$Qgit archive --format=tar --prefix=libep-$(VERSION)/ HEAD | gzip -9n >$B/libep-$(VERSION).tar.gz
+	@echo '$B/libep-$(VERSION).tar.gz: $(shell git rev-parse --short HEAD)'
 
 clean:
 	rm -rf build build-asan build-tsan build-release

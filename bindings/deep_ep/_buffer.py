@@ -175,9 +175,14 @@ class Buffer:
         # A count is over before a stream could be changed for it.
         if previous_event is not None and previous_event.event is not None:
             previous_event.event.current_stream_wait()
-        made = _layout.count(topk_idx, num_experts, self.group_size)
-        event = EventOverlap(EventHandle() if async_finish else None)
-        return made.num_tokens_per_rank, None, made.num_tokens_per_expert, made.is_token_in_rank, event
+        per_rank, per_expert, is_in = _layout.count(topk_idx, num_experts, self.group_size)
+        return (
+            per_rank,
+            None,
+            per_expert,
+            is_in,
+            EventOverlap(EventHandle() if async_finish else None),
+        )
 
     def dispatch(
         self,
@@ -228,8 +233,10 @@ class Buffer:
         """
         ignore("dispatch", unknown)
         used = None if handle is None else _require_handle("dispatch", handle)
-        is_plain = used is None and _checks.is_plain_dispatch(
-            x, topk_idx, topk_weights, num_tokens_per_expert
+        is_plain = (
+            used is None
+            and num_tokens_per_expert is not None
+            and _checks.is_plain_dispatch(x, topk_idx, topk_weights, num_tokens_per_expert)
         )
         tokens: Any = x
         scales: Optional[Tensor] = None
@@ -362,7 +369,7 @@ class Buffer:
         _checks.dispatch_numbers(expert_alignment, 0)
         _refuse_capture("dispatch_rows: expected another call", x)
 
-        def body() -> tuple[_normal.Sent, tuple[Optional[Tensor], ...]]:
+        def body() -> Used:
             sent = _normal.dispatch(
                 self._groups,
                 x,
@@ -376,7 +383,7 @@ class Buffer:
                 num_sms,
                 quant,
             )
-            return sent, (x, topk_idx, topk_weights, *sent[:4])
+            return Used(sent, (x, topk_idx, topk_weights), sent[:4])
 
         sent, event = self._lane.run(x.device, previous_event, async_finish, body)
         return sent, event

@@ -111,10 +111,11 @@ def tokens(call: str, x: Any, num_tokens: Union[int, str] = "tokens") -> tuple[T
     return rows, scales
 
 
-def is_plain_dispatch(
-    rows: Any, topk_idx: Any, topk_weights: Any, num_tokens_per_expert: Any
-) -> bool:
-    """A quick test that `tokens` and `dispatch` refuse nothing. Arguments may be anything."""
+def is_plain_dispatch(rows: Any, topk_idx: Any, topk_weights: Any, per_expert: Any = None) -> bool:
+    """A quick test that `tokens` and `dispatch` refuse nothing. Arguments may be anything.
+
+    per_expert  num_tokens_per_expert; None: topk_idx has what is asked of it
+    """
     try:
         num_tokens, hidden = rows.shape
         shape, kind, device = topk_idx.shape, rows.dtype, rows.device
@@ -128,7 +129,7 @@ def is_plain_dispatch(
             and (rows.is_cuda or rows.is_cpu)
             and count == num_tokens
             and 0 < top_k <= _MOST_TOP_K
-            and _is_vector(num_tokens_per_expert, device)
+            and (per_expert is None or _is_vector(per_expert, device))
             and _is_alike(topk_idx, shape, _INDICES, device)
             and (topk_weights is None or _is_alike(topk_weights, shape, WEIGHTS, device))
         )

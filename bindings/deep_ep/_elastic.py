@@ -12,6 +12,7 @@ from .._bootstrap import Bootstrap
 from .._group import Group as CoreGroup
 from . import _elastic_checks as _checks
 from . import _elastic_steps as _steps
+from ._checks import is_plain_dispatch
 from ._buffer import Buffer, _meet
 from ._elastic_groups import SCALE_BLOCK, ElasticGroup, ElasticGroups, Form, Key
 from ._elastic_handle import EPHandle, Sizes
@@ -276,18 +277,19 @@ class ElasticBuffer:
                 plan, sizes = _steps.route(group, form, idx.contiguous(), most, alignment)
                 kept = idx.clone() if do_handle_copy else idx
                 used = EPHandle(self, group, form, plan, sizes, kept, bound, alignment)
+                used.is_captured = _is_capturing(given.tokens)
                 if cumulative_local_expert_recv_stats is not None:
                     cumulative_local_expert_recv_stats.add_(plan.expert_counts)
-            form = used.form._replace(
-                num_sms=num_sms or used.num_sms,
-                has_zero_padding=do_zero_padding,
-                is_by_column=use_tma_aligned_col_major_sf,
-            )
+            form = used.form
+            if handle is not None or do_zero_padding or use_tma_aligned_col_major_sf:
+                form = form._replace(
+                    num_sms=num_sms or used.num_sms,
+                    has_zero_padding=do_zero_padding,
+                    is_by_column=use_tma_aligned_col_major_sf,
+                )
             received = _steps.send(used, form, given)
             if is_read:
                 _steps.report(used.group)
-            if _is_capturing(given.tokens):
-                used.capture()
             inputs = *given, idx, cumulative_local_expert_recv_stats
             outputs = *received, used.topk_idx, used.plan.numbers
             return Used((received, used), inputs, outputs)
@@ -309,6 +311,8 @@ class ElasticBuffer:
     ) -> _steps.Given:
         if handle is not None:
             topk_idx = handle.topk_idx
+        elif is_plain_dispatch(x, topk_idx, topk_weights):
+            return _steps.Given(x, None, topk_weights)  # type: ignore[arg-type]
         tokens, scales = _checks.tokens(x, "tokens" if handle is None else len(handle.topk_idx))
         if handle is None:
             _checks.routing(topk_idx, len(tokens), tokens.device)
@@ -396,7 +400,7 @@ class ElasticBuffer:
         terms = bias if isinstance(bias, (tuple, list)) else (bias,)
         biases = tuple(term for term in terms if term is not None)
         _checks.combine(handle, x, topk_weights, biases)
-        form = handle.form._replace(num_sms=num_sms or handle.num_sms)
+        form = handle.form if not num_sms else handle.form._replace(num_sms=num_sms)
 
         def body() -> Used:
             _wait(previous_event_before_epilogue)

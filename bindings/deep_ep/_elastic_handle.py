@@ -12,7 +12,7 @@ from ..torch._group import current_stream
 from ._keywords import refuse
 
 if TYPE_CHECKING:
-    from typing import Optional
+    from typing import Callable, Optional
 
     from torch import Tensor
 
@@ -36,6 +36,24 @@ class Sizes(NamedTuple):
     """Slots of each local expert, padding included; empty where the host has read nothing."""
 
 
+class _FromPlan:
+    """A tensor that is computed when it is first read, and kept.
+
+    Of a plan that a graph makes it is kept where the graph itself computes it. Read elsewhere it is
+    computed each time, since the next replay changes it.
+    """
+
+    def __init__(self, make: Callable[[EPHandle], Tensor]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+
+    def __get__(self, handle: EPHandle, owner: Optional[type] = None) -> Tensor:
+        made = self._make(handle)
+        if not handle.is_captured or made.is_cuda and torch.cuda.is_current_stream_capturing():
+            vars(handle)[self._make.__name__] = made
+        return made
+
+
 class EPHandle:
     """What dispatch returns for combine and for a dispatch with the same routing.
 
@@ -47,7 +65,8 @@ class EPHandle:
     token_metadata_at_forward, channel_linked_list
                                      None: libep has no hybrid mode
 
-    The other fields are computed when they are first read. Reading recv_src_metadata, or with
+    The other fields are computed when they are first read, or, of a plan that a graph makes, at
+    each read outside of it, for the last replay. Reading recv_src_metadata, or with
     do_expand any count of tokens, waits for the dispatch.
     """
 
@@ -80,6 +99,8 @@ class EPHandle:
         self.stream = current_stream(group.group.ordinal)
         """On which the plan was made."""
         self.num_rows = sizes.num_rows
+        self.is_captured = False
+        """Whether a graph makes the plan anew at each replay."""
         if sizes.num_recv_tokens is not None:
             self.num_recv_tokens = sizes.num_recv_tokens
 
@@ -89,20 +110,12 @@ class EPHandle:
             f"do_expand={self.do_expand}>"
         )
 
-    def capture(self) -> None:
-        """Compute what a captured graph can, so that replays compute it again."""
-        self.num_unaligned_recv_tokens_per_expert  # noqa: B018
-        self.psum_num_recv_tokens_per_expert  # noqa: B018
-        self.dst_buffer_slot_idx  # noqa: B018
-        if not self.do_expand:
-            self.psum_num_recv_tokens_per_scaleup_rank  # noqa: B018
-
-    @functools.cached_property
+    @_FromPlan
     def num_unaligned_recv_tokens_per_expert(self) -> Tensor:
         """[L] int32: the entries that name each local expert."""
         return self.plan.expert_counts.clone()
 
-    @functools.cached_property
+    @_FromPlan
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
         """[L] int32: running sum of the slots of local experts, padding included.
 
@@ -115,7 +128,7 @@ class EPHandle:
         padded = (self.plan.expert_counts + (unit - 1)) // unit * unit
         return padded.cumsum(0, dtype=torch.int32)
 
-    @functools.cached_property
+    @_FromPlan
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         """[R] int32: running sum of the tokens that each rank has sent here, each counted once."""
         counts = self._source_tokens if self.do_expand else self.plan.source_rows
@@ -140,7 +153,7 @@ class EPHandle:
         made[: len(tokens), 2:] = slots
         return made.to(self.plan.numbers.device)
 
-    @functools.cached_property
+    @_FromPlan
     def dst_buffer_slot_idx(self) -> Tensor:
         """[T, K] int32: this rank * num_max_tokens_per_rank + the token's place among this rank's
         tokens for the expert's rank; -1: no expert."""

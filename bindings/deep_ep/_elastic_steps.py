@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._library import EpError
+from .._library import last_error, library
 from ..torch import _calls
-from ..torch._autograd import make_plan
+from ..torch._fast import FORMS
 from ._elastic_handle import EPHandle, Sizes
-from ._normal import _align
+from ._normal import _align, _prepare
 from ._streams import keep
 from .utils.math import align
 
@@ -59,8 +59,7 @@ def route(
     Where the form has none, the host reads the sizes.
     """
     layer = group.layer(form)
-    plan = make_plan(layer, topk_idx)
-    _calls.prepare(layer, topk_idx, None, plan.bytes, plan.numbers)
+    plan = _prepare(layer, topk_idx)
     return plan, most if form.max_recv_rows else _read(layer, plan, form.do_expand, alignment)
 
 
@@ -81,6 +80,11 @@ def send(handle: EPHandle, form: Form, given: Given) -> Received:
     layer, plan, rows = handle.group.layer(form), handle.plan, handle.num_rows
     tokens, scales, weights = given
     keep(plan.bytes, handle.stream)
+    is_small = handle.topk_idx.dtype is torch.int32
+    made = layer.make_fast(FORMS["dispatch"], plan.bytes, tokens, weights, scales, rows, is_small)
+    if made is not None:
+        recv, recv_weights, recv_scales, recv_idx = made
+        return Received(recv, recv_scales, recv_idx, recv_weights)
     recv = tokens.new_empty((rows, tokens.shape[1]))
     recv_idx = recv_weights = recv_scales = None
     if not form.do_expand:
@@ -100,9 +104,10 @@ def send(handle: EPHandle, form: Form, given: Given) -> Received:
 
 def report(group: ElasticGroup) -> None:
     """Raise EpError for an expert that does not exist. The host has waited for the plan."""
-    finding = group.group.status()
-    if finding.status:
-        raise EpError(finding.status, finding.sentence)
+    core = group.group
+    status = core.run(library.ep_group_status, core.require(), None)
+    if status:
+        raise last_error(status)
 
 
 def combine(
@@ -115,6 +120,12 @@ def combine(
     """Return rows to their tokens and sum them, unweighted. Weights go back to their entries."""
     keep(handle.plan.bytes, handle.stream)
     layer, plan = handle.group.layer(form), handle.plan
+    if not biases:
+        inputs = (x, None, None) if topk_weights is None else (x, topk_weights)
+        name = "combine" if topk_weights is None else "dispatch_backward"
+        made = layer.make_fast(FORMS[name], plan.bytes, *inputs, plan.num_tokens, 0)
+        if made is not None:
+            return made[0], made[1] if topk_weights is not None else None
     out, out_weights = x.new_empty((plan.num_tokens, x.shape[1])), None
     if topk_weights is not None:
         out_weights = topk_weights.new_empty(handle.topk_idx.shape, dtype=torch.float32)

@@ -65,6 +65,4 @@ def count(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     each = experts_per_rank("get_dispatch_layout", num_experts, num_ranks)
     names = topk_idx.unsqueeze(2) == _experts(num_experts, topk_idx)
     is_in = names.unflatten(2, (num_ranks, each)).any((1, 3))
-    return Layout(
-        is_in.sum(0, dtype=torch.int32), names.sum((0, 1), dtype=torch.int32), is_in
-    )
+    return Layout(is_in.sum(0, dtype=torch.int32), names.sum((0, 1), dtype=torch.int32), is_in)

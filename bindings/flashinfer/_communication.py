@@ -205,9 +205,7 @@ class LibepCommunication(_moe_ep.MoEEpCommunication):  # type: ignore[misc, name
         none = self.params.invalid_expert_id
         if none != -1:
             received.ids.masked_fill_(received.ids < 0, none)
-        rows, ids, weights, scales = (
-            None if tensor is None else tensor.flatten(0, 1) for tensor in received
-        )
+        rows, ids, weights, scales = received.flat
         return _moe_ep.MoEEpDispatchResult(
             hidden_states=rows,
             topk_ids=ids,

@@ -28,6 +28,8 @@ class Received(NamedTuple):
     """[R, N, K] float32"""
     scales: Optional[Tensor]
     """[R, N, S]"""
+    flat: tuple[Optional[Tensor], ...]
+    """The four of them, as [R * N, ...]."""
 
 
 class Memory:
@@ -72,12 +74,13 @@ class Memory:
             dtype, width = scale
             size = self._size * bound * width * dtype.itemsize
             scales = self._scales[:size].view(dtype).view(*lead, width)
-        return Received(
-            self._rows.tensor((*lead, row[1]), row[0]),
-            self._ids[:count].view(*lead, self._top_k),
-            self._weights[:count].view(*lead, self._top_k) if has_weights else None,
-            scales,
-        )
+        rows = self._rows.tensor((*lead, row[1]), row[0])
+        ids = self._ids[:count].view(*lead, self._top_k)
+        weights = self._weights[:count].view(*lead, self._top_k) if has_weights else None
+        flat = [
+            None if part is None else part.flatten(0, 1) for part in (rows, ids, weights, scales)
+        ]
+        return Received(rows, ids, weights, scales, tuple(flat))
 
     def output(self, bound: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """[R * bound, hidden]: for the experts' outputs of a step, read in place by combine."""

@@ -75,12 +75,16 @@ class _Mode:
 
 
 class Normal(_Mode):
-    """Exactly as many rows as come, one for each (token, rank). The host waits for their number."""
+    """Exactly as many rows as come, one for each (token, rank). The host waits for their number.
+
+    Operations run beside the current stream where another batch computes there, else on it.
+    """
 
     dispatch_mode = DeepEPMode.NORMAL
 
     def dispatch_a(self, x: Tensor, topk: Any) -> Any:
-        return x, topk.topk_ids, topk.topk_weights, self.layer.buffer.capture()
+        ready = self.layer.buffer.capture() if is_tbo_enabled() else None
+        return x, topk.topk_ids, topk.topk_weights, ready
 
     def dispatch_b(self, pending: Any) -> Any:
         x, topk_ids, topk_weights, ready = pending
@@ -95,9 +99,9 @@ class Normal(_Mode):
             quant,
             _count_sms(),
             previous_event=ready,
-            async_finish=True,
+            async_finish=ready is not None,
         )
-        event.current_stream_wait()
+        _wait(event)
         self._handle = sent.handle
         self._record(sent.num_recv_tokens_per_expert, topk_ids)
         scales, ids = sent.scales, sent.topk_idx
@@ -136,12 +140,14 @@ class Normal(_Mode):
     def combine_a(self, given: Any, overlap: Any) -> tuple[Tensor, EventOverlap]:
         handle, self._handle = self._handle, None
         _deepep_precompile_tp_barrier()
-        out, _, event = self.layer.buffer.combine(given.hidden_states, handle, async_finish=True)
+        out, _, event = self.layer.buffer.combine(
+            given.hidden_states, handle, async_finish=is_tbo_enabled()
+        )
         return out, event
 
     def combine_b(self, pending: tuple[Tensor, EventOverlap]) -> Tensor:
         out, event = pending
-        event.current_stream_wait()
+        _wait(event)
         return out
 
 
@@ -204,6 +210,11 @@ class LowLatency(_Mode):
         receive()
         combined: Tensor = out
         return combined
+
+
+def _wait(event: EventOverlap) -> None:
+    if event.event is not None:
+        event.current_stream_wait()
 
 
 def _count_sms() -> int:

@@ -229,29 +229,53 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor], _: Any) -> Any:
-        _refuse_second_derivative("dispatch")
-        (plan,) = ctx.saved_tensors
-        which, shape, weights_shape = ctx.facts
-        if weights_shape is None or not ctx.needs_input_grad[3]:
-            grad_weights = None
-        if type(which) is Handle and not _count_modes():
-            made = which.make_fast(
-                _DISPATCH_BACKWARD, plan, grad_tokens, grad_weights, shape[0], 0
-            )
-            if made is not None:
-                return None, None, *made, None, None
-        out = grad_tokens.new_empty(shape)
-        out_weights = None
-        if grad_weights is not None:
-            grad_weights = grad_weights.contiguous()
-            out_weights = grad_weights.new_empty(weights_shape)
-        _through(which).dispatch_backward(
-            which, plan, grad_tokens.contiguous(), grad_weights, out, out_weights
+        needs_weights = ctx.needs_input_grad[3]
+        made = _dispatch_gradients(ctx, grad_tokens, grad_weights if needs_weights else None)
+        return None, None, *made, None, None
+
+
+def _dispatch_gradients(
+    ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor]
+) -> tuple[Tensor, Optional[Tensor]]:
+    _refuse_second_derivative("dispatch")
+    (plan,) = ctx.saved_tensors
+    which, shape, weights_shape = ctx.facts
+    if weights_shape is None:
+        grad_weights = None
+    if type(which) is Handle and not _count_modes():
+        made: Any = which.make_fast(
+            _DISPATCH_BACKWARD, plan, grad_tokens, grad_weights, shape[0], 0
         )
-        return None, None, out, out_weights, None, None
+        if made is not None:
+            return made  # type: ignore[no-any-return]
+    out, out_weights = grad_tokens.new_empty(shape), None
+    if grad_weights is not None:
+        grad_weights = grad_weights.contiguous()
+        out_weights = grad_weights.new_empty(weights_shape)
+    _through(which).dispatch_backward(
+        which, plan, grad_tokens.contiguous(), grad_weights, out, out_weights
+    )
+    return out, out_weights
 
 
-_apply_dispatch = _find_apply(_Dispatch)
+class _Dispatched(torch.autograd.Function):
+    """_Dispatch of an eager call that has been made already. Fewer arguments take less time."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Any, tokens: Tensor, topk_weights: Optional[Tensor]) -> Any:
+        handle, plan, recv, weights = made
+        ctx.save_for_backward(plan)
+        ctx.facts = handle, tokens.shape, None if topk_weights is None else topk_weights.shape
+        return recv, weights
+
+    @staticmethod
+    def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor]) -> Any:
+        needs_weights = ctx.needs_input_grad[2]
+        made = _dispatch_gradients(ctx, grad_tokens, grad_weights if needs_weights else None)
+        return None, *made
+
+
+_apply_dispatch, _apply_dispatched = _find_apply(_Dispatch), _find_apply(_Dispatched)
 
 
 def _find_shapes(
@@ -423,6 +447,14 @@ def _dispatch_followed(
     """With a gradient."""
     rows = _rows(handle, plan, recv_tokens)
     if type(which) is Handle:
+        if recv_tokens is None and not _count_modes():
+            made = handle.make_fast(_DISPATCH, plan.bytes, tokens, topk_weights, None, rows, 0)
+            if made is not None:
+                recv, weights, _, idx = made
+                recv, weights = _apply_dispatched(
+                    (handle, plan.bytes, recv, weights), tokens, topk_weights
+                )
+                return Received(recv, weights, plan, None, idx)
         recv, weights, idx = _apply_dispatch(
             which, plan.bytes, tokens, topk_weights, rows, recv_tokens
         )

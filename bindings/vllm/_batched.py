@@ -14,7 +14,7 @@ from vllm.v1.worker import ubatching
 from .._abi import Quant, Status
 from .._library import EpError
 from . import _quant
-from ._standard import weigh
+from ._standard import most_tokens, too_many, weigh
 
 if TYPE_CHECKING:
     from typing import Any, Callable, Optional
@@ -32,14 +32,16 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
 
     buffer      what the layer sends with, in its low-latency mode
     max_tokens  most tokens of a rank in a step
+    sp_size     ranks that share the tokens of a data-parallel rank
 
     Dispatch quantises to fp8. Combine applies the weights at the token's rank.
     """
 
-    def __init__(self, buffer: Buffer, max_tokens: int) -> None:
+    def __init__(self, buffer: Buffer, max_tokens: int, sp_size: int = 1) -> None:
         super().__init__()
         self._buffer = buffer
         self._max_tokens = max_tokens
+        self._sp_size = sp_size
         self._packs_scales = False
         self._handles: dict[int, Any] = {}  # by the number of the micro-batch
 
@@ -81,7 +83,7 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         """Send the tokens. Collective. Arguments as of FusedMoEPrepareAndFinalizeModular.prepare.
 
         The hook is the receive phase. Results are slabs, their scales in column-major order, and
-        the counts of local experts.
+        the counts of local experts. EpError on all ranks if one has more tokens than max_tokens.
         """
         return self._prepare(True, *given, **named)
 
@@ -97,6 +99,9 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
     ) -> tuple[Hook, mk.ReceiverType]:
+        most = most_tokens(a1.shape[0], self._sp_size)
+        if most > self._max_tokens:
+            raise EpError(Status.RANGE, too_many(self._max_tokens, most))
         if apply_router_weight_on_input:
             a1 = weigh(a1, topk_weights)
         quant = _quant.choose(quant_config, a1.shape[1], defer_input_quant)
@@ -116,11 +121,11 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
 
         def receive() -> mk.PrepareResultType:
             meta = mk.ExpertTokensMetadata(counts, None)
-            if is_fp8:
+            if isinstance(rows, tuple):
                 return *rows, meta, None, None
             return *_quantise(quant_config, defer_input_quant, rows), meta, None, None
 
-        return hook, receive
+        return hook or _do_nothing, receive
 
     def finalize(self, *given: Any, **named: Any) -> None:
         """Return the experts' outputs, weigh and sum them. Collective.
@@ -132,7 +137,7 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
 
     def finalize_async(self, *given: Any, **named: Any) -> tuple[Hook, Hook]:
         """The send phase of finalize. `output` is complete after the hook."""
-        return self._finalize(True, *given, **named), lambda: None
+        return self._finalize(True, *given, **named), _do_nothing
 
     def _finalize(
         self,
@@ -162,7 +167,11 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
             return_recv_hook=is_split,
             out=output,
         )
-        return hook
+        return hook or _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _quantise(

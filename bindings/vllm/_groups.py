@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._abi import (
-    DEFAULT,
-    LATENCY_TOKENS,
-    Backend,
-    ExpertIds,
-    Layout,
-    Mode,
-    Quant,
-    Status,
-    Tail,
-)
+from .._abi import DEFAULT, LATENCY_TOKENS, Backend, ExpertIds, Layout, Mode, Quant, Status, Tail
 from .._library import EpError
 from ..torch import Handle, create_group
 

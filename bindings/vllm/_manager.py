@@ -35,8 +35,7 @@ class Manager(All2AllManagerBase):  # type: ignore[misc]
     def __init__(self, cpu_group: ProcessGroup, tcp_store_group: Optional[object] = None) -> None:
         if tcp_store_group is not None:
             raise EpError(
-                Status.UNSUPPORTED,
-                "libep.vllm: expected a group of fixed size, got an elastic one",
+                Status.UNSUPPORTED, "libep.vllm: expected a group of fixed size, got an elastic one"
             )
         super().__init__(cpu_group)
         self.num_sms = 0
@@ -49,7 +48,9 @@ class Manager(All2AllManagerBase):  # type: ignore[misc]
         """What a layer dispatches and combines with. Collective where its sizes are new."""
         parallel = moe.moe_parallel_config
         if parallel.all2all_backend == BATCHED:
-            return BatchedPrepareAndFinalize(self._find_buffer(), moe.max_num_tokens)
+            return BatchedPrepareAndFinalize(
+                self._find_buffer(), moe.max_num_tokens, parallel.sp_size
+            )
         sizes = Key(
             moe.num_experts,
             moe.experts_per_token,

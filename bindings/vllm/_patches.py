@@ -29,6 +29,7 @@ def patch(found: Found, names: dict[str, str]) -> None:
         return
     _offer_names(found["config"], found["backend_type"], names["backend_type"])
     _place_properties(found["config"], found["moe_config"])
+    _allow_micro_batches(found["whole_config"])
     _make_managers(found["base"], found["communicator"])
     _replace(found["make"], _make_layers(found["make"], found["find_manager"]))
     _replace(found["round_hidden"], _keep_hidden(found["round_hidden"]))
@@ -38,7 +39,7 @@ def _offer_names(config: Any, kinds: Any, place: str) -> None:
     """Let the configuration and the command line take the names."""
     from pydantic.dataclasses import rebuild_dataclass
 
-    field, kind = "all2all_backend", Literal[(*get_args(kinds), *BACKENDS)]  # type: ignore[misc]
+    field, kind = "all2all_backend", Literal[(*get_args(kinds), *BACKENDS)]
     module, _, name = place.rpartition(".")
     setattr(sys.modules[module], name, kind)
     config.__annotations__[field] = kind
@@ -64,12 +65,12 @@ def _place_properties(config: Any, moe_config: Any) -> None:
     """
 
     def spreads_sequences(self: Any) -> bool:
-        is_wide = self.tensor_parallel_size > 1 and self.data_parallel_size > 1
-        return self.all2all_backend in BACKENDS and self.enable_expert_parallel and is_wide
+        is_wide: bool = self.tensor_parallel_size > 1 and self.data_parallel_size > 1
+        return is_wide and self.enable_expert_parallel and self.all2all_backend in BACKENDS
 
     def is_batched(self: Any) -> bool:
-        is_wide = self.enable_expert_parallel and self.data_parallel_size > 1
-        return self.all2all_backend == BATCHED and is_wide
+        is_wide: bool = self.enable_expert_parallel and self.data_parallel_size > 1
+        return is_wide and self.all2all_backend == BATCHED
 
     def uses(backend: str) -> Callable[[Any], bool]:
         return lambda self: self.use_all2all_kernels and self.all2all_backend == backend
@@ -78,6 +79,26 @@ def _place_properties(config: Any, moe_config: Any) -> None:
     _extend(config, "use_batched_dp_moe", is_batched)
     _extend(moe_config, "use_deepep_v2_kernels", uses(STANDARD))
     _extend(moe_config, "use_batched_activation_format", uses(BATCHED))
+
+
+def _allow_micro_batches(config: Any) -> None:
+    """Let vLLM's check of the backends that run micro-batches pass: it knows three names."""
+    before = config.__post_init__
+
+    @functools.wraps(before)
+    def post_init(self: Any, *given: Any) -> None:
+        parallel = self.parallel_config
+        backend = parallel.all2all_backend
+        if backend not in BACKENDS or not parallel.use_ubatching:
+            before(self, *given)
+            return
+        parallel.all2all_backend = "deepep_low_latency"
+        try:
+            before(self, *given)
+        finally:
+            parallel.all2all_backend = backend
+
+    config.__post_init__ = post_init
 
 
 def _make_managers(base: Any, communicator: Any) -> None:
@@ -138,7 +159,7 @@ def _keep_hidden(before: Any) -> Any:
 
 def _replace(old: Any, new: Any) -> None:
     """Put a function in the place of another, also in modules that have imported it by name."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("vllm."):
-            if vars(module).get(old.__name__) is old:
-                setattr(module, old.__name__, new)
+    name: str = old.__name__
+    for place, module in list(sys.modules.items()):
+        if place.startswith("vllm.") and vars(module).get(name) is old:
+            setattr(module, name, new)

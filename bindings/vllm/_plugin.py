@@ -20,6 +20,7 @@ _COMMUNICATORS = "vllm.distributed.device_communicators"
 RELEASES = {
     "0.33.0": {
         "config": "vllm.config.parallel.ParallelConfig",
+        "whole_config": "vllm.config.vllm.VllmConfig",
         "backend_type": "vllm.config.parallel.All2AllBackend",
         "moe_config": f"{_FUSED_MOE}.config.FusedMoEParallelConfig",
         "make": f"{_FUSED_MOE}.all2all_utils.maybe_make_prepare_finalize",
@@ -27,10 +28,9 @@ RELEASES = {
         "find_manager": f"{_FUSED_MOE}.all2all_utils.get_ep_all2all_manager",
         "communicator": f"{_COMMUNICATORS}.cuda_communicator.CudaCommunicator",
         "base": f"{_COMMUNICATORS}.base_device_communicator.DeviceCommunicatorBase",
-    },
+    }
 }
 """The releases of vLLM that are served, and what is replaced or used in each."""
-
 
 
 def register() -> bool:

@@ -40,6 +40,22 @@ def weigh(tokens: Tensor, topk_weights: Tensor) -> Tensor:
     return tokens * topk_weights.to(tokens.dtype)
 
 
+def most_tokens(mine: int, sp_size: int) -> int:
+    """The most tokens of a rank in this step, the same on all ranks; at least 1.
+
+    sp_size  ranks that share the tokens of a data-parallel rank
+    """
+    metadata = get_forward_context().dp_metadata
+    if metadata is None:
+        return max(mine, 1)
+    return max(-(-int(metadata.num_tokens_across_dp_cpu.max()) // sp_size), 1)
+
+
+def too_many(limit: int, most: int) -> str:
+    """The sentence of a step that has more tokens than the layer was made for."""
+    return f"prepare: expected at most max_num_tokens of the layer, {limit}, got {most} tokens"
+
+
 def is_capturing(tensor: Tensor) -> bool:
     """Whether a graph is captured, where the host reads no sizes."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -127,22 +143,16 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         return lambda: _finish(step, quant_config, defer_input_quant)
 
     def _most_tokens(self, mine: int) -> int:
-        """The most tokens of a rank in this step, the same on all ranks; at least 1."""
-        limit, metadata = self._groups.key.max_tokens, get_forward_context().dp_metadata
-        most = mine
-        if metadata is not None:
-            most = -(-int(metadata.num_tokens_across_dp_cpu.max()) // self._sp_size)
+        """The most tokens of a rank in this step. EpError on all ranks if they are too many."""
+        limit, most = self._groups.key.max_tokens, most_tokens(mine, self._sp_size)
         if most > limit:
-            self._groups.give_up(
-                Status.RANGE,
-                f"prepare: expected at most max_num_tokens of the layer, {limit}, got {most} tokens",
-            )
+            self._groups.give_up(Status.RANGE, too_many(limit, most))
         if mine > most:
             self._groups.give_up(
                 Status.RANGE,
                 f"prepare: a1: expected at most {most} rows, by num_tokens_across_dp_cpu, got {mine}",
             )
-        return max(most, 1)
+        return most
 
     # ---- finalize ---------------------------------------------------------------------------------
 
@@ -202,13 +212,11 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         return step, rows.reshape(*step.received.tokens.shape[:-1], rows.shape[-1])
 
 
-def _finish(
-    step: _steps.Step, config: FusedMoEQuantConfig, defer: bool
-) -> mk.PrepareResultType:
+def _finish(step: _steps.Step, config: FusedMoEQuantConfig, defer: bool) -> mk.PrepareResultType:
     """What the experts take."""
     tokens, weights, scales, idx = step.received
     if tokens.ndim == 3:
-        tokens, weights, idx = tokens.flatten(0, 1), weights.flatten(0, 1), idx.flatten(0, 1)
+        tokens, weights, idx = (tokens.flatten(0, 1), weights.flatten(0, 1), idx.flatten(0, 1))
         scales = None if scales is None else scales.flatten(0, 1)
     rows, row_scales = _quant.finish(config, defer, tokens, scales)
     meta = mk.ExpertTokensMetadata(step.plan.expert_counts, step.counts)

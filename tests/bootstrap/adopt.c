@@ -7,8 +7,6 @@
 
 enum { RANKS = 2, PAGE = 4096 };
 
-TestSuite(bootstrap_adopt);
-
 static EpGroup *open_plain(const EpBootstrap *bootstrap) {
     Case c = case_complete((Case){.ranks = bootstrap->size, .weighted = 1, .seed = 7});
     return open_group(bootstrap, &c);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A rank departs, or stops, while a group is created, after each collective call in turn: the other
  * ranks get an error soon. */
-#include "ep/ep_weight.h"
+#include "tests/cases/meshes.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
 
@@ -49,11 +49,9 @@ static int has_made(const Made *made) {
 
 static EpStatus make(const EpBootstrap *own, int comm, Made *made) {
     EpGroupConfig config = group_config(RANKS);
-    EpMesh mesh = EP_MESH_INIT;
-    EpMeshCommConfig of_mesh = EP_MESH_COMM_CONFIG_INIT;
-    config.timeout_seconds = of_mesh.timeout_seconds = DEADLINE;
-    of_mesh.backend = TEST_BACKEND;
-    CHECK_OK(ep_mesh_parse("fsdp=3", &mesh));
+    EpMesh mesh = mesh_of("fsdp=3");
+    EpMeshCommConfig of_mesh = comm_config(DEADLINE);
+    config.timeout_seconds = DEADLINE;
     return comm ? ep_mesh_comm_create(own, &mesh, &of_mesh, &made->comm)
                 : ep_group_create(own, &config, &made->group);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One rank has no memory, at each of its allocations in turn: no rank waits for it. */
-#include "ep/ep_weight.h"
+#include "tests/cases/meshes.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
 #include "tests/harness/watch.h"
@@ -28,22 +28,20 @@ typedef struct Made {
 /* A mesh with a grid, which is copied. */
 static EpMesh mesh_of_all(void) {
     static const int32_t grid[RANKS] = {2, 0, 1};
-    EpMesh mesh = EP_MESH_INIT;
-    CHECK_OK(ep_mesh_parse("fsdp=3,expert=1", &mesh));
+    EpMesh mesh = mesh_of("fsdp=3,expert=1");
     mesh.grid = grid;
     return mesh;
 }
 
 static EpStatus make_comm(const EpBootstrap *own, const EpMesh *mesh, EpMeshComm **out) {
-    EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
-    config.backend = TEST_BACKEND, config.timeout_seconds = DEADLINE;
+    EpMeshCommConfig config = comm_config(DEADLINE);
     return ep_mesh_comm_create(own, mesh, &config, out);
 }
 
 static EpWeightConfig weight_config(const EpMesh *mesh) {
     EpWeightConfig config = EP_WEIGHT_CONFIG_INIT;
     config.name = "w", config.shape[0] = 3, config.shape[1] = 6, config.shape[2] = 8;
-    CHECK_OK(ep_spec_parse(mesh, "(expert,fsdp),_,_", &config.spec));
+    config.spec = spec_of(mesh, "(expert,fsdp),_,_");
     return config;
 }
 

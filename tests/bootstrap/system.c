@@ -12,8 +12,6 @@
 #include "bootstrap/bootstrap.h"
 #include "tests/cases/run.h"
 
-/* ---- functions of libc that this program replaces ---- */
-
 static _Thread_local int interruptions; /* calls of posix_fallocate that are to be interrupted */
 static _Thread_local const char *host_name; /* NULL: the machine's */
 
@@ -31,8 +29,6 @@ int gethostname(char *name, size_t bytes) {
     errno = ENAMETOOLONG;
     return -1;
 }
-
-/* ---- tests ---- */
 
 static EpStatus create(const EpBootstrap *bootstrap, EpGroup **group) {
     EpBootstrap own = *bootstrap;

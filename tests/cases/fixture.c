@@ -5,28 +5,11 @@
 
 #include "tests/oracle/quant.h"
 
-static const char *const names[] = {
-#define FIXTURE_NAME(constant, name, output) name,
-    FIXTURE_TENSORS(FIXTURE_NAME)
-#undef FIXTURE_NAME
-};
-
-static const char *const constants[] = {
-#define FIXTURE_CONSTANT(constant, name, output) #constant,
-    FIXTURE_TENSORS(FIXTURE_CONSTANT)
-#undef FIXTURE_CONSTANT
-};
-
-static const int outputs[] = {
-#define FIXTURE_OUTPUT(constant, name, output) output,
-    FIXTURE_TENSORS(FIXTURE_OUTPUT)
-#undef FIXTURE_OUTPUT
-};
-
+/* In the order of StepOp. */
 static const char *const op_names[] = {
-    "ep_prepare",           "ep_dispatch",         "ep_combine",
-    "ep_dispatch_backward", "ep_combine_backward", "ep_dispatch_send",
-    "ep_dispatch_wait",     "ep_combine_send",     "ep_combine_wait"};
+    "ep_prepare",          "ep_dispatch",          "ep_combine",
+    "ep_combine_backward", "ep_dispatch_backward", "ep_dispatch_send",
+    "ep_dispatch_wait",    "ep_combine_send",      "ep_combine_wait"};
 
 static Case changed_case(const char *changes) {
     return case_of("experts=4 top_k=2 spread=full alignment=4 weighted=1 scale_bytes=8 %s",
@@ -64,7 +47,7 @@ Fixture *fixture_new(const char *changes) {
 
 Fixture *fixture_new_prepared(const char *changes) {
     Fixture *fixture = fixture_new(changes);
-    CHECK_OK(fixture_call(fixture, OP_PREPARE));
+    CHECK_OK(fixture_call(fixture, STEP_PREPARE));
     fixture_reset(fixture);
     return fixture;
 }
@@ -75,7 +58,7 @@ void fixture_free(Fixture *fixture) {
 }
 
 static void free_images(Fixture *fixture) {
-    for (int i = 0; i < NUM_ARGS; i++)
+    for (int i = 0; i < STEP_OUTPUTS; i++)
         if (fixture->image[i].base) image_free(&fixture->image[i]);
 }
 
@@ -90,178 +73,95 @@ void fixture_close(Fixture *fixture) {
     ep_bootstrap_destroy(&fixture->bootstrap);
 }
 
-static void set_plan(Fixture *fixture) {
-    const Case *c = &fixture->world->c;
-    const RankWorld *me = &fixture->world->rank[fixture->step.rank];
-    EpTensor *t = fixture->tensor;
-    t[TOPK_IDX] = ep_tensor_2d(NULL, c->index_type, me->rows, c->top_k);
-    t[NUM_TOKENS] = ep_tensor_1d(NULL, EP_TYPE_INT32, 1);
-    t[EXPERT_COUNTS] = ep_tensor_1d(NULL, EP_TYPE_INT32, me->num_experts);
-    t[EXPERT_PADDED] = ep_tensor_1d(NULL, EP_TYPE_INT64, me->num_experts);
-    t[EXPERT_OFFSETS] = ep_tensor_1d(NULL, EP_TYPE_INT32, me->num_experts + 1);
-    t[TOTALS] = ep_tensor_1d(NULL, EP_TYPE_INT64, 3);
-    t[RECV_ROWS] = t[DROPPED_SLOTS] = ep_tensor_1d(NULL, EP_TYPE_INT64, 1);
-    t[NEEDED_ROWS] = ep_tensor_1d(NULL, EP_TYPE_INT32, 1);
-    t[SOURCE_ROWS] = ep_tensor_1d(NULL, EP_TYPE_INT32, c->ranks);
-    t[SOURCE_COUNTS] = ep_tensor_2d(NULL, EP_TYPE_INT32, me->num_experts, c->ranks);
-}
-
-static void set_rows(Fixture *fixture) {
-    const Case *c = &fixture->world->c;
-    EpTensor *t = fixture->tensor;
-    EpTensor rows = step_rows(&fixture->step, NULL, c->sum_type, c->hidden);
-    EpTensor slots = step_slot_weights(&fixture->step), weights = slots;
-    if (case_has_rows(c)) weights = step_rows(&fixture->step, NULL, EP_TYPE_FP32, c->top_k);
-    t[RECV_TOKENS] = step_output(&fixture->step, OUT_TOKENS);
-    t[RECV_TOPK_WEIGHTS] = t[GRAD_RECV_WEIGHTS] = weights;
-    t[RECV_SCALES] = step_output(&fixture->step, OUT_SCALES);
-    t[RECV_TOPK_IDX] = step_rows(&fixture->step, NULL, EP_TYPE_INT32, c->top_k);
-    t[EXPERT_OUT] = t[GRAD_RECV_TOKENS] = t[GRAD_EXPERT_OUT] = rows;
-    t[SLOT_WEIGHTS] = t[GRAD_SLOT_WEIGHTS] = slots;
-}
-
-static void set_tokens(Fixture *fixture) {
-    EpTensor *t = fixture->tensor;
-    t[TOKENS] = step_tokens(&fixture->step);
-    t[TOPK_WEIGHTS] = t[COMBINE_WEIGHTS] = t[GRAD_TOPK_WEIGHTS] = step_weights(&fixture->step);
-    t[SCALES] = step_scales(&fixture->step);
-    t[GLOBAL_SCALE] = step_input(&fixture->step, IN_GLOBAL_SCALE);
-    t[OUT] = t[GRAD_TOKENS] = t[GRAD_OUT] = t[BIAS0] = t[BIAS1] = step_grad_out(&fixture->step);
-}
-
-/* Fill in valid indices and the number of tokens. All other inputs may be any bytes. */
-static void set_index(Fixture *fixture) {
-    const Case *c = &fixture->world->c;
-    const RankWorld *me = &fixture->world->rank[fixture->step.rank];
-    int32_t *index = (int32_t *)fixture->tensor[TOPK_IDX].data;
-    for (int64_t i = 0; i < (int64_t)me->rows * c->top_k; i++)
-        index[i] = (int32_t)me->index[i];
-    *(int32_t *)fixture->tensor[NUM_TOKENS].data = me->tokens;
-    *(float *)fixture->tensor[GLOBAL_SCALE].data = me->global_scale;
-}
-
+/* Valid indices and the number of tokens; all other inputs may be any bytes. */
 void fixture_reset(Fixture *fixture) {
+    const Case *c = &fixture->world->c;
     free_images(fixture);
-    set_plan(fixture);
-    set_rows(fixture);
-    set_tokens(fixture);
-    for (int i = 0; i < NUM_ARGS; i++) {
-        fixture->image[i] = image_new(step_bytes(fixture->tensor[i]), 16);
-        fixture->tensor[i].data = fixture->image[i].data;
-        fixture->arg[i] = &fixture->tensor[i];
+    for (int i = 0; i < STEP_OUTPUTS; i++) {
+        EpTensor *t = &fixture->tensor[i];
+        *t = i < INPUTS ? step_input(&fixture->step, (StepInput)i)
+                        : step_output(&fixture->step, (StepOutput)i);
+        if (i == IN_COUNT || i == OUT_NEEDED_ROWS || i == OUT_SOURCE_ROWS) t->type = EP_TYPE_INT32;
+        if (i == OUT_RECV_ROWS || i == OUT_DROPPED) t->type = EP_TYPE_INT64;
+        if (i == OUT_SOURCES || i == OUT_OFFSETS) t->type = EP_TYPE_INT32;
+        if (i >= IN_BIAS0 && i <= IN_BIAS1) *t = step_grad_out(&fixture->step);
+        if (i == IN_COMBINE_WEIGHTS) *t = step_weights(&fixture->step);
+        fixture->image[i] = image_new(step_bytes(*t), 16);
+        t->data = fixture->image[i].data;
+        fixture->arg[i] = t;
     }
-    if (!case_has_rows(&fixture->world->c)) fixture->arg[RECV_TOPK_IDX] = NULL;
-    if (fixture->world->c.quant != EP_QUANT_NONE) fixture->arg[SCALES] = NULL;
-    fixture->arg[fixture->world->c.weights_at_combine ? SLOT_WEIGHTS : COMBINE_WEIGHTS] = NULL;
-    fixture->arg[BIAS0] = fixture->arg[BIAS1] = NULL;
-    if (!quant_form(fixture->world->c.quant)->is_global) fixture->arg[GLOBAL_SCALE] = NULL;
-    set_index(fixture);
+    step_fill(&fixture->step, IN_INDEX, fixture->tensor[IN_INDEX].data);
+    step_fill(&fixture->step, IN_GLOBAL_SCALE, fixture->tensor[IN_GLOBAL_SCALE].data);
+    *(int32_t *)fixture->tensor[IN_COUNT].data = step_mine(&fixture->step)->tokens;
+    if (!case_has_rows(c)) fixture->arg[OUT_INDEX] = NULL;
+    if (c->quant != EP_QUANT_NONE) fixture->arg[IN_SCALES] = NULL;
+    fixture->arg[c->weights_at_combine ? IN_SLOT_WEIGHTS : IN_COMBINE_WEIGHTS] = NULL;
+    fixture->arg[IN_BIAS0] = fixture->arg[IN_BIAS1] = NULL;
+    if (!quant_form(c->quant)->is_global) fixture->arg[IN_GLOBAL_SCALE] = NULL;
 }
 
-/* Call an operation that takes extras with those of the fixture. */
-static EpStatus call_with(Fixture *fixture, Op op) {
-    const EpTensor *const *a = fixture->arg;
-    EpExtras extras = {sizeof(extras), a[BIAS0], a[BIAS1], a[GLOBAL_SCALE]};
-    switch (op) {
-    case OP_DISPATCH:
-        return ep_dispatch_with(fixture->handle, fixture->plan, NULL, a[TOKENS], a[TOPK_WEIGHTS],
-                                a[SCALES], NULL, a[RECV_TOKENS], a[RECV_TOPK_WEIGHTS],
-                                a[RECV_SCALES], a[RECV_TOPK_IDX], &extras);
-    case OP_DISPATCH_SEND:
-        return ep_dispatch_send_with(fixture->handle, fixture->plan, NULL, a[TOKENS],
-                                     a[TOPK_WEIGHTS], a[SCALES], NULL, &extras);
-    case OP_COMBINE:
-        return ep_combine_with(fixture->handle, fixture->plan, a[EXPERT_OUT], a[SLOT_WEIGHTS],
-                               a[COMBINE_WEIGHTS], NULL, a[OUT], &extras);
-    case OP_COMBINE_WAIT:
-        return ep_combine_wait_with(fixture->handle, NULL, a[OUT], &extras);
-    default:
-        return ep_dispatch_backward_with(fixture->handle, fixture->plan, a[GRAD_RECV_TOKENS],
-                                         a[GRAD_RECV_WEIGHTS], NULL, a[GRAD_TOKENS],
-                                         a[GRAD_TOPK_WEIGHTS], &extras);
-    }
+EpStatus fixture_call(Fixture *fixture, StepOp op) {
+    Step step = fixture->step;
+    step.handle = fixture->handle, step.plan = fixture->plan;
+    return step_call_with(&step, fixture->arg, 0, op, NULL);
 }
 
-EpStatus fixture_call(Fixture *fixture, Op op) {
-    const EpTensor *const *a = fixture->arg;
-    if (a[BIAS0] || a[BIAS1]) return call_with(fixture, op);
-    if (a[GLOBAL_SCALE] && (op == OP_DISPATCH || op == OP_DISPATCH_SEND))
-        return call_with(fixture, op);
-    EpPlanTensors plan = {sizeof(plan),     a[EXPERT_COUNTS], a[EXPERT_PADDED], a[EXPERT_OFFSETS],
-                          a[TOTALS],        a[SOURCE_COUNTS], a[RECV_ROWS],     a[NEEDED_ROWS],
-                          a[DROPPED_SLOTS], a[SOURCE_ROWS]};
-    switch (op) {
-    case OP_PREPARE:
-        return ep_prepare(fixture->handle, fixture->plan, a[TOPK_IDX], a[NUM_TOKENS], NULL, &plan);
-    case OP_DISPATCH:
-        return ep_dispatch(fixture->handle, fixture->plan, NULL, a[TOKENS], a[TOPK_WEIGHTS],
-                           a[SCALES], NULL, a[RECV_TOKENS], a[RECV_TOPK_WEIGHTS], a[RECV_SCALES],
-                           a[RECV_TOPK_IDX]);
-    case OP_COMBINE:
-        return ep_combine(fixture->handle, fixture->plan, a[EXPERT_OUT], a[SLOT_WEIGHTS],
-                          a[COMBINE_WEIGHTS], NULL, a[OUT]);
-    case OP_DISPATCH_BACKWARD:
-        return ep_dispatch_backward(fixture->handle, fixture->plan, a[GRAD_RECV_TOKENS],
-                                    a[GRAD_RECV_WEIGHTS], NULL, a[GRAD_TOKENS],
-                                    a[GRAD_TOPK_WEIGHTS]);
-    case OP_DISPATCH_SEND:
-        return ep_dispatch_send(fixture->handle, fixture->plan, NULL, a[TOKENS], a[TOPK_WEIGHTS],
-                                a[SCALES], NULL);
-    case OP_DISPATCH_WAIT:
-        return ep_dispatch_wait(fixture->handle, NULL, a[RECV_TOKENS], a[RECV_TOPK_WEIGHTS],
-                                a[RECV_SCALES], a[RECV_TOPK_IDX]);
-    case OP_COMBINE_SEND:
-        return ep_combine_send(fixture->handle, fixture->plan, a[EXPERT_OUT], a[SLOT_WEIGHTS],
-                               a[COMBINE_WEIGHTS], NULL);
-    case OP_COMBINE_WAIT:
-        return ep_combine_wait(fixture->handle, NULL, a[OUT]);
-    default:
-        return ep_combine_backward(fixture->handle, fixture->plan, a[GRAD_OUT], a[SLOT_WEIGHTS],
-                                   a[EXPERT_OUT], NULL, a[GRAD_EXPERT_OUT], a[GRAD_SLOT_WEIGHTS]);
-    }
-}
-
-void fixture_begin(Fixture *fixture, Op send) {
-    for (int output = EXPERT_COUNTS; output <= SOURCE_ROWS; output++)
+void fixture_begin(Fixture *fixture, StepOp send) {
+    for (int output = OUT_COUNTS; output <= OUT_SOURCES; output++)
         fixture->arg[output] = NULL;
-    fixture->arg[NUM_TOKENS] = NULL;
-    if (send == OP_DISPATCH_SEND) CHECK_OK(fixture_call(fixture, OP_PREPARE));
+    fixture->arg[IN_COUNT] = NULL;
+    if (send == STEP_DISPATCH_SEND) CHECK_OK(fixture_call(fixture, STEP_PREPARE));
     CHECK_OK(fixture_call(fixture, send));
 }
 
 void fixture_check_untouched(const Fixture *fixture) {
-    for (int i = 0; i < NUM_ARGS; i++)
-        if (outputs[i]) image_check_untouched(&fixture->image[i], names[i]);
+    for (int i = OUT_COUNTS; i < STEP_OUTPUTS; i++)
+        image_check_untouched(&fixture->image[i], step_array_name(i));
 }
 
 void fixture_check_guards(const Fixture *fixture) {
-    for (int i = 0; i < NUM_ARGS; i++)
-        image_check_guards(&fixture->image[i], names[i]);
+    for (int i = 0; i < STEP_OUTPUTS; i++)
+        image_check_guards(&fixture->image[i], step_array_name(i));
 }
 
 /* ---- refusals ---- */
 
-static Op op_of(const char *call) {
-    Op op = OP_PREPARE;
+static StepOp op_of(const char *call) {
+    int op = 0;
     while (strcmp(op_names[op], call))
         op++;
-    return op;
+    return (StepOp)(1 << op);
 }
 
 static void reset_for(void *context, const char *call) {
     fixture_reset(context);
-    if (op_of(call) == OP_DISPATCH_WAIT) fixture_begin(context, OP_DISPATCH_SEND);
-    if (op_of(call) == OP_COMBINE_WAIT) fixture_begin(context, OP_COMBINE_SEND);
+    if (op_of(call) == STEP_DISPATCH_WAIT) fixture_begin(context, STEP_DISPATCH_SEND);
+    if (op_of(call) == STEP_COMBINE_WAIT) fixture_begin(context, STEP_COMBINE_SEND);
 }
 
+/* Changes name arrays as sentences do, but for these. */
 static Part find_argument(void *context, const char *call, const char *name) {
+    static const struct {
+        const char *name, *said;
+        int array;
+    } others[] = {{"combine_weights", "topk_weights", IN_COMBINE_WEIGHTS},
+                  {"grad_recv_tokens", "grad_recv_tokens", IN_EXPERT_OUT},
+                  {"grad_recv_weights", "grad_slot_weights", IN_GRAD_SLOT_WEIGHTS},
+                  {"grad_slot_weights", "grad_slot_weights", OUT_GRAD_SLOTS},
+                  {"global_scale", "extras.global_scale", IN_GLOBAL_SCALE},
+                  {"bias0", "extras.bias0", IN_BIAS0},
+                  {"bias1", "extras.bias1", IN_BIAS1}};
     Fixture *fixture = context;
-    int arg = 0;
+    int array = 0;
     (void)call;
-    while (arg < NUM_ARGS && strcasecmp(constants[arg], name))
-        arg++;
-    cr_assert(arg < NUM_ARGS, "no argument %s", name);
-    return part_tensor(&fixture->tensor[arg], &fixture->arg[arg], names[arg]);
+    for (int i = 0; i < LENGTH(others); i++)
+        if (!strcmp(others[i].name, name))
+            return part_tensor(&fixture->tensor[others[i].array], &fixture->arg[others[i].array],
+                               others[i].said);
+    while (array < STEP_OUTPUTS && strcmp(step_array_name(array), name))
+        array++;
+    cr_assert(array < STEP_OUTPUTS, "no argument %s", name);
+    return part_tensor(&fixture->tensor[array], &fixture->arg[array], name);
 }
 
 static EpStatus call_by_name(void *context, const char *call) {
@@ -269,19 +169,19 @@ static EpStatus call_by_name(void *context, const char *call) {
 }
 
 static void check_after(void *context, const char *call) {
-    Op op = op_of(call);
+    StepOp op = op_of(call);
     fixture_check_untouched(context);
-    if (op != OP_DISPATCH_WAIT && op != OP_COMBINE_WAIT) return;
+    if (op != STEP_DISPATCH_WAIT && op != STEP_COMBINE_WAIT) return;
     fixture_reset(context);
     CHECK_OK(fixture_call(context, op));
 }
 
 static int is_in_mode(void *context, const char *call) {
     const Fixture *fixture = context;
-    Op op = op_of(call);
+    StepOp op = op_of(call);
     int latency = fixture->world->c.mode == EP_MODE_LATENCY;
-    if (op == OP_DISPATCH_BACKWARD || op == OP_COMBINE_BACKWARD) return !latency;
-    return latency || op < OP_DISPATCH_SEND;
+    if (op == STEP_DISPATCH_BACKWARD || op == STEP_COMBINE_BACKWARD) return !latency;
+    return latency || op < STEP_DISPATCH_SEND;
 }
 
 static void check_in_mode(const char *group, Case c, EpMode mode) {
@@ -294,9 +194,9 @@ static void check_in_mode(const char *group, Case c, EpMode mode) {
     c.mode = mode, c = case_complete(c);
     fixture_open(&fixture, &c);
     /* num_tokens would allow input tensors of more rows. */
-    fixture.arg[NUM_TOKENS] = NULL;
-    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
-    if (mode == EP_MODE_LATENCY) CHECK_OK(fixture_call(&fixture, OP_DISPATCH));
+    fixture.arg[IN_COUNT] = NULL;
+    CHECK_OK(fixture_call(&fixture, STEP_PREPARE));
+    if (mode == EP_MODE_LATENCY) CHECK_OK(fixture_call(&fixture, STEP_DISPATCH));
     check_refusals(group, &subject, &fixture);
     check_note("after all refusals");
     step_all(&fixture.step);
@@ -309,10 +209,10 @@ void fixture_check_refusals(const char *group, const char *changes) {
     if (TESTS_HAVE_LATENCY) check_in_mode(group, c, EP_MODE_LATENCY);
 }
 
-void fixture_check_shorter_tail(Op op, Arg arg) {
+void fixture_check_shorter_tail(StepOp op, StepOutput arg) {
     enum { CAPACITY = 77, WIDTH = 4 };
     Fixture *f = fixture_new("capacity=77 spare_rows=5 zero_tail=zero");
-    CHECK_OK(fixture_call(f, OP_PREPARE));
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
     f->tensor[arg].shape[0] = CAPACITY;
     CHECK_OK(fixture_call(f, op));
     Image *got = &f->image[arg], expected = image_new(got->bytes, 16);

@@ -11,61 +11,6 @@
 #include "tests/cases/refusals.h"
 #include "tests/cases/run.h"
 
-typedef enum Op {
-    OP_PREPARE,
-    OP_DISPATCH,
-    OP_COMBINE,
-    OP_DISPATCH_BACKWARD,
-    OP_COMBINE_BACKWARD,
-    OP_DISPATCH_SEND,
-    OP_DISPATCH_WAIT,
-    OP_COMBINE_SEND,
-    OP_COMBINE_WAIT
-} Op;
-
-/** Every tensor argument: X(constant, name in ep.h, is an output). Changes in refusals.def name it
- * by its constant, in lower case. */
-#define FIXTURE_TENSORS(X)                       \
-    X(TOPK_IDX, "topk_idx", 0)                   \
-    X(NUM_TOKENS, "num_tokens", 0)               \
-    X(EXPERT_COUNTS, "expert_counts", 1)         \
-    X(EXPERT_PADDED, "expert_padded", 1)         \
-    X(EXPERT_OFFSETS, "expert_offsets", 1)       \
-    X(TOTALS, "totals", 1)                       \
-    X(SOURCE_COUNTS, "source_counts", 1)         \
-    X(RECV_ROWS, "recv_rows", 1)                 \
-    X(NEEDED_ROWS, "needed_rows", 1)             \
-    X(DROPPED_SLOTS, "dropped_slots", 1)         \
-    X(SOURCE_ROWS, "source_rows", 1)             \
-    X(TOKENS, "tokens", 0)                       \
-    X(TOPK_WEIGHTS, "topk_weights", 0)           \
-    X(SCALES, "scales", 0)                       \
-    X(RECV_TOKENS, "recv_tokens", 1)             \
-    X(RECV_TOPK_WEIGHTS, "recv_topk_weights", 1) \
-    X(RECV_SCALES, "recv_scales", 1)             \
-    X(RECV_TOPK_IDX, "recv_topk_idx", 1)         \
-    X(EXPERT_OUT, "expert_out", 0)               \
-    X(SLOT_WEIGHTS, "slot_weights", 0)           \
-    X(COMBINE_WEIGHTS, "topk_weights", 0)        \
-    X(OUT, "out", 1)                             \
-    X(BIAS0, "extras.bias0", 0)                  \
-    X(BIAS1, "extras.bias1", 0)                  \
-    X(GLOBAL_SCALE, "extras.global_scale", 0)    \
-    X(GRAD_RECV_TOKENS, "grad_recv_tokens", 0)   \
-    X(GRAD_RECV_WEIGHTS, "grad_slot_weights", 0) \
-    X(GRAD_TOKENS, "grad_tokens", 1)             \
-    X(GRAD_TOPK_WEIGHTS, "grad_topk_weights", 1) \
-    X(GRAD_OUT, "grad_out", 0)                   \
-    X(GRAD_EXPERT_OUT, "grad_expert_out", 1)     \
-    X(GRAD_SLOT_WEIGHTS, "grad_slot_weights", 1)
-
-typedef enum Arg {
-#define FIXTURE_ENUM(constant, name, output) constant,
-    FIXTURE_TENSORS(FIXTURE_ENUM)
-#undef FIXTURE_ENUM
-        NUM_ARGS
-} Arg;
-
 typedef struct Fixture {
     EpBootstrap bootstrap;
     World *world;
@@ -73,9 +18,9 @@ typedef struct Fixture {
     EpHandle *handle;
     const EpTensor *plan; /**< that calls name; NULL: the handle's own */
     Step step;
-    Image image[NUM_ARGS];
-    EpTensor tensor[NUM_ARGS];
-    const EpTensor *arg[NUM_ARGS]; /**< the argument passed: &tensor, or NULL */
+    Image image[STEP_OUTPUTS];
+    EpTensor tensor[STEP_OUTPUTS];
+    const EpTensor *arg[STEP_OUTPUTS]; /**< the argument passed: &tensor, or NULL */
 } Fixture;
 
 /** A case of 4 experts, K 2 and max_tokens 9, all of them filled; bf16 rows of 24 elements, scales
@@ -98,11 +43,11 @@ void fixture_close(Fixture *fixture);
  * that take them get extras where a test sets one. */
 void fixture_reset(Fixture *fixture);
 
-EpStatus fixture_call(Fixture *fixture, Op op);
+EpStatus fixture_call(Fixture *fixture, StepOp op);
 
 /** Call a send phase, `send`; before ep_dispatch_send, also prepare. Optional outputs of the plan
  * are NULL. */
-void fixture_begin(Fixture *fixture, Op send);
+void fixture_begin(Fixture *fixture, StepOp send);
 
 /** Check that no call has written an output since the last reset. */
 void fixture_check_untouched(const Fixture *fixture);
@@ -131,6 +76,6 @@ void fixture_check_refusals(const char *group, const char *changes);
 
 /** Check that zero_tail writes no further than the end of the shortest output: `arg`, of one float
  * per row, which has room for the capacity only. */
-void fixture_check_shorter_tail(Op op, Arg arg);
+void fixture_check_shorter_tail(StepOp op, StepOutput arg);
 
 #endif

@@ -23,7 +23,7 @@ static Run run_new(const Step *step, unsigned ops) {
     Run r = {.step = step, .ops = ops};
     for (StepInput i = 0; i < INPUTS; i++)
         r.memory.in[i] = step_input(step, i).data;
-    for (StepOutput i = 0; i < STEP_OUTPUTS; i++) {
+    for (StepOutput i = OUT_COUNTS; i < STEP_OUTPUTS; i++) {
         size_t bytes = step_bytes(step_output(step, i)), align = case_output_align(c, i);
         if (!(ops & (i <= OUT_SOURCES ? STEP_PREPARE : case_writers(c, i)))) continue;
         r.expected[i] = image_new(bytes, align);
@@ -55,7 +55,7 @@ static void run_end(Run *r) {
         image_free(&r->copy[i]);
     }
     step_expect(r->step, r->ops, r->expected);
-    for (StepOutput i = 0; i < STEP_OUTPUTS; i++) {
+    for (StepOutput i = OUT_COUNTS; i < STEP_OUTPUTS; i++) {
         if (r->got[i].base) step_compare(r->step, i, &r->got[i], &r->expected[i]);
         image_free(&r->got[i]);
         image_free(&r->expected[i]);

@@ -64,7 +64,7 @@ typedef enum StepInput {
 } StepInput;
 
 typedef enum StepOutput {
-    OUT_COUNTS,
+    OUT_COUNTS = INPUTS, /**< inputs and outputs are numbered together */
     OUT_PADDED,
     OUT_OFFSETS,
     OUT_TOTALS,
@@ -93,7 +93,12 @@ typedef struct StepMemory {
 
 /** Make one call of the step's case, and return its status. */
 EpStatus step_call(const Step *step, const StepMemory *memory, StepOp op, EpStream stream);
+/** Make one call with any tensors; NULL: none is given. `again`: numbers_again. */
+EpStatus step_call_with(const Step *step, const EpTensor *const given[STEP_OUTPUTS], int again,
+                        StepOp op, EpStream stream);
 
+/** Returns the name of an array in sentences. */
+const char *step_array_name(int array);
 /** Return an input, over the world's array, or the shape of an output, without data. */
 EpTensor step_input(const Step *step, StepInput input);
 EpTensor step_output(const Step *step, StepOutput output);

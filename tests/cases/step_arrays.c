@@ -197,24 +197,41 @@ void step_fill(const Step *step, StepInput input, void *to) {
 static const struct {
     const char *name;
     unsigned writers;
-} outputs[STEP_OUTPUTS] = {{"expert_counts", STEP_PREPARE},
-                           {"expert_padded", STEP_PREPARE},
-                           {"expert_offsets", STEP_PREPARE},
-                           {"totals", STEP_PREPARE},
-                           {"recv_rows", STEP_PREPARE},
-                           {"needed_rows", STEP_PREPARE},
-                           {"dropped_slots", STEP_PREPARE},
-                           {"source_rows", STEP_PREPARE},
-                           {"source_counts", STEP_PREPARE},
-                           {"recv_tokens", DISPATCHED},
-                           {"recv_topk_weights", DISPATCHED},
-                           {"recv_scales", DISPATCHED},
-                           {"recv_topk_idx", DISPATCHED},
-                           {"out", COMBINED},
-                           {"grad_expert_out", STEP_COMBINE_BACKWARD},
-                           {"grad_slot_weights", STEP_COMBINE_BACKWARD},
-                           {"grad_tokens", STEP_DISPATCH_BACKWARD},
-                           {"grad_topk_weights", STEP_DISPATCH_BACKWARD}};
+} arrays[STEP_OUTPUTS] = {[IN_INDEX] = {"topk_idx", 0},
+                          [IN_COUNT] = {"num_tokens", 0},
+                          [IN_TOKENS] = {"tokens", 0},
+                          [IN_WEIGHTS] = {"topk_weights", 0},
+                          [IN_SCALES] = {"scales", 0},
+                          [IN_GLOBAL_SCALE] = {"extras.global_scale", 0},
+                          [IN_EXPERT_OUT] = {"expert_out", 0},
+                          [IN_SLOT_WEIGHTS] = {"slot_weights", 0},
+                          [IN_COMBINE_WEIGHTS] = {"topk_weights", 0},
+                          [IN_GRAD_SLOT_WEIGHTS] = {"grad_slot_weights", 0},
+                          [IN_GRAD_OUT] = {"grad_out", 0},
+                          [IN_BIAS0] = {"extras.bias0", 0},
+                          [IN_BIAS1] = {"extras.bias1", 0},
+                          [OUT_COUNTS] = {"expert_counts", STEP_PREPARE},
+                          [OUT_PADDED] = {"expert_padded", STEP_PREPARE},
+                          [OUT_OFFSETS] = {"expert_offsets", STEP_PREPARE},
+                          [OUT_TOTALS] = {"totals", STEP_PREPARE},
+                          [OUT_RECV_ROWS] = {"recv_rows", STEP_PREPARE},
+                          [OUT_NEEDED_ROWS] = {"needed_rows", STEP_PREPARE},
+                          [OUT_DROPPED] = {"dropped_slots", STEP_PREPARE},
+                          [OUT_SOURCE_ROWS] = {"source_rows", STEP_PREPARE},
+                          [OUT_SOURCES] = {"source_counts", STEP_PREPARE},
+                          [OUT_TOKENS] = {"recv_tokens", DISPATCHED},
+                          [OUT_WEIGHTS] = {"recv_topk_weights", DISPATCHED},
+                          [OUT_SCALES] = {"recv_scales", DISPATCHED},
+                          [OUT_INDEX] = {"recv_topk_idx", DISPATCHED},
+                          [OUT_SUMS] = {"out", COMBINED},
+                          [OUT_GRAD_ROWS] = {"grad_expert_out", STEP_COMBINE_BACKWARD},
+                          [OUT_GRAD_SLOTS] = {"grad_slot_weights", STEP_COMBINE_BACKWARD},
+                          [OUT_GRAD_TOKENS] = {"grad_tokens", STEP_DISPATCH_BACKWARD},
+                          [OUT_GRAD_WEIGHTS] = {"grad_topk_weights", STEP_DISPATCH_BACKWARD}};
+
+const char *step_array_name(int array) {
+    return arrays[array].name;
+}
 
 int case_asks(const Case *c, StepOutput output) {
     if (output == OUT_WEIGHTS || output == OUT_GRAD_SLOTS || output == OUT_GRAD_WEIGHTS)
@@ -224,7 +241,7 @@ int case_asks(const Case *c, StepOutput output) {
 }
 
 unsigned case_writers(const Case *c, StepOutput output) {
-    unsigned writers = outputs[output].writers;
+    unsigned writers = arrays[output].writers;
     return writers == STEP_PREPARE && c->mode == EP_MODE_LATENCY ? DISPATCHED : writers;
 }
 
@@ -237,7 +254,7 @@ static void expect_plan(const Step *step, const Image *out) {
     for (int i = OUT_COUNTS; i <= OUT_SOURCES; i++) {
         EpTensor t = step_output(step, (StepOutput)i);
         int64_t n = (int64_t)(step_bytes(t) / ep_type_bytes(t.type));
-        if (out[i].base) put_integers(out[i].data, t.type, values[i], n);
+        if (out[i].base) put_integers(out[i].data, t.type, values[i - OUT_COUNTS], n);
     }
 }
 
@@ -272,5 +289,5 @@ void step_compare(const Step *step, StepOutput output, const Image *got, Image *
     int is_received = output >= OUT_TOKENS && output <= OUT_INDEX;
     size_t rows = (size_t)(is_received ? me->buffer_rows : me->rows);
     if (output == OUT_GRAD_SLOTS) accept_dots(step, got, expected);
-    image_check_equal(got, expected, rows ? got->bytes / rows : 0, outputs[output].name);
+    image_check_equal(got, expected, rows ? got->bytes / rows : 0, arrays[output].name);
 }

@@ -10,14 +10,14 @@ RefusalsTest(combine_arguments, wrong_tensors_of_batched, "combine_batched", "la
 FixtureTest(combine_arguments, row_bytes, "") {
     static const int64_t hiddens[] = {0, 12, 23, 64};
     static const char *const bytes[] = {"got 0", "got 24", "got 46", "got 128"};
-    CHECK_OK(fixture_call(f, OP_PREPARE));
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
     for (int i = 0; i < LENGTH(hiddens); i++) {
         fixture_reset(f);
-        f->tensor[EXPERT_OUT].shape[1] = f->tensor[OUT].shape[1] = hiddens[i];
-        f->tensor[GRAD_EXPERT_OUT].shape[1] = f->tensor[GRAD_OUT].shape[1] = hiddens[i];
-        CHECK_REFUSED(fixture_call(f, OP_COMBINE), EP_ERR_ROW_BYTES, "ep_combine", bytes[i]);
-        CHECK_REFUSED(fixture_call(f, OP_COMBINE_BACKWARD), EP_ERR_ROW_BYTES, "ep_combine_backward",
-                      bytes[i]);
+        f->tensor[IN_EXPERT_OUT].shape[1] = f->tensor[OUT_SUMS].shape[1] = hiddens[i];
+        f->tensor[OUT_GRAD_ROWS].shape[1] = f->tensor[IN_GRAD_OUT].shape[1] = hiddens[i];
+        CHECK_REFUSED(fixture_call(f, STEP_COMBINE), EP_ERR_ROW_BYTES, "ep_combine", bytes[i]);
+        CHECK_REFUSED(fixture_call(f, STEP_COMBINE_BACKWARD), EP_ERR_ROW_BYTES,
+                      "ep_combine_backward", bytes[i]);
         fixture_check_untouched(f);
     }
 }
@@ -25,8 +25,8 @@ FixtureTest(combine_arguments, row_bytes, "") {
 /* The message says how many rows are needed. */
 SoloTest(combine_arguments, rows_below_the_capacity) {
     Fixture *f = fixture_new_prepared("layout=flat");
-    f->tensor[EXPERT_OUT].shape[0] = 8;
-    CHECK_REFUSED(fixture_call(f, OP_COMBINE), EP_ERR_BUFFER_SIZE, "expert_out", "9", "got 8");
+    f->tensor[IN_EXPERT_OUT].shape[0] = 8;
+    CHECK_REFUSED(fixture_call(f, STEP_COMBINE), EP_ERR_BUFFER_SIZE, "expert_out", "9", "got 8");
     fixture_check_untouched(f);
     fixture_free(f);
 }

@@ -32,15 +32,15 @@ Test(combine_backward, long_dot_products, .timeout = 120) {
 /* The longest rows, with products so small that a sum of ones rounds them away one by one. */
 FixtureTest(combine_backward, worst_dot_product, "hidden=16384 row_type=fp32 sum_type=fp32") {
     enum { HIDDEN = EP_MAX_ROW_BYTES / 4, ONES = 64 };
-    CHECK_OK(fixture_call(f, OP_PREPARE));
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
     const RankWorld *me = f->world->rank;
-    float *x = f->tensor[EXPERT_OUT].data, *grad = f->tensor[GRAD_OUT].data;
+    float *x = f->tensor[IN_EXPERT_OUT].data, *grad = f->tensor[IN_GRAD_OUT].data;
     for (int64_t i = 0; i < me->recv_rows * HIDDEN; i++)
         x[i] = i % HIDDEN < ONES ? 1 : 0x1p-24f;
     for (int64_t i = 0; i < (int64_t)me->rows * HIDDEN; i++)
         grad[i] = 1;
-    CHECK_OK(fixture_call(f, OP_COMBINE_BACKWARD));
-    const float *got = f->tensor[GRAD_SLOT_WEIGHTS].data;
+    CHECK_OK(fixture_call(f, STEP_COMBINE_BACKWARD));
+    const float *got = f->tensor[OUT_GRAD_SLOTS].data;
     double exact = ONES + (HIDDEN - ONES) * 0x1p-24;
     for (int64_t row = 0; row < me->recv_rows; row++)
         if (me->row[row].kind == ROW_FILLED)
@@ -60,17 +60,17 @@ SoloTest(combine_backward, products_are_rounded_twice) {
                  {0x3eb96cb6, 0x3f12, 0x3e54, 0x3e53}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         Fixture *f = fixture_new("");
-        CHECK_OK(fixture_call(f, OP_PREPARE));
+        CHECK_OK(fixture_call(f, STEP_PREPARE));
         const RankWorld *me = f->world->rank;
         int hidden = f->world->c.hidden;
-        uint32_t *weights = f->tensor[SLOT_WEIGHTS].data;
-        uint16_t *gradients = f->tensor[GRAD_OUT].data;
+        uint32_t *weights = f->tensor[IN_SLOT_WEIGHTS].data;
+        uint16_t *gradients = f->tensor[IN_GRAD_OUT].data;
         for (int64_t row = 0; row < me->recv_rows; row++)
             weights[row] = cases[i].weight;
         for (int64_t at = 0; at < me->rows * hidden; at++)
             gradients[at] = cases[i].gradient;
-        CHECK_OK(fixture_call(f, OP_COMBINE_BACKWARD));
-        const uint16_t *got = f->tensor[GRAD_EXPERT_OUT].data;
+        CHECK_OK(fixture_call(f, STEP_COMBINE_BACKWARD));
+        const uint16_t *got = f->tensor[OUT_GRAD_ROWS].data;
         for (int64_t at = 0; at < me->recv_rows * hidden; at++)
             if (me->row[at / hidden].kind == ROW_FILLED)
                 CHECK(got[at] == cases[i].product, "case %zu: 0x%04x, rounded once it is 0x%04x", i,
@@ -91,4 +91,4 @@ Test(combine_backward, rows_of_24_kib, .timeout = 120) {
 }
 
 SoloCall(combine_backward, tail_of_a_shorter_tensor,
-         fixture_check_shorter_tail(OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS));
+         fixture_check_shorter_tail(STEP_COMBINE_BACKWARD, OUT_GRAD_SLOTS));

@@ -38,8 +38,6 @@ Test(combine_biases, nodes_and_quantised_sums, .timeout = 120) {
     run_all_layouts(case_of("ranks=4 nodes=0011 experts=12 top_k=5 max_tokens=25 sum_quant=fp8"));
 }
 
-/* ---- by hand ------------------------------------------------------------------------------- */
-
 /* One token, one slot, and what a sum of this row and two biases must be. */
 typedef struct ByHand {
     EpType type;
@@ -63,19 +61,19 @@ static void check_by_hand(const ByHand *hand, EpMode mode) {
              "scale_bytes=0 alignment=1 mode=%d",
              HIDDEN, hand->type, hand->type, mode);
     Fixture *f = fixture_new(changes);
-    f->arg[NUM_TOKENS] = f->arg[TOPK_WEIGHTS] = f->arg[SCALES] = NULL;
-    f->arg[RECV_TOPK_WEIGHTS] = f->arg[RECV_SCALES] = f->arg[SLOT_WEIGHTS] = NULL;
-    CHECK_OK(fixture_call(f, OP_PREPARE));
-    if (mode == EP_MODE_LATENCY) CHECK_OK(fixture_call(f, OP_DISPATCH));
+    f->arg[IN_COUNT] = f->arg[IN_WEIGHTS] = f->arg[IN_SCALES] = NULL;
+    f->arg[OUT_WEIGHTS] = f->arg[OUT_SCALES] = f->arg[IN_SLOT_WEIGHTS] = NULL;
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
+    if (mode == EP_MODE_LATENCY) CHECK_OK(fixture_call(f, STEP_DISPATCH));
     for (int i = 0; i < HIDDEN; i++) {
-        number_set(f->tensor[EXPERT_OUT].data, hand->type, i, hand->row);
-        number_set(f->tensor[BIAS0].data, hand->type, i, hand->bias0);
-        number_set(f->tensor[BIAS1].data, hand->type, i, hand->bias1);
+        number_set(f->tensor[IN_EXPERT_OUT].data, hand->type, i, hand->row);
+        number_set(f->tensor[IN_BIAS0].data, hand->type, i, hand->bias0);
+        number_set(f->tensor[IN_BIAS1].data, hand->type, i, hand->bias1);
     }
-    f->arg[BIAS0] = &f->tensor[BIAS0], f->arg[BIAS1] = &f->tensor[BIAS1];
-    CHECK_OK(fixture_call(f, OP_COMBINE));
+    f->arg[IN_BIAS0] = &f->tensor[IN_BIAS0], f->arg[IN_BIAS1] = &f->tensor[IN_BIAS1];
+    CHECK_OK(fixture_call(f, STEP_COMBINE));
     for (int i = 0; i < HIDDEN; i++) {
-        float got = number_get(f->tensor[OUT].data, hand->type, i);
+        float got = number_get(f->tensor[OUT_SUMS].data, hand->type, i);
         CHECK(got == hand->out, "%g, not %g", (double)got, (double)hand->out);
     }
     fixture_free(f);
@@ -88,16 +86,14 @@ SoloTest(combine_biases, by_hand) {
     }
 }
 
-/* ---- wrong arguments ----------------------------------------------------------------------- */
-
 RefusalsTest(combine_biases, wrong_tensors, "biases", "");
 
 FixtureTest(combine_biases, wrong_size_of_extras, "") {
     EpExtras extras = {.struct_size = 8};
-    CHECK_OK(fixture_call(f, OP_PREPARE));
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
     fixture_reset(f);
-    CHECK_REFUSED(ep_combine_with(f->handle, NULL, f->arg[EXPERT_OUT], NULL, NULL, NULL,
-                                  f->arg[OUT], &extras),
+    CHECK_REFUSED(ep_combine_with(f->handle, NULL, f->arg[IN_EXPERT_OUT], NULL, NULL, NULL,
+                                  f->arg[OUT_SUMS], &extras),
                   EP_ERR_STRUCT_SIZE, "extras", "got 8");
     fixture_check_untouched(f);
 }

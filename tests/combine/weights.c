@@ -53,43 +53,6 @@ Test(combine_weights, many_rounds, .timeout = 240) {
     run_both(case_of("ranks=4 nodes=0110 experts=64 top_k=32 hidden=16 max_tokens=50"));
 }
 
-/* The same bytes as with weights that dispatch has delivered. */
-static void compare_with_slots(const EpBootstrap *bootstrap, EpLayout layout) {
-    Case c = case_of("ranks=%d experts=%d top_k=4 max_tokens=33 spread=full hidden=64 mode=latency "
-                     "weighted=1",
-                     bootstrap->size, 3 * bootstrap->size);
-    c.layout = layout, c = case_complete(c);
-    Step step = open_step(bootstrap, &c);
-    step_dispatch(&step);
-    const World *world = step.world;
-    const RankWorld *me = &world->rank[bootstrap->rank];
-    size_t bytes = (size_t)me->rows * case_sum_bytes(&c);
-    /* What dispatch delivers has been checked: set the same weights by slot. */
-    for (int64_t row = 0; row < me->buffer_rows; row++)
-        if (me->row[row].kind == ROW_FILLED)
-            me->slot_weight[row] =
-                world->rank[me->row[row].source]
-                    .weight[(int64_t)me->row[row].token * c.top_k + me->row[row].k];
-    Image by_slot = image_new(bytes, 16), by_entry = image_new(bytes, 16);
-    EpTensor rows = step_expert_out(&step), slots = step_slot_weights(&step);
-    EpTensor weights = step_weights(&step), out = step_grad_out(&step);
-    out.data = by_slot.data;
-    CHECK_OK(ep_combine(step.handle, NULL, &rows, &slots, NULL, NULL, &out));
-    out.data = by_entry.data;
-    CHECK_OK(ep_combine(step.handle, NULL, &rows, NULL, &weights, NULL, &out));
-    image_check_equal(&by_entry, &by_slot, case_sum_bytes(&c), "out");
-    image_free(&by_slot);
-    image_free(&by_entry);
-    close_step(&step);
-}
-
-ThreadTest(combine_weights, as_delivered_by_dispatch, 3) {
-    compare_with_slots(bootstrap, EP_LAYOUT_EXPERT_MAJOR);
-    compare_with_slots(bootstrap, EP_LAYOUT_BATCHED);
-}
-
-/* ---- refusals ---- */
-
 RefusalsTest(combine_weights, wrong_tensors, "combine_weights",
              "mode=latency weights_at_combine=1");
 RefusalsTest(combine_weights, wrong_tensors_of_batched, "combine_weights",
@@ -102,12 +65,12 @@ static void check_refuses(const char *changes, bool with_slots, EpStatus status,
     step_prepare(&f->step);
     bool latency = f->world->c.mode == EP_MODE_LATENCY;
     if (latency) step_dispatch(&f->step);
-    f->arg[COMBINE_WEIGHTS] = &f->tensor[COMBINE_WEIGHTS];
-    if (!with_slots) f->arg[SLOT_WEIGHTS] = NULL;
-    CHECK_REFUSED(fixture_call(f, OP_COMBINE), status, "rank 0: ep_combine: topk_weights",
+    f->arg[IN_COMBINE_WEIGHTS] = &f->tensor[IN_COMBINE_WEIGHTS];
+    if (!with_slots) f->arg[IN_SLOT_WEIGHTS] = NULL;
+    CHECK_REFUSED(fixture_call(f, STEP_COMBINE), status, "rank 0: ep_combine: topk_weights",
                   "expected NULL", part, "got a tensor");
     if (latency)
-        CHECK_REFUSED(fixture_call(f, OP_COMBINE_SEND), status,
+        CHECK_REFUSED(fixture_call(f, STEP_COMBINE_SEND), status,
                       "rank 0: ep_combine_send: topk_weights", "expected NULL", part,
                       "got a tensor");
     fixture_check_untouched(f);
@@ -128,8 +91,8 @@ SoloTest(combine_weights, not_by_entry) {
 FixtureTest(combine_weights, no_tokens,
             "layout=batched mode=latency weights_at_combine=1 spread=none") {
     step_dispatch(&f->step);
-    f->tensor[COMBINE_WEIGHTS].data = NULL;
-    CHECK_OK(fixture_call(f, OP_COMBINE));
-    CHECK_OK(fixture_call(f, OP_COMBINE_SEND));
-    CHECK_OK(fixture_call(f, OP_COMBINE_WAIT));
+    f->tensor[IN_COMBINE_WEIGHTS].data = NULL;
+    CHECK_OK(fixture_call(f, STEP_COMBINE));
+    CHECK_OK(fixture_call(f, STEP_COMBINE_SEND));
+    CHECK_OK(fixture_call(f, STEP_COMBINE_WAIT));
 }

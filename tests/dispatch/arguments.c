@@ -17,14 +17,14 @@ SoloTest(dispatch_arguments, size_needed_is_in_the_sentence) {
     static const char *const sizes[] = {"", "capacity=77"};
     for (int i = 0; i < LENGTH(sizes); i++) {
         Fixture *f = fixture_new(sizes[i]);
-        CHECK_OK(fixture_call(f, OP_PREPARE));
+        CHECK_OK(fixture_call(f, STEP_PREPARE));
         long long rows = i ? 77 : (long long)f->world->rank->recv_rows;
         char said[64];
         snprintf(said, sizeof(said), "expected at least %lld rows, got %lld", rows, rows - 1);
-        f->tensor[RECV_TOKENS].shape[0] = rows - 1;
-        CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_BUFFER_SIZE, "recv_tokens", said);
-        f->tensor[RECV_TOKENS].shape[0] = rows;
-        CHECK_OK(fixture_call(f, OP_DISPATCH));
+        f->tensor[OUT_TOKENS].shape[0] = rows - 1;
+        CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_BUFFER_SIZE, "recv_tokens", said);
+        f->tensor[OUT_TOKENS].shape[0] = rows;
+        CHECK_OK(fixture_call(f, STEP_DISPATCH));
         fixture_free(f);
     }
 }
@@ -47,9 +47,9 @@ ThreadTest(dispatch_arguments, refused_call_is_repeated, 3) {
 /* Rows of so many elements that their size in bytes overflows. */
 SoloTest(dispatch_arguments, endless_rows) {
     Fixture *f = fixture_new_prepared("");
-    f->tensor[TOKENS].type = f->tensor[RECV_TOKENS].type = EP_TYPE_FP32;
-    f->tensor[TOKENS].shape[1] = f->tensor[RECV_TOKENS].shape[1] = ((int64_t)1 << 62) + 8;
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_RANGE, "tokens",
+    f->tensor[IN_TOKENS].type = f->tensor[OUT_TOKENS].type = EP_TYPE_FP32;
+    f->tensor[IN_TOKENS].shape[1] = f->tensor[OUT_TOKENS].shape[1] = ((int64_t)1 << 62) + 8;
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_RANGE, "tokens",
                   "expected fewer than 2^62 bytes");
     fixture_check_untouched(f);
     fixture_free(f);
@@ -58,12 +58,12 @@ SoloTest(dispatch_arguments, endless_rows) {
 /* Scales of any type need 4-byte alignment only. The call is refused for another argument. */
 SoloTest(dispatch_arguments, scales_of_eight_bytes_on_four) {
     Fixture *f = fixture_new_prepared("");
-    EpTensor *scales = &f->tensor[SCALES], *received = &f->tensor[RECV_SCALES];
+    EpTensor *scales = &f->tensor[IN_SCALES], *received = &f->tensor[OUT_SCALES];
     scales->type = received->type = EP_TYPE_INT64;
     scales->shape[1] = received->shape[1] = 1;
     received->data = (char *)received->data + (uintptr_t)received->data % 8 + 4;
-    f->arg[RECV_TOPK_IDX] = &f->tensor[RECV_TOPK_IDX];
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_UNSUPPORTED, "recv_topk_idx", "flat");
+    f->arg[OUT_INDEX] = &f->tensor[OUT_INDEX];
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_UNSUPPORTED, "recv_topk_idx", "flat");
     fixture_check_untouched(f);
     fixture_free(f);
 }
@@ -71,12 +71,12 @@ SoloTest(dispatch_arguments, scales_of_eight_bytes_on_four) {
 /* Scales are refused in a group whose max_scale_bytes is 0. */
 SoloTest(dispatch_arguments, scales_without_room) {
     Fixture *f = fixture_new_prepared("scale_bytes=0");
-    f->arg[SCALES] = f->arg[TOPK_WEIGHTS];
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_ROW_BYTES, "scales", "expected NULL",
+    f->arg[IN_SCALES] = f->arg[IN_WEIGHTS];
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_ROW_BYTES, "scales", "expected NULL",
                   "max_scale_bytes");
     fixture_check_untouched(f);
     fixture_free(f);
 }
 
 SoloCall(dispatch_arguments, tail_of_a_shorter_tensor,
-         fixture_check_shorter_tail(OP_DISPATCH, RECV_TOPK_WEIGHTS));
+         fixture_check_shorter_tail(STEP_DISPATCH, OUT_WEIGHTS));

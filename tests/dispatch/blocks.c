@@ -6,8 +6,6 @@
     "ranks=3 experts=7 top_k=3 hidden=48 max_tokens=6 spare_tokens=5 layout=rank-major " \
     "masked_percent=20 weighted=1 "
 
-/* ---- all rows ------------------------------------------------------------------------------ */
-
 static void run_tails(Case c) {
     static const EpTail tails[] = {EP_TAIL_KEEP, EP_TAIL_ZERO, EP_TAIL_IDS};
     for (int i = 0; i < 6; i++) {
@@ -30,8 +28,6 @@ Test(dispatch_blocks, nodes, .timeout = 120) {
     setenv("LIBEP_NODE_CHUNK", "2", 1);
     run_tails(case_of(SHAPE "ranks=4 nodes=0110"));
 }
-
-/* ---- wrong sizes --------------------------------------------------------------------------- */
 
 /* Blocks with fewer rows than T, or more than max_tokens, are refused. */
 RefusalsTest(dispatch_blocks, limits, "blocks", "layout=rank-major max_tokens=6 spare_tokens=5");

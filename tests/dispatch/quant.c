@@ -72,8 +72,6 @@ Test(dispatch_quant, longest_rows, .timeout = 120) {
     }
 }
 
-/* ---- every rounding ---- */
-
 /* Returns test value `i` for rounding to e4m3, of both signs: each code, the midpoint to the next
  * code and its neighbours, then infinity, NaN and tiny numbers. */
 static float boundary(int i) {
@@ -91,13 +89,13 @@ static float boundary(int i) {
 /* Rows whose largest element is 448 have a scale of 1, so each element is sent as its own code. */
 FixtureTest(dispatch_quant, every_rounding, "hidden=128 row_type=fp32 quant=fp8") {
     const RankWorld *me = f->world->rank;
-    float *x = f->tensor[TOKENS].data;
+    float *x = f->tensor[IN_TOKENS].data;
     for (int64_t i = 0; i < (int64_t)me->rows * 128; i++)
         x[i] = i % 128 ? boundary((int)(i / 128 * 127 + i % 128 - 1)) : 448;
     CHECK(me->rows * 127 >= 0x7f * 8 + 12, "only %d tokens", me->rows);
-    CHECK_OK(fixture_call(f, OP_PREPARE));
-    CHECK_OK(fixture_call(f, OP_DISPATCH));
-    const uint8_t *got = f->tensor[RECV_TOKENS].data;
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
+    CHECK_OK(fixture_call(f, STEP_DISPATCH));
+    const uint8_t *got = f->tensor[OUT_TOKENS].data;
     for (int64_t i = 0; i < me->recv_rows * 128; i++) {
         if (me->row[i / 128].kind != ROW_FILLED) continue;
         float value = x[me->row[i / 128].token * 128 + i % 128];
@@ -113,8 +111,6 @@ FixtureTest(dispatch_quant, costs_no_buffers, "hidden=160 quant=fp8") {
     CHECK_OK(ep_handle_cost(f->group, &config, &cost));
     CHECK(cost.buffer_bytes == 0, "%lld bytes", (long long)cost.buffer_bytes);
 }
-
-/* ---- refusals ---- */
 
 RefusalsTest(dispatch_quant, wrong_tensors_of_fp8, "quant_fp8", "hidden=160 quant=fp8");
 RefusalsTest(dispatch_quant, wrong_tensors_of_mxfp8_by_column, "quant_mxfp8_by_column",
@@ -134,12 +130,12 @@ RefusalsTest(dispatch_quant, wrong_carried_scales, "scales_swizzled",
 /* The host backend reads the global scale before the call takes part, a GPU when it runs. A rank
  * that gives a wrong one corrects it on the host, for which the others wait. */
 static void give_wrong_scale(Fixture *f, int is_wrong, float value) {
-    float *scale = f->tensor[GLOBAL_SCALE].data;
-    for (int output = EXPERT_COUNTS; output <= SOURCE_ROWS; output++)
+    float *scale = f->tensor[IN_GLOBAL_SCALE].data;
+    for (int output = OUT_COUNTS; output <= OUT_SOURCES; output++)
         f->arg[output] = NULL;
-    CHECK_OK(fixture_call(f, OP_PREPARE));
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
     if (is_wrong) *scale = value;
-    EpStatus status = fixture_call(f, OP_DISPATCH);
+    EpStatus status = fixture_call(f, STEP_DISPATCH);
     if (TESTS_ON_GPU && status == EP_OK) status = ep_group_status(f->group, NULL);
     if (!is_wrong) {
         CHECK(status == (TESTS_ON_GPU ? EP_ERR_PEER : EP_OK), "%s", ep_last_error());
@@ -148,7 +144,7 @@ static void give_wrong_scale(Fixture *f, int is_wrong, float value) {
     CHECK_REFUSED(status, EP_ERR_RANGE, "dispatch", "extras.global_scale", "from 2^-64 to 2^64");
     fixture_check_untouched(f);
     *scale = 1;
-    if (!TESTS_ON_GPU) CHECK_OK(fixture_call(f, OP_DISPATCH));
+    if (!TESTS_ON_GPU) CHECK_OK(fixture_call(f, STEP_DISPATCH));
 }
 
 SoloTest(dispatch_quant, global_scales_that_are_none) {
@@ -175,8 +171,8 @@ ThreadTest(dispatch_quant, global_scale_of_one_rank, 2) {
 /* A dispatch that quantises refuses scales of the caller. */
 SoloTest(dispatch_quant, scales_on_top) {
     Fixture *f = fixture_new_prepared("hidden=160 quant=fp8");
-    f->arg[SCALES] = f->arg[TOPK_WEIGHTS];
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_UNSUPPORTED, "ep_dispatch", "scales",
+    f->arg[IN_SCALES] = f->arg[IN_WEIGHTS];
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_UNSUPPORTED, "ep_dispatch", "scales",
                   "quantises");
     fixture_free(f);
 }

@@ -229,20 +229,10 @@ static int abort_during_step(EpGroup *group, const EpBootstrap *bootstrap, Devic
     return is_right;
 }
 
-/* Returns whether no rank's check has failed. Ranks go on together, or end together. */
-static int all_well(const EpBootstrap *bootstrap) {
-    int failed = check_failure()[0] != 0, all[EP_MAX_RANKS], sum = 0;
-    if (bootstrap->allgather(bootstrap->context, &failed, all, sizeof(failed), 60) != EP_OK)
-        return 0;
-    for (int32_t r = 0; r < bootstrap->size; r++)
-        sum += all[r];
-    return sum == 0;
-}
-
 static void any_moment(const EpBootstrap *bootstrap, const char *nodes) {
     Case c = any_case(bootstrap, nodes);
     int right = 0, rounds = ROUNDS(bootstrap);
-    for (int round = 0; round < rounds && all_well(bootstrap); round++) {
+    for (int round = 0; round < rounds && failing_none(bootstrap); round++) {
         DeviceStep gpu;
         EpGroup *group = open_group(bootstrap, &c);
         cudaGraphExec_t exec = NULL;

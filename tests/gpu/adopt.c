@@ -259,11 +259,18 @@ static void unknown_to_rank_0(const EpBootstrap *bootstrap, Unknown how) {
     device_step_draw(&gpu, &c);
     device_step_issue(&gpu, STEP_PREPARE);
     device_step_check(&gpu);
+    size_t ring_bytes = 0;
+    char *before = failing_copy_records(l.group, &ring_bytes);
     meet(&l);
     double begin = seconds_now();
     CHECK_OK(device_step_try(&gpu, STEP_DISPATCH));
     CHECK_CUDA(cudaStreamSynchronize(l.rank.stream));
     failing_check_soon(begin);
+    meet(&l);
+    char *after = failing_copy_records(l.group, &ring_bytes);
+    /* Of two ranks this one's ring is rank 0's alone. */
+    if (rank && bootstrap->size == 2) CHECK(!memcmp(before, after, ring_bytes), "rows in the ring");
+    free(before), free(after);
     if (rank) {
         /* A third rank may have learnt of it first, and have given up in its turn. */
         CHECK_REFUSED(ep_group_status(l.group, &found), EP_ERR_PEER, "dispatch", "given up",

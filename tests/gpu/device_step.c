@@ -42,7 +42,7 @@ static size_t input_offset(const Case *c, int input) {
 
 static size_t output_offset(const Case *c, int output) {
     size_t at = 0;
-    for (int i = 0; i < output; i++)
+    for (int i = OUT_COUNTS; i < output; i++)
         at += image_room(case_output_bytes(c, (StepOutput)i));
     return at;
 }
@@ -88,7 +88,7 @@ static void place(DeviceStep *gpu) {
     char *outputs = gpu->device + device_step_inputs_size(c);
     for (StepInput i = 0; i < INPUTS; i++)
         gpu->memory.in[i] = gpu->device + input_offset(c, i);
-    for (StepOutput i = 0; i < STEP_OUTPUTS; i++) {
+    for (StepOutput i = OUT_COUNTS; i < STEP_OUTPUTS; i++) {
         Image image = image_in(gpu->poison + output_offset(c, i), case_output_bytes(c, i),
                                case_output_align(c, i));
         gpu->memory.out[i] = outputs + ((char *)image.data - gpu->poison);
@@ -141,7 +141,7 @@ World *device_step_world(const Case *shape, int step) {
 /* All outputs at once: those of operations that are not issued are never looked at. */
 static void expect_all(DeviceStep *gpu) {
     Image image[STEP_OUTPUTS];
-    for (StepOutput i = 0; i < STEP_OUTPUTS; i++)
+    for (StepOutput i = OUT_COUNTS; i < STEP_OUTPUTS; i++)
         image[i] = device_step_image(gpu, gpu->expected, i);
     step_expect(&gpu->step, gpu->c.mode == EP_MODE_LATENCY ? STEP_FORWARD : STEP_ALL, image);
 }
@@ -203,7 +203,7 @@ void device_step_fetch(const DeviceStep *gpu) {
 
 void device_step_check(DeviceStep *gpu) {
     device_step_fetch(gpu);
-    for (StepOutput i = 0; i < STEP_OUTPUTS; i++) {
+    for (StepOutput i = OUT_COUNTS; i < STEP_OUTPUTS; i++) {
         Image got = device_step_image(gpu, gpu->got, i);
         Image expected = device_step_image(gpu, gpu->expected, i);
         Image poison = device_step_image(gpu, gpu->poison, i);
@@ -215,7 +215,7 @@ void device_step_check(DeviceStep *gpu) {
 }
 
 void device_step_check_equal(const DeviceStep *a, const DeviceStep *b, int dots, const char *what) {
-    for (int i = 0; i < STEP_OUTPUTS; i++) {
+    for (int i = OUT_COUNTS; i < STEP_OUTPUTS; i++) {
         Image left = device_step_image(a, a->got, (StepOutput)i);
         Image right = device_step_image(b, b->got, (StepOutput)i);
         if (dots || i != OUT_GRAD_SLOTS) image_check_equal(&left, &right, 0, what);

@@ -89,8 +89,6 @@ Image device_step_image(const DeviceStep *gpu, char *copy, StepOutput output);
 /** Check that two steps of one world have the same outputs, but for dot products if `dots` is 0. */
 void device_step_check_equal(const DeviceStep *a, const DeviceStep *b, int dots, const char *what);
 
-/* ---- graphs ---- */
-
 /** Begin to capture a stream, in the calling thread; end, and instantiate the graph. */
 void graph_begin(cudaStream_t stream);
 cudaGraphExec_t graph_end(cudaStream_t stream);
@@ -100,8 +98,6 @@ void graph_discard(cudaStream_t stream);
 cudaGraphExec_t device_step_capture(DeviceStep *gpu, unsigned ops);
 /** Launch a graph of these operations on the step's stream. */
 void device_step_launch(DeviceStep *gpu, cudaGraphExec_t exec, unsigned ops);
-
-/* ---- groups on GPUs ---- */
 
 /** Create a handle of a case with its static capacity. */
 EpHandle *device_step_handle(EpGroup *group, const Case *c);

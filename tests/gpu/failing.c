@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/gpu/failing.h"
 
+#include "runtime/cuda/cuda.h"
+
 Case failing_case(int ranks, EpMode mode) {
     Case c = {.ranks = ranks, .experts = 3 * ranks, .top_k = 3, .hidden = 72, .max_tokens = 130};
     c.spread = SPREAD_FULL, c.weighted = 1, c.capacity = 1600, c.mode = mode;
@@ -62,6 +64,29 @@ void failing_check_refuses(const FailingGroup *failing, EpStatus status, const c
     CHECK_REFUSED(ep_group_status(failing->group, NULL), status, part);
     for (unsigned op = STEP_PREPARE; op <= STEP_COMBINE_WAIT; op <<= 1)
         if (ops & op) CHECK_REFUSED(device_step_try(&failing->gpu, (StepOp)op), status, part);
+}
+
+char *failing_copy_records(const EpGroup *group, size_t *bytes) {
+    const EpCuda *cuda = ep_cuda(group);
+    const EpWindowLayout *l = &cuda->device.layout;
+    size_t heads = (size_t)(l->credit - l->head), records = (size_t)(l->bytes - l->ring);
+    char *copy = malloc(heads + records);
+    if (!copy) abort();
+    *bytes = heads + records;
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_CUDA(cudaMemcpy(copy, cuda->own.memory + l->head, heads, cudaMemcpyDeviceToHost));
+    CHECK_CUDA(
+        cudaMemcpy(copy + heads, cuda->own.memory + l->ring, records, cudaMemcpyDeviceToHost));
+    return copy;
+}
+
+int failing_none(const EpBootstrap *bootstrap) {
+    int failed = check_failure()[0] != 0, all[EP_MAX_RANKS], sum = 0;
+    if (bootstrap->allgather(bootstrap->context, &failed, all, sizeof(failed), 60) != EP_OK)
+        return 0;
+    for (int32_t r = 0; r < bootstrap->size; r++)
+        sum += all[r];
+    return sum == 0;
 }
 
 void failing_check_next(const EpBootstrap *bootstrap, EpMode mode) {

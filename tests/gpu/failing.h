@@ -42,6 +42,12 @@ void failing_check_soon(double begin);
  *  each message has `part` in it. */
 void failing_check_refuses(const FailingGroup *failing, EpStatus status, const char *part);
 
+/** Returns a copy of the heads and records that other ranks store in this one's window. */
+char *failing_copy_records(const EpGroup *group, size_t *bytes);
+
+/** Returns whether no rank's check has failed. Ranks go on together, or end together. */
+int failing_none(const EpBootstrap *bootstrap);
+
 /** Check that a new group on the same GPUs completes a whole step after the failure. */
 void failing_check_next(const EpBootstrap *bootstrap, EpMode mode);
 

@@ -6,7 +6,6 @@
 #include "runtime/cuda/cuda.h"
 #include "tests/gpu/failing.h"
 
-#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 #define MOVES (STEP_DISPATCH | STEP_COMBINE | STEP_BACKWARD)
 
 /* Waits that expire take seconds, so some suites of them run side by side. */
@@ -152,21 +151,6 @@ LatencyTest(gpu_late_weights, third_rank_is_absent_3, 3,
 
 /* ---- nothing is stored ----------------------------------------------------------------------- */
 
-/* Returns a copy of the heads and records that other ranks store in this one's window. */
-static char *copy_records(const EpGroup *group, size_t *bytes) {
-    const EpCuda *cuda = ep_cuda(group);
-    const EpWindowLayout *l = &cuda->device.layout;
-    size_t heads = (size_t)(l->credit - l->head), records = (size_t)(l->bytes - l->ring);
-    char *copy = malloc(heads + records);
-    if (!copy) abort();
-    *bytes = heads + records;
-    CHECK_CUDA(cudaDeviceSynchronize());
-    CHECK_CUDA(cudaMemcpy(copy, cuda->own.memory + l->head, heads, cudaMemcpyDeviceToHost));
-    CHECK_CUDA(
-        cudaMemcpy(copy + heads, cuda->own.memory + l->ring, records, cudaMemcpyDeviceToHost));
-    return copy;
-}
-
 /* Whoever waits for a rank stores no row there, since the rank may still be in the operation
  * before; nor once the wait has failed. */
 static void nothing_stored(const EpBootstrap *bootstrap, StepOp op) {
@@ -175,14 +159,14 @@ static void nothing_stored(const EpBootstrap *bootstrap, StepOp op) {
     failing_open_plain(&failing, bootstrap, FAILING_TIMEOUT);
     failing_call(&failing.gpu, STEP_DISPATCH, EP_OK);
     bootstrap->barrier(bootstrap->context, 60);
-    char *before = copy_records(failing.group, &bytes);
+    char *before = failing_copy_records(failing.group, &bytes);
     bootstrap->barrier(bootstrap->context, 60);
     if (!is_absent(&failing)) {
         failing_call(&failing.gpu, op, EP_OK);
         CHECK_STATUS(ep_group_status(failing.group, NULL), EP_ERR_TIMEOUT);
     }
     bootstrap->barrier(bootstrap->context, 60);
-    char *after = copy_records(failing.group, &bytes);
+    char *after = failing_copy_records(failing.group, &bytes);
     if (is_absent(&failing)) CHECK(!memcmp(before, after, bytes), "rows or heads were stored");
     free(before), free(after);
     failing_close(&failing);

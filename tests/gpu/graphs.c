@@ -6,12 +6,8 @@
 
 enum { REPLAYS = 100, LATENCY_REPLAYS = 1000, TURNS = 300 };
 
-static void reserve(void) {
-    gpu_reserve((size_t)640 << 20);
-}
-
-TestSuite(gpu_graphs, .init = reserve);
-TestSuite(gpu_replays, .init = reserve);
+GpuSuite(gpu_graphs, 640);
+GpuSuite(gpu_replays, 640);
 
 /* No size is a multiple of a block's part of the work or of a cache line. The capacity is too small
  * for some steps. */

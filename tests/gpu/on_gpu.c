@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#define GPU_CALLS_UNCHANGED
 #include "tests/gpu/on_gpu.h"
 
 #include <cuda_runtime_api.h>
@@ -6,27 +7,6 @@
 #include <stdint.h>
 
 #include "handles/handle.h"
-
-#undef ep_prepare
-#undef ep_dispatch
-#undef ep_combine
-#undef ep_dispatch_backward
-#undef ep_combine_backward
-#undef ep_dispatch_send
-#undef ep_dispatch_wait
-#undef ep_combine_send
-#undef ep_combine_wait
-#undef ep_dispatch_with
-#undef ep_dispatch_send_with
-#undef ep_combine_with
-#undef ep_combine_wait_with
-#undef ep_dispatch_backward_with
-#undef ep_weight_gather
-#undef ep_weight_reduce
-#undef ep_weight_amax
-#undef ep_quantise_rows
-#undef ep_handle_destroy
-#undef ep_group_destroy
 
 /* Between nodes of GPUs there is none. */
 int gpu_has_latency(void) {
@@ -259,133 +239,85 @@ EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *p
                              recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx, NULL);
 }
 
-EpStatus gpu_dispatch_send_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
-                                const EpTensor *tokens, const EpTensor *topk_weights,
-                                const EpTensor *scales, EpStream stream, const EpExtras *extras) {
+/* A call whose tensors are moved, and which is over when it returns. */
+#define SETTLED(name, parameters, ...)             \
+    EpStatus gpu_##name parameters {               \
+        Moved m = {.stream = stream};              \
+        return settle(&m, ep_##name(__VA_ARGS__)); \
+    }
+#define IN(tensor) input(&m, tensor)
+#define OUT(tensor) output(&m, tensor)
+#define TENSOR const EpTensor *
+
+EpStatus gpu_dispatch_send_with(EpHandle *handle, TENSOR plan, const EpPrepare *prepare,
+                                TENSOR tokens, TENSOR topk_weights, TENSOR scales, EpStream stream,
+                                const EpExtras *extras) {
     Moved m = {.stream = stream};
     EpExtras copy;
     refresh(handle);
-    return settle(&m, ep_dispatch_send_with(handle, output(&m, plan), prepare, input(&m, tokens),
-                                            input(&m, topk_weights), input(&m, scales), stream,
-                                            move_extras(&m, extras, &copy)));
+    return settle(&m,
+                  ep_dispatch_send_with(handle, OUT(plan), prepare, IN(tokens), IN(topk_weights),
+                                        IN(scales), stream, move_extras(&m, extras, &copy)));
 }
 
-EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
-                           const EpTensor *tokens, const EpTensor *topk_weights,
-                           const EpTensor *scales, EpStream stream) {
+EpStatus gpu_dispatch_send(EpHandle *handle, TENSOR plan, const EpPrepare *prepare, TENSOR tokens,
+                           TENSOR topk_weights, TENSOR scales, EpStream stream) {
     return gpu_dispatch_send_with(handle, plan, prepare, tokens, topk_weights, scales, stream,
                                   NULL);
 }
 
-EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
-                           const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
-                           const EpTensor *recv_topk_idx) {
+EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, TENSOR recv_tokens,
+                           TENSOR recv_topk_weights, TENSOR recv_scales, TENSOR recv_topk_idx) {
     Moved m = {.stream = stream};
-    EpStatus status =
-        ep_dispatch_wait(handle, stream, output(&m, recv_tokens), output(&m, recv_topk_weights),
-                         output(&m, recv_scales), output(&m, recv_topk_idx));
-    return deliver(handle, &m, status);
+    return deliver(handle, &m,
+                   ep_dispatch_wait(handle, stream, OUT(recv_tokens), OUT(recv_topk_weights),
+                                    OUT(recv_scales), OUT(recv_topk_idx)));
 }
 
-EpStatus gpu_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
-                     const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
-                     const EpTensor *out) {
-    Moved m = {.stream = stream};
-    return settle(&m, ep_combine(handle, output(&m, plan), input(&m, expert_out),
-                                 input(&m, slot_weights), input(&m, topk_weights), stream,
-                                 output(&m, out)));
-}
+SETTLED(combine,
+        (EpHandle * handle, TENSOR plan, TENSOR expert_out, TENSOR slot_weights,
+         TENSOR topk_weights, EpStream stream, TENSOR out),
+        handle, OUT(plan), IN(expert_out), IN(slot_weights), IN(topk_weights), stream, OUT(out))
+SETTLED(combine_send,
+        (EpHandle * handle, TENSOR plan, TENSOR expert_out, TENSOR slot_weights,
+         TENSOR topk_weights, EpStream stream),
+        handle, OUT(plan), IN(expert_out), IN(slot_weights), IN(topk_weights), stream)
+SETTLED(combine_wait, (EpHandle * handle, EpStream stream, TENSOR out), handle, stream, OUT(out))
+SETTLED(dispatch_backward,
+        (EpHandle * handle, TENSOR plan, TENSOR rows, TENSOR weights, EpStream stream,
+         TENSOR grad_tokens, TENSOR grad_topk_weights),
+        handle, OUT(plan), IN(rows), IN(weights), stream, OUT(grad_tokens), OUT(grad_topk_weights))
+SETTLED(combine_backward,
+        (EpHandle * handle, TENSOR plan, TENSOR grad_out, TENSOR slot_weights, TENSOR expert_out,
+         EpStream stream, TENSOR grad_expert_out, TENSOR grad_slot_weights),
+        handle, OUT(plan), IN(grad_out), IN(slot_weights), IN(expert_out), stream,
+        OUT(grad_expert_out), OUT(grad_slot_weights))
+SETTLED(weight_gather,
+        (EpWeight * weight, const EpWeightForm *form, TENSOR shard, TENSOR workspace,
+         EpStream stream, TENSOR out, TENSOR scales),
+        weight, form, IN(shard), OUT(workspace), stream, OUT(out), OUT(scales))
+SETTLED(weight_reduce,
+        (EpWeight * weight, TENSOR grad, int accumulate, TENSOR workspace, EpStream stream,
+         TENSOR out),
+        weight, IN(grad), accumulate, OUT(workspace), stream, OUT(out))
+SETTLED(weight_amax, (EpWeight * weight, EpAmaxScope scope, EpStream stream, TENSOR amax), weight,
+        scope, stream, OUT(amax))
+SETTLED(quantise_rows,
+        (EpGroup * group, const EpRowsForm *form, TENSOR rows, TENSOR num_rows, EpStream stream,
+         TENSOR out, TENSOR scales),
+        group, form, IN(rows), IN(num_rows), stream, OUT(out), OUT(scales))
 
-EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
-                          const EpTensor *slot_weights, const EpTensor *topk_weights,
-                          EpStream stream) {
-    Moved m = {.stream = stream};
-    return settle(&m, ep_combine_send(handle, output(&m, plan), input(&m, expert_out),
-                                      input(&m, slot_weights), input(&m, topk_weights), stream));
-}
+#define EXTRAS move_extras(&m, extras, &(EpExtras){0})
 
-EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {
-    Moved m = {.stream = stream};
-    return settle(&m, ep_combine_wait(handle, stream, output(&m, out)));
-}
-
-EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *plan,
-                               const EpTensor *grad_recv_tokens, const EpTensor *grad_slot_weights,
-                               EpStream stream, const EpTensor *grad_tokens,
-                               const EpTensor *grad_topk_weights) {
-    Moved m = {.stream = stream};
-    return settle(&m, ep_dispatch_backward(handle, output(&m, plan), input(&m, grad_recv_tokens),
-                                           input(&m, grad_slot_weights), stream,
-                                           output(&m, grad_tokens), output(&m, grad_topk_weights)));
-}
-
-EpStatus gpu_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
-                          const EpTensor *slot_weights, const EpTensor *topk_weights,
-                          EpStream stream, const EpTensor *out, const EpExtras *extras) {
-    Moved m = {.stream = stream};
-    EpExtras copy;
-    return settle(&m, ep_combine_with(handle, output(&m, plan), input(&m, expert_out),
-                                      input(&m, slot_weights), input(&m, topk_weights), stream,
-                                      output(&m, out), move_extras(&m, extras, &copy)));
-}
-
-EpStatus gpu_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
-                               const EpExtras *extras) {
-    Moved m = {.stream = stream};
-    EpExtras copy;
-    return settle(
-        &m, ep_combine_wait_with(handle, stream, output(&m, out), move_extras(&m, extras, &copy)));
-}
-
-EpStatus gpu_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
-                                    const EpTensor *grad_recv_tokens,
-                                    const EpTensor *grad_slot_weights, EpStream stream,
-                                    const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
-                                    const EpExtras *extras) {
-    Moved m = {.stream = stream};
-    EpExtras copy;
-    return settle(&m, ep_dispatch_backward_with(
-                          handle, output(&m, plan), input(&m, grad_recv_tokens),
-                          input(&m, grad_slot_weights), stream, output(&m, grad_tokens),
-                          output(&m, grad_topk_weights), move_extras(&m, extras, &copy)));
-}
-
-EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
-                              const EpTensor *slot_weights, const EpTensor *expert_out,
-                              EpStream stream, const EpTensor *grad_expert_out,
-                              const EpTensor *grad_slot_weights) {
-    Moved m = {.stream = stream};
-    return settle(&m,
-                  ep_combine_backward(handle, output(&m, plan), input(&m, grad_out),
-                                      input(&m, slot_weights), input(&m, expert_out), stream,
-                                      output(&m, grad_expert_out), output(&m, grad_slot_weights)));
-}
-
-EpStatus gpu_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTensor *shard,
-                           const EpTensor *workspace, EpStream stream, const EpTensor *out,
-                           const EpTensor *scales) {
-    Moved m = {.stream = stream};
-    return settle(&m, ep_weight_gather(weight, form, input(&m, shard), output(&m, workspace),
-                                       stream, output(&m, out), output(&m, scales)));
-}
-
-EpStatus gpu_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate,
-                           const EpTensor *workspace, EpStream stream, const EpTensor *out) {
-    Moved m = {.stream = stream};
-    return settle(&m, ep_weight_reduce(weight, input(&m, grad), accumulate, output(&m, workspace),
-                                       stream, output(&m, out)));
-}
-
-EpStatus gpu_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
-                         const EpTensor *amax) {
-    Moved m = {.stream = stream};
-    return settle(&m, ep_weight_amax(weight, scope, stream, output(&m, amax)));
-}
-
-EpStatus gpu_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor *rows,
-                           const EpTensor *num_rows, EpStream stream, const EpTensor *out,
-                           const EpTensor *scales) {
-    Moved m = {.stream = stream};
-    return settle(&m, ep_quantise_rows(group, form, input(&m, rows), input(&m, num_rows), stream,
-                                       output(&m, out), output(&m, scales)));
-}
+SETTLED(combine_with,
+        (EpHandle * handle, TENSOR plan, TENSOR expert_out, TENSOR slot_weights,
+         TENSOR topk_weights, EpStream stream, TENSOR out, const EpExtras *extras),
+        handle, OUT(plan), IN(expert_out), IN(slot_weights), IN(topk_weights), stream, OUT(out),
+        EXTRAS)
+SETTLED(combine_wait_with, (EpHandle * handle, EpStream stream, TENSOR out, const EpExtras *extras),
+        handle, stream, OUT(out), EXTRAS)
+SETTLED(dispatch_backward_with,
+        (EpHandle * handle, TENSOR plan, TENSOR rows, TENSOR weights, EpStream stream,
+         TENSOR grad_tokens, TENSOR grad_topk_weights, const EpExtras *extras),
+        handle, OUT(plan), IN(rows), IN(weights), stream, OUT(grad_tokens), OUT(grad_topk_weights),
+        EXTRAS)

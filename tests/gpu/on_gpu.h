@@ -49,6 +49,7 @@ __typeof__(ep_group_destroy) gpu_group_destroy;
 #define aligned_alloc(alignment, bytes) gpu_allocate(alignment, bytes)
 #define free(memory) gpu_release(memory)
 
+#ifndef GPU_CALLS_UNCHANGED
 #define ep_prepare gpu_prepare
 #define ep_dispatch gpu_dispatch
 #define ep_combine gpu_combine
@@ -69,6 +70,7 @@ __typeof__(ep_group_destroy) gpu_group_destroy;
 #define ep_quantise_rows gpu_quantise_rows
 #define ep_handle_destroy gpu_handle_destroy
 #define ep_group_destroy gpu_group_destroy
+#endif
 
 /* tests/harness/check.h explains these. */
 #define TESTS_ON_GPU 1

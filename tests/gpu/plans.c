@@ -7,12 +7,8 @@
 
 enum { STEPS = 3, PLACES = 2, REPLAYS = 40, ROUNDS = 6, PLAN_ALIGNMENT = 64 };
 
-static void reserve(void) {
-    gpu_reserve((size_t)320 << 20);
-}
-
-TestSuite(gpu_plans, .init = reserve);
-TestSuite(gpu_plan_graphs, .init = reserve);
+GpuSuite(gpu_plans, 320);
+GpuSuite(gpu_plan_graphs, 320);
 
 /* No size is a multiple of a block's part of the work or of a cache line. The capacity is too small
  * for some steps. */

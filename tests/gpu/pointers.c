@@ -12,30 +12,27 @@ static void check_all(void) {
 
 TestSuite(gpu_pointers, .init = check_all);
 
-static const char *const names[] = {
-#define ARG_NAME(constant, name, output) name,
-    FIXTURE_TENSORS(ARG_NAME)
-#undef ARG_NAME
-};
-
-static const char *const op_names[] = {"ep_prepare", "ep_dispatch", "ep_combine",
-                                       "ep_dispatch_backward", "ep_combine_backward"};
-
-/** Tensors of an operation: from one to another one, in the fixture's order. */
+/** Arrays of an operation, in ranges. */
 static const struct {
-    Op op;
-    Arg first, last;
-} uses[] = {{OP_PREPARE, TOPK_IDX, SOURCE_ROWS},
-            {OP_DISPATCH, TOKENS, RECV_TOPK_IDX},
-            {OP_DISPATCH, GLOBAL_SCALE, GLOBAL_SCALE},
-            {OP_COMBINE, EXPERT_OUT, OUT},
-            {OP_DISPATCH_BACKWARD, GRAD_RECV_TOKENS, GRAD_TOPK_WEIGHTS},
-            {OP_COMBINE_BACKWARD, GRAD_OUT, GRAD_SLOT_WEIGHTS},
-            {OP_COMBINE_BACKWARD, EXPERT_OUT, SLOT_WEIGHTS}};
+    StepOp op;
+    const char *name;
+    int first, last;
+} uses[] = {
+    {STEP_PREPARE, "ep_prepare", IN_INDEX, IN_COUNT},
+    {STEP_PREPARE, "ep_prepare", OUT_COUNTS, OUT_SOURCES},
+    {STEP_DISPATCH, "ep_dispatch", IN_TOKENS, IN_GLOBAL_SCALE},
+    {STEP_DISPATCH, "ep_dispatch", OUT_TOKENS, OUT_INDEX},
+    {STEP_COMBINE, "ep_combine", IN_EXPERT_OUT, IN_COMBINE_WEIGHTS},
+    {STEP_COMBINE, "ep_combine", OUT_SUMS, OUT_SUMS},
+    {STEP_DISPATCH_BACKWARD, "ep_dispatch_backward", IN_GRAD_SLOT_WEIGHTS, IN_GRAD_SLOT_WEIGHTS},
+    {STEP_DISPATCH_BACKWARD, "ep_dispatch_backward", OUT_GRAD_TOKENS, OUT_GRAD_WEIGHTS},
+    {STEP_COMBINE_BACKWARD, "ep_combine_backward", IN_GRAD_OUT, IN_GRAD_OUT},
+    {STEP_COMBINE_BACKWARD, "ep_combine_backward", IN_EXPERT_OUT, IN_SLOT_WEIGHTS},
+    {STEP_COMBINE_BACKWARD, "ep_combine_backward", OUT_GRAD_ROWS, OUT_GRAD_SLOTS}};
 enum { USES = sizeof(uses) / sizeof(uses[0]) };
 
 /* fixture_call with the tensors unchanged. */
-static EpStatus call(Fixture *fixture, Op op) {
+static EpStatus call(Fixture *fixture, StepOp op) {
     gpu_copy_tensors(0);
     EpStatus status = fixture_call(fixture, op);
     gpu_copy_tensors(1);
@@ -45,14 +42,14 @@ static EpStatus call(Fixture *fixture, Op op) {
 /* Put each tensor of each operation in `memory` once, all others in valid memory. */
 static void check_each(Fixture *fixture, void *memory, const char *kind) {
     for (int i = 0; i < USES; i++)
-        for (int arg = uses[i].first; arg <= (int)uses[i].last; arg++) {
-            const char *op = op_names[uses[i].op];
-            check_note("%s, %s in %s", op, names[arg], kind);
+        for (int arg = uses[i].first; arg <= uses[i].last; arg++) {
+            const char *op = uses[i].name;
+            check_note("%s, %s in %s", op, step_array_name(arg), kind);
             fixture_reset(fixture);
             if (!fixture->arg[arg]) continue;
             fixture->tensor[arg].data = memory;
-            CHECK_REFUSED(call(fixture, uses[i].op), EP_ERR_ADDRESS, "rank 0", op, names[arg],
-                          kind);
+            CHECK_REFUSED(call(fixture, uses[i].op), EP_ERR_ADDRESS, "rank 0", op,
+                          step_array_name(arg), kind);
             CHECK_CUDA(cudaDeviceSynchronize());
             fixture_check_untouched(fixture);
         }
@@ -119,19 +116,19 @@ SoloTest(gpu_pointers, device_memory_on_the_host_backend) {
     REQUIRE_CUDA(cudaMalloc(&memory, 1 << 20));
     snprintf(kind, sizeof(kind), "memory of device %d", device);
     /* The fixture's tensors are pinned or plain memory, which CPUs reach. */
-    CHECK_OK(call(&host, OP_PREPARE));
-    CHECK_OK(call(&host, OP_DISPATCH));
-    for (int i = 0; i < 2; i++)
-        for (int arg = uses[i].first; arg <= (int)uses[i].last; arg++) {
+    CHECK_OK(call(&host, STEP_PREPARE));
+    CHECK_OK(call(&host, STEP_DISPATCH));
+    for (int i = 0; i < 4; i++)
+        for (int arg = uses[i].first; arg <= uses[i].last; arg++) {
             EpTensor *tensor = &fixture.tensor[arg], kept = *tensor;
             if (!host.arg[arg]) continue;
             tensor->data = memory;
-            check_note("%s", names[arg]);
+            check_note("%s", step_array_name(arg));
             CHECK_REFUSED(call(&host, uses[i].op), EP_ERR_ADDRESS, "host backend", kind,
-                          names[arg]);
+                          step_array_name(arg));
             *tensor = kept;
         }
-    CHECK_OK(call(&host, OP_DISPATCH));
+    CHECK_OK(call(&host, STEP_DISPATCH));
     ep_group_destroy(group);
     ep_bootstrap_destroy(&bootstrap);
     CHECK_CUDA(cudaFree(memory));

@@ -21,11 +21,7 @@ enum {
     DELAY_BYTES = 2 << 20
 };
 
-static void reserve(void) {
-    gpu_reserve((size_t)512 << 20);
-}
-
-TestSuite(gpu_steps, .init = reserve);
+GpuSuite(gpu_steps, 512);
 
 /** A group, and steps of its handles on two streams. */
 typedef struct Run {

@@ -15,9 +15,6 @@ static const int64_t large[] = {7, 12, 32};
 static const int64_t large[] = {7, 2048, 7168};
 #endif
 
-TestSuite(gpu_weights);
-TestSuite(gpu_weight_slices);
-
 /** w [experts, rows, columns] of fp32, halved along `dim` by two ranks; device memory. */
 typedef struct Layer {
     EpMeshComm *comm;

@@ -3,11 +3,7 @@
  * staging or zero-copy receive, also if only some ranks or some buffers are reachable. */
 #include "tests/gpu/device_step.h"
 
-static void reserve(void) {
-    gpu_reserve((size_t)640 << 20);
-}
-
-TestSuite(gpu_zero_copy, .init = reserve);
+GpuSuite(gpu_zero_copy, 640);
 
 enum { CASES = 15 };
 

@@ -9,10 +9,10 @@ RefusalsTest(handles_arguments, wrong_tensors, "prepare", "");
 
 /* Empty tensors are not read, so their addresses do not matter. */
 FixtureTest(handles_arguments, empty_tensors_lie_anywhere, "") {
-    f->tensor[TOPK_IDX].shape[0] = 0;
-    f->tensor[TOPK_IDX].data = (char *)f->tensor[TOPK_IDX].data + 1;
-    f->arg[NUM_TOKENS] = NULL;
-    CHECK_OK(fixture_call(f, OP_PREPARE));
+    f->tensor[IN_INDEX].shape[0] = 0;
+    f->tensor[IN_INDEX].data = (char *)f->tensor[IN_INDEX].data + 1;
+    f->arg[IN_COUNT] = NULL;
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
 }
 
 /* Every size of a struct from the first version's to today's is accepted; fields past it are
@@ -30,10 +30,10 @@ FixtureTest(handles_arguments, structs_of_all_versions, "") {
     }
     EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
     plan.struct_size = offsetof(EpPlanTensors, source_counts);
-    plan.totals = f->arg[TOTALS];
+    plan.totals = f->arg[OUT_TOTALS];
     memset(&plan.source_counts, 0x77, sizeof(plan.source_counts));
-    CHECK_OK(ep_prepare(f->handle, NULL, f->arg[TOPK_IDX], NULL, NULL, &plan));
-    const int64_t *totals = f->tensor[TOTALS].data;
+    CHECK_OK(ep_prepare(f->handle, NULL, f->arg[IN_INDEX], NULL, NULL, &plan));
+    const int64_t *totals = f->tensor[OUT_TOTALS].data;
     CHECK(totals[0] == f->world->rank->recv_rows, "%lld rows", (long long)totals[0]);
     for (size_t size = offsetof(EpHandleInfo, mode); size <= sizeof(EpHandleInfo); size++) {
         union {
@@ -52,8 +52,8 @@ FixtureTest(handles_arguments, structs_of_all_versions, "") {
 /* A refused prepare keeps the plan of the step before. */
 FixtureTest(handles_arguments, refused_prepare_keeps_the_plan, "") {
     step_prepare(&f->step);
-    f->tensor[TOPK_IDX].shape[0] = 10;
-    CHECK_STATUS(fixture_call(f, OP_PREPARE), EP_ERR_TOKENS);
+    f->tensor[IN_INDEX].shape[0] = 10;
+    CHECK_STATUS(fixture_call(f, STEP_PREPARE), EP_ERR_TOKENS);
     step_move(&f->step);
 }
 
@@ -61,7 +61,7 @@ FixtureTest(handles_arguments, refused_prepare_keeps_the_plan, "") {
  * topk_idx. */
 static void check_clamped(Fixture *f, int64_t tokens) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    CHECK_OK(fixture_call(f, OP_PREPARE));
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
     CHECK_OK(ep_handle_info(f->handle, &info));
     CHECK(info.num_tokens == tokens, "%lld tokens instead of %lld", (long long)info.num_tokens,
           (long long)tokens);
@@ -70,16 +70,16 @@ static void check_clamped(Fixture *f, int64_t tokens) {
 FixtureTest(handles_arguments, number_of_tokens_out_of_range, "") {
     static const int32_t wrong[] = {-1, 10, INT32_MIN};
     for (int i = 0; i < LENGTH(wrong); i++) {
-        *(int32_t *)f->tensor[NUM_TOKENS].data = wrong[i];
+        *(int32_t *)f->tensor[IN_COUNT].data = wrong[i];
         if (TESTS_ON_GPU) {
             check_clamped(f, wrong[i] < 0 ? 0 : 9);
             continue;
         }
-        CHECK_REFUSED(fixture_call(f, OP_PREPARE), EP_ERR_RANGE, "num_tokens", "9");
+        CHECK_REFUSED(fixture_call(f, STEP_PREPARE), EP_ERR_RANGE, "num_tokens", "9");
         fixture_check_untouched(f);
     }
-    *(int32_t *)f->tensor[NUM_TOKENS].data = 9;
-    CHECK_OK(fixture_call(f, OP_PREPARE));
+    *(int32_t *)f->tensor[IN_COUNT].data = 9;
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
 }
 
 FixtureTest(handles_arguments, structs_of_unknown_size, "") {
@@ -87,10 +87,10 @@ FixtureTest(handles_arguments, structs_of_unknown_size, "") {
     for (int i = 0; i < LENGTH(sizes); i++) {
         EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
         plan.struct_size = sizes[i];
-        CHECK_REFUSED(ep_prepare(f->handle, NULL, f->arg[TOPK_IDX], NULL, NULL, &plan),
+        CHECK_REFUSED(ep_prepare(f->handle, NULL, f->arg[IN_INDEX], NULL, NULL, &plan),
                       EP_ERR_STRUCT_SIZE, "out");
     }
-    CHECK_OK(ep_prepare(f->handle, NULL, f->arg[TOPK_IDX], NULL, NULL, NULL));
+    CHECK_OK(ep_prepare(f->handle, NULL, f->arg[IN_INDEX], NULL, NULL, NULL));
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     EpHandleCost cost = EP_HANDLE_COST_INIT;
     info.struct_size = 0, cost.struct_size = 3;
@@ -221,11 +221,11 @@ FixtureTest(handles_arguments, sources_of_no_rows, "masked_percent=100") {
 
 /* Every step must have the K of the handle. */
 FixtureTest(handles_arguments, other_k_than_the_handle, "") {
-    f->tensor[TOPK_IDX].shape[1] = 1;
+    f->tensor[IN_INDEX].shape[1] = 1;
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.top_k = 2;
     EpHandle *handle = open_handle_with(f->group, &config);
-    CHECK_REFUSED(ep_prepare(handle, NULL, f->arg[TOPK_IDX], NULL, NULL, NULL), EP_ERR_SHAPE,
+    CHECK_REFUSED(ep_prepare(handle, NULL, f->arg[IN_INDEX], NULL, NULL, NULL), EP_ERR_SHAPE,
                   "topk_idx", "2", "got 1");
 }
 

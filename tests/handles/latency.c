@@ -154,7 +154,7 @@ FixtureTest(handles_latency, costs_what_it_says, "mode=latency layout=batched") 
 
 static void refuse_until_dispatched(Fixture *fixture) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    CHECK_REFUSED(fixture_call(fixture, OP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine",
+    CHECK_REFUSED(fixture_call(fixture, STEP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine",
                   "ep_dispatch");
     CHECK_REFUSED(ep_handle_info(fixture->handle, &info), EP_ERR_NOT_PREPARED, "ep_handle_info",
                   "ep_dispatch");
@@ -165,15 +165,15 @@ static void refuse_until_dispatched(Fixture *fixture) {
 /* A dispatch makes the plan; the next ep_prepare discards it. */
 FixtureTest(handles_latency, dispatch_makes_the_plan, "mode=latency layout=batched") {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_NOT_PREPARED, "ep_dispatch", "routing");
-    CHECK_REFUSED(fixture_call(f, OP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine", "plan");
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_NOT_PREPARED, "ep_dispatch", "routing");
+    CHECK_REFUSED(fixture_call(f, STEP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine", "plan");
     fixture_check_untouched(f);
     for (int step = 1; step <= 3; step++) {
         fixture_reset(f);
-        CHECK_OK(fixture_call(f, OP_PREPARE));
+        CHECK_OK(fixture_call(f, STEP_PREPARE));
         refuse_until_dispatched(f);
-        CHECK_OK(fixture_call(f, OP_DISPATCH));
-        CHECK_OK(fixture_call(f, OP_COMBINE));
+        CHECK_OK(fixture_call(f, STEP_DISPATCH));
+        CHECK_OK(fixture_call(f, STEP_COMBINE));
         CHECK_OK(ep_handle_info(f->handle, &info));
         CHECK(info.step == step && info.mode == EP_MODE_LATENCY, "step %lld instead of %d, mode %d",
               (long long)info.step, step, (int)info.mode);
@@ -182,18 +182,18 @@ FixtureTest(handles_latency, dispatch_makes_the_plan, "mode=latency layout=batch
 
 FixtureTest(handles_latency, there_is_no_backward, "mode=latency") {
     step_dispatch(&f->step);
-    CHECK_REFUSED(fixture_call(f, OP_COMBINE_BACKWARD), EP_ERR_UNSUPPORTED, "ep_combine_backward",
+    CHECK_REFUSED(fixture_call(f, STEP_COMBINE_BACKWARD), EP_ERR_UNSUPPORTED, "ep_combine_backward",
                   "throughput mode", "no backward");
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH_BACKWARD), EP_ERR_UNSUPPORTED, "ep_dispatch_backward",
-                  "throughput mode", "no backward");
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH_BACKWARD), EP_ERR_UNSUPPORTED,
+                  "ep_dispatch_backward", "throughput mode", "no backward");
     fixture_check_untouched(f);
     step_combine(&f->step);
 }
 
 static void check_dispatched(Fixture *fixture, int32_t given, int64_t tokens) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    *(int32_t *)fixture->tensor[NUM_TOKENS].data = given;
-    CHECK_OK(fixture_call(fixture, OP_DISPATCH));
+    *(int32_t *)fixture->tensor[IN_COUNT].data = given;
+    CHECK_OK(fixture_call(fixture, STEP_DISPATCH));
     CHECK_OK(ep_handle_info(fixture->handle, &info));
     CHECK(info.num_tokens == tokens, "%lld tokens instead of %lld", (long long)info.num_tokens,
           (long long)tokens);
@@ -202,19 +202,19 @@ static void check_dispatched(Fixture *fixture, int32_t given, int64_t tokens) {
 /* The dispatch reads num_tokens. On the host it refuses a number out of range; kernels clamp it to
  * the rows of topk_idx, since their calls do not read it. */
 FixtureTest(handles_latency, number_of_tokens_out_of_range, "mode=latency layout=batched") {
-    CHECK_OK(fixture_call(f, OP_PREPARE));
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
     if (TESTS_ON_GPU) {
         check_dispatched(f, 10, 9), check_dispatched(f, -1, 0);
     } else {
-        *(int32_t *)f->tensor[NUM_TOKENS].data = 10;
-        CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_RANGE, "ep_dispatch", "num_tokens",
+        *(int32_t *)f->tensor[IN_COUNT].data = 10;
+        CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_RANGE, "ep_dispatch", "num_tokens",
                       "0 .. 9", "got 10");
         fixture_check_untouched(f);
     }
     check_dispatched(f, 4, 4);
     /* The tensor of tokens must still have T rows. */
-    f->tensor[TOKENS].shape[0] = 4;
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_SHAPE, "tokens", "9", "got 4");
+    f->tensor[IN_TOKENS].shape[0] = 4;
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_SHAPE, "tokens", "9", "got 4");
 }
 
 /* ---- routing that changes in place, as in replays of graphs ---- */

@@ -1,16 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Meshes: text, coordinates and groups, compared with a search through all ranks. */
-#include "ep/ep_mesh.h"
+#include "tests/cases/meshes.h"
 #include "tests/harness/check.h"
 #include "tests/harness/random.h"
-
-TestSuite(handles_mesh);
-
-static EpMesh mesh_of(const char *text) {
-    EpMesh mesh = EP_MESH_INIT;
-    CHECK_OK(ep_mesh_parse(text, &mesh));
-    return mesh;
-}
 
 /* ---- text ---------------------------------------------------------------------------------- */
 

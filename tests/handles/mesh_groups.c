@@ -1,21 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Bootstraps of the groups of a mesh, over worlds with messages and without them. */
-#include "ep/ep_mesh.h"
+#include "tests/cases/meshes.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
 #include "tests/harness/ranked.h"
 
-TestSuite(handles_mesh_groups);
-
 enum { RANKS = 8, DEADLINE = 60 };
 
 static const char MESH[] = "data=2,fsdp=2,expert=2";
-
-static EpMesh mesh_of(const char *text) {
-    EpMesh mesh = EP_MESH_INIT;
-    CHECK_OK(ep_mesh_parse(text, &mesh));
-    return mesh;
-}
 
 static EpBootstrap open_along(const EpBootstrap *world, const char *text) {
     EpMesh mesh = mesh_of(MESH);

@@ -8,7 +8,8 @@
 
 /* ---- calls out of turn ---- */
 
-static const Op phases[] = {OP_DISPATCH_SEND, OP_DISPATCH_WAIT, OP_COMBINE_SEND, OP_COMBINE_WAIT};
+static const StepOp phases[] = {STEP_DISPATCH_SEND, STEP_DISPATCH_WAIT, STEP_COMBINE_SEND,
+                                STEP_COMBINE_WAIT};
 
 FixtureTest(handles_phases, none_in_throughput_mode, "") {
     step_prepare(&f->step);
@@ -20,13 +21,14 @@ FixtureTest(handles_phases, none_in_throughput_mode, "") {
 }
 
 FixtureTest(handles_phases, wait_without_send, "mode=latency layout=batched") {
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH_SEND), EP_ERR_NOT_PREPARED, "ep_dispatch_send",
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH_SEND), EP_ERR_NOT_PREPARED, "ep_dispatch_send",
                   "routing");
-    CHECK_REFUSED(fixture_call(f, OP_COMBINE_SEND), EP_ERR_NOT_PREPARED, "ep_combine_send", "plan");
+    CHECK_REFUSED(fixture_call(f, STEP_COMBINE_SEND), EP_ERR_NOT_PREPARED, "ep_combine_send",
+                  "plan");
     for (int dispatched = 0; dispatched < 2; dispatched++) {
-        CHECK_REFUSED(fixture_call(f, OP_DISPATCH_WAIT), EP_ERR_ORDER, "ep_dispatch_wait: handle",
+        CHECK_REFUSED(fixture_call(f, STEP_DISPATCH_WAIT), EP_ERR_ORDER, "ep_dispatch_wait: handle",
                       "expected ep_dispatch_send", "none");
-        CHECK_REFUSED(fixture_call(f, OP_COMBINE_WAIT), EP_ERR_ORDER, "ep_combine_wait: handle",
+        CHECK_REFUSED(fixture_call(f, STEP_COMBINE_WAIT), EP_ERR_ORDER, "ep_combine_wait: handle",
                       "expected ep_combine_send", "none");
         fixture_check_untouched(f);
         step_dispatch(&f->step);
@@ -34,11 +36,11 @@ FixtureTest(handles_phases, wait_without_send, "mode=latency layout=batched") {
 }
 
 /* All calls but the receive phase of `pending` are refused, and the operation stays pending. */
-static void refuse_while_pending(Fixture *f, Op pending, const char *wait, const char *send) {
-    const Op others[] = {
-        OP_PREPARE,      OP_DISPATCH,
-        OP_COMBINE,      OP_DISPATCH_SEND,
-        OP_COMBINE_SEND, pending == OP_DISPATCH_SEND ? OP_COMBINE_WAIT : OP_DISPATCH_WAIT};
+static void refuse_while_pending(Fixture *f, StepOp pending, const char *wait, const char *send) {
+    const StepOp others[] = {
+        STEP_PREPARE,      STEP_DISPATCH,
+        STEP_COMBINE,      STEP_DISPATCH_SEND,
+        STEP_COMBINE_SEND, pending == STEP_DISPATCH_SEND ? STEP_COMBINE_WAIT : STEP_DISPATCH_WAIT};
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     fixture_reset(f);
     fixture_begin(f, pending);
@@ -47,26 +49,27 @@ static void refuse_while_pending(Fixture *f, Op pending, const char *wait, const
     CHECK_REFUSED(ep_handle_info(f->handle, &info), EP_ERR_ORDER, "ep_handle_info", wait);
     CHECK(info.step == 0, "outputs were written");
     fixture_check_untouched(f);
-    CHECK_OK(fixture_call(f, pending == OP_DISPATCH_SEND ? OP_DISPATCH_WAIT : OP_COMBINE_WAIT));
+    CHECK_OK(
+        fixture_call(f, pending == STEP_DISPATCH_SEND ? STEP_DISPATCH_WAIT : STEP_COMBINE_WAIT));
 }
 
 FixtureTest(handles_phases, other_calls_in_between, "mode=latency layout=batched") {
     for (int round = 0; round < 2; round++) {
-        refuse_while_pending(f, OP_DISPATCH_SEND, "ep_dispatch_wait", "ep_dispatch_send");
-        refuse_while_pending(f, OP_COMBINE_SEND, "ep_combine_wait", "ep_combine_send");
+        refuse_while_pending(f, STEP_DISPATCH_SEND, "ep_dispatch_wait", "ep_dispatch_send");
+        refuse_while_pending(f, STEP_COMBINE_SEND, "ep_combine_wait", "ep_combine_send");
     }
     step_all(&f->step);
 }
 
 /* A pending operation is dropped with its handle and with its group. */
 FixtureTest(handles_phases, destroyed_while_pending, "mode=latency layout=batched") {
-    fixture_begin(f, OP_DISPATCH_SEND);
+    fixture_begin(f, STEP_DISPATCH_SEND);
     ep_handle_destroy(f->handle);
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH_WAIT), EP_ERR_DESTROYED, "handle");
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH_WAIT), EP_ERR_DESTROYED, "handle");
     f->handle = f->step.handle = open_handle(f->group, &f->world->c);
     step_all(&f->step);
     fixture_reset(f);
-    fixture_begin(f, OP_DISPATCH_SEND);
+    fixture_begin(f, STEP_DISPATCH_SEND);
 }
 
 /* ---- arguments ---- */
@@ -75,14 +78,14 @@ RefusalsTest(handles_phases, wrong_tensors, "phases", "mode=latency");
 
 /* Weights and scales that were not sent cannot be received. */
 FixtureTest(handles_phases, receiving_what_was_not_sent, "mode=latency") {
-    f->arg[TOPK_WEIGHTS] = f->arg[SCALES] = NULL;
-    fixture_begin(f, OP_DISPATCH_SEND);
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH_WAIT), EP_ERR_NULL, "recv_topk_weights", "NULL");
-    f->arg[RECV_TOPK_WEIGHTS] = NULL;
-    CHECK_REFUSED(fixture_call(f, OP_DISPATCH_WAIT), EP_ERR_NULL, "recv_scales", "NULL");
+    f->arg[IN_WEIGHTS] = f->arg[IN_SCALES] = NULL;
+    fixture_begin(f, STEP_DISPATCH_SEND);
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH_WAIT), EP_ERR_NULL, "recv_topk_weights", "NULL");
+    f->arg[OUT_WEIGHTS] = NULL;
+    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH_WAIT), EP_ERR_NULL, "recv_scales", "NULL");
     fixture_check_untouched(f);
-    f->arg[RECV_SCALES] = NULL;
-    CHECK_OK(fixture_call(f, OP_DISPATCH_WAIT));
+    f->arg[OUT_SCALES] = NULL;
+    CHECK_OK(fixture_call(f, STEP_DISPATCH_WAIT));
 }
 
 /* ---- many pending operations ---- */

@@ -18,18 +18,18 @@ typedef struct Words {
 } Words;
 
 /* Call an operation with the plan as it was made. */
-static bool call_whole(Words *w, Op op) {
+static bool call_whole(Words *w, StepOp op) {
     return CHECK_OK(fixture_call(&w->fixture, op));
 }
 
 /* Make the plan, and save it. Optional inputs alternate. */
 static bool make_plan(Words *w, bool counted) {
     Fixture *f = &w->fixture;
-    for (int output = EXPERT_COUNTS; output <= SOURCE_ROWS; output++)
+    for (int output = OUT_COUNTS; output <= OUT_SOURCES; output++)
         f->arg[output] = NULL;
-    if (!counted) f->arg[NUM_TOKENS] = NULL;
-    if (!call_whole(w, OP_PREPARE)) return false;
-    if (w->c.mode == EP_MODE_LATENCY && !call_whole(w, OP_DISPATCH)) return false;
+    if (!counted) f->arg[IN_COUNT] = NULL;
+    if (!call_whole(w, STEP_PREPARE)) return false;
+    if (w->c.mode == EP_MODE_LATENCY && !call_whole(w, STEP_DISPATCH)) return false;
     memcpy(w->saved, w->plan.data, (size_t)w->plan.shape[0]);
     return true;
 }
@@ -73,7 +73,7 @@ static void overwrite(Words *w) {
  * taken no part, so the same call with the plan as it was succeeds, unless other ranks saw a wrong
  * plan.
  */
-static void call_overwritten(Words *w, Op op) {
+static void call_overwritten(Words *w, StepOp op) {
     if (w->fixture.step.rank == 0) overwrite(w);
     EpStatus status = fixture_call(&w->fixture, op);
     fixture_check_guards(&w->fixture);
@@ -94,22 +94,22 @@ static bool has_failed(const Words *w) {
 }
 
 /* Call an operation with a plan that changes before it or, if it has two phases, before either. */
-static bool try_operation(Words *w, Op op) {
+static bool try_operation(Words *w, StepOp op) {
     check_note("seed %llu, layout %d, operation %d", (unsigned long long)w->c.seed,
                (int)w->c.layout, (int)op);
     restore(w);
-    if (op == OP_DISPATCH_WAIT) call_whole(w, OP_DISPATCH_SEND);
-    if (op == OP_COMBINE_WAIT) call_whole(w, OP_COMBINE_SEND);
+    if (op == STEP_DISPATCH_WAIT) call_whole(w, STEP_DISPATCH_SEND);
+    if (op == STEP_COMBINE_WAIT) call_whole(w, STEP_COMBINE_SEND);
     call_overwritten(w, op);
-    if (op == OP_COMBINE_SEND && ep_group_status(w->fixture.group, NULL) == EP_OK)
-        call_whole(w, OP_COMBINE_WAIT);
+    if (op == STEP_COMBINE_SEND && ep_group_status(w->fixture.group, NULL) == EP_OK)
+        call_whole(w, STEP_COMBINE_WAIT);
     fixture_check_guards(&w->fixture);
     return !has_failed(w);
 }
 
 /* A group that has failed on one rank ends on all, so that none of them waits for the others to
  * destroy it, and is replaced. */
-static void try_words(Words *w, const Op *ops, int num_ops, int times) {
+static void try_words(Words *w, const StepOp *ops, int num_ops, int times) {
     bool is_open = false;
     for (int i = 0; i < times; i++) {
         if (!is_open) REQUIRE(open_words(w) && make_plan(w, i % 2), "no plan");
@@ -126,9 +126,10 @@ static int count_times(int ranks) {
 }
 
 static void run_words(const EpBootstrap *bootstrap, EpMode mode) {
-    static const Op throughput[] = {OP_DISPATCH, OP_COMBINE, OP_COMBINE_BACKWARD,
-                                    OP_DISPATCH_BACKWARD};
-    static const Op latency[] = {OP_COMBINE, OP_DISPATCH_WAIT, OP_COMBINE_SEND, OP_COMBINE_WAIT};
+    static const StepOp throughput[] = {STEP_DISPATCH, STEP_COMBINE, STEP_COMBINE_BACKWARD,
+                                        STEP_DISPATCH_BACKWARD};
+    static const StepOp latency[] = {STEP_COMBINE, STEP_DISPATCH_WAIT, STEP_COMBINE_SEND,
+                                     STEP_COMBINE_WAIT};
     for (int variant = 0; variant < 4 * EP_LAYOUT_RANK_MAJOR; variant++) {
         /* Long chains of slots, and scales in columns of their slabs. */
         const char *more = variant % 2 ? "top_k=8 experts=8 capacity=16 quant=fp8 hidden=272 "

@@ -367,7 +367,7 @@ PlansTest(damaged_owner, 2, "ranks=2 spread=full") {
 }
 
 static void set_tokens(Fixture *f, int64_t rows) {
-    static const Arg of_tokens[] = {TOKENS, TOPK_WEIGHTS, SCALES, OUT};
+    static const int of_tokens[] = {IN_TOKENS, IN_WEIGHTS, IN_SCALES, OUT_SUMS};
     fixture_reset(f);
     for (int i = 0; i < 4; i++)
         f->tensor[of_tokens[i]].shape[0] = rows;
@@ -379,21 +379,22 @@ SoloTest(handles_plans, one_number_of_tokens) {
         Fixture *f = fixture_new(named ? "capacity=64 named=1" : "capacity=64");
         EpTensor plan;
         if (named) open_plan(f->group, &f->world->c, &plan), f->plan = &plan;
-        *(int32_t *)f->tensor[NUM_TOKENS].data = 5;
-        REQUIRE_OK(fixture_call(f, OP_PREPARE));
+        *(int32_t *)f->tensor[IN_COUNT].data = 5;
+        REQUIRE_OK(fixture_call(f, STEP_PREPARE));
         for (int64_t rows = 9; rows >= 5; rows--) {
             set_tokens(f, rows);
-            CHECK_OK(fixture_call(f, OP_DISPATCH));
-            CHECK_OK(fixture_call(f, OP_COMBINE));
+            CHECK_OK(fixture_call(f, STEP_DISPATCH));
+            CHECK_OK(fixture_call(f, STEP_COMBINE));
         }
-        set_tokens(f, 7), f->tensor[TOPK_WEIGHTS].shape[0] = 9;
-        CHECK_REFUSED(fixture_call(f, OP_DISPATCH), EP_ERR_SHAPE, "rank 0", "topk_weights",
+        set_tokens(f, 7), f->tensor[IN_WEIGHTS].shape[0] = 9;
+        CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_SHAPE, "rank 0", "topk_weights",
                       "expected T = 7 in dimension 0, got 9");
         set_tokens(f, 10);
-        CHECK_REFUSED(fixture_call(f, OP_COMBINE), EP_ERR_TOKENS, "out", "at most max_tokens = 9");
+        CHECK_REFUSED(fixture_call(f, STEP_COMBINE), EP_ERR_TOKENS, "out",
+                      "at most max_tokens = 9");
         fixture_check_untouched(f);
         set_tokens(f, 4);
-        CHECK_REFUSED(outcome(&f->step, fixture_call(f, OP_COMBINE)), EP_ERR_SHAPE, "rank 0",
+        CHECK_REFUSED(outcome(&f->step, fixture_call(f, STEP_COMBINE)), EP_ERR_SHAPE, "rank 0",
                       "got 4");
         fixture_free(f);
         if (named) free(plan.data);

@@ -3,12 +3,10 @@
 #include "ep/ep_quant.h"
 
 #include "tests/cases/refusals.h"
-#include "tests/harness/random.h"
 #include "tests/cases/run.h"
+#include "tests/harness/random.h"
 #include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"
-
-TestSuite(handles_rows_quant);
 
 enum { GUARD = 64, FILL = 0x5a };
 

@@ -1,23 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Specs and shardings: shards compared with a count of every element's owners; what is gathered and
  * summed, with the rules of docs/mesh.md. */
-#include "ep/ep_mesh.h"
+#include "tests/cases/meshes.h"
 #include "tests/harness/check.h"
 #include "tests/harness/random.h"
-
-TestSuite(handles_sharding);
-
-static EpMesh mesh_of(const char *text) {
-    EpMesh mesh = EP_MESH_INIT;
-    CHECK_OK(ep_mesh_parse(text, &mesh));
-    return mesh;
-}
-
-static EpSpec spec_of(const EpMesh *mesh, const char *text) {
-    EpSpec spec = EP_SPEC_INIT;
-    CHECK_OK(ep_spec_parse(mesh, text, &spec));
-    return spec;
-}
 
 /* ---- text ---------------------------------------------------------------------------------- */
 

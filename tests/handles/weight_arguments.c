@@ -1,30 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What sharded weights refuse: statuses, sentences, untouched outputs; ranks that disagree, leave
  * or abort. */
-#include "ep/ep_weight.h"
+#include "tests/cases/meshes.h"
 #include "tests/cases/refusals.h"
 #include "tests/harness/threads.h"
 
-TestSuite(handles_weight_arguments);
-
-static EpMesh mesh_of(const char *text) {
-    EpMesh mesh = EP_MESH_INIT;
-    CHECK_OK(ep_mesh_parse(text, &mesh));
-    return mesh;
-}
-
-static EpMeshCommConfig comm_config(double seconds) {
-    EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
-    config.backend = TEST_BACKEND, config.timeout_seconds = seconds;
-    return config;
-}
-
 static EpMeshComm *connect(const EpBootstrap *world, const char *text, double seconds) {
     EpMesh mesh = mesh_of(text);
-    EpMeshCommConfig config = comm_config(seconds);
-    EpMeshComm *comm = NULL;
-    REQUIRE_OK(ep_mesh_comm_create(world, &mesh, &config, &comm));
-    return comm;
+    return connect_mesh(world, &mesh, seconds);
 }
 
 /* w1 [4, 6, 8] of bf16. */
@@ -32,7 +15,7 @@ static EpWeightConfig weight_config(const EpMesh *mesh, const char *spec) {
     EpWeightConfig config = EP_WEIGHT_CONFIG_INIT;
     config.name = "w1";
     config.shape[0] = 4, config.shape[1] = 6, config.shape[2] = 8;
-    CHECK_OK(ep_spec_parse(mesh, spec, &config.spec));
+    config.spec = spec_of(mesh, spec);
     return config;
 }
 

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sharded weights against the oracle: gathered in all forms, gradients reduced, amaxes. */
+#include "tests/cases/meshes.h"
 #include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
 #include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"
 #include "tests/oracle/sharded.h"
-
-TestSuite(handles_weights);
 
 enum { DEADLINE = 60, GUARD = 64 };
 
@@ -44,14 +43,6 @@ static EpWeightConfig config_of(const Sharded *s) {
     memcpy(config.shape, s->shape, sizeof(s->shape));
     config.type = s->type, config.grad_type = s->grad_type, config.reduced_type = s->reduced_type;
     return config;
-}
-
-static EpMeshComm *connect(const EpBootstrap *world, const EpMesh *mesh) {
-    EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
-    EpMeshComm *comm = NULL;
-    config.backend = TEST_BACKEND, config.timeout_seconds = DEADLINE;
-    REQUIRE_OK(ep_mesh_comm_create(world, mesh, &config, &comm));
-    return comm;
 }
 
 static Rank open_rank(const EpBootstrap *world, EpMeshComm *comm, const Sharded *s) {
@@ -250,7 +241,7 @@ static void check_given(const EpBootstrap *world, const Given *given, int nodes)
     memcpy(s.shape, given->shape, sizeof(s.shape));
     CHECK_OK(ep_mesh_parse(given->mesh, &mesh));
     CHECK_OK(ep_spec_parse(&mesh, given->spec, &s.spec));
-    EpMeshComm *comm = connect(world, &mesh);
+    EpMeshComm *comm = connect_mesh(world, &mesh, DEADLINE);
     Rank r = open_rank(world, comm, &s);
     check_note("%s, %s", given->mesh, given->spec);
     check_rest(&r);
@@ -395,7 +386,7 @@ static void check_random(const EpBootstrap *bootstrap, uint64_t seed) {
         char text[256];
         CHECK_OK(ep_spec_format(&mesh, &s.spec, text, sizeof(text)));
         check_note("seed %llu, trial %d: %s", (unsigned long long)seed, i, text);
-        EpMeshComm *comm = connect(bootstrap, &mesh);
+        EpMeshComm *comm = connect_mesh(bootstrap, &mesh, DEADLINE);
         Rank r = open_rank(bootstrap, comm, &s);
         check_rest(&r);
         check_form(&r, (EpQuant)(2 + random_below(&random, 4)), EP_BLOCKS_ROWS,

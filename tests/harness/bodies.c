@@ -12,8 +12,6 @@
 static const struct criterion_test *current;
 static jmp_buf leave;
 
-/* ---- the tests ---- */
-
 extern struct criterion_test *__start_cr_tst[], *__stop_cr_tst[];
 extern struct criterion_suite *__start_cr_sts[], *__stop_cr_sts[];
 
@@ -49,8 +47,6 @@ const char *body_name(void) {
     snprintf(name, sizeof(name), "%s/%s", current->category, current->name);
     return name;
 }
-
-/* ---- functions that Criterion's macros call ---- */
 
 static const struct criterion_test_extra_data *suite_data(void) {
     for (struct criterion_suite **s = __start_cr_sts; s < __stop_cr_sts; s++)
@@ -91,8 +87,6 @@ void criterion_skip_test(const char *format, ...) {
     fprintf(stderr, "%s\n", line);
     longjmp(leave, 1 + BODY_SKIPPED);
 }
-
-/* ---- one test ---- */
 
 static char *before[4096];
 

@@ -134,6 +134,13 @@ _Noreturn void check_leave(void);
 /** Skip a test of latency mode where the backend has none. */
 void needs_latency(void);
 
+/** Reserve memory for the tests of a suite, which needs more than usual at once. */
+#define GpuSuite(suite, megabytes)              \
+    static void suite##_reserve(void) {         \
+        gpu_reserve((size_t)(megabytes) << 20); \
+    }                                           \
+    TestSuite(suite, .init = suite##_reserve)
+
 /** Whether suites.h runs the tests instead of Criterion's runner. */
 #if defined(__SANITIZE_THREAD__) || TESTS_ON_GPU
 #define TESTS_OWN_RUNNER 1

@@ -21,8 +21,6 @@ static void print_stack(const char *heading) {
         backtrace_symbols_fd(frames, backtrace(frames, MOST_FRAMES), STDERR_FILENO);
 }
 
-/* ---- crashes ---- */
-
 /* The signal is raised again and ends the process as this returns. What is called here may wait for
  * a lock that the crash left: the alarm ends that wait. Other threads that crash wait for the first
  * one. */
@@ -40,8 +38,6 @@ static void report(int signal, siginfo_t *info, void *context) {
     print_stack(line);
     raise(signal);
 }
-
-/* ---- tests that take too long ---- */
 
 static int printed; /* threads that have printed their stack */
 

@@ -15,8 +15,6 @@ static void start_mpirun(const char *test, int ranks, int seconds) {
     if (left_out) cr_skip_test("left out by its ranks");
 }
 
-/* ---- a rank under mpirun ---- */
-
 static EpBootstrap world;
 static bool entered;
 
@@ -60,8 +58,6 @@ void ranked_leave(void) {
     MPI_Finalize();
     entered = false;
 }
-
-/* ---- tests ---- */
 
 /* Start mpirun, or run the body under it. A failed rank asserts before MPI_Finalize, where it would
  * wait for ranks that wait for it. */

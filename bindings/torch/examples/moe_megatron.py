@@ -51,7 +51,9 @@ def divide():
         moe_utils.te_general_gemm = None
 
 
-def make_layer(hidden, inner, experts, top_k, dtype=torch.float32, dispatcher="flex", grouped=False):
+def make_layer(
+    hidden, inner, experts, top_k, dtype=torch.float32, dispatcher="flex", grouped=False
+):
     """An MoELayer with softmax router and gated experts.
 
     dispatcher  "flex": libep; "alltoall": Megatron's own

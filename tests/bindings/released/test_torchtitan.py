@@ -3,86 +3,18 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
-
+import base
 import pytest
-import torch
+from conftest import need
+from dense import CASES
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.append(os.path.join(HERE, "../common"))  # where ranks import this file
+need("torchtitan")
 
-import dense  # noqa: E402
-from base import seed  # noqa: E402, F401
-from dense import Case, Results  # noqa: E402
-
-EXAMPLES = os.path.join(HERE, "../../../bindings/torch/examples")
-HOLLOW = "torchtitan torchtitan.models torchtitan.models.common torchtitan.distributed"
-ABSENT = "spmd_types tyro triton"
-MOST = 16  # tokens of a rank
+PROGRAM = "torchtitan_layers.py"
+seed = base.seed
 
 
-@functools.cache
-def prepare():
-    """Import the release and the example that makes a layer of it."""
-    from stand_ins import stand_in
-    from wheels import unpack
-
-    stand_in(unpack("torchtitan"), HOLLOW.split(), ABSENT.split())
-    sys.path.insert(0, EXAMPLES)
-    import moe_torchtitan
-
-    return moe_torchtitan
-
-
-def forward(layer, x, most):
-    """The layer, which has equally many tokens on all ranks; or its parts, where they differ."""
-    from torchtitan.distributed.deepep import deepep
-
-    if most is None:
-        return layer(x[None])[0]
-    scores, ids, _ = layer.router(x[None])
-    experts = layer.router.num_experts
-    rows, counts, state = deepep.dispatch_tokens(
-        x, ids[0], scores[0], dense.LOCAL, experts, num_tokens_per_rank=most
-    )
-    out = deepep.combine_tokens(layer.routed_experts.inner_experts(rows, counts), state)
-    deepep.sync_combine()
-    return out
-
-
-def step(name, seed):
-    """Compare a step, and the same layer for inference, with the dense layer."""
-    case, rank = Case(name, seed), torch.distributed.get_rank()
-    layer = prepare().make_layer(
-        dense.HIDDEN, dense.INNER, case.experts, dense.TOP_K, MOST
-    )
-    experts, router = layer.routed_experts.inner_experts, layer.router.gate.weight
-    weights = experts.w1_EFD, experts.w3_EFD, experts.w2_EDF
-    with torch.no_grad():
-        router.copy_(case.router)
-        for weight, whole in zip(weights, (case.gate, case.up, case.down)):
-            weight.copy_(case.part(whole))
-    x = case.x[rank].clone().requires_grad_()
-    is_even = len(set(case.tokens)) == 1
-    out = forward(layer, x, None if is_even else max(case.tokens))
-    out.backward(case.grad[rank])
-    expected = case.expect()
-    got = Results(out.detach(), x.grad, router.grad, *(weight.grad for weight in weights))
-    found = got.differ(expected)
-    if is_even:
-        layer.routed_experts.token_dispatcher.cudagraphable = True
-        with torch.no_grad():
-            found["expanded"] = Results(layer(x[None])[0]).differ(Results(expected.out))["out"]
-    return found
-
-
-def train(steps):
-    return prepare().train(steps)
-
-
-@pytest.mark.parametrize("name", dense.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_layer(ranks, seed, name):
     """The experts compute in bfloat16."""
     for differences in ranks.play("step", name=name, seed=seed):

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import wheels
 from libep import EpError
-from vllm_release import make_communicator, make_layer, make_streams, prepare
+from vllm_release import WholeConfig, make_communicator, make_layer, make_streams, prepare
 
 libep.deep_ep.install()
 config = prepare(wheels.unpack("vllm"))
-assert libep.vllm.register() and libep.vllm.register()
+assert libep.vllm.register()
 
 import vllm  # noqa: E402
 import vllm.forward_context  # noqa: E402
@@ -144,9 +144,7 @@ def check_counts(meta, experts, entries):
         assert torch.equal(meta.expert_num_tokens_cpu.long(), expected.cpu())
 
 
-def layers(
-    backend, quant, steps, weighs_input=False, is_eager=False, is_capturing=False, **sizes
-):
+def layers(backend, quant, steps, weighs_input=False, is_eager=False, is_capturing=False, **sizes):
     """A layer's steps equal a dense layer: at once and in phases, with and without local sums."""
     config.model_config.enforce_eager = is_eager
     needed = {name: size for name, size in sizes.items() if name != "stays"}
@@ -198,10 +196,12 @@ def start_turns(ready, contexts):
 
 def run_threads(run, numbers, start):
     """Run a function on a thread for each number. Returns what they raised."""
-    errors = []
+    errors, device = [], torch.cuda.current_device() if DEVICE == "cuda" else None
 
     def guarded(number):
         try:
+            if DEVICE == "cuda":
+                torch.cuda.set_device(device)
             run(number)
         except BaseException as error:
             errors.append(repr(error))
@@ -219,12 +219,15 @@ def run_threads(run, numbers, start):
 def names():
     from vllm.config.parallel import ParallelConfig
 
+    assert libep.vllm.register()  # does nothing more
     wide = dict(enable_expert_parallel=True, data_parallel_size=2, tensor_parallel_size=2)
     wide["distributed_executor_backend"] = "mp"
     for backend in libep.vllm.BACKENDS:
         made = ParallelConfig(all2all_backend=backend, **wide)
         assert made.use_sequence_parallel_moe
         assert made.use_batched_dp_moe == (backend == "libep_batched")
+        turns = ParallelConfig(all2all_backend=backend, enable_dbo=True, **wide)
+        assert WholeConfig(turns).parallel_config.all2all_backend == backend
     try:
         ParallelConfig(all2all_backend="libep_other")
     except ValueError:
@@ -246,8 +249,8 @@ def in_release(version):
 
 def refused(what, **sizes):
     """The sentence of a refusal. `output`, where there is one, stays as it was."""
-    layer = make_layer(config, "libep", **sizes)
-    counts = [40 if what == "too_many" else 5] * SIZE
+    layer = make_layer(config, "libep_batched" if "slabs" in what else "libep", **sizes)
+    counts = [40 if "too_many" in what and "here" not in what else 5] * SIZE
     vllm.forward_context._forward_context = tell_tokens(counts)
     rows = 9 if what == "too_many_here" and RANK == 0 else counts[0]
     x, weights, ids = make_inputs(RANK, 0, rows, **sizes)
@@ -266,7 +269,7 @@ def refused(what, **sizes):
             type(layer.manager)(dist.group.WORLD, tcp_store_group=object())
         else:
             made, experts = layer.prepare_finalize, Experts(layer, False, weighs_input)
-            given = x, weights, ids, sizes["experts"], None, weighs_input, layer.quant_config
+            given = (x, weights, ids, sizes["experts"], None, weighs_input, layer.quant_config)
             rows, scales, meta, ids, weights = made.prepare(*given)
             out = experts.run(rows, scales, meta, ids, weights)
             impl = experts.finalize_weight_and_reduce_impl()

@@ -7,6 +7,7 @@ where there is no GPU (quantising, the sum over top-k, expert ids of deepep_v2).
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from importlib import import_module
 from types import SimpleNamespace
@@ -15,12 +16,14 @@ import torch
 import torch.distributed as dist
 from stand_ins import stand_in
 
-HOLLOW = """vllm vllm._aiter_ops vllm._custom_ops vllm.config vllm.config.load vllm.distributed
-    vllm.distributed.device_communicators.pynccl vllm.distributed.parallel_state
-    vllm.distributed.utils vllm.model_executor vllm.model_executor.layers
-    vllm.model_executor.layers.fused_moe vllm.model_executor.layers.quantization
-    vllm.model_executor.models vllm.model_executor.models.utils vllm.multimodal vllm.platforms
-    vllm.v1.core.sched.output vllm.v1.executor"""
+HOLLOW = """
+    vllm vllm._aiter_ops vllm._custom_ops vllm.config vllm.config.load vllm.config.vllm
+    vllm.distributed vllm.distributed.device_communicators.pynccl
+    vllm.distributed.parallel_state vllm.distributed.utils vllm.model_executor
+    vllm.model_executor.layers vllm.model_executor.layers.fused_moe
+    vllm.model_executor.layers.quantization vllm.model_executor.models
+    vllm.model_executor.models.utils vllm.multimodal vllm.platforms vllm.v1.core.sched.output
+    vllm.v1.executor"""
 ABSENT = """cbor2 cloudpickle psutil transformers pydantic regex msgspec zmq PIL huggingface_hub
     prometheus_client yaml requests fastapi einops aiohttp openai urllib3 cachetools"""
 COMMUNICATORS = "vllm.distributed.device_communicators"
@@ -45,6 +48,19 @@ class Platform:
         return lambda *_, **__: False
 
 
+class WholeConfig:
+    """VllmConfig, as far as its check of micro-batches goes."""
+
+    def __init__(self, parallel_config):
+        self.parallel_config = parallel_config
+        self.__post_init__()
+
+    def __post_init__(self):
+        if self.parallel_config.use_ubatching:
+            served = "deepep_low_latency", "deepep_high_throughput", "nixl_ep"
+            assert self.parallel_config.all2all_backend in served
+
+
 def prepare(folder, is_eager=False):
     """Make the release's modules importable. Returns its configuration, to be changed.
 
@@ -56,6 +72,7 @@ def prepare(folder, is_eager=False):
     import vllm.config
     import vllm.platforms
 
+    import_module("vllm.config.vllm").VllmConfig = WholeConfig
     vllm.__version__ = import_module("vllm._version").__version__
     vllm.platforms.current_platform = Platform()
     config = SimpleNamespace(
@@ -67,6 +84,9 @@ def prepare(folder, is_eager=False):
     )
     vllm.config.get_current_vllm_config = lambda: config
     vllm.config.get_current_vllm_config_or_none = lambda: config
+    if importlib.util.find_spec("pydantic_core") is None:
+        # The configuration's classes are not there. So nothing offers them other names.
+        import_module("libep.vllm._patches")._offer_names = lambda *_: None
     _form_groups()
     _replace_kernels()
     return config

@@ -115,6 +115,13 @@ def test_inputs_live_until_their_stream_waits(streams):
     assert given() is None and asked == {lane.stream()} and Stream.current is owner
 
 
+def test_an_error_leaves_the_stream(streams):
+    lane, current = Lane(), Stream.current
+    with pytest.raises(ZeroDivisionError):
+        lane.run(torch.device("cuda", 0), None, True, lambda: 1 // 0)
+    assert Stream.current is current is not lane.stream()
+
+
 def test_order(seed, streams):
     """Each operation comes after the one before, after the work that it depends on, and its event
     after it, on whatever streams they run."""

@@ -574,7 +574,7 @@ def test_events():
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_captured(monkeypatch, seed, is_read):
-    """A capture refuses what the host waits for. It computes the handle's tensors at once."""
+    """A capture refuses what the host waits for. Tensors of its handle are computed at each read."""
     from libep.deep_ep import _elastic
 
     world = make_world(seed)
@@ -587,9 +587,11 @@ def test_captured(monkeypatch, seed, is_read):
                 buffer.dispatch(x, idx, **options)
             return
         handle = buffer.dispatch(x, idx, do_cpu_sync=False, **options)[3]
-        made = {"psum_num_recv_tokens_per_expert", "psum_num_recv_tokens_per_scaleup_rank",
-                "num_unaligned_recv_tokens_per_expert", "dst_buffer_slot_idx"}  # fmt: skip
-        assert made <= vars(handle).keys() and "recv_src_metadata" not in vars(handle)
+        first = handle.num_unaligned_recv_tokens_per_expert
+        expected = first.clone()
+        handle.plan.expert_counts.add_(1)
+        assert torch.equal(handle.num_unaligned_recv_tokens_per_expert, expected + 1)
+        assert torch.equal(first, expected)
 
     monkeypatch.setattr(_elastic, "_is_capturing", lambda tensor: True)
     play(world, body)
@@ -617,17 +619,19 @@ def test_graph(do_expand):
                 factors = rweights * scale[expert]
             else:
                 factors = (rweights * scale[ridx.clamp(min=0)]).sum(1)
-            return buffer.combine(rx * factors[:, None], handle)[0]
+            return buffer.combine(rx * factors[:, None], handle)[0], handle
 
         step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = step()
+            out, handle = step()
         for world in (second, first):
             for tensor, given in zip((x, idx, weights), inputs(world, rank)):
                 tensor.copy_(given)
             graph.replay()
             assert_equal(out, world.forward(rank))
+            entries = idx[idx >= 0].bincount(minlength=4)
+            assert_equal(handle.num_unaligned_recv_tokens_per_expert, entries)
 
     play(first, body)
