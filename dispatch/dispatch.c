@@ -127,9 +127,8 @@ static EpStatus describe_recv_scales(const EpOperation *o, const EpTensor *t, Ep
     int64_t rows = t->shape[s->scale_map.order == EP_SCALES_BY_COLUMN ? t->ndim - 1 : t->ndim - 2];
     if (t->ndim == 2) s->out_capacity = ep_min(s->out_capacity, rows);
     /* Tensors of tiles may have more rows than their blocks. */
-    s->scale_map.slab_rows = t->ndim == 2    ? rows
-                             : s->block_rows ? s->block_rows
-                                             : o->handle->shape.block_rows;
+    int64_t block = s->block_rows ? s->block_rows : o->handle->shape.block_rows;
+    s->scale_map.slab_rows = t->ndim == 2 ? rows : block;
     return EP_OK;
 }
 
