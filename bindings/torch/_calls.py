@@ -150,9 +150,7 @@ def _kept(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[CoreT
     return _indices(handle, tensor, name, handle.is_latency)
 
 
-def _extras(
-    handle: Handle, bias0: Optional[Tensor], bias1: Optional[Tensor]
-) -> Optional[Extras]:
+def _extras(handle: Handle, bias0: Optional[Tensor], bias1: Optional[Tensor]) -> Optional[Extras]:
     """The biases of a sum, which PyTorch may make anywhere in its memory."""
     if bias0 is None and bias1 is None:
         return None
@@ -227,9 +225,7 @@ _CONVERTERS = {
 def _make_slow(operation: Operation) -> Callable[..., None]:
     """The way tensor by tensor, through the core's Handle."""
     arguments = operation.inputs + operation.outputs
-    given = {
-        each.name: f"to_{each.kind}(handle, {each.name}, '{each.name}')" for each in arguments
-    }
+    given = {each.name: f"to_{each.kind}(handle, {each.name}, '{each.name}')" for each in arguments}
     taken = ["handle", *given]
     if operation.of_kind("indices"):
         routing = ", ".join(given.pop(each) for each in ("topk_idx", "num_tokens", "numbers"))
@@ -246,9 +242,7 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     run = getattr(CoreHandle, operation.function)
     names = dict(run=run, biases=_extras, scaled=_scaled, Prepare=Prepare)
-    call: Callable[..., None] = compile_call(
-        taken, f"run(handle, {text})", **names, **_CONVERTERS
-    )
+    call: Callable[..., None] = compile_call(taken, f"run(handle, {text})", **names, **_CONVERTERS)
     return call
 
 
