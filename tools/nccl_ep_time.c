@@ -3,7 +3,7 @@
  * Times what the drop-in library itself adds to libep's calls, on any machine: it is linked with
  * functions that do nothing in the place of libep's.
  *
- *     cc -O3 -std=c11 -D_GNU_SOURCE -Iinclude -I. tools/nccl_ep_time.c \
+ *     cc -O3 -std=c11 -D_GNU_SOURCE -Iinclude -Ibindings/nccl_ep tools/nccl_ep_time.c \
  *        bindings/nccl_ep/?*.c -pthread -ldl -o build/nccl_ep_time && build/nccl_ep_time
  *
  * Prints microseconds per call, the fastest of several runs.
@@ -13,7 +13,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "bindings/nccl_ep/nccl_ep.h"
+#include <nccl_ep.h>
 #include "ep/ep.h"
 
 enum { CALLS = 200000, RUNS = 7, TOKENS = 128, HIDDEN = 7168, TOP_K = 8, EXPERTS = 64 };

@@ -120,20 +120,27 @@ def combine(
     """Return rows to their tokens and sum them, unweighted. Weights go back to their entries."""
     keep(handle.plan.bytes, handle.stream)
     layer, plan = handle.group.layer(form), handle.plan
-    if not biases:
-        inputs = (x, None, None) if topk_weights is None else (x, topk_weights)
-        name = "combine" if topk_weights is None else "dispatch_backward"
-        made = layer.make_fast(FORMS[name], plan.bytes, *inputs, plan.num_tokens, 0)
-        if made is not None:
-            return made[0], made[1] if topk_weights is not None else None
-    out, out_weights = x.new_empty((plan.num_tokens, x.shape[1])), None
-    if topk_weights is not None:
-        out_weights = topk_weights.new_empty(handle.topk_idx.shape, dtype=torch.float32)
+    terms = *biases, None, None
     if topk_weights is None:
-        _calls.combine(layer, plan.bytes, x, None, None, *(*biases, None, None)[:2], out)
-    elif biases:
+        made = layer.make_fast(
+            FORMS["combine"], plan.bytes, x, None, None, *terms[:2], plan.num_tokens, 0
+        )
+        if made is not None:
+            return made[0], None
+        out = x.new_empty((plan.num_tokens, x.shape[1]))
+        _calls.combine(layer, plan.bytes, x, None, None, *terms[:2], out)
+        return out, None
+    # One operation, whose sums are those of an unweighted combine.
+    if not biases:
+        made = layer.make_fast(
+            FORMS["dispatch_backward"], plan.bytes, x, topk_weights, plan.num_tokens, 0
+        )
+        if made is not None:
+            return made[0], made[1]
+    out = x.new_empty((plan.num_tokens, x.shape[1]))
+    out_weights = topk_weights.new_empty(handle.topk_idx.shape, dtype=torch.float32)
+    if biases:
         _calls.sum_biased(layer, plan.bytes, x, topk_weights, biases, out, out_weights)
     else:
-        # One operation, whose sums are those of an unweighted combine.
         _calls.dispatch_backward(layer, plan.bytes, x, topk_weights, out, out_weights)
     return out, out_weights

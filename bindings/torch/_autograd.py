@@ -551,34 +551,53 @@ class _Combine(torch.autograd.Function):
         if out is None:
             out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
             _through(which).combine(which, plan, expert_out, weights, None, *biases, out)
-        ctx.facts = which, expert_out.shape
         is_kept = weights is not None and ctx.needs_input_grad[3]
+        ctx.facts = which, expert_out.shape
         ctx.save_for_backward(plan, weights, expert_out if is_kept else None)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        _refuse_second_derivative("combine")
-        plan, weights, expert_out = ctx.saved_tensors
-        which, shape = ctx.facts
         biases = [grad_out if needed else None for needed in ctx.needs_input_grad[5:]]
-        if type(which) is Handle and not _count_modes():
-            made = which.make_fast(
-                _COMBINE_BACKWARD, plan, grad_out, weights, expert_out, shape[0], 0
-            )
-            if made is not None:
-                return None, None, *made, None, *biases
-        out = grad_out.new_empty(shape)
-        out_weights = None
-        if expert_out is not None:
-            out_weights = weights.new_empty(weights.shape, dtype=torch.float32)
-        _through(which).combine_backward(
-            which, plan, grad_out.contiguous(), weights, expert_out, out, out_weights
+        return None, None, *_combine_gradients(ctx, grad_out), None, *biases
+
+
+def _combine_gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Optional[Tensor]]:
+    _refuse_second_derivative("combine")
+    plan, weights, expert_out = ctx.saved_tensors
+    which, shape = ctx.facts
+    if type(which) is Handle and not _count_modes():
+        made: Any = which.make_fast(
+            _COMBINE_BACKWARD, plan, grad_out, weights, expert_out, shape[0], 0
         )
-        return None, None, out, out_weights, None, *biases
+        if made is not None:
+            return made  # type: ignore[no-any-return]
+    out, out_weights = grad_out.new_empty(shape), None
+    if expert_out is not None:
+        out_weights = weights.new_empty(weights.shape, dtype=torch.float32)
+    _through(which).combine_backward(
+        which, plan, grad_out.contiguous(), weights, expert_out, out, out_weights
+    )
+    return out, out_weights
 
 
-_apply_combine = _find_apply(_Combine)
+class _Combined(torch.autograd.Function):
+    """_Combine without bias of an eager call that has been made already."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Any, expert_out: Tensor, weights: Optional[Tensor]) -> Any:
+        handle, plan, out = made
+        is_kept = weights is not None and ctx.needs_input_grad[2]
+        ctx.facts = handle, expert_out.shape
+        ctx.save_for_backward(plan, weights, expert_out if is_kept else None)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        return None, *_combine_gradients(ctx, grad_out)
+
+
+_apply_combine, _apply_combined = _find_apply(_Combine), _find_apply(_Combined)
 
 
 def _combine_new(
@@ -599,10 +618,13 @@ def _combine_new(
     return None if made is None else made[0]
 
 
+_NO_BIASES: Biases = (None, None)
+
+
 def take_biases(bias: Bias) -> Biases:
     """Up to two biases, as the operations take them."""
     if bias is None:
-        return None, None
+        return _NO_BIASES
     given = bias if isinstance(bias, (tuple, list)) else (bias,)
     if len(given) > 2:
         raise TypeError(f"bias: expected a tensor, or up to two of them, got {len(given)}")
@@ -642,7 +664,7 @@ def combine(
         block, num_tokens = plan.bytes, plan.num_tokens
     except AttributeError:
         _checks.refuse_plan(plan)
-    biases = take_biases(bias)
+    biases = _NO_BIASES if bias is None else take_biases(bias)
     if not needs_grad(expert_out, weights, topk_weights, *biases):
         if type(which) is Handle and topk_weights is None:
             made = _combine_new(which, block, expert_out, weights, biases, num_tokens)
@@ -657,6 +679,13 @@ def combine(
             "combine: expected tensors without gradient in latency mode: call it under "
             "torch.no_grad(), or detach them",
         )
+    if type(which) is Handle and bias is None and not _count_modes():
+        made = handle.make_fast(
+            _COMBINE, block, expert_out, weights, None, None, None, num_tokens, 0
+        )
+        if made is not None:
+            recorded: Tensor = _apply_combined((handle, block, made[0]), expert_out, weights)
+            return recorded
     apply = _apply_combine if type(which) is Handle else _Combine.apply
     combined: Tensor = apply(which, block, expert_out, weights, num_tokens, *biases)
     return combined

@@ -15,8 +15,8 @@
 #include "ep/ep.h"
 
 /* Hot loops are compiled for several instruction sets and dispatched at run time. Sanitizers do
- * not support that. */
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+ * not support that, nor does gcc before 12. */
+#if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define BENCH_CLONES target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")
 #define BENCH_WIDE __attribute__((BENCH_CLONES, optimize("O3")))

@@ -182,7 +182,7 @@ class Rank:
             if is_large:
                 _calls.prepare(handle, ids, None, *numbers)
                 _calls.dispatch(handle, plan.bytes, x, sent, None, *received)
-                _calls.combine(handle, plan.bytes, recv, None, None, out)
+                _calls.combine(handle, plan.bytes, recv, None, None, None, None, out)
                 return out
             if is_batched:
                 _calls.dispatch_send(handle, ids, None, x, sent, None, *numbers)
@@ -190,7 +190,7 @@ class Rank:
             else:
                 _calls.dispatch_routed(handle, ids, None, x, sent, None, *numbers, *received)
             _calls.combine_send(handle, plan.bytes, recv, None, home)
-            _calls.combine_wait(handle, out)
+            _calls.combine_wait(handle, None, None, out)
             return out
 
         return step, group

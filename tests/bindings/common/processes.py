@@ -116,6 +116,18 @@ def good(result):
     return out
 
 
+def outcome(result):
+    """What a rank printed that ended well; of another one its status and the last line of stderr."""
+    status, _, err = result
+    return f"{status}: {err.splitlines()[-1]}" if status else good(result)
+
+
+def check(results, expected):
+    """Compare the outcomes of ranks with patterns."""
+    for result, pattern in zip(results, expected):
+        assert re.fullmatch(pattern, outcome(result), re.S), (pattern, result)
+
+
 def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

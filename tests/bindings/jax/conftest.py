@@ -50,13 +50,8 @@ def bootstrap():
     made = []
 
     def make(mesh, axis="ep", **fields):
-        given = dict(
-            num_experts=EXPERTS,
-            max_tokens=TOKENS,
-            hidden=HIDDEN,
-            top_k=TOP_K,
-            timeout_seconds=SECONDS,
-        )
+        given = dict(num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=TOP_K)
+        given["timeout_seconds"] = SECONDS
         made.append(libep.jax.bootstrap(mesh, axis, **{**given, **fields}))
         return made[-1]
 
@@ -65,19 +60,26 @@ def bootstrap():
         ep.close()
 
 
-def parameters(seed, layers=None, dtype=jnp.float32):
-    """A router and experts; with `layers` so many of each, stacked."""
+def parameters(seed, layers=None, dtype=jnp.float32, is_whole=False):
+    """A router and experts; is_whole: a shared expert and a first matrix, too. With `layers` so
+    many of each layer's, stacked."""
     generator = np.random.default_rng(seed)
     lead = () if layers is None else (layers,)
 
     def make(*shape, scale):
-        return jnp.asarray(generator.standard_normal(lead + shape) * scale, dtype)
+        return jnp.asarray(generator.standard_normal(shape) * scale, dtype)
 
-    return {
-        "router": make(HIDDEN, EXPERTS, scale=1.0),
-        "up": make(EXPERTS, HIDDEN, INNER, scale=HIDDEN**-0.5),
-        "down": make(EXPERTS, INNER, HIDDEN, scale=INNER**-0.5),
+    wide, narrow = HIDDEN**-0.5, INNER**-0.5
+    made = {
+        "router": make(*lead, HIDDEN, EXPERTS, scale=1.0),
+        "up": make(*lead, EXPERTS, HIDDEN, INNER, scale=wide),
+        "down": make(*lead, EXPERTS, INNER, HIDDEN, scale=narrow),
     }
+    if is_whole:
+        made["first"] = make(HIDDEN, HIDDEN, scale=wide)
+        made["shared_up"] = make(*lead, HIDDEN, INNER, scale=wide)
+        made["shared_down"] = make(*lead, INNER, HIDDEN, scale=narrow)
+    return made
 
 
 def specs(layers=None):
@@ -91,31 +93,61 @@ def tokens(seed, devices, dtype=jnp.float32):
     return jnp.asarray(generator.standard_normal((devices * TOKENS, HIDDEN)), dtype)
 
 
-def route(params, x):
-    logits = x.astype(jnp.float32) @ params["router"].astype(jnp.float32)
-    weights, idx = jax.lax.top_k(jax.nn.softmax(logits), TOP_K)
-    return idx, weights
+def indices(devices):
+    """Every token goes to the first experts."""
+    return jnp.tile(jnp.arange(TOP_K, dtype=jnp.int32), (devices * TOKENS, 1))
+
+
+def scores(x, router):
+    return x.astype(jnp.float32) @ router.astype(jnp.float32)
+
+
+def route(logits):
+    """The weights and experts of tokens."""
+    return jax.lax.top_k(jax.nn.softmax(logits), TOP_K)
+
+
+def mlp(rows, sizes, weights):
+    hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, weights["up"], sizes))
+    return jax.lax.ragged_dot(hidden, weights["down"], sizes)
 
 
 def moe(ep, params, x):
     """A Mixture-of-Experts layer with a residual connection, inside shard_map."""
-    idx, weights = route(params, x)
+    weights, idx = route(scores(x, params["router"]))
     rows, row_weights, plan = ep.dispatch(x, idx, weights)
-    hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, params["up"], plan.expert_padded))
-    rows = jax.lax.ragged_dot(hidden, params["down"], plan.expert_padded)
-    y = ep.combine(rows, plan, row_weights)
-    return x + y
+    return x + ep.combine(mlp(rows, plan.expert_padded, params), plan, row_weights)
 
 
 def dense(params, x):
     """The same layer on one device: every expert sees every token."""
-    idx, weights = route(params, x)
+    weights, idx = route(scores(x, params["router"]))
     gates = jnp.zeros((x.shape[0], EXPERTS), jnp.float32)
     gates = gates.at[jnp.arange(x.shape[0])[:, None], idx].add(weights)
     hidden = jax.nn.gelu(jnp.einsum("th,ehi->tei", x, params["up"]))
     rows = jnp.einsum("tei,eih->teh", hidden, params["down"])
     y = jnp.einsum("teh,te->th", rows.astype(jnp.float32), gates)
     return x + y.astype(x.dtype)
+
+
+def on_mesh(mesh, body, in_specs=P("ep"), **options):
+    """body on each device of a mesh."""
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P("ep"), **options)
+
+
+def layer_on(mesh, body, layers=None, **options):
+    """body(params, x) on each device of a mesh."""
+    return on_mesh(mesh, body, (specs(layers), P("ep")), **options)
+
+
+def value_and_grads(apply):
+    """A loss whose gradient differs in every element, and the gradients."""
+
+    def loss(params, x):
+        y = apply(params, x).astype(jnp.float32)
+        return jnp.sum(y * jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
 def assert_close(got, expected, tolerance):

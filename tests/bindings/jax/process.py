@@ -34,6 +34,11 @@ def place(array, mesh=mesh, spec=P("ep")):
     )
 
 
+def compare(got, expected):
+    for shard in got.addressable_shards:
+        np.testing.assert_allclose(shard.data, expected[shard.index], rtol=1e-5)
+
+
 generator = np.random.default_rng(0)
 x = generator.standard_normal((size * TOKENS, HIDDEN)).astype(np.float32)
 idx = np.argsort(generator.random((size * TOKENS, EXPERTS)))[:, :TOP_K].astype(np.int32)
@@ -60,14 +65,9 @@ with libep.jax.bootstrap(mesh, "ep", **SIZES) as ep:
 
     # Programs in flight: nobody waits between them, and they need nothing of each other.
     forward, backward = jax.jit(program), jax.jit(jax.grad(lambda *a: jnp.sum(program(*a) ** 2)))
-    runs = [
-        (run(place(x), place(idx)), expected)
-        for _ in range(5)
-        for run, expected in [(forward, factor * x), (backward, 2 * factor**2 * x)]
-    ]
-    for got, expected in runs:
-        for shard in got.addressable_shards:
-            np.testing.assert_allclose(shard.data, expected[shard.index], rtol=1e-5)
+    programs = [(forward, factor * x), (backward, 2 * factor**2 * x)]
+    for got, expected in [(run(place(x), place(idx)), wanted) for run, wanted in 5 * programs]:
+        compare(got, expected)
     ep.check()
 
 # Outside shard_map, with groups that have devices of both processes. Shards of the experts lie on
@@ -90,18 +90,13 @@ if devices > 1:
             rows = ep.experts(scale, rows, plan, factors, P("expert", "fsdp"))
             return jnp.sum(ep.combine(rows, plan) ** 2)
 
-        split = P(TOKEN_AXES)
-        given = (
-            place(factors, mesh, P("expert", "fsdp")),
-            place(x, mesh, split),
-            place(idx, mesh, split),
-        )
+        specs = P("expert", "fsdp"), P(TOKEN_AXES), P(TOKEN_AXES)
+        given = [place(array, mesh, spec) for array, spec in zip((factors, x, idx), specs)]
         got = jax.jit(jax.grad(loss))(*given)
         expected = np.zeros_like(factors)
         np.add.at(expected, idx, (2 * factors[idx].sum(1) * x * x)[:, None])
         assert got.sharding.is_equivalent_to(given[0].sharding, 2)
-        for shard in got.addressable_shards:
-            np.testing.assert_allclose(shard.data, expected[shard.index], rtol=1e-5)
+        compare(got, expected)
         ep.check()
 
 # Processes that call other programs: an error on each, and nobody waits for the deadline.

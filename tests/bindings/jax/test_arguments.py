@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from base import refused
 from conftest import (
-    DEVICE, EXPERTS, HIDDEN, SECONDS, TOKENS, TOP_K, make_mesh, moe, parameters, specs, tokens
+    DEVICE, EXPERTS, HIDDEN, SECONDS, TOKENS, TOP_K, indices, layer_on, make_mesh, moe, on_mesh,
+    parameters, tokens
 )  # fmt: skip
 from jax._src.dispatch import runtime_tokens
 from jax.errors import JaxRuntimeError
@@ -28,23 +29,21 @@ import libep.jax
 from libep import EpError
 
 
-def indices(devices):
-    return jnp.tile(jnp.arange(TOP_K, dtype=jnp.int32), (devices * TOKENS, 1))
-
-
-def on_mesh(mesh, body, **options):
-    """A program of body on each device of a mesh."""
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), **options))
-
-
-def round_trip(ep, mesh):
+def round_trip(ep, mesh, between=lambda rows: rows, **options):
     """A program: every token goes to experts 0, 1, 2 and comes back."""
 
     def body(x, idx):
         rows, _, plan = ep.dispatch(x, idx)
-        return ep.combine(rows, plan)
+        return ep.combine(between(rows), plan)
 
-    return on_mesh(mesh, body)
+    return jax.jit(on_mesh(mesh, body, **options))
+
+
+@pytest.fixture
+def pair(bootstrap):
+    """A mesh of two devices, a group on it, tokens and their routing."""
+    mesh = make_mesh(2)
+    return mesh, bootstrap(mesh), tokens(1, 2), indices(2)
 
 
 # ---- bootstrap ---------------------------------------------------------------------------------
@@ -89,16 +88,17 @@ def test_bootstrap(bootstrap, text, fields):
 
 # ---- operations --------------------------------------------------------------------------------
 
+ROWS = (72, HIDDEN)
+
+
 @pytest.mark.parametrize("text, rows, weights", [
-    (r"SHAPE expert_out: expected shape \[72, any\], got \[5, 16\]",
-     ((5, HIDDEN), "float32"), None),
-    ("TYPE expert_out: expected float32", ((72, HIDDEN), "int32"), None),
-    (r"SHAPE recv_weights: expected shape \[72\]", ((72, HIDDEN), "float32"), ((5,), "float32")),
-    ("TYPE recv_weights: expected float32", ((72, HIDDEN), "float32"), ((72,), "float16")),
+    (r"SHAPE expert_out: expected shape \[72, any\], got \[5, 16\]", ((5, HIDDEN), "f4"), None),
+    ("TYPE expert_out: expected float32", (ROWS, "i4"), None),
+    (r"SHAPE recv_weights: expected shape \[72\]", (ROWS, "f4"), ((5,), "f4")),
+    ("TYPE recv_weights: expected float32", (ROWS, "f4"), ((72,), "f2")),
 ])  # fmt: skip
-def test_combine(bootstrap, text, rows, weights):
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
+def test_combine(pair, text, rows, weights):
+    mesh, ep, x, idx = pair
     assert ep.max_recv_rows == 72
 
     def body(x, idx):
@@ -106,7 +106,7 @@ def test_combine(bootstrap, text, rows, weights):
         return ep.combine(jnp.zeros(*rows), plan, weights and jnp.zeros(*weights))
 
     with refused(text):
-        on_mesh(mesh, body)(tokens(1, 2), indices(2))
+        on_mesh(mesh, body)(x, idx)
 
 
 @pytest.mark.parametrize("text, bias", [
@@ -115,196 +115,169 @@ def test_combine(bootstrap, text, rows, weights):
     ("TYPE combine: bias: expected an array, got int", 3),
     ("SHAPE combine: bias: expected up to 2 arrays, got 3", [jnp.zeros((1, HIDDEN))] * 3),
 ])  # fmt: skip
-def test_bias(bootstrap, text, bias):
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
+def test_bias(pair, text, bias):
+    mesh, ep, x, idx = pair
 
     def body(x, idx):
         rows, _, plan = ep.dispatch(x, idx)
         return ep.combine(rows, plan, bias=bias)
 
     with refused(text):
-        on_mesh(mesh, body)(tokens(1, 2), indices(2))
+        on_mesh(mesh, body)(x, idx)
 
 
-def test_another_shard_map(bootstrap):
-    ep = bootstrap(make_mesh(2))
-    other = make_mesh(2, names=("other",))
+def test_another_shard_map(pair):
+    _, ep, x, idx = pair
     call = lambda x, idx: ep.dispatch(x, idx)[0]  # noqa: E731
+    other = make_mesh(2, names=("other",))
     with refused(r"EpError dispatch: expected a call inside shard_map over .*'other'"):
-        jax.shard_map(call, mesh=other, in_specs=P("other"), out_specs=P("other"))(
-            tokens(1, 2), indices(2)
-        )
+        jax.shard_map(call, mesh=other, in_specs=P("other"), out_specs=P("other"))(x, idx)
     with refused("EpError expected 2 devices along .*, got 4"):
-        jax.shard_map(call, mesh=make_mesh(4), in_specs=P("ep"), out_specs=P("ep"))(
-            tokens(1, 4), indices(4)
-        )
+        on_mesh(make_mesh(4), call)(tokens(1, 4), indices(4))
 
 
-def test_arguments_that_are_no_arrays(bootstrap):
-    ep = bootstrap(make_mesh(2))
-    x, idx = tokens(1, 2), indices(2)
-    with refused("EpError dispatch: expected arrays, got int"):
-        ep.dispatch(x, idx.tolist())
-    with refused("EpError dispatch: topk_idx: expected an array, got NoneType"):
-        ep.dispatch(x, None)
+def test_arguments_that_are_no_arrays(pair):
+    _, ep, x, idx = pair
     rows, _, plan = ep.dispatch(x, idx)
-    for name, call in {
-        "combine": lambda: ep.combine(rows, plan.bytes),
-        "experts": lambda: ep.experts(lambda *a: a[0], rows, plan.bytes, (), ()),
-    }.items():
-        with refused(rf"EpError {name}: plan: expected the Plan of .*, got uint8\["):
+    for text, call in [
+        ("dispatch: expected arrays, got int", lambda: ep.dispatch(x, idx.tolist())),
+        ("dispatch: topk_idx: expected an array, got NoneType", lambda: ep.dispatch(x, None)),
+        (r"combine: plan: expected the Plan of .*, got uint8\[",
+         lambda: ep.combine(rows, plan.bytes)),
+        (r"experts: plan: expected the Plan of .*, got uint8\[",
+         lambda: ep.experts(lambda *a: a[0], rows, plan.bytes, (), ())),
+    ]:  # fmt: skip
+        with refused(f"EpError {text}"):
             call()
 
 
 @pytest.mark.parametrize("devices", [[2, 3], [1, 0], [0, 2]])
-def test_another_mesh(bootstrap, devices):
+def test_another_mesh(pair, devices):
     """Other devices, or the same in another order, are refused before the program runs."""
     make_mesh(4)  # or skip
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
-    other, x = Mesh(np.array(jax.devices())[devices], ("ep",)), tokens(1, 2)
-    sentence = "prepare: expected a shard_map whose .*, got devices " + re.escape(str(devices))
-    with refused(f"FOREIGN {sentence}"):
-        round_trip(ep, other)(x, indices(2))
-    with jax.set_mesh(other), pytest.raises(EpError, match=sentence):
-        round_trip(ep, None)(x, indices(2))
-    np.testing.assert_array_equal(round_trip(ep, mesh)(x, indices(2)), TOP_K * x)
+    mesh, ep, x, idx = pair
+    other = Mesh(np.array(jax.devices())[devices], ("ep",))
+    words = "prepare: expected a shard_map whose .*, got devices " + re.escape(str(devices))
+    with refused(f"FOREIGN {words}"):
+        round_trip(ep, other)(x, idx)
+    with jax.set_mesh(other), refused(f"FOREIGN {words}"):
+        round_trip(ep, None)(x, idx)
+    np.testing.assert_array_equal(round_trip(ep, mesh)(x, idx), TOP_K * x)
 
 
 def test_a_mesh_of_the_same_groups(bootstrap):
     """Other axes of a mesh may be others: the devices along the group's axis count."""
     one = make_mesh(2, 2, names=("data", "ep"))
-    ep = bootstrap(one)
+    ep, axes = bootstrap(one), P(("pipe", "ep"))
     turned = Mesh(one.devices[::-1], ("pipe", "ep"))
-    program = jax.shard_map(
-        lambda x, idx: ep.dispatch(x, idx)[0],
-        mesh=turned,
-        in_specs=P(("pipe", "ep")),
-        out_specs=P(("pipe", "ep")),
-    )
+    call = lambda x, idx: ep.dispatch(x, idx)[0]  # noqa: E731
+    program = jax.shard_map(call, mesh=turned, in_specs=axes, out_specs=axes)
     assert jax.jit(program)(tokens(1, 4), indices(4)).shape == (4 * ep.max_recv_rows, HIDDEN)
     crossed = Mesh(np.stack([one.devices[0], one.devices[1, ::-1]]), ("data", "ep"))
     with refused(r"EpError got devices \[3, 2\]"):
         round_trip(ep, crossed)(tokens(1, 2), indices(2))
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="places of GPUs are not compared")
-@pytest.mark.parametrize(
-    "devices, sentence",
-    [([1, 0], r"place \d in shard_map, as in"), ([2, 3], "a device of group")],
-)
-def test_another_mesh_that_is_abstract(bootstrap, devices, sentence):
+on_cpus = pytest.mark.skipif(DEVICE != "cpu", reason="places of GPUs are not compared")
+
+
+@on_cpus
+@pytest.mark.parametrize("devices, words", [
+    ([1, 0], r"place \d in shard_map, as in"), ([2, 3], "a device of group")
+])  # fmt: skip
+def test_another_mesh_that_is_abstract(pair, devices, words):
     """A shard_map over an AbstractMesh has no devices before it runs."""
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
-    program, x = round_trip(ep, mesh.abstract_mesh), tokens(1, 2)
-    split = NamedSharding(mesh, P("ep"))
-    y = program(jax.device_put(x, split), jax.device_put(indices(2), split))
-    np.testing.assert_array_equal(y, TOP_K * x)
+    mesh, ep, *given = pair
+    program = round_trip(ep, mesh.abstract_mesh)
+    y = program(*jax.device_put(given, NamedSharding(mesh, P("ep"))))
+    np.testing.assert_array_equal(y, TOP_K * given[0])
     split = NamedSharding(Mesh(np.array(jax.devices())[devices], ("ep",)), P("ep"))
-    with pytest.raises(JaxRuntimeError, match=f"expected .*{sentence}.*EP_ERR_FOREIGN"):
-        jax.block_until_ready(program(jax.device_put(x, split), jax.device_put(indices(2), split)))
+    with pytest.raises(JaxRuntimeError, match=f"expected .*{words}.*EP_ERR_FOREIGN"):
+        jax.block_until_ready(program(*jax.device_put(given, split)))
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="places of GPUs are not compared")
-def test_set_mesh_of_a_compiled_program(bootstrap):
+@on_cpus
+def test_set_mesh_of_a_compiled_program(pair):
     """JAX lowers a program once for all meshes of jax.set_mesh that have the same axes."""
-    mesh, x = make_mesh(2), tokens(1, 2)
-    program = round_trip(bootstrap(mesh), None)
+    mesh, ep, x, idx = pair
+    program = round_trip(ep, None)
     with jax.set_mesh(mesh):
-        np.testing.assert_array_equal(program(x, indices(2)), TOP_K * x)
+        np.testing.assert_array_equal(program(x, idx), TOP_K * x)
     with jax.set_mesh(Mesh(mesh.devices[::-1], ("ep",))):
         with pytest.raises(JaxRuntimeError, match="expected place .*EP_ERR_FOREIGN"):
-            jax.block_until_ready(program(x, indices(2)))
+            jax.block_until_ready(program(x, idx))
 
 
-def test_a_plan_that_is_none(bootstrap):
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
+def test_a_plan_that_is_none(pair):
+    mesh, ep, *given = pair
 
     def body(x, idx):
         rows, _, plan = ep.dispatch(x, idx)
-        plan = jax.tree.map(jnp.zeros_like, plan)
-        return ep.combine(rows, plan)
+        return ep.combine(rows, jax.tree.map(jnp.zeros_like, plan))
 
     # On GPUs a program ends as usual, and the status of the group says that its results are void.
     sentence = "EP_ERR_NOT_PREPARED|given up|expected a plan, which ep_prepare writes"
     with pytest.raises((JaxRuntimeError, EpError), match=sentence):
-        jax.block_until_ready(
-            on_mesh(mesh, body)(
-                tokens(1, 2), indices(2)
-            )
-        )
+        jax.block_until_ready(jax.jit(on_mesh(mesh, body))(*given))
         ep.check()
 
 
-def test_routing_errors(bootstrap):
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
-    idx = indices(2).at[5, 1].set(EXPERTS)
-    y = round_trip(ep, mesh)(tokens(1, 2), idx).block_until_ready()
-    np.testing.assert_array_equal(y[5], 2 * tokens(1, 2)[5])  # the entry counts as "no expert"
-    with refused("ROUTING token 5"):
-        ep.check()
-    ep.check()
-
-
-def test_routing_errors_of_several_ranks(bootstrap):
+def test_routing_errors(pair):
     """One check reports all ranks, so that a later one is not about this step."""
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
-    idx = indices(2).at[5, 1].set(EXPERTS).at[TOKENS + 7, 0].set(EXPERTS)
-    round_trip(ep, mesh)(tokens(1, 2), idx).block_until_ready()
+    mesh, ep, x, idx = pair
     places = [rf"group \d+, device {d.id} \(ep={r}\): rank {r}" for r, d in enumerate(mesh.devices)]
-    sentence = f"{places[0]}: .*token 5.*; {places[1]}: .*token 7"
-    with refused(f"ROUTING {sentence}"):
-        ep.check()
-    ep.check()
-
-
-def test_what_is_not_supported(bootstrap):
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
-    params, x = parameters(1), tokens(1, 2)
-
-    def layer(x):
-        return moe(ep, params, x)
-
-    def forward_mode(x):
-        return jax.jvp(layer, (x,), (x,))[1]
-
-    def mapped(x):
-        return jax.vmap(layer)(jnp.stack([x, x]))[0]
-
-    params = jax.tree.map(lambda a, spec: a[: a.shape[0] // 2] if spec else a, params, specs())
-    for body, error, sentence in [
-        (forward_mode, EpError, "expected reverse mode"),
-        (mapped, NotImplementedError, "Batching rule for 'ep_prepare' not implemented"),
+    wrong = idx.at[5, 1].set(EXPERTS)
+    for routing, text in [
+        (wrong, "token 5"),
+        (wrong.at[TOKENS + 7, 0].set(EXPERTS), f"{places[0]}: .*token 5.*; {places[1]}: .*token 7"),
     ]:
-        with pytest.raises(error, match=sentence):
-            on_mesh(mesh, body)(x)
+        y = round_trip(ep, mesh)(x, routing).block_until_ready()
+        np.testing.assert_array_equal(y[5], 2 * x[5])  # the entry counts as "no expert"
+        with refused(f"ROUTING {text}"):
+            ep.check()
+        ep.check()
+
+
+def test_what_is_not_supported(pair):
+    mesh, ep, x, _ = pair
+    layer = lambda params, x: moe(ep, params, x)  # noqa: E731
+    jvp = lambda params, x: jax.jvp(lambda x: layer(params, x), (x,), (x,))[1]  # noqa: E731
+    mapped = lambda params, x: jax.vmap(layer, (None, 0))(params, x[None])[0]  # noqa: E731
+    for text, body in [
+        ("EpError expected reverse mode", jvp),
+        ("NotImplementedError Batching rule for 'ep_prepare' not implemented", mapped),
+    ]:
+        with refused(text):
+            layer_on(mesh, body)(parameters(1), x)
 
 
 # ---- the end of a group ------------------------------------------------------------------------
 
 
-def test_closed(bootstrap):
+def test_closed(pair):
     """Arrays outlive the group; programs that call it get an error."""
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
-    program, x = round_trip(ep, mesh), tokens(1, 2)
-    y = program(x, indices(2)).block_until_ready()
+    mesh, ep, x, idx = pair
+    program = round_trip(ep, mesh)
+    y = program(x, idx).block_until_ready()
     ep.close()
     ep.close()
     np.testing.assert_array_equal(y, TOP_K * x)
     with pytest.raises(JaxRuntimeError, match=r"rank \d: prepare: the group is closed"):
-        program(x, indices(2)).block_until_ready()
+        program(x, idx).block_until_ready()
     with refused("EpError closed"):
         ep.check()
 
 
 holds_programs = pytest.mark.skipif(DEVICE != "cpu", reason="calls of GPUs are only enqueued")
+
+
+def called_back(ep, mesh, function):
+    """A round trip that calls function(rank, rows) of the host in the middle."""
+
+    def between(rows):
+        return jax.pure_callback(function, rows, jax.lax.axis_index("ep"), rows)
+
+    return round_trip(ep, mesh, between, check_vma=False)
 
 
 def held_program(ep, mesh):
@@ -317,23 +290,16 @@ def held_program(ep, mesh):
             go.wait(15)
         return rows
 
-    def body(x, idx):
-        rows, _, plan = ep.dispatch(x, idx)
-        rows = jax.pure_callback(hold, rows, jax.lax.axis_index("ep"), rows)
-        return ep.combine(rows, plan)
-
-    program = on_mesh(mesh, body, check_vma=False)
-    return program, begun, go
+    return called_back(ep, mesh, hold), begun, go
 
 
 @holds_programs
-def test_closed_while_a_program_runs(bootstrap):
+def test_closed_while_a_program_runs(pair):
     """close waits for what has been enqueued."""
-    mesh, x = make_mesh(2), tokens(1, 2)
-    ep = bootstrap(mesh)
+    mesh, ep, x, idx = pair
     program, _, go = held_program(ep, mesh)
     with ep:
-        y = program(x, indices(2))
+        y = program(x, idx)
         threading.Timer(3, go.set).start()
     assert y.is_ready()
     np.testing.assert_array_equal(y, TOP_K * x)
@@ -363,54 +329,46 @@ def test_closed_while_a_rank_is_missing(bootstrap, leaves_by_error):
 
 
 @holds_programs
-def test_a_callback_that_fails_on_one_device(bootstrap):
+def test_a_callback_that_fails_on_one_device(pair, bootstrap):
     """The other device, which waits for it, does not wait until the deadline."""
-    mesh, x = make_mesh(2), tokens(1, 2)
-    ep, other = bootstrap(mesh), bootstrap(mesh)
+    mesh, ep, x, idx = pair
+    other = bootstrap(mesh)
 
     def fail(rank, rows):
         if rank == 1:
             raise ValueError("no such rows")
         return rows
 
-    def body(x, idx):
-        rows, _, plan = ep.dispatch(x, idx)
-        rows = jax.pure_callback(fail, rows, jax.lax.axis_index("ep"), rows)
-        return ep.combine(rows, plan)
-
-    program = on_mesh(mesh, body, check_vma=False)
     start = time.monotonic()
     with pytest.raises(JaxRuntimeError, match="no such rows"):
-        program(x, indices(2)).block_until_ready()
+        called_back(ep, mesh, fail)(x, idx).block_until_ready()
     assert time.monotonic() - start < SECONDS / 2
     sentence = r"a program failed on group \d+, device 1 \(ep=1\): .*no such rows"
     with refused(f"ABORTED {sentence}"):
         ep.check()
-    np.testing.assert_array_equal(round_trip(other, mesh)(x, indices(2)), TOP_K * x)
+    np.testing.assert_array_equal(round_trip(other, mesh)(x, idx), TOP_K * x)
     runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="GPUs report a bad plan later")
-def test_fresh_after_a_failure(bootstrap):
+def test_fresh_after_a_failure(pair, bootstrap):
     """A program that failed takes its group with it, and no other. Nobody need ask."""
-    mesh, x = make_mesh(2), tokens(1, 2)
-    ep, other = bootstrap(mesh), bootstrap(mesh)
-    plan_of = on_mesh(mesh, lambda x, idx: ep.dispatch(x, idx)[2])
-    plan = jax.tree.map(jnp.zeros_like, plan_of(x, indices(2)))
-    failing = on_mesh(mesh, ep.combine)
+    mesh, ep, x, idx = pair
+    other = bootstrap(mesh)
+    plan = jax.jit(on_mesh(mesh, lambda x, idx: ep.dispatch(x, idx)[2]))(x, idx)
+    plan = jax.tree.map(jnp.zeros_like, plan)
     with pytest.raises(JaxRuntimeError, match="combine.*: plan"):
-        jax.block_until_ready(failing(jnp.zeros((2 * ep.max_recv_rows, HIDDEN)), plan))
-    np.testing.assert_array_equal(round_trip(other, mesh)(x, indices(2)), TOP_K * x)
+        rows = jnp.zeros((2 * ep.max_recv_rows, HIDDEN))
+        jax.block_until_ready(jax.jit(on_mesh(mesh, ep.combine))(rows, plan))
+    np.testing.assert_array_equal(round_trip(other, mesh)(x, idx), TOP_K * x)
 
 
-def test_copies(bootstrap):
+def test_copies(pair):
     """A copy of a model that holds an Ep shares it; none is saved."""
-    mesh, x = make_mesh(2), tokens(1, 2)
-    ep = bootstrap(mesh)
+    _, ep, _, _ = pair
     assert copy.deepcopy({"ep": ep})["ep"] is ep and copy.copy(ep) is ep
-    with pytest.raises(TypeError, match="Ep belongs to its process: .* call bootstrap anew"):
+    with refused("TypeError Ep belongs to its process: .* call bootstrap anew"):
         pickle.dumps(ep)
-    np.testing.assert_array_equal(round_trip(ep, mesh)(x, indices(2)), TOP_K * x)
 
 
 def test_import_alone():

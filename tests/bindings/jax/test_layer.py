@@ -10,43 +10,12 @@ import jax.numpy as jnp
 import pytest
 from base import refused
 from conftest import (
-    EXPERTS, HIDDEN, TOKENS, TOP_K, assert_close, dense, make_mesh, moe, parameters, route, specs,
-    tokens,
+    EXPERTS, HIDDEN, TOKENS, TOP_K, assert_close, dense, indices, layer_on, make_mesh, mlp, moe,
+    on_mesh, parameters, route, scores, specs, tokens, value_and_grads
 )  # fmt: skip
 from jax.sharding import PartitionSpec as P
 
 SINGLE = 1e-5
-
-
-def loss_of(apply):
-    """A loss whose gradient differs in every element, and the gradient."""
-
-    def loss(params, x):
-        y = apply(params, x).astype(jnp.float32)
-        return jnp.sum(y * jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
-
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-
-
-def sharded(mesh, body, layers=None, **options):
-    """body(params, x) on each device."""
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=(specs(layers), P("ep")), out_specs=P("ep"), **options
-    )
-
-
-def stack(ep, params, x, wrap=lambda layer: layer):
-    """All layers of stacked parameters, one after the other, as a scan."""
-
-    @wrap
-    def layer(x, params):
-        return moe(ep, params, x)
-
-    return jax.lax.scan(lambda x, params: (layer(x, params), None), x, params)[0]
-
-
-def dense_stack(params, x):
-    return jax.lax.scan(lambda x, params: (dense(params, x), None), x, params)[0]
 
 
 @pytest.mark.parametrize("checks", [True, False])
@@ -55,67 +24,37 @@ def test_router(bootstrap, nodes, checks):
     mesh = make_mesh(2)
     ep = bootstrap(mesh)
     params, x = parameters(4), tokens(4, 2)
-    apply = sharded(mesh, functools.partial(moe, ep), check_vma=checks)
+    apply = layer_on(mesh, functools.partial(moe, ep), check_vma=checks)
     assert_close(jax.jit(apply)(params, x), dense(params, x), SINGLE)
-    got, expected = loss_of(apply)(params, x), loss_of(dense)(params, x)
+    got, expected = value_and_grads(apply)(params, x), value_and_grads(dense)(params, x)
     assert_close(*((got, expected) if checks else (got[1][1], expected[1][1])), SINGLE)
     ep.check()
 
 
+WRAPPERS = {
+    "plain": lambda layer: layer,
+    "checkpoint": functools.partial(jax.checkpoint, prevent_cse=False),
+    "prevent_cse": jax.checkpoint,
+    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
+}
+
+
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("wrap", ["plain", "checkpoint", "prevent_cse", "dots"])
+@pytest.mark.parametrize("wrap", WRAPPERS)
 def test_scan(bootstrap, size, wrap):
     """Layers under scan: each keeps its own plan for backward."""
-    wrappers = {
-        "plain": lambda layer: layer,
-        "checkpoint": functools.partial(jax.checkpoint, prevent_cse=False),
-        "prevent_cse": jax.checkpoint,
-        "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
-    }
     mesh, layers = make_mesh(size), 3
     ep = bootstrap(mesh)
     params, x = parameters(size, layers), tokens(size, size)
-    apply = sharded(mesh, functools.partial(stack, ep, wrap=wrappers[wrap]), layers)
-    expected = loss_of(dense_stack)(params, x)
-    step = loss_of(apply)
+
+    def stack(layer, params, x):
+        return jax.lax.scan(lambda x, params: (layer(params, x), None), x, params)[0]
+
+    layer = WRAPPERS[wrap](functools.partial(moe, ep))
+    step = value_and_grads(layer_on(mesh, functools.partial(stack, layer), layers))
+    expected = value_and_grads(functools.partial(stack, dense))(params, x)
     for _ in range(3):
         assert_close(step(params, x), expected, SINGLE)
-
-
-def test_unrolled_checkpoint(bootstrap):
-    """Layers one after the other without scan."""
-    mesh, layers = make_mesh(4), 4
-    ep = bootstrap(mesh)
-    params, x = parameters(8, layers), tokens(8, 4)
-
-    def body(params, x):
-        for i in range(layers):
-            layer = jax.checkpoint(functools.partial(moe, ep))
-            x = layer(jax.tree.map(lambda a: a[i], params), x)
-        return x
-
-    step = loss_of(sharded(mesh, body, layers))
-    expected = loss_of(dense_stack)(params, x)
-    for _ in range(5):
-        assert_close(step(params, x), expected, SINGLE)
-
-
-def test_independent_layers(bootstrap):
-    """Two layers of one program that need nothing of each other."""
-    mesh = make_mesh(4)
-    ep = bootstrap(mesh)
-    first, second, x = parameters(9), parameters(10), tokens(9, 4)
-
-    def body(params, x):
-        return moe(ep, params[0], x) * moe(ep, params[1], x)
-
-    apply = jax.shard_map(
-        body, mesh=mesh, in_specs=((specs(), specs()), P("ep")), out_specs=P("ep")
-    )
-    reference = lambda params, x: dense(params[0], x) * dense(params[1], x)  # noqa: E731
-    step, expected = loss_of(apply), loss_of(reference)((first, second), x)
-    for _ in range(20):
-        assert_close(step((first, second), x), expected, SINGLE)
 
 
 def test_pullbacks_of_two_micro_batches(bootstrap):
@@ -130,21 +69,9 @@ def test_pullbacks_of_two_micro_batches(bootstrap):
         pulls = [jax.vjp(layer, part)[1] for part in parts]
         return jnp.concatenate([pull(c)[0] for pull, c in zip(pulls, cotangents)])
 
-    got = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=(specs(), P("ep"), P("ep")), out_specs=P("ep"))
-    )(params, x, grads)
+    got = jax.jit(on_mesh(mesh, body, (specs(), P("ep"), P("ep"))))(params, x, grads)
     expected = jax.vjp(functools.partial(dense, params), x)[1](grads)[0]
     assert_close(got, expected, SINGLE)
-
-
-def test_programs_one_after_the_other(bootstrap):
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
-    params, x = parameters(13), tokens(13, 2)
-    layer = jax.jit(sharded(mesh, functools.partial(moe, ep)))
-    independent = [layer(params, x + i) for i in range(10)]
-    for i, y in enumerate(independent):
-        assert_close(y, dense(params, x + i), SINGLE)
 
 
 def test_fewer_tokens_than_rows(bootstrap):
@@ -154,26 +81,17 @@ def test_fewer_tokens_than_rows(bootstrap):
     params, x = parameters(16), tokens(16, 4)
     is_token = (jnp.arange(4 * TOKENS) % TOKENS < jnp.repeat(counts, TOKENS))[:, None]
 
-    def body(x, idx, weights, up, down, counts):
-        rows, row_weights, plan = ep.dispatch(x, idx, weights, counts)
-        experts = {"up": up, "down": down}
-
-        def mlp(rows, sizes, experts):
-            hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, experts["up"], sizes))
-            return jax.lax.ragged_dot(hidden, experts["down"], sizes)
-
-        rows = ep.experts(mlp, rows, plan, experts, P("ep"))
-        return ep.combine(rows, plan, row_weights)
-
     def apply(params, x):
-        idx, weights = route(params, x)
+        weights, idx = route(scores(x, params["router"]))
         idx = jnp.where(is_token, idx, EXPERTS + 1)  # an error, if it were read
-        return body(x, idx, weights, params["up"], params["down"], counts)
+        rows, row_weights, plan = ep.dispatch(x, idx, weights, counts)
+        experts = {name: params[name] for name in ("up", "down")}
+        return ep.combine(ep.experts(mlp, rows, plan, experts, P("ep")), plan, row_weights)
 
     def reference(params, x):
         return jnp.where(is_token, dense(params, x) - x, 0)
 
-    assert_close(loss_of(apply)(params, x), loss_of(reference)(params, x), SINGLE)
+    assert_close(value_and_grads(apply)(params, x), value_and_grads(reference)(params, x), SINGLE)
     ep.check()
 
 
@@ -185,23 +103,26 @@ def test_two_axes(bootstrap, names, axis):
     assert ep.num_ranks == (2 if axis == "ep" else 4)
     params, x = parameters(14), tokens(14, 4)
     split = {"router": P(), "up": P(axis), "down": P(axis)}
-    body = functools.partial(moe, ep)
-    apply = jax.shard_map(body, mesh=mesh, in_specs=(split, P(names)), out_specs=P(names))
-    assert_close(loss_of(apply)(params, x), loss_of(dense)(params, x), SINGLE)
+    body, options = functools.partial(moe, ep), dict(in_specs=(split, P(names)), out_specs=P(names))
+    apply = jax.shard_map(body, mesh=mesh, **options)
+    assert_close(value_and_grads(apply)(params, x), value_and_grads(dense)(params, x), SINGLE)
+
+
+def there_and_back(ep, mesh):
+    """A program of a dispatch and its combine. Returns the plan's totals, too."""
+
+    def body(x, idx):
+        rows, _, plan = ep.dispatch(x, idx)
+        return ep.combine(rows, plan), plan.totals[None]
+
+    return jax.jit(on_mesh(mesh, body))
 
 
 def test_capacity(bootstrap):
     """With a small capacity rows are lost, counted, and reported by check."""
     mesh = make_mesh(2)
     ep = bootstrap(mesh, max_recv_rows=4)
-    x = jnp.ones((2 * TOKENS, HIDDEN))
-    idx = jnp.tile(jnp.arange(TOP_K, dtype=jnp.int32), (2 * TOKENS, 1))
-
-    def body(x, idx):
-        rows, _, plan = ep.dispatch(x, idx)
-        return ep.combine(rows, plan), plan.totals[None]
-
-    y, totals = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x, idx)
+    y, totals = there_and_back(ep, mesh)(jnp.ones((2 * TOKENS, HIDDEN)), indices(2))
     needed = 2 * TOKENS * TOP_K
     assert totals.tolist() == [[4, needed, needed - 4], [0, 0, 0]]
     assert float(y.sum()) == 4 * HIDDEN
@@ -216,12 +137,7 @@ def test_default_capacity(bootstrap, duplicates, rows):
     mesh = make_mesh(8)
     ep = bootstrap(mesh, duplicates=duplicates)
     assert ep.max_recv_rows == rows * TOKENS
-    x, idx = tokens(16, 8), jnp.zeros((8 * TOKENS, TOP_K), jnp.int32)
-
-    def body(x, idx):
-        rows, _, plan = ep.dispatch(x, idx)
-        return ep.combine(rows, plan)
-
-    y = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x, idx)
+    x = tokens(16, 8)
+    y, _ = there_and_back(ep, mesh)(x, jnp.zeros((8 * TOKENS, TOP_K), jnp.int32))
     assert_close(y, x * (TOP_K if duplicates == "keep" else 1), SINGLE)
     ep.check()

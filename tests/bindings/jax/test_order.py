@@ -13,7 +13,9 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import DEVICE, assert_close, dense, make_mesh, moe, parameters, specs, tokens
+from conftest import (
+    DEVICE, assert_close, dense, layer_on, make_mesh, moe, parameters, specs, tokens
+)  # fmt: skip
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
@@ -23,21 +25,10 @@ import libep.jax
 REPEATS = 10
 
 
-def on_devices(mesh, body):
-    return jax.shard_map(body, mesh=mesh, in_specs=(specs(), P("ep")), out_specs=P("ep"))
-
-
-def check(mesh, body, reference, seed, devices=4):
-    """Values and gradients of body(params, x), again and again, against those of the reference."""
-    params, x = parameters(seed), tokens(seed, devices)
-
-    def step_of(function):
-        return lambda params, x: jnp.sum(jnp.sin(function(params, x)))
-
-    step = jax.jit(jax.value_and_grad(step_of(on_devices(mesh, body)), argnums=(0, 1)))
-    expected = jax.value_and_grad(step_of(reference), argnums=(0, 1))(params, x)
-    for _ in range(REPEATS):
-        assert_close(step(params, x), expected, 1e-5)
+def program_of(function):
+    """Values and gradients of a function of parameters and tokens."""
+    step = lambda params, x: jnp.sum(jnp.sin(function(params, x)))  # noqa: E731
+    return jax.jit(jax.value_and_grad(step, argnums=(0, 1)))
 
 
 def many(layer, params, x):
@@ -95,34 +86,33 @@ def tail(layer, params, x):
 
 @pytest.mark.parametrize("shape", [many, loops, branches, jitted, custom, nested_checkpoints, tail])
 def test_shapes(bootstrap, shape):
+    """Values and gradients, again and again, against those of dense layers."""
     mesh = make_mesh(4)
     ep = bootstrap(mesh)
-    layer = functools.partial(moe, ep)
-    check(mesh, functools.partial(shape, layer), functools.partial(shape, dense), 3)
+    params, x = parameters(3), tokens(3, 4)
+    step = program_of(layer_on(mesh, functools.partial(shape, functools.partial(moe, ep))))
+    expected = program_of(functools.partial(shape, dense))(params, x)
+    for _ in range(REPEATS):
+        assert_close(step(params, x), expected, 1e-5)
     ep.check()
 
 
 def test_frozen_inputs_under_checkpoint(bootstrap):
     """Experts alone are trained: dispatch has no gradient, and checkpoint must not repeat it."""
     mesh = make_mesh(2)
-    ep = bootstrap(mesh)
-    params, x = parameters(2), tokens(2, 2)
-
-    def body(params, x):
-        layer = jax.checkpoint(functools.partial(moe, ep))
-        return layer(params, x) * layer(params, x + 1)
-
-    def reference(params, x):
-        return dense(params, x) * dense(params, x + 1)
-
+    params, x, ep = parameters(2), tokens(2, 2), bootstrap(mesh)
     experts = {name: params[name] for name in ("up", "down")}
+
+    def twice(layer):
+        return lambda params, x: layer(params, x) * layer(params, x + 1)
 
     def grad(function):
         loss = lambda experts: jnp.sum(jnp.sin(function({**params, **experts}, x)))  # noqa: E731
         return jax.jit(jax.grad(loss))(experts)
 
+    body = layer_on(mesh, twice(jax.checkpoint(functools.partial(moe, ep))))
     for _ in range(REPEATS):
-        assert_close(grad(on_devices(mesh, body)), grad(reference), 1e-5)
+        assert_close(grad(body), grad(twice(dense)), 1e-5)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="GPUs have other programs")
@@ -131,7 +121,7 @@ def test_calls_are_chained(bootstrap):
     mesh = make_mesh(2)
     ep = bootstrap(mesh)
     params, x = parameters(4), tokens(4, 2)
-    apply = on_devices(mesh, lambda params, x: moe(ep, params, x) + moe(ep, params, x + 1))
+    apply = layer_on(mesh, lambda params, x: moe(ep, params, x) + moe(ep, params, x + 1))
     step = jax.jit(jax.grad(lambda params, x: jnp.sum(apply(params, x))))
     text = step.lower(params, x).compile().as_text()
     name, first = r"%([\w.\-]+)", r"\((?:[^%\s]+ )?%([\w.\-]+)"
@@ -157,20 +147,15 @@ def test_calls_are_chained(bootstrap):
 
 def test_programs_of_other_devices(bootstrap):
     """A group on some devices, one on others, and one on all, in programs one after the other."""
-    meshes = [make_mesh(4), libep_mesh(2, 0), libep_mesh(2, 2)]
-    params, programs = parameters(5), []
-    for mesh in meshes:
-        ep = bootstrap(mesh)
-        programs.append(jax.jit(on_devices(mesh, functools.partial(moe, ep))))
+    devices = make_mesh(4).devices
+    meshes = [jax.sharding.Mesh(part, ("ep",)) for part in (devices, devices[:2], devices[2:])]
+    layers = [functools.partial(moe, bootstrap(mesh)) for mesh in meshes]
+    programs = [jax.jit(layer_on(mesh, layer)) for mesh, layer in zip(meshes, layers)]
+    params = parameters(5)
     for i in range(REPEATS):
         for mesh, program in zip(meshes, programs):
             x = tokens(i, mesh.size)
             assert_close(program(params, x), dense(params, x), 1e-5)
-
-
-def libep_mesh(size, first):
-    make_mesh(first + size)  # or skip
-    return jax.sharding.Mesh(jax.devices()[first : first + size], ("ep",))
 
 
 def test_programs_in_flight(bootstrap):
@@ -180,7 +165,7 @@ def test_programs_in_flight(bootstrap):
     layers = [functools.partial(moe, bootstrap(mesh)) for _ in range(2)]
 
     def program(first, second):
-        return jax.jit(on_devices(mesh, lambda p, x: first(p, x + 1) + second(p, x) + x))
+        return jax.jit(layer_on(mesh, lambda p, x: first(p, x + 1) + second(p, x) + x))
 
     one, two = program(*layers), program(*reversed(layers))
     results = [run(params, x) for _ in range(REPEATS) for run in (one, two, one)]
@@ -219,11 +204,11 @@ def test_signature(bootstrap, cached, devices):
     expected = jax.grad(lambda x: jnp.sum(jnp.sin(dense(params, x))))(x)
 
     def step():
-        layer = on_devices(mesh, functools.partial(moe, ep))
+        layer = layer_on(mesh, functools.partial(moe, ep))
         return jax.jit(jax.grad(lambda x, params: jnp.sum(jnp.sin(layer(params, x)))))
 
-    split = [jax.sharding.NamedSharding(mesh, spec) for spec in specs().values()]
-    params = {name: jax.device_put(params[name], s) for name, s in zip(specs(), split)}
+    split = {name: jax.sharding.NamedSharding(mesh, spec) for name, spec in specs().items()}
+    params = jax.device_put(params, split)
     x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P("ep")))
     compiled = step().lower(x, params).compile()
     taken, returned = re.search(r"ENTRY .*?\((.*)\) -> (.*) {", compiled.as_text()).groups()
@@ -244,7 +229,7 @@ def test_without_jit(bootstrap):
     """Every call is a program of its own."""
     mesh = make_mesh(2)
     params, x = parameters(8), tokens(8, 2)
-    layer = on_devices(mesh, functools.partial(moe, bootstrap(mesh)))
+    layer = layer_on(mesh, functools.partial(moe, bootstrap(mesh)))
     with jax.disable_jit():
         assert_close(libep.jax.jit(layer)(params, x), dense(params, x), 1e-5)
 
@@ -252,9 +237,8 @@ def test_without_jit(bootstrap):
 def test_options_of_jit(bootstrap):
     """Static, named and donated arguments, trees, and results that are not arrays of a call."""
     mesh = make_mesh(2)
-    ep = bootstrap(mesh)
     params, x = parameters(6), tokens(6, 2)
-    layer = on_devices(mesh, functools.partial(moe, ep))
+    layer = layer_on(mesh, functools.partial(moe, bootstrap(mesh)))
 
     def step(params, x, kind, *, scale):
         """The step."""
@@ -272,9 +256,8 @@ def test_options_of_jit(bootstrap):
 def test_other_effects(bootstrap):
     """Callbacks in order stay in order."""
     mesh = make_mesh(1)
-    ep = bootstrap(mesh)
     params, seen = parameters(7), []
-    layer = on_devices(mesh, functools.partial(moe, ep))
+    layer = layer_on(mesh, functools.partial(moe, bootstrap(mesh)))
 
     @jax.jit
     def step(params, x):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import time
 import pytest
 from base import DEVICE, TREE
 from processes import free_port
+from programs import programs
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SECONDS = 300
@@ -26,29 +26,18 @@ def clean_environment():
 
 def run(*arguments):
     """Run Python, and return the lines that it printed."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    options = dict(env=clean_environment(), capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run([sys.executable, *arguments], **options)
     assert done.returncode == 0 and "libep" not in done.stderr
     return done.stdout.splitlines()
 
 
 def start_two(arguments):
     """Start two processes of Python. arguments(address, number): the address is where they meet."""
-    address, clean = f"127.0.0.1:{free_port()}", clean_environment()
-    return [
-        subprocess.Popen(
-            [sys.executable, *arguments(address, str(number))],
-            env=clean,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
+    address = f"127.0.0.1:{free_port()}"
+    options = dict(env=clean_environment(), stdout=subprocess.PIPE, text=True)
+    programs = [[sys.executable, *arguments(address, str(number))] for number in range(2)]
+    return [subprocess.Popen(program, **options) for program in programs]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -108,23 +97,18 @@ def test_ctrl_c_in_a_wait():
         second.communicate()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("moe_jax.py", "2"),
-        ("moe_mesh_jax.py",),
-        ("moe_mesh_jax.py", "fsdp=2,expert=2", "--fp8"),
-    ],
-)
-def test_examples(arguments):
-    lines = run(os.path.join(TREE, "bindings/jax/examples", arguments[0]), *arguments[1:])
+@pytest.mark.parametrize("program, options", [
+    ("moe_jax.py", ["2"]), ("moe_mesh_jax.py", []),
+    ("moe_mesh_jax.py", ["fsdp=2,expert=2", "--fp8"]),
+])  # fmt: skip
+def test_examples(program, options):
+    lines = run(os.path.join(TREE, "bindings/jax/examples", program), *options)
     losses = [float(line.split()[-1]) for line in lines]
     assert len(losses) >= 4 and losses[-1] < 0.8 * losses[0]
 
 
 def test_docs():
-    with open(os.path.join(TREE, "docs/jax.md")) as page:
-        programs = re.findall(r"```python\n(import .*?)```", page.read(), re.S)
-    assert programs
-    for program in programs:
+    found = [text for text in programs("docs/jax.md") if text.startswith("import ")]
+    assert found
+    for program in found:
         assert run("-c", program)[-1] == "every token came back"

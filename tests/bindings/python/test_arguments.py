@@ -52,7 +52,8 @@ def read_only(array):
 
 # ---- calls and configurations that are refused ---------------------------------------------------
 
-OUTPUTS = [
+
+@pytest.mark.parametrize("text, changed", [
     ("TypeError ^recv_tokens: expected memory that may be written",
      dict(recv_tokens=read_only(np.zeros((4, 8), np.float32)))),
     ("BUFFER_SIZE", dict(recv_tokens=np.zeros((3, 8), np.float32))),
@@ -60,10 +61,7 @@ OUTPUTS = [
     ("NULL", dict(recv_topk_weights=None)),
     ("ADDRESS", dict(tokens=Tensor(X.ctypes.data + 4, Type.FP32, (2, 8)))),
     ("UNSUPPORTED", dict(prepare=libep.Prepare(IDX))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("text, changed", OUTPUTS)
+])  # fmt: skip
 def test_refused_outputs(handle, text, changed):
     with refused(text if " " in text else f"{text} ^rank 0: ep_dispatch_with: "):
         dispatch(handle, **changed)
@@ -86,37 +84,40 @@ def test_wrong_fields_of_a_group(text, fields):
             Group(bootstrap, num_experts=1, max_tokens=1, max_top_k=1)
 
 
-def test_refused_configurations(group):
-    for text, call in [
-        ("ALIGNMENT", lambda: Handle(group, alignment=3)),
-        ("TOP_K", lambda: Handle(group, top_k=3)),
-        ("UNSUPPORTED", lambda: Handle(group, mode=Mode.LATENCY)),
-        ("RANGE", lambda: Group.memory(0, **FIELDS)),
-        ("RANGE", lambda: libep.expert_range(8, 2, 2)),
-        ("RANGE", lambda: Bootstrap.local(0)),
-    ]:
-        with refused(text):
-            call()
+@pytest.mark.parametrize("text, call", [
+    ("ALIGNMENT", lambda group: Handle(group, alignment=3)),
+    ("TOP_K", lambda group: Handle(group, top_k=3)),
+    ("UNSUPPORTED", lambda group: Handle(group, mode=Mode.LATENCY)),
+    ("UNSUPPORTED config.sum_quant: expected EP_QUANT_NONE or EP_QUANT_FP8",
+     lambda group: Handle(group, sum_quant=libep.Quant.MXFP8)),
+    ("RANGE config.padding: expected an EpPadding, got 0", lambda group: Handle(group, padding=0)),
+    ("RANGE", lambda group: Group.memory(0, **FIELDS)),
+    ("RANGE", lambda group: libep.expert_range(8, 2, 2)),
+    ("RANGE", lambda group: Bootstrap.local(0)),
+    ("TypeError biases: expected at most 2, got 3", lambda group: libep.Extras(X, X, X)),
+])  # fmt: skip
+def test_refused_configurations(group, text, call):
+    with refused(text):
+        call(group)
 
 
 def test_names_of_members():
     """Fields take members of enums by name, in any case."""
     for name in "latency", "LATENCY", "Latency":
-        with Bootstrap.local(1)[0] as bootstrap:
-            with Group(bootstrap, **{**FIELDS, "backend": "host", "mode": name}) as group:
-                facts = group.query()
-                assert facts.mode is Mode.LATENCY and facts.backend is libep.Backend.HOST
-                with Handle(group, layout="rank_major") as handle:
-                    assert handle.mode is Mode.LATENCY
-
-
-def mismatch_rank(bootstrap):
-    with refused("MISMATCH max_tokens"):
-        Group(bootstrap, **{**FIELDS, "max_tokens": 4 + bootstrap.rank})
+        fields = {**FIELDS, "backend": "host", "mode": name}
+        with Bootstrap.local(1)[0] as bootstrap, Group(bootstrap, **fields) as group:
+            facts = group.query()
+            assert facts.mode is Mode.LATENCY and facts.backend is libep.Backend.HOST
+            with Handle(group, layout="rank_major") as handle:
+                assert handle.mode is Mode.LATENCY
 
 
 def test_ranks_that_differ():
-    run_threads(2, mismatch_rank)
+    def body(bootstrap):
+        with refused("MISMATCH max_tokens"):
+            Group(bootstrap, **{**FIELDS, "max_tokens": 4 + bootstrap.rank})
+
+    run_threads(2, body)
 
 
 def test_routing_error_is_a_finding(group):
@@ -194,37 +195,37 @@ def test_aborted_group():
 # ---- one thread at a time ----------------------------------------------------------------------
 
 
-def busy_rank(bootstrap, release):
-    with Group(bootstrap, **FIELDS) as group:
-        handle = Handle(group)
-        if bootstrap.rank == 1:
-            release.wait(20)
-            handle.prepare(IDX)
-            return
-        waiting = threading.Thread(target=handle.prepare, args=(IDX,))
-        waiting.start()
-        while not group.caller:
-            pass
-        for call in (group.query, group.close):
-            with refused("RuntimeError one thread at a time"):
-                call()
-        release.set()
-        waiting.join()
-
-
 def test_second_thread_is_refused():
-    run_threads(2, busy_rank, threading.Event())
+    release = threading.Event()
 
+    def body(bootstrap):
+        with Group(bootstrap, **FIELDS) as group:
+            handle = Handle(group)
+            if bootstrap.rank == 1:
+                release.wait(20)
+                handle.prepare(IDX)
+                return
+            waiting = threading.Thread(target=handle.prepare, args=(IDX,))
+            waiting.start()
+            while not group.caller:
+                pass
+            for call in (group.query, group.close):
+                with refused("RuntimeError one thread at a time"):
+                    call()
+            release.set()
+            waiting.join()
 
-def watchdog_rank(bootstrap):
-    with Group(bootstrap, **FIELDS) as group:
-        if bootstrap.rank == 1:
-            threading.Event().wait(0.5)
-            return
-        threading.Timer(0.2, group.abort, ["no step for 0.2 seconds"]).start()
-        with refused("ABORTED no step for 0.2 seconds"):
-            Handle(group).prepare(IDX)
+    run_threads(2, body)
 
 
 def test_watchdog_aborts_a_wait():
-    run_threads(2, watchdog_rank)
+    def body(bootstrap):
+        with Group(bootstrap, **FIELDS) as group:
+            if bootstrap.rank == 1:
+                threading.Event().wait(0.5)
+                return
+            threading.Timer(0.2, group.abort, ["no step for 0.2 seconds"]).start()
+            with refused("ABORTED no step for 0.2 seconds"):
+                Handle(group).prepare(IDX)
+
+    run_threads(2, body)

@@ -16,9 +16,8 @@ def e4m3_values():
     """The values of the codes 0 .. 0x7e."""
     codes = np.arange(0x7F)
     exponent, mantissa = codes >> 3, codes & 7
-    return np.where(
-        exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9
-    ).astype(np.float32)
+    normal, small = (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9
+    return np.where(exponent > 0, normal, small).astype(np.float32)
 
 
 def nearest_code(values):
@@ -61,14 +60,8 @@ def test_forms(group, blocks, transposed, order):
     if order == ScaleOrder.BY_COLUMN:
         scales = np.ascontiguousarray(scales.T)
     out, got = np.zeros(result.shape, np.uint8), np.zeros(scales.shape, np.float32)
-    group.quantise_rows(
-        rows,
-        out=libep.tensor(out, Type.FP8_E4M3),
-        scales=got,
-        blocks=blocks,
-        transposed=transposed,
-        scale_order=order,
-    )
+    form = dict(blocks=blocks, transposed=transposed, scale_order=order)
+    group.quantise_rows(rows, out=libep.tensor(out, Type.FP8_E4M3), scales=got, **form)
     assert np.array_equal(out, codes) and np.array_equal(got, scales)
 
 
@@ -102,11 +95,11 @@ def test_rows_that_are_not_there(group):
 
 def test_refusals(group):
     rows, out = np.zeros((128, 128), np.float32), np.zeros((128, 128), np.uint8)
-    scales = np.zeros((128, 1), np.float32)
-    fp8 = libep.tensor(out, Type.FP8_E4M3)
-    with refused("EpError scales: expected size = 1 in dimension 1, got 128"):
-        group.quantise_rows(rows, out=fp8, scales=np.zeros((128, 128), np.float32))
-    with refused("EpError form.quant: expected an EpQuant other than"):
-        group.quantise_rows(rows, out=fp8, scales=scales, quant=Quant.NONE)
-    with refused("EpError out: expected fp8_e4m3, got uint8"):
-        group.quantise_rows(rows, out=out, scales=scales)
+    good = dict(out=libep.tensor(out, Type.FP8_E4M3), scales=np.zeros((128, 1), np.float32))
+    for text, changed in [
+        ("scales: expected size = 1 in dimension 1, got 128", dict(scales=rows + 0)),
+        ("form.quant: expected an EpQuant other than", dict(quant=Quant.NONE)),
+        ("out: expected fp8_e4m3, got uint8", dict(out=out)),
+    ]:
+        with refused(f"EpError {text}"):
+            group.quantise_rows(rows, **{**good, **changed})

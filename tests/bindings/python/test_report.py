@@ -7,19 +7,11 @@ import json
 import math
 import os
 import subprocess
-import sys
 
 import pytest
 from report_files import (
-    OPERATIONS,
-    Page,
-    make_models,
-    make_result,
-    make_trace,
-    timings,
-    write_json,
-    write_trace,
-)
+    OPERATIONS, Page, make_models, make_result, make_trace, timings, write_json, write_trace
+)  # fmt: skip
 
 pytest.importorskip("matplotlib", reason="reports need matplotlib")
 
@@ -43,21 +35,26 @@ def text(value, digits=1):
 
 
 def floor(timing):
-    bounds = [timing[key] for key in ("wire_us", "mem_us") if key in timing]
-    return max(bounds) if bounds else None
+    return max((timing[key] for key in ("wire_us", "mem_us") if key in timing), default=None)
 
 
 def check_timing(row, timing):
-    assert row["median (µs)"] == text(timing["median_us"])
-    assert row["p99 (µs)"] == text(timing["p99_us"])
-    assert row["wire (µs)"] == text(timing.get("wire_us"))
-    assert row["memory (µs)"] == text(timing.get("mem_us"))
-    assert row["floor (µs)"] == text(floor(timing))
-    bound = floor(timing)
-    assert row["time / floor"] == (text(timing["median_us"] / bound, 2) if bound else "")
-    for column, key in (("remote GB/s", "remote_bytes"), ("useful GB/s", "useful_bytes")):
-        rate = timing[key] / (timing["median_us"] * 1e-6) / 1e9 if key in timing else None
-        assert row[column] == text(rate, 2)
+    """The figures of a row of a table."""
+    bound, median = floor(timing), timing["median_us"]
+    rates = [timing[key] / (median * 1e-6) / 1e9 if key in timing else None
+             for key in ("remote_bytes", "useful_bytes")]
+    expected = {
+        "median (µs)": text(median), "p99 (µs)": text(timing["p99_us"]),
+        "wire (µs)": text(timing.get("wire_us")), "memory (µs)": text(timing.get("mem_us")),
+        "floor (µs)": text(bound), "time / floor": text(bound and median / bound, 2),
+        "remote GB/s": text(rates[0], 2), "useful GB/s": text(rates[1], 2),
+    }
+    assert {name: row[name] for name in expected} == expected
+
+
+def medians(size):
+    """The medians of a size, by operation."""
+    return {timing["name"]: timing["median_us"] for timing in timings(size)}
 
 
 # ---- results -----------------------------------------------------------------------------------
@@ -109,27 +106,27 @@ def test_warnings(report, tmp_path, seed, change, sentence):
 def check_bars(page, result):
     """All begin at one common zero."""
     scales = []
-    for timing in timings(result):
-        name = timing["name"].replace("_", "-")
-        xs = [x for x, _ in page.path(f"result1-times-bar-{name}-0")]
-        scales.append((min(xs), (max(xs) - min(xs)) / timing["median_us"]))
+    for name, median in medians(result).items():
+        xs = [x for x, _ in page.path(f"result1-times-bar-{name.replace('_', '-')}-0")]
+        scales.append((min(xs), (max(xs) - min(xs)) / median))
     assert max(zero for zero, _ in scales) - min(zero for zero, _ in scales) < 0.01
     assert max(scale for _, scale in scales) == pytest.approx(min(s for _, s in scales), rel=1e-3)
 
 
+def check_logarithmic(places, values):
+    """On a logarithmic axis ratios are distances."""
+    for place, value in zip(places, values):
+        along = math.log(value / values[0]) / math.log(values[-1] / values[0])
+        expected = places[0] + along * (places[-1] - places[0])
+        assert place == pytest.approx(expected, abs=0.01)
+
+
 def check_points(page, result, name):
-    """On logarithmic axes, ratios of times and of tokens are distances."""
-    sizes = [size["tokens"] for size in result["sweep"]]
-    medians = [next(p["median_us"] for p in size["phases"] if p["name"] == name)
-               for size in result["sweep"]]
     points = page.path(f"result1-sweep-median-{name.replace('_', '-')}-0")
-    assert len(points) == len(sizes)
-    (x0, y0), (x1, y1) = points[0], points[-1]
-    for (x, y), tokens, median in zip(points, sizes, medians):
-        along = math.log(tokens / sizes[0]) / math.log(sizes[-1] / sizes[0])
-        assert x - x0 == pytest.approx(along * (x1 - x0), abs=0.01)
-        up = math.log(median / medians[0]) / math.log(medians[-1] / medians[0])
-        assert y - y0 == pytest.approx(up * (y1 - y0), abs=0.01)
+    assert len(points) == len(result["sweep"])
+    xs, ys = zip(*points)
+    check_logarithmic(xs, [size["tokens"] for size in result["sweep"]])
+    check_logarithmic(ys, [medians(size)[name] for size in result["sweep"]])
 
 
 def test_models(report, tmp_path, seed):
@@ -147,34 +144,33 @@ def test_models(report, tmp_path, seed):
             assert (row["model"], row["tokens"]) == (model, str(tokens))
             check_timing(row, timing)
     runs = [[run for run in file["models"] if run["model"] == "large"] for file in (result, new)]
-    expected = [(run["config"]["mode"], size["tokens"], t["name"], t["median_us"], u["median_us"])
-                for run, other in zip(*runs) for size, same in zip(run["sweep"], other["sweep"])
-                for t, u in zip(timings(size), timings(same))]
-    assert [list(row.values()) for row in page.table("models1", "Medians compared")] == [
-        ["large", mode, str(tokens), name, text(before), text(after), text(after / before, 2)]
-        for mode, tokens, name, before, after in expected]
+    expected = [
+        ["large", run["config"]["mode"], *row]
+        for run, other in zip(*runs) for pair in zip(run["sweep"], other["sweep"])
+        for row in compared(*pair)
+    ]  # fmt: skip
+    assert [[*row.values()] for row in page.table("models1", "Medians compared")] == expected
 
 
 # ---- comparisons -------------------------------------------------------------------------------
 
 
+def compared(old, new):
+    """The rows of a comparison of two results of a size."""
+    before, after = medians(old), medians(new)
+    return [
+        [str(old["tokens"]), name, text(before[name]), text(after[name]),
+         text(after[name] / before[name], 2)] for name in before if name in after
+    ]  # fmt: skip
+
+
 def test_comparison(report, tmp_path, seed):
     old = make_result(seed, (128, 512, 2048))
     new = make_result(seed + 1, (64, 512, 2048), zero_copy=True)
-    del new["sweep"][2]["step"]
+    del new["sweep"][2]["split_phases"][1]
     page = report(write_json(tmp_path, "old.json", old), write_json(tmp_path, "new.json", new))
-    rows = page.table("compare", "Medians compared")
-    expected = []
-    for size, other in zip(old["sweep"][1:], new["sweep"][1:]):
-        theirs = {t["name"]: t["median_us"] for t in timings({"step": {"median_us": 0}, **other})}
-        if "step" not in other:
-            del theirs["step"]
-        expected += [(size["tokens"], t["name"], t["median_us"], theirs[t["name"]])
-                     for t in timings(size) if t["name"] in theirs]
-    assert len(rows) == len(expected)
-    for row, (tokens, name, before, after) in zip(rows, expected):
-        assert list(row.values()) == [str(tokens), name, text(before), text(after),
-                                      text(after / before, 2)]
+    rows = [list(row.values()) for row in page.table("compare", "Medians compared")]
+    assert rows == [row for i in (1, 2) for row in compared(old["sweep"][i], new["sweep"][i])]
     assert page.table("compare", "What differs") == [
         {"option": "zero_copy", "old.json": "no", "new.json": "yes"}]
 
@@ -197,23 +193,21 @@ def test_comparison_without_common_sizes(report, tmp_path, seed):
 @pytest.mark.parametrize("key, values", [
     ("num_sms", (24, 8, 132, 64)), ("tokens", (512, 128, 8192)), ("hidden", (4096, 7168))])
 def test_curve_over_an_option(report, tmp_path, seed, key, values):
-    files, medians = [], []
+    files, found = [], []
     for i, value in enumerate(values):
         result = make_result(seed + i, (value if key == "tokens" else 256,))
         result["config"] = {**result["config"], key: value, "row_bytes": 2 * value}
-        medians.append(next(p["median_us"] for p in result["phases"] if p["name"] == "combine"))
+        found.append(medians(result)["combine"])
         files.append(write_json(tmp_path, f"{value}.json", result))
     page = report(*files)
     assert "compare-curve" in page.ids and "compare-times" not in page.ids
     order = sorted(range(len(values)), key=lambda i: values[i])
     rows = page.table("compare", "Medians over")
     assert [list(row.values())[0] for row in rows] == [str(values[i]) for i in order]
-    assert [row["combine (µs)"] for row in rows] == [text(medians[i]) for i in order]
+    assert [row["combine (µs)"] for row in rows] == [text(found[i]) for i in order]
     points = page.path("compare-curve-median-combine-0")
     assert len(points) == len(values) and points == sorted(points)
-    for (x, y), i in zip(points, order):
-        along = math.log(values[i] / min(values)) / math.log(max(values) / min(values))
-        assert x - points[0][0] == pytest.approx(along * (points[-1][0] - points[0][0]), abs=0.01)
+    check_logarithmic([x for x, _ in points], sorted(values))
 
 
 # ---- traces ------------------------------------------------------------------------------------
@@ -227,38 +221,33 @@ def owner_of(expert, experts, ranks):
 
 
 def test_trace(report, tmp_path, seed):
-    trace = make_trace(seed)
+    trace, ranks = make_trace(seed), range(3)
     page = report(write_trace(tmp_path, "t.trace", trace))
-    experts, ranks = [0] * 7, range(3)
+    experts, fan_out = [0] * 7, [0] * 4
     slots, rows = ([[0] * 3 for _ in ranks] for _ in "12")
-    fan_out = [0] * 4
     for source, tokens in enumerate(trace):
-        for token in tokens:
-            owners = [owner_of(e, 7, 3) for e in token if e >= 0]
-            for expert in token:
-                if expert >= 0:
-                    experts[expert] += 1
-            for owner in owners:
+        for live in ([e for e in token if e >= 0] for token in tokens):
+            owners = [owner_of(e, 7, 3) for e in live]
+            for expert, owner in zip(live, owners):
+                experts[expert] += 1
                 slots[source][owner] += 1
             for owner in set(owners):
                 rows[source][owner] += 1
             fan_out[len(set(owners))] += 1
-
     table = {int(row["expert"]): row for row in page.table("trace1", "Experts")}
     for expert, count in enumerate(experts):
-        assert table[expert]["slots"] == str(count)
-        assert table[expert]["rank"] == str(owner_of(expert, 7, 3))
-        assert table[expert]["over mean"] == text(count / (sum(experts) / 7), 2)
+        found = [table[expert][name] for name in ("slots", "rank", "over mean")]
+        mean = sum(experts) / 7
+        assert found == [str(count), str(owner_of(expert, 7, 3)), text(count / mean, 2)]
     matrix = page.table("trace1", "Rows from")
     assert [[row[str(r)] for r in ranks] for row in matrix] == [[*map(str, r)] for r in rows]
     fans = page.table("trace1", "Ranks of a token")
     assert [int(row["tokens"]) for row in fans] == fan_out
     received = [sum(slots[s][r] for s in ranks) for r in ranks]
+    names = "slots received", "slots of its own tokens", "rows sent", "rows received"
     for r, row in enumerate(page.table("trace1", "Load of ranks")):
-        assert row["slots received"] == str(received[r])
-        assert row["slots of its own tokens"] == str(slots[r][r])
-        assert row["rows sent"] == str(sum(rows[r]) - rows[r][r])
-        assert row["rows received"] == str(sum(rows[s][r] for s in ranks) - rows[r][r])
+        sent, came = sum(rows[r]) - rows[r][r], sum(rows[s][r] for s in ranks) - rows[r][r]
+        assert [int(row[name]) for name in names] == [received[r], slots[r][r], sent, came]
     numbers = {row["figure"]: row["value"] for row in page.table("trace1", "The trace")}
     assert numbers["imbalance of experts (max / mean)"] == text(7 * max(experts) / sum(experts), 2)
     assert numbers["imbalance of ranks (max / mean)"] == text(3 * max(received) / sum(received), 2)
@@ -287,24 +276,19 @@ def test_trace_without_experts(report, tmp_path):
 # ---- the page as a whole -----------------------------------------------------------------------
 
 
-def everything(tmp_path, seed):
-    """A page with every kind of section."""
+# Every reference is to a part of the page, and every part has a name of its own. The same files
+# make the same page.
+def test_page_refers_to_nothing_outside(report, tmp_path, seed):
     results = {"old": make_result(seed), "new": make_result(seed + 1, (1, 128, 512)),
                "zero": make_result(seed + 2, (0, 1, 128))}
     results.update({name: make_models(seed + i, ("small",), (128,)) for i, name in enumerate("mn")})
     paths = [write_json(tmp_path, f"{name}.json", result) for name, result in results.items()]
-    return paths + [write_trace(tmp_path, f"{i}.trace", make_trace(seed + i)) for i in range(2)]
-
-
-# Every reference is to a part of the page, and every part has a name of its own. The same files
-# make the same page.
-def test_page_refers_to_nothing_outside(report, tmp_path, seed):
-    paths = everything(tmp_path, seed)
+    paths += [write_trace(tmp_path, f"{i}.trace", make_trace(seed + i)) for i in range(2)]
     page = report(*paths)
     assert report(*paths).source == page.source
     assert len(page.ids) == len(set(page.ids))
-    references = [value for _, name, value in page.attributes
-                  if name in ("href", "xlink:href", "src", "action", "data")]
+    names = "href", "xlink:href", "src", "action", "data"
+    references = [value for _, name, value in page.attributes if name in names]
     assert references
     for reference in references:
         inside = reference.startswith("#") and reference[1:] in page.ids
@@ -353,9 +337,3 @@ def test_true_results(report, tmp_path):
     assert "class=warning" not in page.source
     slots = sum(int(row["slots received"]) for row in page.table("trace1", "Load of ranks"))
     assert slots == 2 * 4 * 8
-
-
-def test_import_of_libep_is_without_matplotlib():
-    code = ("import sys, libep; "
-            "sys.exit(any(name.split('.')[0] in ('matplotlib', 'numpy') for name in sys.modules))")
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

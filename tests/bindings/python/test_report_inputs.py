@@ -50,7 +50,7 @@ def changed(way, value):
     return json.dumps(result)
 
 
-@pytest.mark.parametrize("content, sentence", [
+RESULTS = [
     (b"", "got an empty file"),
     (b" \n", "got an empty file"),
     (b"\x7fELF\xff\xfe", "got bytes that are no text"),
@@ -79,9 +79,7 @@ def changed(way, value):
     (changed("sweep.0.phases.2.p99_us", 10**400), "to be a number from 0 to 1e+18, got 1000"),
     (changed("sweep.0.phases.2.name", None), "phases[2].name to be a text, got nothing"),
     ('{"version": "0.2.0", "models": []}', "expected models to be a list that is not empty"),
-])
-def test_results(refuse, content, sentence):
-    refuse(content, sentence)
+]
 
 
 def test_result_without_a_format(tmp_path):
@@ -99,7 +97,8 @@ def test_result_of_a_newer_version(refuse):
 WHOLE = trace_text(make_trace(1))
 
 
-@pytest.mark.parametrize("content, sentence", [
+HEAD = "ep-routing 1\nexperts 4 top_k 2 ranks 1\n"
+TRACES = [
     ("ep-routing", ':1: expected "ep-routing VERSION", got the end of the file in the middle'),
     ("ep-routing 2\n", ":1: expected version 1 of the format, got version 2, which this libep does "
                        "not know"),
@@ -113,43 +112,36 @@ WHOLE = trace_text(make_trace(1))
     (WHOLE[: WHOLE.rindex("\n", 0, -1) + 1], "expected a token's indices, got the end of the file"),
     (WHOLE + "1\n", "expected the end of the file, got more lines"),
     (WHOLE + "1", "expected the end of the file, got more text"),
-    ("ep-routing 1\nexperts 4 top_k 2 ranks 1\ntokens x\n", ':3: expected "tokens T"'),
-    ("ep-routing 1\nexperts 4 top_k 2 ranks 1\ntokens -1\n", ":3: expected tokens from 0"),
-    ("ep-routing 1\nexperts 4 top_k 2 ranks 1\ntokens 1\n0\n", ':4: expected 2 expert indices'),
-    ("ep-routing 1\nexperts 4 top_k 2 ranks 1\ntokens 1\n0 4\n",
+    (HEAD + "tokens x\n", ':3: expected "tokens T"'),
+    (HEAD + "tokens -1\n", ":3: expected tokens from 0"),
+    (HEAD + "tokens 1\n0\n", ':4: expected 2 expert indices'),
+    (HEAD + "tokens 1\n0 4\n",
      ':4: expected an expert index less than 4, got "4"'),
-    ("ep-routing 1\nexperts 4 top_k 2 ranks 1\ntokens 1\n0 1_0\n", ":4: expected 2 expert indices"),
-    (b"ep-routing 1\nexperts 4 top_k 2 ranks 1\ntokens 1\n0 \xff\x00\n", 'got "0 ??"'),
-])
-def test_traces(refuse, content, sentence):
+    (HEAD + "tokens 1\n0 1_0\n", ":4: expected 2 expert indices"),
+    (HEAD.encode() + b"tokens 1\n0 \xff\x00\n", 'got "0 ??"'),
+]
+
+
+@pytest.mark.parametrize("content, sentence", RESULTS + TRACES)
+def test_refused(refuse, content, sentence):
     refuse(content, sentence)
 
 
-def test_no_such_file(tmp_path, capsys):
-    missing = str(tmp_path / "missing.json")
-    assert main([missing, "-o", str(tmp_path / "page.html")]) == 2
-    assert capsys.readouterr().err == (f"libep.report: {missing}: cannot read it: No such file or "
-                                       f"directory\n")
-    assert os.listdir(tmp_path) == []
-
-
-def test_output_cannot_be_written(tmp_path, capsys):
-    path = write_json(tmp_path, "a.json", make_result(1, (128,)))
-    output = str(tmp_path / "missing" / "page.html")
-    assert main([path, "-o", output]) == 1
-    assert f"{output}: cannot write it: No such file or directory" in capsys.readouterr().err
+@pytest.mark.parametrize("path, output, status, sentence", [
+    ("missing.json", "page.html", 2,
+     "{path}: cannot read it: No such file or directory"),
+    ("a.json", "missing/page.html", 1, "{output}: cannot write it: No such file or directory"),
+    ("a.json", "folder", 1, "{output}: cannot write it: Is a directory"),
+    ("a.json", "a.json", 2, "expected a file for the page, got one that is to be read"),
+])
+def test_files(tmp_path, capsys, path, output, status, sentence):
+    before = open(write_json(tmp_path, "a.json", make_result(1, (128,)))).read()
     (tmp_path / "folder").mkdir()
-    assert main([path, "-o", str(tmp_path / "folder")]) == 1
-    assert "cannot write it: Is a directory" in capsys.readouterr().err
+    path, output = str(tmp_path / path), str(tmp_path / output)
+    assert main([path, "-o", output]) == status
+    assert sentence.format(path=path, output=output) in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["a.json", "folder"]
-
-
-def test_output_is_an_input(tmp_path, capsys):
-    path = write_json(tmp_path, "a.json", make_result(1, (128,)))
-    before = open(path).read()
-    assert main([path, "-o", path]) == 2
-    assert "expected a file for the page, got one that is to be read" in capsys.readouterr().err
-    assert open(path).read() == before
+    assert (tmp_path / "a.json").read_text() == before and os.listdir(tmp_path / "folder") == []
 
 
 @pytest.mark.parametrize("arguments", [[], ["a.json"], ["-o", "page.html"]])

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import libep
 import numpy as np
-import pytest
 from base import run_threads
 from face import config
 from libep import Extras, Group, Handle, Padding, Quant
@@ -39,65 +37,49 @@ def dispatched(world, rank, handle, rows, weights):
     """Dispatch, and what the experts make of the rows; nothing is read of padding."""
     slabs, offsets = expert_major(world, rank, 4)
     handle.prepare(world.idx[rank])
-    handle.dispatch(
-        world.x[rank], world.weights[rank], recv_tokens=rows, recv_topk_weights=weights
-    )
+    given = world.x[rank], world.weights[rank]
+    handle.dispatch(*given, recv_tokens=rows, recv_topk_weights=weights)
     done = np.full_like(rows, np.nan)
     for expert, slab, first in zip(world.experts_of(rank), slabs, offsets):
         done[first : first + len(slab)] = world.factor(expert) * rows[first : first + len(slab)]
     return done
 
 
-def step(bootstrap, world):
-    rank = bootstrap.rank
-    slabs, offsets = expert_major(world, rank, 4)
-    with Group(bootstrap, alignment=4, **config(world)) as group:
-        handle = Handle(group, sum_quant=Quant.FP8, padding=Padding.KEEP)
-        rows = np.full((offsets[-1], world.hidden), 77, np.float32)
-        weights = np.full(offsets[-1], 77, np.float32)
-        done = dispatched(world, rank, handle, rows, weights)
-        for slab, first, end in zip(slabs, offsets, offsets[1:]):
-            assert (rows[first + len(slab) : end] == 77).all()
-            assert (weights[first + len(slab) : end] == 77).all()
-            assert not (rows[first : first + len(slab)] == 77).any()
-        out = np.full_like(world.x[rank], np.nan)
-        handle.combine(done, weights, out=out)
-        np.testing.assert_array_equal(out, forward(world, rank))
-
-
 def test_sums_and_padding(seed):
+    def body(bootstrap):
+        rank = bootstrap.rank
+        slabs, offsets = expert_major(world, rank, 4)
+        with Group(bootstrap, alignment=4, **config(world)) as group:
+            handle = Handle(group, sum_quant=Quant.FP8, padding=Padding.KEEP)
+            rows = np.full((offsets[-1], world.hidden), 77, np.float32)
+            weights = np.full(offsets[-1], 77, np.float32)
+            done = dispatched(world, rank, handle, rows, weights)
+            for slab, first, end in zip(slabs, offsets, offsets[1:]):
+                assert (rows[first + len(slab) : end] == 77).all()
+                assert (weights[first + len(slab) : end] == 77).all()
+                assert not (rows[first : first + len(slab)] == 77).any()
+            out = np.full_like(world.x[rank], np.nan)
+            handle.combine(done, weights, out=out)
+            np.testing.assert_array_equal(out, forward(world, rank))
+
     for case in range(4):
         world = World(seed + case, size=1 + (seed + case) % 4, hidden=16 * (1 + 5 * case))
-        run_threads(world.size, step, world)
-
-
-def refusal(bootstrap, fields, match):
-    with Group(bootstrap, **config(World(1, size=1))) as group:
-        with pytest.raises(libep.EpError, match=match):
-            Handle(group, **fields)
-
-
-def test_refusals():
-    for fields, match in (
-        (dict(sum_quant=Quant.MXFP8), "config.sum_quant: expected EP_QUANT_NONE or EP_QUANT_FP8"),
-        (dict(padding=0), "config.padding: expected an EpPadding, got 0"),
-    ):
-        run_threads(1, refusal, fields, match)
-
-
-def biased_gradient(bootstrap, world):
-    """dispatch_backward is the same sum. The common suite has biases of combine."""
-    rank, rows = bootstrap.rank, np.ones((expert_major(world, bootstrap.rank, 1)[1][-1], 8), "f4")
-    with Group(bootstrap, **config(world)) as group, Handle(group) as handle:
-        handle.prepare(world.idx[rank])
-        plain, out = np.empty_like(world.x[rank]), np.empty_like(world.x[rank])
-        biases = [bias[rank] for bias in world.biases]
-        handle.dispatch_backward(rows, grad_tokens=plain)
-        handle.dispatch_backward(rows, grad_tokens=out, extras=Extras(*biases))
-        assert np.array_equal(out, plain + biases[0] + biases[1])
-        with pytest.raises(TypeError, match="biases: expected at most 2, got 3"):
-            Extras(out, out, out)
+        run_threads(world.size, body)
 
 
 def test_biases_of_gradients(seed):
-    run_threads(3, biased_gradient, World(seed, size=3))
+    """dispatch_backward is the same sum. The common suite has biases of combine."""
+    world = World(seed, size=3)
+
+    def body(bootstrap):
+        rank = bootstrap.rank
+        rows = np.ones((expert_major(world, rank, 1)[1][-1], 8), np.float32)
+        with Group(bootstrap, **config(world)) as group, Handle(group) as handle:
+            handle.prepare(world.idx[rank])
+            plain, out = np.empty_like(world.x[rank]), np.empty_like(world.x[rank])
+            one, two = (bias[rank] for bias in world.biases)
+            handle.dispatch_backward(rows, grad_tokens=plain)
+            handle.dispatch_backward(rows, grad_tokens=out, extras=Extras(one, two))
+            assert np.array_equal(out, plain + one + two)
+
+    run_threads(3, body)

@@ -61,17 +61,14 @@ class Named:
         self.__array_interface__ = dict(self.memory.__array_interface__, typestr="<V2")
 
 
-def test_types_by_name():
-    assert parts(libep.tensor(Named()))[1] is Type.BF16
-
-
 class OnDevice:
     __cuda_array_interface__ = dict(
         data=(4096, True), shape=(2, 4), typestr="<f4", strides=None, version=3
     )
 
 
-def test_cuda_array_interface():
+def test_other_interfaces():
+    assert parts(libep.tensor(Named()))[1] is Type.BF16
     tensor = libep.tensor(OnDevice())
     assert parts(tensor) == (4096, Type.FP32, (2, 4)) and not tensor.writable
 
@@ -166,16 +163,12 @@ def test_unknown_setting():
 
 
 # What takes time to import, beside the frameworks. (libep itself takes about 13 ms.)
-SLOW = set(
-    """numpy torch jax asyncio dataclasses importlib.metadata inspect logging multiprocessing
-    subprocess socket""".split()
-)
+SLOW = {*"numpy torch jax asyncio dataclasses importlib.metadata inspect".split()}
+SLOW |= {*"logging matplotlib multiprocessing subprocess socket".split()}
 
 
 def test_import_brings_little():
-    source = (
-        "import sys; before = set(sys.modules); import libep; print(*set(sys.modules) - before)"
-    )
+    source = "import sys; old = set(sys.modules); import libep; print(*set(sys.modules) - old)"
     status, out, err = python("-S", "-c", source, PYTHONPATH=os.path.dirname(HERE))
     assert status == 0 and not SLOW & set(out.split()), err
 

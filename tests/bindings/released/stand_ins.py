@@ -59,14 +59,17 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, folder, hollow, roots):
+    def __init__(self, folder, hollow, roots, real):
         self._folder, self._hollow, self._roots = Path(folder), set(hollow), set(roots)
+        self._real, self._packages = set(real), {name.partition(".")[0] for name in real}
 
     def find_spec(self, name, path=None, target=None):
-        if name not in self._hollow and name.partition(".")[0] not in self._roots:
+        root = name.partition(".")[0]
+        is_hollow = name in self._hollow or root in self._packages
+        if name in self._real or not (is_hollow or root in self._roots):
             return None
         spec = importlib.machinery.ModuleSpec(name, self, is_package=True)
-        if name in self._hollow:
+        if is_hollow:
             spec.submodule_search_locations = [str(self._folder.joinpath(*name.split(".")))]
         return spec
 
@@ -77,15 +80,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def stand_in(folder, hollow, absent=()):
+def stand_in(folder, hollow=(), absent=(), real=()):
     """Let imports find a release.
 
     folder  with the release's files
     hollow  modules of the release whose own file is not run; modules below them are the release's
     absent  packages of others that are not installed
+    real    modules of a release whose other modules are all hollow
     """
     missing = [name for name in absent if name not in sys.modules and not _is_installed(name)]
-    sys.meta_path.insert(0, _Finder(folder, hollow, missing))
+    sys.meta_path.insert(0, _Finder(folder, hollow, missing, real))
     sys.path.append(str(folder))
 
 

@@ -9,8 +9,6 @@ stood in for, and so is its Triton kernel that quantises rows.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import os
 import sys
 import types
@@ -21,6 +19,7 @@ import pytest
 import torch
 from conftest import need  # first: it adds the folder of base
 from base import DEVICE, refused
+from stand_ins import stand_in
 from wheels import RELEASES, unpack
 
 need("sglang")
@@ -42,33 +41,6 @@ REAL = {
 }
 
 
-class StandIn(types.ModuleType):
-    """A module that has every name."""
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, mock.MagicMock(name=f"{self.__name__}.{name}"))
-        return getattr(self, name)
-
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds REAL modules of SGLang in the release, and a StandIn for each other one."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] != "sglang" or name in REAL:
-            return None
-        spec = importlib.machinery.ModuleSpec(name, self, is_package=True)
-        spec.submodule_search_locations = [str(unpack("sglang") / name.replace(".", "/"))]
-        return spec
-
-    def create_module(self, spec):
-        return StandIn(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
 def quantise(x, block, column_major_scales=False, scale_tma_aligned=False, scale_ue8m0=False):
     """SGLang's kernel for rows of e4m3, with PyTorch."""
     blocks = x.float().unflatten(1, (-1, block))
@@ -83,8 +55,8 @@ def quantise(x, block, column_major_scales=False, scale_tma_aligned=False, scale
 
 def load():
     """The modules of the release. State that SGLang's server sets is `state`."""
-    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder())
+    if "sglang" not in sys.modules:
+        stand_in(unpack("sglang"), real=REAL)
         import libep.deep_ep
 
         libep.deep_ep.install()

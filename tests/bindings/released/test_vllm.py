@@ -30,7 +30,7 @@ CASES = [
     ("libep", "mxfp8", FEW, {}),
     ("libep", "fp8", MANY, dict(most=512)),
     ("libep", None, MANY, dict(most=512, is_capturing=True)),
-    ("libep", None, MANY, dict(most=512, top_k=2, stays=True)),
+    ("libep", None, ([LARGE] * 3,), dict(most=512, top_k=2, moves=True)),
     ("libep", None, FEW, dict(hidden=72, experts=12, top_k=1, weighs_input=True)),
     ("libep_batched", None, FEW, dict(hidden=72, experts=12, top_k=1, weighs_input=True)),
 ]

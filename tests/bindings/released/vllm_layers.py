@@ -28,22 +28,34 @@ from vllm.v1.worker import ubatching  # noqa: E402
 import libep.vllm._standard  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+new_empty = torch.Tensor.new_empty
+
+
+def make_empty(*given, **named):
+    """Memory without contents. Integers are 0, which is an expert's id."""
+    made = new_empty(*given, **named)
+    return made if made.is_floating_point() else made.zero_()
+
+
+torch.Tensor.new_empty = make_empty
+
 FACTORS = (1.0, 2.0, 0.5, 4.0)  # of expert e: that of e modulo 4
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 
 
-def make_inputs(rank, step, tokens, experts, top_k, hidden, stays=False, **_):
+def make_inputs(rank, step, tokens, experts, top_k, hidden, moves=False, **_):
     """Tokens, weights and expert ids of a rank. A fourth of the entries has no expert.
 
-    stays  whether tokens stay on their rank, which all of them reach
+    moves  whether all tokens go to the next rank alone
     """
     generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randint(-2, 3, (tokens, hidden), generator=generator).bfloat16()
     weights = torch.randint(1, 3, (tokens, top_k), generator=generator) / 2
     ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k]
     ids[torch.rand(tokens, top_k, generator=generator) < 0.25] = -1
-    if stays:
-        ids = rank * (experts // SIZE) + torch.arange(top_k).expand(tokens, top_k)
+    if moves:
+        first = (rank + 1) % SIZE * (experts // SIZE)
+        ids = (first + torch.arange(top_k)).expand(tokens, top_k)
     return x.to(DEVICE), weights.to(DEVICE), ids.contiguous().to(DEVICE)
 
 
@@ -124,7 +136,7 @@ def play(layer, experts, inputs, in_phases=True):
     else:
         impl = experts.finalize_weight_and_reduce_impl()
         layer.prepare_finalize.finalize(output, out, *ending, impl)
-    return output, meta
+    return output, meta, new_ids
 
 
 def tell_tokens(counts):
@@ -133,12 +145,14 @@ def tell_tokens(counts):
     return SimpleNamespace(dp_metadata=metadata)
 
 
-def check_counts(meta, experts, entries):
-    """The counts that experts get are those of all ranks' entries."""
-    if meta is None or meta.expert_num_tokens is None:
-        return
+def check_counts(meta, ids, experts, entries):
+    """The counts and ids that experts get are those of all ranks' entries."""
     numbers = torch.arange(experts.first, experts.first + experts.count, device=DEVICE)
     expected = entries.flatten().eq(numbers[:, None]).sum(1)
+    if not experts.is_batched:
+        assert torch.equal(ids.flatten().eq(numbers[:, None]).sum(1), expected)
+    if meta is None or meta.expert_num_tokens is None:
+        return
     assert torch.equal(meta.expert_num_tokens.long(), expected)
     if meta.expert_num_tokens_cpu is not None:
         assert torch.equal(meta.expert_num_tokens_cpu.long(), expected.cpu())
@@ -147,7 +161,7 @@ def check_counts(meta, experts, entries):
 def layers(backend, quant, steps, weighs_input=False, is_eager=False, is_capturing=False, **sizes):
     """A layer's steps equal a dense layer: at once and in phases, with and without local sums."""
     config.model_config.enforce_eager = is_eager
-    needed = {name: size for name, size in sizes.items() if name != "stays"}
+    needed = {name: size for name, size in sizes.items() if name != "moves"}
     layer = make_layer(config, backend, quant=quant, **needed)
     libep.vllm._standard.is_capturing = lambda _: is_capturing
     for number, counts in enumerate(steps):
@@ -158,9 +172,9 @@ def layers(backend, quant, steps, weighs_input=False, is_eager=False, is_capturi
         for leaves_sums in (False, True):
             for in_phases in (False, True):
                 experts = Experts(layer, leaves_sums, weighs_input)
-                got, meta = play(layer, experts, inputs[RANK], in_phases)
+                got, meta, ids = play(layer, experts, inputs[RANK], in_phases)
                 assert torch.equal(got, dense(*inputs[RANK])), (number, leaves_sums, in_phases)
-                check_counts(meta, experts, entries)
+                check_counts(meta, ids, experts, entries)
     layer.manager.destroy()
 
 
@@ -179,7 +193,7 @@ def micro_batches(backend, steps, **sizes):
         expected = dense(*inputs)
         with contexts[number]:
             for layer in made:
-                got, _ = play(layer, Experts(layer, False, False), inputs)
+                got, *_ = play(layer, Experts(layer, False, False), inputs)
                 if not torch.equal(got, expected):
                     wrong.append((number, made.index(layer)))
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests share: the device, ranks as threads, seeds, and a group of one rank."""
+"""What the tests share: the device, ranks as threads, seeds, and groups."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import sys
 
@@ -11,6 +13,7 @@ import torch
 
 import libep
 import libep.torch as ep
+from libep.deep_ep import Buffer
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 EXAMPLES = os.path.join(HERE, "../../../bindings/torch/examples")
@@ -18,6 +21,7 @@ sys.path[:0] = [HERE, os.path.join(HERE, "../common"), EXAMPLES]
 
 import base  # noqa: E402
 from base import DEVICE, NODES, SECONDS, make_nodes  # noqa: E402
+from reference import World  # noqa: E402
 
 DEEP_EP = os.environ.pop("LIBEP_TEST_DEEP_EP", None)  # a folder with DeepEP's sources
 BACKEND = libep.Backend.CUDA if DEVICE == "cuda" else libep.Backend.HOST
@@ -26,18 +30,31 @@ seed, nodes = base.seed, make_nodes(*NODES)
 torch.set_num_threads(1)
 
 
-def make_group(meeting, **fields):
-    """libep.torch.create_group with small sizes."""
-    given = dict(
-        num_experts=6,
-        max_tokens=8,
-        hidden=16,
-        top_k=2,
-        dtype=torch.float32,
-        backend=BACKEND,
-        timeout_seconds=SECONDS,
-    )
+def make_group(meeting, world=None, **fields):
+    """libep.torch.create_group with small sizes, or those of a World."""
+    given = dict(num_experts=6, max_tokens=8, hidden=16, top_k=2, dtype=torch.float32)
+    given.update(backend=BACKEND, timeout_seconds=SECONDS)
+    if world is not None:
+        given.update(num_experts=world.experts, max_tokens=world.max_tokens)
+        given.update(hidden=world.hidden, top_k=world.top_k)
     return ep.create_group(meeting, **{**given, **fields})
+
+
+def make_buffer(meeting, world=None, kind=Buffer, **fields):
+    return destroyed(kind(meeting, **fields))
+
+
+@contextlib.contextmanager
+def destroyed(buffer):
+    """Destroy a buffer at the end of the block, before its bootstrap. Tell the peers of an error."""
+    try:
+        yield buffer
+    except BaseException as error:
+        for made in buffer._groups._all:
+            getattr(made, "group", made).abort(f"the test failed: {error}")
+        raise
+    finally:
+        buffer.destroy()
 
 
 def use_gpu(ordinal):
@@ -63,6 +80,40 @@ def run_threads(size, body, *arguments):
     return base.run_threads(size, play)
 
 
+def on_ranks(*parameters, size=2, make=make_group, world=None, **fields):
+    """The test runs on a thread for each rank, in the block of a make(bootstrap, world, **fields).
+
+    parameters  fields, or sizes of the World, that are parameters of the test
+    world       sizes of a World: the test gets what is made, its rank and the World. Without it the
+                test gets what is made, alone
+    """
+
+    def decorate(body):
+        own = [*inspect.signature(body).parameters][1 if world is None else 3 :]
+        needed = {*own, *parameters, *(() if world is None else ["seed"])}
+        of_world = {"tokens", "top_k"} & needed
+
+        def test(**given):
+            named = {name: given[name] for name in parameters if name not in of_world}
+            options, arguments = {**fields, **named}, {name: given[name] for name in own}
+            sizes = {**(world or {}), **{name: given[name] for name in of_world}}
+            inputs = None if world is None else World(given["seed"], **sizes)
+
+            def play(bootstrap):
+                more = () if inputs is None else (bootstrap.rank, inputs)
+                with make(bootstrap, inputs, **options) as made:
+                    body(made, *more, **arguments)
+
+            run_threads(size if inputs is None else inputs.size, play)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in sorted(needed)])
+        test.__doc__ = body.__doc__
+        return test
+
+    return decorate
+
+
 @pytest.fixture
 def alone():
     """A function that makes groups of one rank, with static sizes unless told otherwise."""
@@ -81,6 +132,9 @@ def alone():
         bootstrap.close()
 
 
+# ---- tensors -----------------------------------------------------------------------------------
+
+
 def quarters(seed, tokens, hidden, experts, top_k, device):
     """Tokens, routing without repeats, and weights: multiples of 1/4, so that sums are exact."""
     generator = torch.Generator().manual_seed(seed)
@@ -88,6 +142,22 @@ def quarters(seed, tokens, hidden, experts, top_k, device):
     idx = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].contiguous()
     weights = torch.randint(1, 9, (tokens, top_k), generator=generator) / 4
     return x.to(device), idx.to(device), weights.to(device)
+
+
+def ones(tokens=3, top_k=2):
+    """Tokens of ones, each for the experts 0 .. top_k - 1, and weights of ones."""
+    x, weights = torch.ones(tokens, 16, device=DEVICE), torch.ones(tokens, top_k, device=DEVICE)
+    return x, torch.tensor([[*range(top_k)]] * tokens, device=DEVICE), weights
+
+
+def on_device(array, **options):
+    """A tensor on the device of a NumPy array."""
+    return torch.from_numpy(array).to(DEVICE).requires_grad_(options.get("grad", False))
+
+
+def inputs_of(world, rank):
+    """Tokens, routing and weights of a rank."""
+    return [on_device(a[rank]) for a in (world.x, world.idx, world.weights)]
 
 
 def other_device():
@@ -100,17 +170,20 @@ def off(tensor):
     return torch.cat([tensor.new_empty(1), tensor.flatten()])[1:].view(tensor.shape)
 
 
+def strided(tensor):
+    """A copy whose rows do not follow one another."""
+    return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]]
+
+
 def refuse_each(call, good, changes, error=libep.EpError):
-    """Each of the changes to the arguments of a call is refused, with a sentence that names one."""
-    for change in changes:
-        *_, name = change
-        with pytest.raises(error, match=f"{name}: expected .*, got "):
-            call(**{**good, **change})
+    """A call with one argument changed is refused, with a sentence that names it.
 
-
-def on_device(array, **options):
-    """A tensor on the device of a NumPy array."""
-    return torch.from_numpy(array).to(DEVICE).requires_grad_(options.get("grad", False))
+    changes: for each argument the values that are refused.
+    """
+    for name, values in changes.items():
+        for value in values:
+            with pytest.raises(error, match=f"{name}: expected .*, got "):
+                call(**{**good, name: value})
 
 
 def assert_equal(got, expected):

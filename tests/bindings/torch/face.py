@@ -21,17 +21,6 @@ BATCHED_ROWS = 24
 NUMBERS = "expert_counts expert_padded expert_offsets expert_ends totals source_rows".split()
 
 
-def world_group(bootstrap, world, **fields):
-    given = dict(
-        num_experts=world.experts,
-        max_tokens=world.max_tokens,
-        hidden=world.hidden,
-        top_k=world.top_k,
-        max_recv_rows=0,
-    )
-    return make_group(bootstrap, **{**given, **fields})
-
-
 def experts(received, scale, weights):
     """What the experts return, and the slots' weights."""
     rows, given = received.tokens, received.topk_weights
@@ -48,7 +37,7 @@ def play(bootstrap, world, case, expected):
     rank, is_latency = bootstrap.rank, case.layout in ("batched", "rank_major")
     fields = dict(max_recv_rows=case.capacity, mode="latency" if is_latency else "throughput")
     options = dict(rows_per_expert=BATCHED_ROWS) if case.layout == "batched" else {}
-    with world_group(bootstrap, world, **fields) as group:
+    with make_group(bootstrap, world, **fields) as group:
         handle = ep.Handle(group, layout=case.layout, alignment=case.alignment, **options)
         for _ in range(case.steps):
             x = on_device(world.x[rank]).to(getattr(torch, case.dtype))
@@ -102,8 +91,6 @@ def step(world, case, expected):
     return run_threads(world.size, play, world, case, expected)
 
 
-
-
 @contextlib.contextmanager
 def dispatcher():
     """Dispatches on one rank, with gradients where these are given."""
@@ -125,9 +112,7 @@ def dispatcher():
             for arguments in (given, [t.detach() if torch.is_tensor(t) else t for t in given]):
                 try:
                     received = ep.dispatch(handle, *arguments[:3], num_tokens=arguments[3])
-                    out = ep.combine(
-                        handle, received.plan, received.tokens, received.topk_weights
-                    )
+                    out = ep.combine(handle, received.plan, received.tokens, received.topk_weights)
                 except (TypeError, libep.EpError) as error:
                     errors.append(error)
             assert len({(type(e), str(e).split(":")[-1]) for e in errors}) < 2, errors

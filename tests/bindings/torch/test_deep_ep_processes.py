@@ -8,66 +8,65 @@ import os
 import pytest
 import torch
 from conftest import DEEP_EP, DEVICE, HERE
-from processes import finish, finish_all, free_port, good, spawn
-
-PROGRAM = os.path.join(HERE, "deep_ep_program.py")
+from processes import check, finish, finish_all, free_port, good, spawn
 
 
 def start(*arguments, **environment):
-    return spawn(*arguments, GLOO_SOCKET_IFNAME="lo", LIBEP_SHARE_GPUS="yes", **environment)
+    given = dict(GLOO_SOCKET_IFNAME="lo", LIBEP_SHARE_GPUS="yes")
+    return spawn("-m", "libep.deep_ep", *arguments, **given, **environment)
 
 
-def run_ranks(size, *options, **environment):
-    end = str(size), str(free_port()), DEVICE, *options
-    program = "-m", "libep.deep_ep", PROGRAM
-    return finish_all([start(*program, str(r), *end, **environment) for r in range(size)], 120)
+def run_ranks(size, program, *options, **environment):
+    end = str(size), str(free_port()), *options
+    program = os.path.join(HERE, program)
+    return finish_all([start(program, str(r), *end, **environment) for r in range(size)], 120)
 
 
 def test_program(nodes):
-    """A layer with gradients equals a dense one, bit for bit, on two ranks."""
-    outs = [good(result) for result in run_ranks(2)]
-    assert outs == ["rank 0: equal\n", "rank 1: equal\n"]
+    """A layer equals a dense one, bit for bit, on two ranks."""
+    check(run_ranks(2, "deep_ep_program.py", DEVICE), ["rank 0: equal\n", "rank 1: equal\n"])
 
 
 def test_elastic_program():
     """ElasticBuffer equals the references of deep_ep.utils.refs, on three ranks."""
-    end = "3", str(free_port())
-    program = "-m", "libep.deep_ep", os.path.join(HERE, "elastic_program.py")
-    results = finish_all([start(*program, str(rank), *end) for rank in range(3)], 120)
-    assert [good(result) for result in results] == ["equal\n", "", ""]
+    check(run_ranks(3, "elastic_program.py"), ["equal\n", "", ""])
 
 
 def test_a_rank_that_leaves():
     """The other one does not wait longer than its deadline, and says for whom."""
-    (status, _, err), (other, _, text) = run_ranks(2, "early", LIBEP_TIMEOUT="3")
+    results = run_ranks(2, "deep_ep_program.py", DEVICE, "early", LIBEP_TIMEOUT="3")
+    (status, _, err), (other, _, text) = results
     assert other == 1 and "leaves early" in text
     assert status == 1 and "rank 1 did not arrive within 3 s" in err
 
 
+SCRIPT = """
+import multiprocessing, subprocess, sys, importlib.util
+import deep_ep, deep_ep.utils
+if __name__ != '__main__': sys.argv = sys.argv[:2]
+assert sys.path[0] == sys.argv[1]
+assert importlib.util.find_spec('deep_ep') is not None
+print(deep_ep.__version__, sys.argv[2:], flush=True)
+import helper
+if len(sys.argv) > 2:
+    spawned = multiprocessing.get_context('spawn').Process(target=helper.play)
+    spawned.start(), spawned.join()
+    sys.exit(spawned.exitcode or subprocess.call([sys.executable, *sys.argv[:2]]))
+"""
+HELPER = """
+from deep_ep.utils import EventOverlap
+from deep_ep.utils.envs import init_dist
+import deep_ep.utils.math, libep.deep_ep.utils.math
+assert deep_ep.utils.math is libep.deep_ep.utils.math
+def play(): pass
+"""
+
+
 def test_running_programs(tmp_path):
     """Scripts, modules and processes that they start find deep_ep; arguments arrive."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import multiprocessing, subprocess, sys, importlib.util\n"
-        "import deep_ep, deep_ep.utils\n"
-        "if __name__ != '__main__': sys.argv = sys.argv[:2]\n"
-        "assert sys.path[0] == sys.argv[1]\n"
-        "assert importlib.util.find_spec('deep_ep') is not None\n"
-        "print(deep_ep.__version__, sys.argv[2:], flush=True)\n"
-        "import helper\n"
-        "if len(sys.argv) > 2:\n"
-        "    spawned = multiprocessing.get_context('spawn').Process(target=helper.play)\n"
-        "    spawned.start(), spawned.join()\n"
-        "    sys.exit(spawned.exitcode or subprocess.call([sys.executable, *sys.argv[:2]]))\n"
-    )
-    (tmp_path / "helper.py").write_text(
-        "from deep_ep.utils import EventOverlap\n"
-        "from deep_ep.utils.envs import init_dist\n"
-        "import deep_ep.utils.math, libep.deep_ep.utils.math\n"
-        "assert deep_ep.utils.math is libep.deep_ep.utils.math\n"
-        "def play(): pass\n"
-    )
-    process = start("-m", "libep.deep_ep", str(script), str(tmp_path), "--flag")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text(HELPER)
+    process = start(str(tmp_path / "script.py"), str(tmp_path), "--flag")
     out = good(finish(process, 60)).splitlines()
     assert out[0].startswith("1.2.1+libep") and out[0].endswith("['--flag']")
     assert out[1:] == 2 * [out[0].replace("'--flag'", "")]
@@ -81,29 +80,22 @@ def test_deepep_own_tests(program):
     """DeepEP's own tests, as they are. Without GPUs "cuda" is the CPU there."""
     if DEVICE == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    sizes = dict(processes=2, tokens=32, hidden=512, topk=4, experts=8)
-    options = [word for name, size in sizes.items() for word in (f"--num-{name}", str(size))]
-    options[options.index("--num-hidden")] = "--hidden"
+    sizes = dict(num_processes=2, num_tokens=32, hidden=512, num_topk=4, num_experts=8)
+    extra = []
     if program == "elastic/test_ep.py":
         # The sums of DeepEP and libep differ where a rank has several experts of its own token, and
         # DeepEP adds ranks in another order: docs/deep_ep.md.
-        options[options.index("--num-topk") + 1] = options[options.index("--num-experts") + 1] = "2"
-        options += ["--skip-perf-test", "--test-first-only"]
-    process = start(
-        "-m",
-        "libep.deep_ep",
-        os.path.join(DEEP_EP, "tests", program),
-        *options,
-        MASTER_PORT=str(free_port()),
-        PYTHONPATH=os.path.join(HERE, "cuda_on_cpus") + os.pathsep + os.getenv("PYTHONPATH", ""),
-    )
-    good(finish(process, 400))
+        sizes.update(num_topk=2, num_experts=2)
+        extra = ["--skip-perf-test", "--test-first-only"]
+    options = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
+    path = os.path.join(HERE, "cuda_on_cpus") + os.pathsep + os.getenv("PYTHONPATH", "")
+    program = os.path.join(DEEP_EP, "tests", program)
+    more = dict(MASTER_PORT=str(free_port()), PYTHONPATH=path)
+    good(finish(start(program, *options, *extra, **more), 400))
 
 
 def test_path_and_usage():
-    shown = start("-m", "libep.deep_ep", "--path")
-    usage = start("-m", "libep.deep_ep", "-m")
-    folder = good(finish(shown, 60)).strip()
+    folder = good(finish(start("--path"), 60)).strip()
     assert os.path.exists(os.path.join(folder, "deep_ep", "__init__.py"))
-    status, _, err = finish(usage, 60)
+    status, _, err = finish(start("-m"), 60)
     assert status == 1 and "script.py ARGUMENTS" in err

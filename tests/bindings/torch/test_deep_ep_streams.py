@@ -10,12 +10,11 @@ import weakref
 import pytest
 import torch
 from base import refused
-from conftest import DEVICE, assert_equal, quarters, run_threads
+from conftest import DEVICE, assert_equal, make_buffer, quarters, run_threads
 from test_deep_ep_normal import send
 
 import libep
-from libep.deep_ep import Buffer, EventHandle, EventOverlap
-from libep.deep_ep import _streams
+from libep.deep_ep import EventHandle, EventOverlap, _streams
 from libep.deep_ep._streams import Lane, Used
 
 # ---- order, on any machine ----------------------------------------------------------------------
@@ -75,15 +74,10 @@ def streams(monkeypatch):
 
     Stream.current = Stream()
     fakes = dict(
-        Stream=Stream,
-        Event=Event,
-        stream=use,
-        current_stream=lambda device=None: Stream.current,
-        set_stream=lambda stream: setattr(Stream, "current", stream),
-        current_device=lambda: 0,
-        is_initialized=lambda: True,
-        is_current_stream_capturing=lambda: False,
-    )
+        Stream=Stream, Event=Event, stream=use, current_stream=lambda device=None: Stream.current,
+        is_initialized=lambda: True, is_current_stream_capturing=lambda: False,
+        set_stream=lambda stream: setattr(Stream, "current", stream), current_device=lambda: 0,
+    )  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(_streams, "current_stream", lambda ordinal: id(Stream.current))
@@ -179,25 +173,18 @@ def test_one_stream_needs_no_events(streams):
     assert first.before == {0, 1, 2, 3, 4} and Event.made > 0
 
 
-def test_streams_that_a_capture_uses_do_not_count(streams, monkeypatch):
-    """The next operation comes after the last one that was not captured."""
-    device, lane = torch.device("cuda", 0), Lane()
+def test_captures(streams, monkeypatch):
+    """A capture uses one stream. The next operation comes after the last that was not captured."""
+    device, lane, seen = torch.device("cuda", 0), Lane(), []
     lane.run(device, None, False, lambda: done(Stream.current.before.add("first")))
-    with streams(Stream()):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            lane.run(device, None, False, done)
+    with streams(Stream()), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for is_beside in False, True:
+            _, event = lane.run(device, None, is_beside, lambda: done(seen.append(Stream.current)))
+        assert seen == [Stream.current] * 2 and event.event is not None
     with streams(Stream()):
         lane.run(device, None, False, done)
         assert "first" in Stream.current.before
-
-
-def test_capture_uses_one_stream(streams, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    device, lane, current = torch.device("cuda", 0), Lane(), Stream.current
-    seen = []
-    _, event = lane.run(device, None, True, lambda: done(seen.append(Stream.current)))
-    assert seen == [current] and event.event is not None
 
 
 # ---- on GPUs ------------------------------------------------------------------------------------
@@ -216,22 +203,20 @@ def test_beside_long_work(seed, size):
     """Operations beside the current stream, which waits for their events alone."""
 
     def body(bootstrap):
-        buffer = Buffer(bootstrap)
         x, idx, weights = make_inputs(seed + bootstrap.rank)
-        ranks = (idx.div(EXPERTS // size, rounding_mode="floor")[..., None]
-                 == torch.arange(size).cuda()).any(1).sum(1, keepdim=True)  # fmt: skip
-        for _ in range(5):
-            torch.cuda._sleep(10_000_000)
-            late = x.clone()
-            rx, _, _, _, handle, event = send(
-                buffer, late, idx, weights, EXPERTS, async_finish=True
-            )
-            event.current_stream_wait()
-            out, _, event = buffer.combine(rx, handle, async_finish=True)
-            del rx, handle, late
-            event.current_stream_wait()
-            assert_equal(out, x * ranks)
-        buffer.destroy()
+        owners = idx.div(EXPERTS // size, rounding_mode="floor")[..., None]
+        ranks = (owners == torch.arange(size).cuda()).any(1).sum(1, keepdim=True)
+        with make_buffer(bootstrap) as buffer:
+            for _ in range(5):
+                torch.cuda._sleep(10_000_000)
+                late = x.clone()
+                given = late, idx, weights, EXPERTS
+                rx, _, _, _, handle, event = send(buffer, *given, async_finish=True)
+                event.current_stream_wait()
+                out, _, event = buffer.combine(rx, handle, async_finish=True)
+                del rx, handle, late, given
+                event.current_stream_wait()
+                assert_equal(out, x * ranks)
 
     run_threads(size, body)
 
@@ -243,26 +228,22 @@ def test_captured_low_latency(seed, size, is_split):
     """A graph replays a step with other rows and another routing."""
 
     def body(bootstrap):
-        buffer = Buffer(bootstrap, low_latency_mode=True)
-        data = make_inputs(seed + bootstrap.rank)
-        other = make_inputs(seed + bootstrap.rank + 7)
-        options = dict(return_recv_hook=is_split)
+        data, other = (make_inputs(seed + bootstrap.rank + more) for more in (0, 7))
+        options, stream = dict(return_recv_hook=is_split), torch.cuda.Stream()
 
         def step():
-            x, idx, weights = data
-            rx, _, handle, _, hook = buffer.low_latency_dispatch(
-                x, idx, T, EXPERTS, use_fp8=False, **options
-            )
+            x, *routing = data
+            given = x, routing[0], T, EXPERTS
+            rx, _, handle, _, hook = buffer.low_latency_dispatch(*given, use_fp8=False, **options)
             hook and hook()
-            out, _, hook = buffer.low_latency_combine(rx, idx, weights, handle, **options)
+            out, _, hook = buffer.low_latency_combine(rx, *routing, handle, **options)
             hook and hook()
             return out
 
         def expected():
             return data[0] * data[2].sum(1, keepdim=True)
 
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+        with make_buffer(bootstrap, low_latency_mode=True) as buffer, torch.cuda.stream(stream):
             assert_equal(step(), expected())
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -273,8 +254,7 @@ def test_captured_low_latency(seed, size, is_split):
                     tensor.copy_(values)
                 graph.replay()
                 assert_equal(out, expected())
-        torch.cuda.synchronize()
-        buffer.destroy()
+            torch.cuda.synchronize()
 
     run_threads(size, body)
 
@@ -283,13 +263,12 @@ def test_captured_low_latency(seed, size, is_split):
 def test_exact_sizes_cannot_be_captured(seed):
     """The host would read the number of rows. The refused dispatch took no part."""
     (bootstrap,) = libep.Bootstrap.local(1)
-    buffer = Buffer(bootstrap)
-    x, idx, weights = make_inputs(seed)
-    send(buffer, x, idx, weights, EXPERTS)
-    torch.cuda.synchronize()
-    with refused("UNSUPPORTED num_worst_tokens while a CUDA graph"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            send(buffer, x, idx, weights, EXPERTS)
-    send(buffer, x, idx, weights, EXPERTS)
-    buffer.destroy()
+    given = *make_inputs(seed), EXPERTS
+    with make_buffer(bootstrap) as buffer:
+        send(buffer, *given)
+        torch.cuda.synchronize()
+        with refused("UNSUPPORTED num_worst_tokens while a CUDA graph"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                send(buffer, *given)
+        send(buffer, *given)
     bootstrap.close()

@@ -13,19 +13,8 @@ import pytest
 import torch
 from conftest import DEVICE, assert_equal
 
+from libep.deep_ep.utils import math as tools
 from libep.deep_ep.utils.gate import get_unbalanced_scores
-from libep.deep_ep.utils.math import (
-    align,
-    calc_diff,
-    count_bytes,
-    create_grouped_scores,
-    hash_tensor,
-    hash_tensors,
-    inplace_unique,
-    per_token_cast_back,
-    per_token_cast_to_fp8,
-    safe_div,
-)
 from libep.deep_ep.utils.semantic import value_or, weak_lru
 from libep.deep_ep.utils.testing import bench, bench_kineto, suppress_stdout_stderr
 
@@ -34,12 +23,12 @@ from libep.deep_ep.utils.testing import bench, bench_kineto, suppress_stdout_std
 def test_quantised_and_back(hidden):
     x = torch.randn(5, hidden, device=DEVICE).bfloat16()
     x[1] = 0
-    values, scales = per_token_cast_to_fp8(x)
-    assert values.shape == x.shape and scales.shape == (5, align(hidden, 128) // 128)
+    values, scales = tools.per_token_cast_to_fp8(x)
+    assert values.shape == x.shape and scales.shape == (5, tools.align(hidden, 128) // 128)
     assert scales.dtype == torch.float32 and scales[1].max() == torch.tensor(1e-4) / 448
-    back = per_token_cast_back(values, scales.t().contiguous().t())
-    assert back.dtype == torch.bfloat16 and calc_diff(back, x) < 1e-3
-    assert per_token_cast_back(values[:0], scales[:0]).shape == (0, hidden)
+    back = tools.per_token_cast_back(values, scales.t().contiguous().t())
+    assert back.dtype == torch.bfloat16 and tools.calc_diff(back, x) < 1e-3
+    assert tools.per_token_cast_back(values[:0], scales[:0]).shape == (0, hidden)
 
 
 @pytest.mark.parametrize("blocks", [4, 8])
@@ -50,35 +39,26 @@ def test_packed_scales(blocks):
     ones = torch.ones(4, 128 * blocks, device=DEVICE).to(torch.float8_e4m3fn)
     factors = torch.ldexp(torch.ones(4, blocks), exponents.cpu().int() - 127)
     for scales in (packed, packed.t().contiguous().t()):
-        assert_equal(per_token_cast_back(ones, scales)[:, ::128], factors.bfloat16())
+        assert_equal(tools.per_token_cast_back(ones, scales)[:, ::128], factors.bfloat16())
 
 
-def test_unique():
+def test_small_functions():
     x = torch.tensor([[2, 0, 2, -1], [1, 1, 1, 1], [-1, -1, -1, -1]], device=DEVICE)
-    inplace_unique(x, 3)
+    tools.inplace_unique(x, 3)
     assert x.tolist() == [[2, 0, -1, -1], [1, -1, -1, -1], [-1, -1, -1, -1]]
-
-
-def test_differences_and_hashes():
     x = torch.arange(4.0, device=DEVICE)
-    assert calc_diff(x, x) == 0
-    assert calc_diff(x, -x) == pytest.approx(1 + 20 / 36)
-    assert hash_tensor(torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)) == 3
-
-
-def test_counts_of_nested_tensors():
+    assert tools.calc_diff(x, x) == 0
+    assert tools.calc_diff(x, -x) == pytest.approx(1 + 20 / 36)
+    assert tools.hash_tensor(torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)) == 3
     one, two = (torch.ones(count, dtype=torch.int32, device=DEVICE) for count in (1, 2))
-    assert count_bytes(one, (two, None), [(two,)]) == 20 and count_bytes() == 0
-    assert hash_tensors(one, (two, None)) == 1 ^ 2
-    assert (safe_div(3, 2), safe_div(0, 0)) == (1.5, 0)
+    assert tools.count_bytes(one, (two, None), [(two,)]) == 20 and tools.count_bytes() == 0
+    assert tools.hash_tensors(one, (two, None)) == 1 ^ 2
+    assert (tools.safe_div(3, 2), tools.safe_div(0, 0)) == (1.5, 0)
     with pytest.raises(ZeroDivisionError):
-        safe_div(1, 0)
-
-
-def test_grouped_scores():
-    scores = torch.arange(1.0, 7, device=DEVICE)[None]
-    chosen = torch.tensor([[2, 0]], device=DEVICE)
-    assert create_grouped_scores(scores, chosen, 3).tolist() == [[1, 2, 0, 0, 5, 6]]
+        tools.safe_div(1, 0)
+    scores, chosen = torch.arange(1.0, 7, device=DEVICE)[None], torch.tensor([[2, 0]]).to(DEVICE)
+    assert tools.create_grouped_scores(scores, chosen, 3).tolist() == [[1, 2, 0, 0, 5, 6]]
+    assert (value_or(None, 3), value_or(0, 3)) == (3, 0)
 
 
 @pytest.mark.parametrize("precise", [False, True])
@@ -113,20 +93,17 @@ def test_cached_methods():
     del one
     gc.collect()
     assert gone() is None
-    assert (value_or(None, 3), value_or(0, 3)) == (3, 0)
 
 
-def test_bench():
-    """Times of a call; of kernels there are none without GPUs."""
+def test_bench(capfd):
+    """Times of a call; of kernels there are none without GPUs. And silence."""
     calls = []
     mean, least, most = bench(lambda: calls.append(time.sleep(1e-3)), 2, 5, lambda: calls.append(0))
     assert len(calls) == 2 + 5 + 5 and 0 < least <= mean <= most
     times = bench_kineto(lambda: None, ("dispatch", "combine"), 2, num_kernels_per_period=2)
     assert [math.isnan(time) for pair in times for time in pair] == 4 * [True]
     assert math.isnan(bench_kineto(lambda: None, "no such kernel", 2))
-
-
-def test_silence(capfd):
+    capfd.readouterr()
     with suppress_stdout_stderr():
         os.write(1, b"unseen\n")
     os.write(1, b"seen\n")

@@ -10,48 +10,25 @@ import numpy as np
 import pytest
 import torch
 from base import refused
-from conftest import DEVICE, assert_equal, off, on_device, other_device, refuse_each, run_threads
+from conftest import (
+    DEVICE, assert_equal, destroyed, inputs_of, make_buffer, off, on_device, other_device,
+    refuse_each, run_threads
+)  # fmt: skip
 from reference import Received, World, expert_major, flat
+from test_deep_ep_normal import make_worlds, with_buffer
 
 import libep
-from libep import Status
-from libep.deep_ep import ElasticBuffer, EPHandle, EventHandle, EventOverlap
+from libep.deep_ep import ElasticBuffer, EPHandle, EventHandle, EventOverlap, _elastic
 
 SIZE, HIDDEN, BOUND = 3, 16, 7
 MODES = [*itertools.product([False, True], [False, True])]  # do_expand, do_cpu_sync
 each_mode = pytest.mark.parametrize("do_expand, do_cpu_sync", MODES)
 
 
-def make_world(seed, **fields):
-    return World(seed, **{**dict(size=SIZE, experts=2 * SIZE, hidden=HIDDEN), **fields})
-
-
-def inputs(world, rank):
-    return (on_device(a[rank]) for a in (world.x, world.idx, world.weights))
-
-
-@contextlib.contextmanager
-def destroyed(buffer):
-    """Destroy a buffer at the end of the block, before its bootstrap. Tell the peers of an error."""
-    try:
-        yield buffer
-    except BaseException as error:
-        for made in buffer._groups._all:
-            made.group.abort(f"the test failed: {error}")
-        raise
-    finally:
-        buffer.destroy()
-
-
-def play(world, body, **fields):
-    """Call body(buffer, rank) on a thread for each rank."""
-
-    def run(bootstrap):
-        given = {"num_max_tokens_per_rank": BOUND, **fields}
-        with destroyed(ElasticBuffer(bootstrap, **given)) as buffer:
-            return body(buffer, bootstrap.rank)
-
-    return run_threads(world.size, run)
+def with_elastic(**sizes):
+    """on_ranks with an ElasticBuffer and a World."""
+    fields = dict(num_max_tokens_per_rank=BOUND)
+    return with_buffer(kind=ElasticBuffer, fields=fields, **sizes)
 
 
 def layout(do_expand):
@@ -68,10 +45,9 @@ def most_rows(world, do_expand, alignment):
     return -(-slots // alignment) * alignment
 
 
-def check_received(world, rank, given, do_expand, alignment, has_padding=True):
+def check_received(expected, given, do_expand, has_padding=True):
     """Compare what dispatch has delivered. has_padding: it is zero."""
     x, idx, weights = given
-    expected = Received(world, rank, layout(do_expand), alignment)
     rows = len(expected.tokens)
     filled = np.ones(rows, bool)
     if do_expand and not has_padding:
@@ -86,13 +62,12 @@ def check_received(world, rank, given, do_expand, alignment, has_padding=True):
     assert (idx[rows:] == -1).all()
 
 
-def run_experts(world, rank, given, do_expand, alignment):
+def run_experts(expected, given):
     """What the experts return for the rows of a dispatch, weighted. Other rows are NaN."""
     x, _, weights = given
-    scale = torch.from_numpy(Received(world, rank, layout(do_expand), alignment).scale)
-    rows = len(scale)
-    factors = weights[:rows] * scale.to(x.device)
-    if not do_expand:
+    rows = len(expected.scale)
+    factors = weights[:rows] * torch.from_numpy(expected.scale).to(x.device)
+    if factors.ndim == 2:
         factors = factors.sum(1)
     out = torch.full_like(x, torch.nan)
     out[:rows] = x[:rows] * factors[:, None]
@@ -102,238 +77,153 @@ def run_experts(world, rank, given, do_expand, alignment):
 @each_mode
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_step(seed, do_expand, do_cpu_sync, alignment, is_async):
+@with_elastic()
+def test_step(buffer, rank, world, do_expand, do_cpu_sync, alignment, is_async):
     """A step equals the dense layer in all modes; so do dispatches with its handle."""
-    world = make_world(seed)
-
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        options = dict(
-            do_expand=do_expand,
-            async_with_compute_stream=is_async,
-            previous_event=buffer.capture() if is_async else None,
-        )
-        *received, handle, event = buffer.dispatch(
-            x,
-            idx,
-            weights,
-            num_experts=world.experts,
-            expert_alignment=alignment,
-            do_cpu_sync=do_cpu_sync,
-            do_zero_padding=do_expand,
-            **options,
-        )
-        assert (event.event is not None) == is_async and isinstance(handle, EPHandle)
-        with event:
-            pass
-        rows = len(Received(world, rank, layout(do_expand), alignment).tokens)
-        if not do_cpu_sync:
-            rows = most_rows(world, do_expand, alignment)
-        assert received[0].shape == (rows, HIDDEN) and len(received[2]) == rows
-        check_received(world, rank, received, do_expand, alignment)
-        out, none, event = buffer.combine(
-            run_experts(world, rank, received, do_expand, alignment), handle
-        )
-        assert none is None and event.event is None
-        assert_equal(out, world.forward(rank))
-        *again, same, event = buffer.dispatch(x, topk_weights=weights, handle=handle, **options)
-        with event(release_handle=True):
-            pass
-        assert same is handle and event.event is None
-        check_received(world, rank, again, do_expand, alignment, has_padding=False)
-        bare = buffer.dispatch(2 * x, handle=handle, do_expand=do_expand)
-        assert bare[2] is None and (bare[1] is None) == do_expand
-        some = [2 * given for given in (received[0], again[0])]
-        live = ~torch.isnan(run_experts(world, rank, received, do_expand, alignment)[:, 0])
-        assert_equal(bare[0][live], some[0][live])
-
-    play(world, body)
-
-
-class Dispatch(torch.autograd.Function):
-    """As training programs define it: backward is a combine with weights."""
-
-    @staticmethod
-    def forward(ctx, buffer, x, idx, weights, experts, options):
-        rx, ridx, rweights, handle, _ = buffer.dispatch(
-            x, idx, weights, num_experts=experts, **options
-        )
-        ctx.buffer, ctx.handle = buffer, handle
-        if ridx is not None:
-            ctx.mark_non_differentiable(ridx)
-        return rx, ridx, rweights, handle
-
-    @staticmethod
-    def backward(ctx, grad_x, _, grad_weights, *rest):
-        grad_x, grad_weights, _ = ctx.buffer.combine(grad_x, ctx.handle, grad_weights.float())
-        return None, grad_x, None, grad_weights, None, None
-
-
-class Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, buffer, x, handle):
-        ctx.buffer, ctx.handle = buffer, handle
-        return buffer.combine(x, handle)[0]
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad, *_ = ctx.buffer.dispatch(grad, handle=ctx.handle, do_expand=ctx.handle.do_expand,
-                                       do_zero_padding=ctx.handle.do_expand)  # fmt: skip
-        return None, grad, None
+    x, idx, weights = inputs_of(world, rank)
+    previous = buffer.capture() if is_async else None
+    options = dict(do_expand=do_expand, async_with_compute_stream=is_async, previous_event=previous)
+    more = dict(num_experts=6, expert_alignment=alignment, do_cpu_sync=do_cpu_sync, **options)
+    *received, handle, event = buffer.dispatch(x, idx, weights, do_zero_padding=do_expand, **more)
+    assert (event.event is not None) == is_async and isinstance(handle, EPHandle)
+    with event:
+        pass
+    expected = Received(world, rank, layout(do_expand), alignment)
+    rows = len(expected.tokens) if do_cpu_sync else most_rows(world, do_expand, alignment)
+    assert received[0].shape == (rows, HIDDEN) and len(received[2]) == rows
+    check_received(expected, received, do_expand)
+    done = run_experts(expected, received)
+    out, none, event = buffer.combine(done, handle)
+    assert none is None and event.event is None
+    assert_equal(out, world.forward(rank))
+    *again, same, event = buffer.dispatch(x, topk_weights=weights, handle=handle, **options)
+    with event(release_handle=True):
+        pass
+    assert same is handle and event.event is None
+    check_received(expected, again, do_expand, has_padding=False)
+    bare = buffer.dispatch(2 * x, handle=handle, do_expand=do_expand)
+    assert bare[2] is None and (bare[1] is None) == do_expand
+    live = ~torch.isnan(done[:, 0])
+    assert_equal(bare[0][live], 2 * received[0][live])
 
 
 @each_mode
-def test_gradients(seed, do_expand, do_cpu_sync):
-    """A pair of autograd functions has the derivatives of the dense layer."""
-    world = make_world(seed)
+@with_elastic()
+def test_gradients(buffer, rank, world, do_expand, do_cpu_sync):
+    """The backward calls of a framework give the derivatives of the dense layer."""
+    modes = dict(do_expand=do_expand, do_zero_padding=do_expand)
+    options = dict(num_experts=6, expert_alignment=2, do_cpu_sync=do_cpu_sync, **modes)
+    rx, _, weights, handle, _ = buffer.dispatch(*inputs_of(world, rank), **options)
+    known = torch.from_numpy(Received(world, rank, layout(do_expand), 2).scale).nan_to_num(0)
+    scale = torch.zeros(weights.shape, device=rx.device)
+    scale[: len(known)] = known
+    factors = torch.where(scale > 0, weights * scale, 0).view(len(rx), -1).sum(1, keepdim=True)
 
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        x.requires_grad_(), weights.requires_grad_()
-        options = dict(do_expand=do_expand, do_cpu_sync=do_cpu_sync, expert_alignment=2)
-        options["do_zero_padding"] = do_expand
-        *received, handle = Dispatch.apply(buffer, x, idx, weights, world.experts, options)
-        scale = torch.from_numpy(Received(world, rank, layout(do_expand), 2).scale).nan_to_num(0)
-        padded = torch.zeros(received[2].shape, device=x.device)
-        padded[: len(scale)] = scale
-        factors = torch.where(padded > 0, received[2] * padded, 0)
-        if not do_expand:
-            factors = factors.sum(1)
-        is_row = (padded if padded.ndim == 2 else padded[:, None]).any(1, keepdim=True)
-        rows = torch.where(is_row, received[0], 0)
-        out = Combine.apply(buffer, rows * factors[:, None], handle)
-        assert_equal(out, world.forward(rank))
-        out.backward(on_device(world.grad_out[rank]))
-        for got, expected in zip((x.grad, weights.grad), world.backward(rank)):
-            assert_equal(got, expected)
-
-    play(world, body)
+    is_row = (scale.view(len(rx), -1) > 0).any(1, keepdim=True)
+    rx = torch.where(is_row, rx, 0)
+    assert_equal(buffer.combine(rx * factors, handle)[0], world.forward(rank))
+    grad = buffer.dispatch(on_device(world.grad_out[rank]), handle=handle, **modes)[0]
+    grad = torch.where(is_row, grad, 0)
+    grad_weights = (rx * grad).sum(1).view(-1, *[1] * (scale.ndim - 1)) * scale
+    grads = buffer.combine(grad * factors, handle, grad_weights)
+    for got, expected in zip(grads, world.backward(rank)):
+        assert_equal(got, expected)
 
 
 @each_mode
-def test_sums_of_combine_with_weights(seed, do_expand, do_cpu_sync):
+@with_elastic()
+def test_sums_of_combine_with_weights(buffer, rank, world, do_expand, do_cpu_sync):
     """They are those without weights, bit for bit; biases are added."""
-    world = make_world(seed)
-
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        *received, handle, _ = buffer.dispatch(
-            x, idx, weights, num_experts=world.experts, do_expand=do_expand, do_cpu_sync=do_cpu_sync
+    options = dict(num_experts=world.experts, do_expand=do_expand, do_cpu_sync=do_cpu_sync)
+    *received, handle, _ = buffer.dispatch(*inputs_of(world, rank), **options)
+    rows = torch.randn(received[0].shape, device=DEVICE).bfloat16()
+    plain, none, _ = buffer.combine(rows, handle)
+    out, back, _ = buffer.combine(rows, handle, topk_weights=received[2])
+    assert none is None and torch.equal(plain, out) and back.dtype == torch.float32
+    assert_equal(back, np.where(world.idx[rank] >= 0, world.weights[rank], 0))
+    one, two = (torch.randn(out.shape, device=DEVICE).bfloat16() for _ in range(2))
+    # Without do_expand a row is its rank's sum, so float32 rows give the sums before rounding.
+    exact = buffer.combine(rows.float(), handle)[0] if not do_expand else out.float()
+    for bias in one, (one, two), (None, one):
+        terms = bias if isinstance(bias, tuple) else (bias,)
+        total = sum((term.float() for term in terms if term is not None), exact)
+        got, again = (
+            buffer.combine(rows, handle, topk_weights=weights, bias=bias)[0]
+            for weights in (None, received[2])
         )
-        rows = torch.randn(received[0].shape, device=DEVICE).bfloat16()
-        plain, none, _ = buffer.combine(rows, handle)
-        out, back, _ = buffer.combine(rows, handle, topk_weights=received[2])
-        assert none is None and torch.equal(plain, out) and back.dtype == torch.float32
-        assert_equal(back, np.where(world.idx[rank] >= 0, world.weights[rank], 0))
-        one, two = (torch.randn(out.shape, device=DEVICE).bfloat16() for _ in range(2))
-        # Without do_expand a row is its rank's sum, so float32 rows give the sums before rounding.
-        exact = buffer.combine(rows.float(), handle)[0] if not do_expand else out.float()
-        for bias in one, (one, two), (None, one):
-            total = exact
-            for term in bias if isinstance(bias, tuple) else (bias,):
-                total = total if term is None else total + term.float()
-            got, again = (
-                buffer.combine(rows, handle, topk_weights=weights, bias=bias)[0]
-                for weights in (None, received[2])
-            )
-            assert got.dtype == torch.bfloat16 and torch.equal(got, again)
-            if do_expand:
-                assert torch.allclose(got.float(), total, rtol=2**-7, atol=2**-7)
-            else:
-                assert torch.equal(got, total.bfloat16())
-
-    play(world, body)
+        assert got.dtype == torch.bfloat16 and torch.equal(got, again)
+        if do_expand:
+            assert torch.allclose(got.float(), total, rtol=2**-7, atol=2**-7)
+        else:
+            assert torch.equal(got, total.bfloat16())
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @each_mode
-def test_quantised_rows(seed, do_expand, do_cpu_sync, packed):
+@with_elastic(hidden=256)
+def test_quantised_rows(buffer, rank, world, do_expand, do_cpu_sync, packed):
     """fp8 rows travel with scales as they are; received scales may lie in column-major order."""
-    world = make_world(seed, hidden=256)
-    alignment = 2
+    x, idx, weights = inputs_of(world, rank)
+    values, scales = x.to(torch.float8_e4m3fn), x[:, :2].contiguous()
+    scales = scales.view(torch.int32) if packed else scales
+    options = dict(do_expand=do_expand, do_cpu_sync=do_cpu_sync, do_zero_padding=do_expand)
+    options.update(num_experts=world.experts, expert_alignment=2)
+    expected = torch.from_numpy(Received(world, rank, layout(do_expand), 2).tokens)
+    for by_column in (False, True):
+        given = values, scales.t().contiguous().t() if by_column else scales
+        options["use_tma_aligned_col_major_sf"] = by_column
+        (rx, rscales), *_, handle, _ = buffer.dispatch(given, idx, weights, **options)
+        rows, count = len(expected), len(rx)
+        assert rx.dtype == torch.float8_e4m3fn and rscales.dtype == scales.dtype
+        assert_equal(rx[:rows].float(), expected.to(torch.float8_e4m3fn).float())
+        assert rscales.shape == (count, 2)
+        strides = (1, -(-count // 4) * 4) if by_column else (2, 1)
+        assert rscales.stride() == strides or not count
+        assert_equal(rscales[:rows].contiguous().view(torch.float32), expected[:, :2])
+        out, _, _ = buffer.combine(rx.bfloat16(), handle)
+        assert out.shape == x.shape and out.dtype == torch.bfloat16
 
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        values = x.to(torch.float8_e4m3fn)
-        scales = x[:, :2].contiguous()
-        scales = scales.view(torch.int32) if packed else scales
-        for by_column in (False, True):
-            (rx, rscales), *_, handle, _ = buffer.dispatch(
-                (values, scales.t().contiguous().t() if by_column else scales),
-                idx,
-                weights,
-                num_experts=world.experts,
-                do_expand=do_expand,
-                do_cpu_sync=do_cpu_sync,
-                expert_alignment=alignment,
-                do_zero_padding=do_expand,
-                use_tma_aligned_col_major_sf=by_column,
-            )
-            expected = torch.from_numpy(Received(world, rank, layout(do_expand), alignment).tokens)
-            rows, count = len(expected), len(rx)
-            assert rx.dtype == torch.float8_e4m3fn and rscales.dtype == scales.dtype
-            assert_equal(rx[:rows].float(), expected.to(torch.float8_e4m3fn).float())
-            assert rscales.shape == (count, 2)
-            strides = (1, -(-count // 4) * 4) if by_column else (2, 1)
-            assert rscales.stride() == strides or not count
-            assert_equal(rscales[:rows].contiguous().view(torch.float32), expected[:, :2])
-            out, _, _ = buffer.combine(rx.bfloat16(), handle)
-            assert out.shape == x.shape and out.dtype == torch.bfloat16
 
-    play(world, body)
+TENSORS = (
+    "psum_num_recv_tokens_per_expert psum_num_recv_tokens_per_scaleup_rank recv_src_metadata "
+    "num_unaligned_recv_tokens_per_expert dst_buffer_slot_idx"
+).split()
 
 
 @each_mode
-def test_handle(seed, do_expand, do_cpu_sync):
+@with_elastic(top_k=3)
+def test_handle(buffer, rank, world, do_expand, do_cpu_sync):
     """All fields of a handle."""
-    world, alignment = make_world(seed, top_k=3), 4
-
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        local = world.experts // SIZE
-        stats = torch.ones(local, dtype=torch.int32, device=DEVICE)
-        _, _, _, handle, _ = buffer.dispatch(
-            x,
-            idx,
-            weights,
-            stats,
-            num_experts=world.experts,
-            expert_alignment=alignment,
-            num_sms=24,
-            do_expand=do_expand,
-            do_cpu_sync=do_cpu_sync,
-            do_handle_copy=do_expand,
-        )
-        names = "num_experts expert_alignment num_max_tokens_per_rank num_sms do_expand".split()
-        given = [getattr(handle, name) for name in names]
-        assert given == [world.experts, alignment, BOUND, 24, do_expand]
-        assert (handle.topk_idx is idx) != do_expand and torch.equal(handle.topk_idx, idx)
-        slabs, offsets = expert_major(world, rank, alignment)
-        counts = [len(slab) for slab in slabs]
-        padded = np.diff(offsets)
-        assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts
-        assert (stats - 1).tolist() == counts
-        assert handle.num_recv_tokens_per_expert_list == (padded.tolist() if do_cpu_sync else [])
-        ends = [at + count for at, count in zip(offsets, counts)] if do_expand else offsets[1:]
-        assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
-        rows = flat(world, rank)
-        sums = [sum(s <= source for s, _ in rows) for source in range(SIZE)]
-        assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == sums
-        assert handle.num_recv_tokens == (len(rows) if do_cpu_sync else SIZE * BOUND)
-        most = most_rows(world, True, alignment)
-        assert handle.num_expanded_tokens == (offsets[-1] if do_cpu_sync else most)
-        check_metadata(world, rank, handle, slabs, offsets)
-        assert handle.token_metadata_at_forward is None and handle.channel_linked_list is None
-        for name in ("psum_num_recv_tokens_per_expert", "psum_num_recv_tokens_per_scaleup_rank",
-                     "num_unaligned_recv_tokens_per_expert", "recv_src_metadata",
-                     "dst_buffer_slot_idx"):  # fmt: skip
-            tensor = getattr(handle, name)
-            assert tensor.dtype == torch.int32 and tensor.device == x.device
-            assert getattr(handle, name) is tensor
-        handle.recv_src_metadata = handle.recv_src_metadata[:1]
-        assert len(handle.recv_src_metadata) <= 1
-
-    play(world, body)
+    alignment, (x, idx, weights) = 4, inputs_of(world, rank)
+    stats = torch.ones(world.experts // SIZE, dtype=torch.int32, device=DEVICE)
+    fields = dict(num_experts=world.experts, expert_alignment=alignment, num_sms=24)
+    fields["do_expand"] = do_expand
+    options = dict(fields, do_cpu_sync=do_cpu_sync, do_handle_copy=do_expand)
+    handle = buffer.dispatch(x, idx, weights, stats, **options)[3]
+    fields["num_max_tokens_per_rank"] = BOUND
+    assert {name: getattr(handle, name) for name in fields} == fields
+    assert (handle.topk_idx is idx) != do_expand and torch.equal(handle.topk_idx, idx)
+    slabs, offsets = expert_major(world, rank, alignment)
+    counts, padded = [len(slab) for slab in slabs], np.diff(offsets).tolist()
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts
+    assert (stats - 1).tolist() == counts
+    assert handle.num_recv_tokens_per_expert_list == (padded if do_cpu_sync else [])
+    ends = [at + count for at, count in zip(offsets, counts)] if do_expand else offsets[1:]
+    assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
+    rows = flat(world, rank)
+    sums = [sum(s <= source for s, _ in rows) for source in range(SIZE)]
+    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == sums
+    assert handle.num_recv_tokens == (len(rows) if do_cpu_sync else SIZE * BOUND)
+    most = most_rows(world, True, alignment)
+    assert handle.num_expanded_tokens == (offsets[-1] if do_cpu_sync else most)
+    check_metadata(world, rank, handle, slabs, offsets)
+    assert handle.token_metadata_at_forward is None and handle.channel_linked_list is None
+    for name in TENSORS:
+        tensor = getattr(handle, name)
+        assert tensor.dtype == torch.int32 and tensor.device == x.device
+        assert getattr(handle, name) is tensor
+    handle.recv_src_metadata = handle.recv_src_metadata[:1]
+    assert len(handle.recv_src_metadata) <= 1
 
 
 def check_metadata(world, rank, handle, slabs, offsets):
@@ -358,128 +248,104 @@ def check_metadata(world, rank, handle, slabs, offsets):
 
 def test_bounds_of_steps(seed):
     """A step may have its own bound, above the buffer's, too. Handles of older steps still work."""
-    worlds = [make_world(seed, max_tokens=most) for most in (4, 40, 9)]
+    bounds = 4, 40, 9
+    worlds = make_worlds(seed, *(dict(max_tokens=bound) for bound in bounds))
 
-    def body(buffer, rank):
-        steps = []
-        for world, bound in zip(worlds, (4, 40, 9)):
-            x, idx, weights = inputs(world, rank)
-            *received, handle, _ = buffer.dispatch(
-                x,
-                idx,
-                weights,
-                num_experts=world.experts,
-                num_max_tokens_per_rank=bound,
-                do_cpu_sync=False,
-            )
-            assert len(received[0]) == SIZE * bound and handle.num_max_tokens_per_rank == bound
-            steps.append((world, received, handle))
-        assert len(buffer._groups._all) == 2
-        for world, received, handle in steps:
-            rows = run_experts(world, rank, received, False, 1)
-            assert_equal(buffer.combine(rows, handle)[0], world.forward(rank))
+    def body(bootstrap):
+        rank, steps = bootstrap.rank, []
+        with make_buffer(bootstrap, kind=ElasticBuffer, num_max_tokens_per_rank=BOUND) as buffer:
+            for world, bound in zip(worlds, bounds):
+                options = dict(num_max_tokens_per_rank=bound, do_cpu_sync=False, num_experts=6)
+                *received, handle, _ = buffer.dispatch(*inputs_of(world, rank), **options)
+                assert len(received[0]) == SIZE * bound and handle.num_max_tokens_per_rank == bound
+                steps.append((world, received, handle))
+            assert len(buffer._groups._all) == 2
+            for world, received, handle in steps:
+                rows = run_experts(Received(world, rank, "flat"), received)
+                assert_equal(buffer.combine(rows, handle)[0], world.forward(rank))
 
-    play(worlds[0], body)
+    run_threads(SIZE, body)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_rank_above_its_bound(seed, is_first):
+@with_elastic(tokens=[BOUND, BOUND, 2])
+def test_a_rank_above_its_bound(buffer, rank, world, is_first):
     """All ranks learn that one has more tokens than the step's bound, before a deadline passes."""
-    world = make_world(seed, tokens=[BOUND, BOUND, 2])
-    refusals = [Status.PEER, Status.TOKENS, Status.PEER]
-
-    def body(buffer, rank):
-        x, idx, _ = inputs(world, rank)
-        options = dict(num_experts=world.experts, do_cpu_sync=False)
-        if not is_first:
-            buffer.dispatch(x, idx, **options)
-        if rank != 1:
-            x, idx = x[:2], idx[:2]
-        words = "at most num_max_tokens_per_rank = 3 tokens on each rank, got 7 on rank 1"
-        with refused(f"{refusals[rank].name} {words}"):
-            handle = buffer.dispatch(x, idx, num_max_tokens_per_rank=3, **options)[3]
-            handle.recv_src_metadata  # noqa: B018
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-            for made in buffer._groups._all:
-                found = made.group.status()
-                raise libep.EpError(found.status, found.sentence)
-
-    play(world, body)
+    x, idx, _ = inputs_of(world, rank)
+    options = dict(num_experts=world.experts, do_cpu_sync=False)
+    if not is_first:
+        buffer.dispatch(x, idx, **options)
+    if rank != 1:
+        x, idx = x[:2], idx[:2]
+    words = "at most num_max_tokens_per_rank = 3 tokens on each rank, got 7 on rank 1"
+    with refused(f"{'TOKENS' if rank == 1 else 'PEER'} {words}"):
+        handle = buffer.dispatch(x, idx, num_max_tokens_per_rank=3, **options)[3]
+        handle.recv_src_metadata  # noqa: B018
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        for made in buffer._groups._all:
+            found = made.group.status()
+            raise libep.EpError(found.status, found.sentence)
 
 
-def test_refused_arguments(seed):
+@with_elastic(tokens=[4, 3, 5], hidden=256)
+def test_refused_arguments(buffer, rank, world):
     """A refused call took no part: the rank calls again with better arguments."""
-    world = make_world(seed, tokens=[4, 3, 5], hidden=256)
-
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        idx[0, 0] = world.experts_of(1)[0]  # so that rows come to the rank that is refused
-        far = other_device()
-        scales = x[:, :2].contiguous()
-        good = dict(x=(x, scales), topk_idx=idx, topk_weights=weights, num_experts=world.experts)
-        some = [x.t(), x[:, :3].contiguous(), x[None], off(x), x.to(far), x > 0, None, "x"]
-        bad = [dict(x=given) for given in some]
-        some = [scales.double(), scales[1:], scales.half(), torch.cat(5 * [scales], 1), 1]
-        bad_scales = [{"x": (x, given)} for given in some]
-        some = [idx.float(), idx[1:], idx[:, 0], idx.to(far), None, idx.new_zeros((len(x), 33))]
-        bad += [dict(topk_idx=given) for given in some]
-        some = [weights.double(), weights[1:], weights[:, 1:], weights.to(far), [1.0]]
-        bad += [dict(topk_weights=given) for given in some]
-        some = [torch.zeros(2, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE)]
-        bad += [dict(cumulative_local_expert_recv_stats=given) for given in some]
-        some = dict(num_max_tokens_per_rank=[0, -1, "all"], expert_alignment=[0, 3, 1.5])
-        bad += [{name: given} for name, values in some.items() for given in values]
-        bad += [dict(num_experts=None)]
-        for _ in range(2):  # before there is a group, and with one
-            if rank == 1:
-                refuse_each(buffer.dispatch, {**good, "do_expand": True}, bad)
-                for change in bad_scales:
-                    with refused("EpError scales of x: expected .*, got "):
-                        buffer.dispatch(**{**good, **change})
-                for change in (dict(num_experts=4), dict(do_zero_padding=True)):
-                    with refused("EpError expected .*, got "):
-                        buffer.dispatch(**{**good, **change})
-            *received, handle, _ = buffer.dispatch(**good)
-        refuse_handles(buffer, rank, good, handle, world)
-        rx = received[0][0]
-        good = dict(x=rx, handle=handle, topk_weights=received[2], bias=(x, x))
-        some = [rx.double(), rx.to(torch.float8_e4m3fn), off(rx), rx.to(far), rx[None], rx[1:]]
-        bad = [dict(x=given) for given in [*some, rx[:, :3].contiguous(), None]]
-        some = [received[2].double(), received[2][1:], received[2].to(far), [1.0]]
-        bad += [dict(topk_weights=given) for given in some]
-        bad += [dict(bias=given) for given in (x[1:], (x, x[:, :1]), x.double(), (x, x, x))]
-        if rank == 2:
-            refuse_each(buffer.combine, good, bad)
-        buffer.combine(**good)
-
-    play(world, body)
+    x, idx, weights = inputs_of(world, rank)
+    idx[0, 0] = world.experts_of(1)[0]  # so that rows come to the rank that is refused
+    far, scales = other_device(), x[:, :2].contiguous()
+    good = dict(x=(x, scales), topk_idx=idx, topk_weights=weights, num_experts=world.experts)
+    bad_scales = [scales.double(), scales[1:], scales.half(), torch.cat(5 * [scales], 1), 1]
+    wrong_counts = [torch.zeros(2, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE)]
+    bad = dict(
+        x=[x.t(), x[:, :3].contiguous(), x[None], off(x), x.to(far), x > 0, None, "x"],
+        topk_idx=[
+            idx.float(), idx[1:], idx[:, 0], idx.to(far), None, idx.new_zeros((len(x), 33))
+        ],
+        topk_weights=[weights.double(), weights[1:], weights[:, 1:], weights.to(far), [1.0]],
+        cumulative_local_expert_recv_stats=wrong_counts,
+        num_max_tokens_per_rank=[0, -1, "all"],
+        expert_alignment=[0, 3, 1.5],
+        num_experts=[None],
+    )  # fmt: skip
+    for _ in range(2):  # before there is a group, and with one
+        if rank == 1:
+            refuse_each(buffer.dispatch, {**good, "do_expand": True}, bad)
+            changes = [dict(num_experts=4), dict(do_zero_padding=True)]
+            for change in [*changes, *(dict(x=(x, given)) for given in bad_scales)]:
+                words = "scales of x: " if "x" in change else ""
+                with refused(f"EpError {words}expected .*, got "):
+                    buffer.dispatch(**{**good, **change})
+        *received, handle, _ = buffer.dispatch(**good)
+    refuse_handles(buffer, rank, good, handle)
+    rx, rweights = received[0][0], received[2]
+    good = dict(x=rx, handle=handle, topk_weights=rweights, bias=(x, x))
+    bad = dict(
+        x=[
+            rx.double(), rx.to(torch.float8_e4m3fn), off(rx), rx.to(far), rx[None], rx[1:],
+            rx[:, :3].contiguous(), None,
+        ],
+        topk_weights=[rweights.double(), rweights[1:], rweights.to(far), [1.0]],
+        bias=[x[1:], (x, x[:, :1]), x.double(), (x, x, x)],
+    )  # fmt: skip
+    if rank == 2:
+        refuse_each(buffer.combine, good, bad)
+    buffer.combine(**good)
 
 
-def refuse_handles(buffer, rank, good, handle, world):
+def refuse_handles(buffer, rank, good, handle):
     """What a dispatch with a handle refuses, and handles that are none of this buffer's."""
-    x, idx = good["x"], good["topk_idx"]
+    x = good["x"]
     with destroyed(ElasticBuffer(buffer.group, num_max_tokens_per_rank=BOUND)) as other:
         foreign = other.dispatch(**good)[3]
         if rank != 0:
             return
-        again = dict(x=x, handle=handle)
-        refuse_each(
-            buffer.dispatch,
-            again,
-            [
-                dict(topk_idx=idx),
-                dict(do_cpu_sync=True),
-                dict(do_expand=True),
-                dict(num_experts=12),
-                dict(expert_alignment=2),
-                dict(num_max_tokens_per_rank=BOUND + 1),
-                dict(x=x[0][1:]),
-                dict(topk_weights=x[0]),
-                dict(handle=foreign),
-                dict(handle=(1, 2)),
-            ],
-        )
+        changes = dict(
+            topk_idx=[good["topk_idx"]], do_cpu_sync=[True], do_expand=[True], num_experts=[12],
+            expert_alignment=[2], num_max_tokens_per_rank=[BOUND + 1], x=[x[0][1:]],
+            topk_weights=[x[0]], handle=[foreign, (1, 2)],
+        )  # fmt: skip
+        refuse_each(buffer.dispatch, dict(x=x, handle=handle), changes)
         with refused("FOREIGN dispatch: handle: expected one of this ElasticBuffer"):
             buffer.dispatch(x, handle=foreign)
         with refused("FOREIGN combine: handle: expected one of this ElasticBuffer"):
@@ -488,40 +354,39 @@ def refuse_handles(buffer, rank, good, handle, world):
             buffer.combine(x[0], None)
 
 
-def test_after_destroy(seed):
-    world = make_world(seed)
-
-    def body(buffer, rank):
-        x, idx, weights = inputs(world, rank)
-        rx, *_, handle, _ = buffer.dispatch(x, idx, weights, num_experts=world.experts)
-        buffer.barrier()
-        buffer.destroy()
-        buffer.destroy()
-        for call in (
-            lambda: buffer.dispatch(x, idx, num_experts=world.experts),
-            lambda: buffer.dispatch(x, handle=handle),
-            lambda: buffer.combine(rx, handle),
-            buffer.barrier,
-        ):
-            with refused("DESTROYED the ElasticBuffer was destroyed"):
-                call()
-
-    play(world, body)
+@with_elastic()
+def test_after_destroy(buffer, rank, world):
+    x, idx, weights = inputs_of(world, rank)
+    rx, *_, handle, _ = buffer.dispatch(x, idx, weights, num_experts=world.experts)
+    buffer.barrier()
+    buffer.destroy()
+    buffer.destroy()
+    for call in (
+        lambda: buffer.dispatch(x, idx, num_experts=world.experts),
+        lambda: buffer.dispatch(x, handle=handle),
+        lambda: buffer.combine(rx, handle),
+        buffer.barrier,
+    ):
+        with refused("DESTROYED the ElasticBuffer was destroyed"):
+            call()
 
 
-def test_an_expert_that_does_not_exist(seed):
+@with_elastic(tokens=[3, 3, 3])
+def test_an_expert_that_does_not_exist(buffer, rank, world):
     """Where the host reads the sizes, the rank learns it from its dispatch."""
-    world = make_world(seed, tokens=[3, 3, 3])
+    x, idx, _ = inputs_of(world, rank)
+    if rank == 1:
+        idx[1, 0] = world.experts
+    with refused("ROUTING token 1") if rank == 1 else contextlib.nullcontext():
+        buffer.dispatch(x, idx, num_experts=world.experts)
 
-    def body(buffer, rank):
-        x, idx, _ = inputs(world, rank)
-        if rank == 1:
-            idx[1, 0] = world.experts
-        is_refused = refused("ROUTING token 1") if rank == 1 else contextlib.nullcontext()
-        with is_refused:
-            buffer.dispatch(x, idx, num_experts=world.experts)
 
-    play(world, body)
+ABSENT = (
+    "engram_write engram_fetch get_engram_storage_size_hint pp_set_config pp_send pp_recv "
+    "get_pp_buffer_size_hint create_agrs_session destroy_agrs_session agrs_new_session "
+    "agrs_set_config agrs_get_inplace_tensor all_gather get_agrs_num_max_session_bytes "
+    "get_agrs_buffer_size_hint"
+).split()
 
 
 def test_without_a_group():
@@ -530,8 +395,8 @@ def test_without_a_group():
     hint = ElasticBuffer.get_buffer_size_hint(bootstrap, 64, 256, 4)
     assert hint > 0 and hint % (2 << 20) == 0
     assert ElasticBuffer.get_buffer_size_hint(bootstrap, 4096, 7168) > hint
-    buffer = ElasticBuffer(bootstrap, num_max_tokens_per_rank=64, hidden=256, num_topk=4,
-                           explicitly_destroy=True, num_allocated_qps=5)  # fmt: skip
+    sizes = dict(num_max_tokens_per_rank=64, hidden=256, num_topk=4, num_allocated_qps=5)
+    buffer = ElasticBuffer(bootstrap, explicitly_destroy=True, **sizes)
     assert buffer.num_bytes == hint and buffer.num_max_tokens_per_rank == 64
     assert ElasticBuffer(bootstrap, 12345).num_bytes == 12345
     assert (buffer.num_ranks, buffer.rank_idx) == (1, 0)
@@ -544,11 +409,7 @@ def test_without_a_group():
     assert isinstance(buffer.capture(), EventHandle)
     with refused("UNSUPPORTED num_cpu_bytes: expected 0, got 4096"):
         ElasticBuffer(bootstrap, num_cpu_bytes=4096)
-    for name in ("engram_write", "engram_fetch", "get_engram_storage_size_hint", "pp_set_config",
-                 "pp_send", "pp_recv", "get_pp_buffer_size_hint", "create_agrs_session",
-                 "destroy_agrs_session", "agrs_new_session", "agrs_set_config",
-                 "agrs_get_inplace_tensor", "all_gather", "get_agrs_num_max_session_bytes",
-                 "get_agrs_buffer_size_hint"):  # fmt: skip
+    for name in ABSENT:
         with refused(f"UNSUPPORTED {name}: expected .* libep has no"):
             getattr(buffer, name)(1, 2)
     buffer.destroy()
@@ -572,29 +433,26 @@ def test_events():
         event.current_stream_wait()
 
 
-@pytest.mark.parametrize("is_read", [True, False])
-def test_captured(monkeypatch, seed, is_read):
-    """A capture refuses what the host waits for. Tensors of its handle are computed at each read."""
-    from libep.deep_ep import _elastic
-
-    world = make_world(seed)
-
-    def body(buffer, rank):
-        x, idx, _ = inputs(world, rank)
-        options = dict(num_experts=world.experts)
-        if is_read:
-            with refused("UNSUPPORTED dispatch: do_cpu_sync: expected False while a CUDA graph"):
-                buffer.dispatch(x, idx, **options)
-            return
-        handle = buffer.dispatch(x, idx, do_cpu_sync=False, **options)[3]
-        first = handle.num_unaligned_recv_tokens_per_expert
-        expected = first.clone()
-        handle.plan.expert_counts.add_(1)
-        assert torch.equal(handle.num_unaligned_recv_tokens_per_expert, expected + 1)
-        assert torch.equal(first, expected)
-
+@pytest.fixture
+def captured(monkeypatch):
     monkeypatch.setattr(_elastic, "_is_capturing", lambda tensor: True)
-    play(world, body)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+@with_elastic()
+def test_captured(buffer, rank, world, captured, is_read):
+    """A capture refuses what the host waits for. Tensors of its handle are computed at each read."""
+    x, idx, _ = inputs_of(world, rank)
+    if is_read:
+        with refused("UNSUPPORTED dispatch: do_cpu_sync: expected False while a CUDA graph"):
+            buffer.dispatch(x, idx, num_experts=world.experts)
+        return
+    handle = buffer.dispatch(x, idx, do_cpu_sync=False, num_experts=world.experts)[3]
+    first = handle.num_unaligned_recv_tokens_per_expert
+    expected = first.clone()
+    handle.plan.expert_counts.add_(1)
+    assert torch.equal(handle.num_unaligned_recv_tokens_per_expert, expected + 1)
+    assert torch.equal(first, expected)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs GPUs")
@@ -603,15 +461,14 @@ def test_graph(do_expand):
     """A captured step, replayed with other tokens and another routing."""
     first, second = (World(s, 1, 4, hidden=HIDDEN, tokens=[5]) for s in (1, 2))
 
-    def body(buffer, rank):
-        x, idx, weights = (given.clone() for given in inputs(first, rank))
+    def body(bootstrap):
+        x, idx, weights = (given.clone() for given in inputs_of(first, 0))
         idx = idx.long()
         scale = torch.tensor([float(first.factor(e)) for e in range(4)], device=DEVICE)
+        options = dict(num_experts=4, do_expand=do_expand, do_cpu_sync=False)
 
         def step():
-            rx, ridx, rweights, handle, _ = buffer.dispatch(
-                x, idx, weights, num_experts=4, do_expand=do_expand, do_cpu_sync=False
-            )
+            rx, ridx, rweights, handle, _ = buffer.dispatch(x, idx, weights, **options)
             if do_expand:
                 ends = handle.psum_num_recv_tokens_per_expert
                 rows = torch.arange(len(rx), device=DEVICE)
@@ -621,17 +478,18 @@ def test_graph(do_expand):
                 factors = (rweights * scale[ridx.clamp(min=0)]).sum(1)
             return buffer.combine(rx * factors[:, None], handle)[0], handle
 
-        step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out, handle = step()
-        for world in (second, first):
-            for tensor, given in zip((x, idx, weights), inputs(world, rank)):
-                tensor.copy_(given)
-            graph.replay()
-            assert_equal(out, world.forward(rank))
-            entries = idx[idx >= 0].bincount(minlength=4)
-            assert_equal(handle.num_unaligned_recv_tokens_per_expert, entries)
+        with make_buffer(bootstrap, kind=ElasticBuffer, num_max_tokens_per_rank=BOUND) as buffer:
+            step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out, handle = step()
+            for world in (second, first):
+                for tensor, given in zip((x, idx, weights), inputs_of(world, 0)):
+                    tensor.copy_(given)
+                graph.replay()
+                assert_equal(out, world.forward(0))
+                entries = idx[idx >= 0].bincount(minlength=4)
+                assert_equal(handle.num_unaligned_recv_tokens_per_expert, entries)
 
-    play(first, body)
+    run_threads(1, body)

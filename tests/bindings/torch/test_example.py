@@ -17,6 +17,13 @@ from conftest import DEVICE, assert_close, make_group, run_threads
 EXPERTS, TOP_K, TOKENS, HIDDEN, INNER = 6, 3, 37, 48, 56
 
 
+SHAPES = {
+    "router.weight": (EXPERTS, HIDDEN), "up": (EXPERTS, HIDDEN, INNER),
+    "down": (EXPERTS, INNER, HIDDEN), "shared_up.weight": (INNER, HIDDEN),
+    "shared_down.weight": (HIDDEN, INNER),
+}  # fmt: skip
+
+
 def parameters(seed, dtype):
     """All parameters of a layer, of all ranks."""
     generator = torch.Generator().manual_seed(seed)
@@ -25,13 +32,7 @@ def parameters(seed, dtype):
         values = torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
         return values.to(dtype).to(DEVICE).requires_grad_()
 
-    return {
-        "router.weight": make(EXPERTS, HIDDEN),
-        "up": make(EXPERTS, HIDDEN, INNER),
-        "down": make(EXPERTS, INNER, HIDDEN),
-        "shared_up.weight": make(INNER, HIDDEN),
-        "shared_down.weight": make(HIDDEN, INNER),
-    }
+    return {name: make(*shape) for name, shape in SHAPES.items()}
 
 
 def choose(p, x):
@@ -78,14 +79,8 @@ def test_layer(dtype, size, is_early, nodes):
 
     def body(bootstrap):
         rank = bootstrap.rank
-        with make_group(
-            bootstrap,
-            num_experts=EXPERTS,
-            max_tokens=TOKENS,
-            hidden=HIDDEN,
-            top_k=TOP_K,
-            alignment=moe_torch.ALIGNMENT,
-        ) as group:
+        sizes = dict(num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=TOP_K)
+        with make_group(bootstrap, alignment=moe_torch.ALIGNMENT, **sizes) as group:
             layer = moe_torch.MoE(group, HIDDEN, INNER, TOP_K, is_early=is_early, dtype=dtype)
             mine = slice(group.first_expert, group.first_expert + group.num_local_experts)
             with torch.no_grad():
@@ -100,7 +95,8 @@ def test_layer(dtype, size, is_early, nodes):
             assert_close(y, expected[rows], tolerance)
             assert_close(mine_x.grad, x_grad[rows], 4 * tolerance)
             for name in ("up", "down"):
-                assert_close(layer.get_parameter(name).grad, grads_wanted[name][mine], 4 * tolerance)
+                got = layer.get_parameter(name).grad
+                assert_close(got, grads_wanted[name][mine], 4 * tolerance)
             return {n: p.grad for n, p in layer.named_parameters() if not moe_torch.is_local(n)}
 
     grads = run_threads(size, body)
@@ -112,13 +108,10 @@ def test_layer(dtype, size, is_early, nodes):
 @pytest.mark.skipif(DEVICE == "cuda", reason="its ranks take GPUs of their own, or CPUs")
 def test_program():
     """Trains on two processes, and learns."""
-    done = subprocess.run(
-        [sys.executable, moe_torch.__file__, "2"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
-    )
+    options = dict(capture_output=True, text=True, timeout=120)
+    environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
+    program = [sys.executable, moe_torch.__file__, "2"]
+    done = subprocess.run(program, env=environment, **options)
     assert done.returncode == 0, done.stderr
     losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", done.stdout)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2, done.stdout

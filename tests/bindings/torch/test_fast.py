@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from base import refused
-from conftest import assert_equal, on_device
+from conftest import assert_equal, ones
 from reference import World
 from suite import Case, check
 
@@ -30,12 +30,6 @@ def count_calls(monkeypatch, function):
     return seen
 
 
-def leave_all(monkeypatch):
-    """Have all calls go tensor by tensor."""
-    monkeypatch.setattr(_fast, "call", None)
-    monkeypatch.setattr(_fast, "make", None)
-
-
 def test_pytorch_has_the_interface():
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     assert (_fast.call is not None) == ((major, minor) >= (2, 10))
@@ -46,87 +40,62 @@ WANTED = sorted(2 * [form for name, form in _fast.FORMS.items() if name != "disp
 
 
 @needs_fast
-def test_step_with_new_outputs(monkeypatch):
-    seen = count_calls(monkeypatch, "make")
-    monkeypatch.setattr(_fast, "call", None)
+@pytest.mark.parametrize("function, other", [("make", "call"), ("call", "make")])
+def test_step(monkeypatch, function, other):
+    """make: operations with new outputs; call: with given outputs."""
+    seen = count_calls(monkeypatch, function)
+    monkeypatch.setattr(_fast, other, None)
     check(World(size=2, seed=7), Case(capacity=0))
     assert sorted(operation for operation, _ in seen) == WANTED
-    assert all(type(made) is tuple for _, made in seen)
-
-
-@needs_fast
-def test_step_with_given_outputs(monkeypatch):
-    seen = count_calls(monkeypatch, "call")
-    monkeypatch.setattr(_fast, "make", None)
-    check(World(size=2, seed=7), Case(capacity=0))
-    assert sorted(seen) == [(operation, 0) for operation in WANTED]
+    assert all(done == 0 or type(done) is tuple for _, done in seen)
 
 
 def test_step_tensor_by_tensor(monkeypatch):
-    leave_all(monkeypatch)
+    monkeypatch.setattr(_fast, "call", None)
+    monkeypatch.setattr(_fast, "make", None)
     check(World(size=2, seed=7), Case(capacity=0))
     for dtype in ("float16", "bfloat16"):
         check(World(size=2, seed=7), Case(weights="none", dtype=dtype))
 
 
-def latency_step(handle, x, idx, weights):
-    received = ep.dispatch(handle, x, idx, weights)
-    out = ep.combine(handle, received.plan, received.tokens, received.topk_weights)
-    return out, received.plan.numbers
-
-
 @needs_fast
 def test_latency_mode(alone, monkeypatch):
-    group = alone(mode=libep.Mode.LATENCY)
-    handle = ep.Handle(group)
-    x = on_device(torch.randn(5, 16).numpy())
-    idx = torch.randint(-1, 6, (5, 2), device=group.device)
-    weights = torch.rand(5, 2, device=group.device)
+    handle = ep.Handle(alone(mode="latency"))
+    x, _, weights = ones(5)
+    idx = torch.randint(-1, 6, (5, 2), device=x.device)
     seen = count_calls(monkeypatch, "call"), count_calls(monkeypatch, "make")
-    at_once = latency_step(handle, x, idx, weights)
-    assert seen[0] == [(_fast.FORMS["dispatch_routed"], 0)]
-    assert [operation for operation, _ in seen[1]] == [_fast.FORMS["combine"]]
-    leave_all(monkeypatch)
-    for one, other in zip(at_once, latency_step(handle, x, idx, weights)):
+    results = []
+    for _ in range(2):
+        received = ep.dispatch(handle, x, idx, weights)
+        out = ep.combine(handle, received.plan, received.tokens, received.topk_weights)
+        results.append((out, received.plan.numbers))
+        assert seen[0] == [(_fast.FORMS["dispatch_routed"], 0)]
+        assert [operation for operation, _ in seen[1]] == [_fast.FORMS["combine"]]
+        monkeypatch.setattr(_fast, "call", None)
+        monkeypatch.setattr(_fast, "make", None)
+    for one, other in zip(*results):
         assert_equal(one, other)
 
 
 @needs_fast
 def test_left_to_python(alone):
-    group = alone()
-    handle = ep.Handle(group)
-    x = torch.ones(4, 16, device=group.device)
-    idx = torch.zeros(4, 2, dtype=torch.int64, device=group.device)
-    plan = ep.prepare(handle, idx)
-    out = torch.full_like(x, 5)
-    rows = torch.ones(16, 4, device=group.device).t()
-    for tensors in [
-        (plan.bytes, rows, *[None] * 4, out),  # not contiguous
-        (plan.bytes, x.double(), *[None] * 4, out),
-        (plan.bytes, x.to("meta"), *[None] * 4, out),
-        (plan.bytes, x[0, 0], *[None] * 4, out),  # no dimension
-        (plan.bytes, x[None, None], *[None] * 4, out),  # four
-        (plan.bytes, "rows", *[None] * 4, out),
-        (plan.bytes, x, None, None),  # too few
-    ]:
-        assert not handle.call_fast(_fast.FORMS["combine"], tensors)
-    for wrong in (plan.numbers[:-1], plan.numbers.long()):
-        assert not handle.call_fast(_fast.FORMS["prepare"], (idx, None, plan.bytes, wrong))
+    handle, (x, _, _) = ep.Handle(alone()), ones(4)
+    idx = torch.zeros(4, 2, dtype=torch.int64, device=x.device)
+    plan, forms = ep.prepare(handle, idx), _fast.FORMS
+    out, rows = torch.full_like(x, 5), torch.ones(16, 4, device=x.device).t()
+    # Not contiguous, another type, another device, no dimension, four dimensions, no tensor.
+    wrong = [rows, x.double(), x.to("meta"), x[0, 0], x[None, None], "rows"]
+    for tensors in [(plan.bytes, given, *[None] * 4, out) for given in wrong]:
+        assert not handle.call_fast(forms["combine"], tensors)
+    assert not handle.call_fast(forms["combine"], (plan.bytes, x, None, None))  # too few
+    for numbers in (plan.numbers[:-1], plan.numbers.long()):
+        assert not handle.call_fast(forms["prepare"], (idx, None, plan.bytes, numbers))
     assert torch.all(out == 5)
-    dispatch = _fast.FORMS["dispatch"]
-    for arguments in [
-        (plan.bytes, rows, None, None, 4, 0),  # not contiguous
-        (plan.bytes, x.double(), None, None, 4, 0),
-        (plan.bytes, x.to("meta"), None, None, 4, 0),
-        (plan.bytes, x[0], None, None, 4, 0),  # one dimension
-        (plan.bytes, None, None, None, 4, 0),
-        (plan.bytes, x, x.bfloat16(), None, 4, 0),  # weights that Python converts
-        (plan.bytes, x, None, None, -1, 0),
-        (plan.bytes, x, None, None, "rows", 0),
-        (plan.bytes, x, None, None, 4),  # too few
-        (),
-    ]:
-        assert handle.make_fast(dispatch, *arguments) is None
+    wrong = [(given, None, None, 4, 0) for given in (rows, x.double(), x.to("meta"), x[0], None)]
+    wrong += [(x, x.bfloat16(), None, 4, 0)]  # weights that Python converts
+    wrong += [(x, None, None, -1, 0), (x, None, None, "rows", 0), (x, None, None, 4)]
+    for arguments in [*((plan.bytes, *given) for given in wrong), ()]:
+        assert handle.make_fast(forms["dispatch"], *arguments) is None
 
 
 TYPES = "bfloat16 float16 float32 float8_e4m3fn float8_e5m2 uint8 int32 int64".split()
@@ -145,19 +114,17 @@ def test_new_outputs_are_tensors_of_pytorch(alone, monkeypatch, name):
     assert len(seen) == 2 and type(received.tokens) is torch.Tensor
     assert received.tokens.dtype == x.dtype and received.topk_idx.dtype == torch.int64
     assert torch.equal(received.tokens[:2].view(torch.uint8), x.view(torch.uint8))
-    for _, made in seen:
-        for tensor in made:
-            assert tensor is None or tensor.untyped_storage().resizable()
-            assert tensor is None or (tensor.is_contiguous() and not tensor.requires_grad)
+    for tensor in (t for _, made in seen for t in made if t is not None):
+        assert tensor.untyped_storage().resizable()
+        assert tensor.is_contiguous() and not tensor.requires_grad
 
 
 @needs_fast
 def test_strides_of_one_row(alone):
     """A dimension of one element, or a tensor of none, may have any stride."""
-    group = alone()
-    handle = ep.Handle(group)
-    x = torch.ones(3, 32, device=group.device)[:1, :16]
-    idx = torch.zeros(3, 4, dtype=torch.int64, device=group.device)[:1, :2]
+    handle = ep.Handle(alone())
+    x = torch.ones(3, 32, device=handle.device)[:1, :16]
+    idx = torch.zeros(3, 4, dtype=torch.int64, device=handle.device)[:1, :2]
     assert x.stride() == (32, 1)
     received = ep.dispatch(handle, x, idx)
     assert_equal(ep.combine(handle, received.plan, received.tokens), 2 * x)
@@ -166,23 +133,10 @@ def test_strides_of_one_row(alone):
 
 
 @needs_fast
-def test_closed(alone):
-    group = alone()
-    handle = ep.Handle(group)
-    x = torch.ones(4, 16, device=group.device)
-    plan = ep.prepare(handle, torch.zeros(4, 2, dtype=torch.int64, device=group.device))
-    handle.close()
-    with refused("EpError closed"):
-        ep.combine(handle, plan, x)
-
-
-@needs_fast
 def test_refusal_has_the_sentence(alone):
-    group = alone()
-    handle = ep.Handle(group)
-    x = torch.ones(4, 16, device=group.device)
-    plan = ep.prepare(handle, torch.zeros(4, 2, dtype=torch.int64, device=group.device))
+    handle, (x, idx, _) = ep.Handle(alone()), ones(4)
+    plan, form = ep.prepare(handle, idx), _fast.FORMS["combine"]
     with refused("BUFFER_SIZE expert_out"):
-        handle.call_fast(_fast.FORMS["combine"], (plan.bytes, x[:2], *[None] * 4, x))
+        handle.call_fast(form, (plan.bytes, x[:2], *[None] * 4, x))
     with refused("BUFFER_SIZE expert_out"):
-        handle.make_fast(_fast.FORMS["combine"], plan.bytes, x[:2], *[None] * 4, 4, 0)
+        handle.make_fast(form, plan.bytes, x[:2], *[None] * 4, 4, 0)

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 from base import refused
-from conftest import assert_equal, make_group, quarters, run_threads
+from conftest import assert_equal, make_group, ones, on_ranks, quarters, run_threads
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import libep
@@ -19,10 +19,10 @@ from libep.torch import _calls, _fast
 SIZE, EXPERTS, TOP_K, HIDDEN = 2, 6, 2, 16
 
 
-def micro_batch(seed, rank, number, device):
+def micro_batch(seed, group, number=0):
     """Tokens, routing and weights of another number of tokens each, with gradients."""
     sizes = 5 + number, HIDDEN, EXPERTS, TOP_K
-    x, idx, weights = quarters(seed + 100 * rank + number, *sizes, device)
+    x, idx, weights = quarters(seed + 100 * group.rank + number, *sizes, group.device)
     return x.requires_grad_(), idx, weights.requires_grad_()
 
 
@@ -40,80 +40,62 @@ class Layer:
         return ep.combine(self.handle, plan, received.tokens * factors[:, None], received[1])
 
 
-def expected(x, idx, weights):
-    """The sum of the output, and the gradients of it."""
-    factor = (weights * (1.0 + idx)).sum(1, keepdim=True).detach()
-    grad_weights = (1.0 + idx) * x.detach().sum(1, keepdim=True)
-    return factor * x.detach(), factor.expand_as(x), grad_weights
-
-
 def check(inputs, out):
-    y, grad_x, grad_weights = expected(*inputs)
-    assert_equal(out, y)
-    assert_equal(inputs[0].grad, grad_x)
-    assert_equal(inputs[2].grad, grad_weights)
+    """The output, and the gradients of its sum."""
+    x, idx, weights = inputs
+    factor = (weights * (1.0 + idx)).sum(1, keepdim=True).detach()
+    assert_equal(out, factor * x.detach())
+    assert_equal(x.grad, factor.expand_as(x))
+    assert_equal(weights.grad, (1.0 + idx) * x.detach().sum(1, keepdim=True))
 
 
 SCHEDULES = ["F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1 F2 B1 F3 B0 B3 B2", "F0 B0 F1 F2 B2 B1"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_pipelines(seed, schedule):
+@on_ranks()
+def test_pipelines(group, seed, schedule):
     """One handle, several micro-batches of different sizes in flight."""
-
-    def body(bootstrap):
-        with make_group(bootstrap) as group:
-            layer, live = Layer(group), {}
-            for action in schedule.split():
-                number = int(action[1:])
-                if action[0] == "F":
-                    inputs = micro_batch(seed, bootstrap.rank, number, group.device)
-                    live[number] = inputs, layer(*inputs)
-                else:
-                    inputs, out = live.pop(number)
-                    out.sum().backward()
-                    check(inputs, out)
-            assert not live
-
-    run_threads(SIZE, body)
+    layer, live = Layer(group), {}
+    for action in schedule.split():
+        number = int(action[1:])
+        if action[0] == "F":
+            inputs = micro_batch(seed, group, number)
+            live[number] = inputs, layer(*inputs)
+        else:
+            inputs, out = live.pop(number)
+            out.sum().backward()
+            check(inputs, out)
+    assert not live
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint(seed, reentrant):
+@on_ranks()
+def test_checkpoint(group, seed, reentrant):
     """Backward computes the layer again, with a plan of its own, and then its derivative."""
-
-    def body(bootstrap):
-        with make_group(bootstrap) as group:
-            layer = Layer(group)
-            batches = [micro_batch(seed, bootstrap.rank, i, group.device) for i in range(3)]
-            outs = [checkpoint(layer, *batch, use_reentrant=reentrant) for batch in batches]
-            for batch, out in zip(batches, outs):
-                out.sum().backward()
-                check(batch, out)
-
-    run_threads(SIZE, body)
+    layer = Layer(group)
+    batches = [micro_batch(seed, group, i) for i in range(3)]
+    outs = [checkpoint(layer, *batch, use_reentrant=reentrant) for batch in batches]
+    for batch, out in zip(batches, outs):
+        out.sum().backward()
+        check(batch, out)
 
 
-def test_two_layers_under_checkpoint(seed):
-    def body(bootstrap):
-        with make_group(bootstrap) as group:
-            first, second = Layer(group), Layer(group)
-            x, idx, weights = micro_batch(seed, bootstrap.rank, 0, group.device)
+@on_ranks()
+def test_two_layers_under_checkpoint(group, seed):
+    first, second = Layer(group), Layer(group)
 
-            def both(x, idx, weights):
-                return second(first(x, idx, weights), idx, weights)
+    def both(x, idx, weights):
+        return second(first(x, idx, weights), idx, weights)
 
-            plain = both(x, idx, weights)
-            plain.sum().backward()
-            grads = x.grad.clone(), weights.grad.clone()
-            x.grad = weights.grad = None
-            out = checkpoint(both, x, idx, weights, use_reentrant=False)
-            out.sum().backward()
-            assert_equal(out, plain.detach())
-            assert_equal(x.grad, grads[0])
-            assert_equal(weights.grad, grads[1])
-
-    run_threads(SIZE, body)
+    results = []
+    for apply in both, functools.partial(checkpoint, both, use_reentrant=False):
+        x, idx, weights = micro_batch(seed, group)
+        out = apply(x, idx, weights)
+        out.sum().backward()
+        results.append((out.detach(), x.grad, weights.grad))
+    for got, expected in zip(*results):
+        assert_equal(got, expected)
 
 
 @pytest.fixture
@@ -129,14 +111,15 @@ def calls(monkeypatch):
 
 
 KEEP = functools.partial(create_selective_checkpoint_contexts, ep.EXCHANGES)
+both_layouts = pytest.mark.parametrize("layout", [libep.Layout.EXPERT_MAJOR, libep.Layout.FLAT])
 
 
-@pytest.mark.parametrize("layout", [libep.Layout.EXPERT_MAJOR, libep.Layout.FLAT])
-@pytest.mark.parametrize("sizes", ["exact", "static"])
-def test_selective_checkpoint(seed, sizes, layout, calls):
+@both_layouts
+@pytest.mark.parametrize("capacity", [0, 64])
+def test_selective_checkpoint(seed, capacity, layout, calls):
     """What ranks exchange is kept: backward computes the experts again, and sends no row twice."""
+
     def body(bootstrap):
-        capacity = 0 if sizes == "exact" else 64
         with make_group(bootstrap, max_recv_rows=capacity) as group:
             handle = ep.Handle(group, layout=layout, zero_tail=libep.Tail.ZERO)
             scale = torch.full((16,), 3.0, device=group.device, requires_grad=True)
@@ -146,18 +129,15 @@ def test_selective_checkpoint(seed, sizes, layout, calls):
                 by = received.topk_weights.reshape(len(received.tokens), -1).sum(1, keepdim=True)
                 return ep.combine(handle, received.plan, torch.sin(received.tokens * scale) * by)
 
-            def run(apply):
-                x, idx, weights = micro_batch(seed, bootstrap.rank, 0, group.device)
+            results = []
+            options = dict(use_reentrant=False, context_fn=KEEP)
+            for apply in layer, functools.partial(checkpoint, layer, **options):
+                x, idx, weights = micro_batch(seed, group)
                 scale.grad = None
                 out = apply(x, idx, weights)
                 out.sum().backward()
-                return out.detach(), x.grad, weights.grad, scale.grad
-
-            def selective(*inputs):
-                return checkpoint(layer, *inputs, use_reentrant=False, context_fn=KEEP)
-
-            for got, expected in zip(run(selective), run(layer)):
-                assert torch.equal(got, expected)
+                results.append((out.detach(), x.grad, weights.grad, scale.grad))
+            assert all(torch.equal(got, expected) for got, expected in zip(*results))
 
     run_threads(SIZE, body)
     counts = collections.Counter(calls)
@@ -165,14 +145,11 @@ def test_selective_checkpoint(seed, sizes, layout, calls):
     assert set(counts.values()) == {2 * SIZE}, counts
 
 
-@pytest.mark.parametrize("layout", [libep.Layout.EXPERT_MAJOR, libep.Layout.FLAT])
+@both_layouts
 def test_selective_checkpoint_where_the_experts_alone_have_gradients(alone, layout, calls):
     """Operations without gradient are kept, too."""
-    group = alone()
-    handle = ep.Handle(group, layout=layout)
-    x = torch.ones(3, 16, device=group.device)
-    idx = torch.tensor([[0, 1]] * 3, device=group.device)
-    scale = torch.full((16,), 3.0, device=group.device, requires_grad=True)
+    handle, (x, idx, _) = ep.Handle(alone(), layout=layout), ones()
+    scale = torch.full((16,), 3.0, device=x.device, requires_grad=True)
 
     def layer(x):
         received = ep.dispatch(handle, x, idx)
@@ -183,75 +160,46 @@ def test_selective_checkpoint_where_the_experts_alone_have_gradients(alone, layo
     counts = {"prepare": 1, "dispatch": 1, "combine": 2}
     assert {name: calls.count(name) for name in counts} == counts
     slots = 6 if layout == libep.Layout.EXPERT_MAJOR else 3  # FLAT: one for a token
-    expected = slots * torch.cos(torch.tensor(3.0, device=group.device))
+    expected = slots * torch.cos(torch.tensor(3.0, device=x.device))
     assert torch.allclose(scale.grad, expected.expand(16))
 
 
-def test_backward_twice(seed):
-    def body(bootstrap):
-        with make_group(bootstrap) as group:
-            inputs = micro_batch(seed, bootstrap.rank, 0, group.device)
-            out = Layer(group)(*inputs)
-            out.sum().backward(retain_graph=True)
-            check(inputs, out)
-            inputs[0].grad = inputs[2].grad = None
-            out.sum().backward()
-            check(inputs, out)
-            with refused("RuntimeError second time"):
-                out.sum().backward()
-
-    run_threads(SIZE, body)
+@on_ranks()
+def test_backward_twice(group, seed):
+    inputs = micro_batch(seed, group)
+    out = Layer(group)(*inputs)
+    for retain in True, False:
+        inputs[0].grad = inputs[2].grad = None
+        out.sum().backward(retain_graph=retain)
+        check(inputs, out)
+    with refused("RuntimeError second time"):
+        out.sum().backward()
 
 
-def test_a_plan_may_be_moved_and_used_by_another_handle(seed):
-    def body(bootstrap):
-        with make_group(bootstrap) as group:
-            x, idx, _ = micro_batch(seed, bootstrap.rank, 0, group.device)
-            handle, other = ep.Handle(group), ep.Handle(group)
-            plan = ep.prepare(handle, idx)
-            saved = plan._replace(bytes=plan.bytes.cpu().clone())
-            plan.bytes.zero_()
-            ep.prepare(handle, idx.flip(0))
-            moved = saved._replace(bytes=saved.bytes.to(group.device))
-            received = ep.dispatch(other, x, moved)
-            assert received.plan is moved
-            ep.combine(other, moved, received.tokens).sum().backward()
-            assert_equal(x.grad, torch.full_like(x, TOP_K))
-
-    run_threads(SIZE, body)
+@on_ranks()
+def test_a_plan_may_be_moved_and_used_by_another_handle(group, seed):
+    x, idx, _ = micro_batch(seed, group)
+    handle, other = ep.Handle(group), ep.Handle(group)
+    plan = ep.prepare(handle, idx)
+    saved = plan._replace(bytes=plan.bytes.cpu().clone())
+    plan.bytes.zero_()
+    ep.prepare(handle, idx.flip(0))
+    moved = saved._replace(bytes=saved.bytes.to(group.device))
+    received = ep.dispatch(other, x, moved)
+    assert received.plan is moved
+    ep.combine(other, moved, received.tokens).sum().backward()
+    assert_equal(x.grad, torch.full_like(x, TOP_K))
 
 
-def test_one_plan_for_two_dispatches(seed):
+@on_ranks()
+def test_one_plan_for_two_dispatches(group, seed):
     """As where tokens travel once more with other data, without routing work."""
-
-    def body(bootstrap):
-        with make_group(bootstrap) as group:
-            x, idx, _ = micro_batch(seed, bootstrap.rank, 0, group.device)
-            handle = ep.Handle(group)
-            first = ep.dispatch(handle, x, idx)
-            second = ep.dispatch(handle, 2 * x, first.plan)
-            assert_equal(second.tokens, 2 * first.tokens.detach())
-            out = ep.combine(handle, first.plan, first.tokens + second.tokens)
-            out.sum().backward()
-            assert_equal(x.grad, torch.full_like(x, 3 * TOP_K))
-
-    run_threads(SIZE, body)
-
-
-def test_two_groups(seed):
-    """Groups of different experts in one process, calls interleaved."""
-
-    def body(bootstrap):
-        with make_group(bootstrap) as group, make_group(bootstrap, max_tokens=20) as other:
-            one = micro_batch(seed, bootstrap.rank, 0, group.device)
-            two = micro_batch(seed, bootstrap.rank, 4, group.device)
-            first, second = Layer(group)(*one), Layer(other)(*two)
-            first.sum().backward()
-            second.sum().backward()
-            check(one, first)
-            check(two, second)
-
-    run_threads(SIZE, body)
+    handle, (x, idx, _) = ep.Handle(group), micro_batch(seed, group)
+    first = ep.dispatch(handle, x, idx)
+    second = ep.dispatch(handle, 2 * x, first.plan)
+    assert_equal(second.tokens, 2 * first.tokens.detach())
+    ep.combine(handle, first.plan, first.tokens + second.tokens).sum().backward()
+    assert_equal(x.grad, torch.full_like(x, 3 * TOP_K))
 
 
 def test_a_group_that_disagrees_is_told(seed):
@@ -259,14 +207,13 @@ def test_a_group_that_disagrees_is_told(seed):
 
     def body(bootstrap):
         with pytest.raises(libep.EpError) as caught, make_group(bootstrap) as group:
-            layer = Layer(group)
-            x, idx, weights = micro_batch(seed, 0, 0, group.device)
+            handle, (x, idx, weights) = ep.Handle(group), micro_batch(seed, group)
             with torch.no_grad():
-                received = ep.dispatch(layer.handle, x, idx, weights)
+                received = ep.dispatch(handle, x, idx, weights)
                 if bootstrap.rank == 0:
-                    ep.dispatch(layer.handle, x, received.plan, weights)
+                    ep.dispatch(handle, x, received.plan, weights)
                 else:
-                    ep.combine(layer.handle, received.plan, received.tokens)
+                    ep.combine(handle, received.plan, received.tokens)
                 if group.device.type == "cuda":
                     torch.cuda.synchronize()
                     raise libep.EpError(group.status().status, group.status().sentence)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a step of megatron-core's MoELayer with libep beside Megatron's own dispatcher.
 
-    torchrun --nproc-per-node 4 tools/megatron_step [--megatron FOLDER] [OPTIONS]
+    torchrun --nproc-per-node 4 tools/frameworks/megatron_step.py [--megatron FOLDER] [OPTIONS]
 
 FOLDER has Megatron's package `megatron` (default: MEGATRON_FOLDER, else the one that is installed).
 A step is forward and backward in bfloat16. Samples of the two dispatchers alternate, and each is of
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-EXAMPLES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../bindings/torch/examples")
+EXAMPLES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../bindings/torch/examples")
 
 
 def read_options():

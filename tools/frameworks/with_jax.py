@@ -1,32 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print what a call of libep.jax costs beside the C functions, and a layer beside plain JAX.
+"""Calls of libep.jax, and a layer beside ragged_all_to_all: see overhead.py.
 
-    python overhead.py [cpu|cuda] [loop|ragged_dot]
+What a call takes in a compiled program is the difference between a program with many calls and one
+with few, over the number of calls. XLA runs programs one after the other. On GPUs the time of a
+program is that of the host or of the GPU, whichever takes longer, and XLA may put calls into
+command buffers. XLA_FLAGS=--xla_gpu_enable_command_buffer= keeps it from that.
 
-Times are microseconds, the fastest of several runs.
+The layer runs on all devices of this process, if there are several. The time is that of a step, of
+steps enqueued back to back. Results that are compared are the output and all gradients, with
+experts and without; the difference is relative to an array's largest element. On CPUs
+(XLA_FLAGS=--xla_force_host_platform_device_count=N) the layer is small, to try the script: XLA has
+no ragged_all_to_all there, so the plain one gathers all rows.
 
-Calls: one rank, on the first device, 8 tokens, so that a call is what the host does for it. What a
-call takes in a compiled program is the difference between a program with many calls and one with
-few, over the number of calls. XLA runs programs one after the other.
-
-On GPUs the time of a program is that of the host or of the GPU, whichever takes longer, and XLA may
-put calls into command buffers. XLA_FLAGS=--xla_gpu_enable_command_buffer= keeps it from that.
-
-A layer, if there are several devices: all of them, in this process. Each has 8,192 tokens of 7168
-bfloat16, top-8, and 32 experts of inner size 2048; forward, then forward and backward; then once
-more without the experts, which return what they got. The time is that of a step, of steps enqueued
-back to back. The plain one sorts tokens by expert, and exchanges rows by ragged_all_to_all, one for
-every (token, expert); received rows are sorted again. Both have room for twice the rows of an even
-routing. Results that are compared are the output and all gradients, with experts and without. The
-difference is relative to an array's largest element.
-
-On CPUs (XLA_FLAGS=--xla_force_host_platform_device_count=N) the layer is small, to try the script:
-256 tokens of 64, top-2, 4 experts of inner size 32. XLA has no ragged_all_to_all there, so the
-plain one gathers all rows.
-
-The experts multiply in a loop over the experts, or by jax.lax.ragged_dot. XLA may make the latter a
-product of all rows and all experts, on GPUs too, and the more so its gradient. Then an operand of
-the layer on GPUs has 60 GB.
+The experts multiply in a loop over the experts. XLA may make jax.lax.ragged_dot a product of all
+rows and all experts, and the more so its gradient: then an operand of the layer has 60 GB.
 """
 
 from __future__ import annotations
@@ -34,12 +21,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sys
-import time
-from typing import NamedTuple
 
-DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-EXPERT_DOT = sys.argv[2] if len(sys.argv) > 2 else "loop"
+from overhead import ALIGNMENT, CALL, DEVICE, ENTRIES, LAYER, ROWS, fastest, print_row
+
 os.environ["JAX_PLATFORMS"] = DEVICE
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -51,46 +35,13 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import libep.jax  # noqa: E402
 from libep._handle import PlanTensors  # noqa: E402
-from libep.jax._operations import _vary_alike  # noqa: E402
 from libep._library import check, library  # noqa: E402
+from libep.jax._operations import _vary_alike  # noqa: E402
 
-TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 16, 2, 8
+TOKENS, HIDDEN, _, TOP_K, EXPERTS = CALL
 FEW, MANY = 10, 110  # calls in a program
 PLAN_NUMBERS = ("expert_counts", "expert_padded", "expert_offsets", "totals")
 COLUMNS = ("prepare", "dispatch", "combine", "step", "with backward")
-
-
-class Sizes(NamedTuple):
-    """A layer on one device."""
-
-    tokens: int
-    hidden: int
-    inner: int
-    top_k: int
-    experts: int
-
-
-LAYER = Sizes(8192, 7168, 2048, 8, 32) if DEVICE == "cuda" else Sizes(256, 64, 32, 2, 4)
-ENTRIES = LAYER.tokens * LAYER.top_k  # (token, expert)
-ROWS = 2 * ENTRIES  # received
-ALIGNMENT = 8  # rows of a slab
-
-
-def print_row(name, columns):
-    cells = (c if isinstance(c, str) else f"{c:.1f}" for c in columns)
-    print(f"{name:40}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
-
-
-def fastest(run, count, runs=7):
-    """Microseconds per call, where run(count) makes so many."""
-    run(10)
-    best = float("inf")
-    for _ in range(runs):
-        synchronize()
-        begin = time.perf_counter()
-        run(count)
-        best = min(best, time.perf_counter() - begin)
-    return best / count * 1e6
 
 
 # ---- the C functions ---------------------------------------------------------------------------
@@ -159,7 +110,7 @@ def print_c_times(name, pairs, waits=False):
             if waits:
                 synchronize()
 
-        return fastest(run, 2000)
+        return fastest(run, 2000, synchronize)
 
     columns = pairs[:1], pairs[1:2], pairs[2:3], pairs[:3], pairs
     print_row(name, map(time_of, columns))
@@ -249,7 +200,7 @@ def time_program(program, arguments, count, waits=False):
                 jax.block_until_ready(results)
         jax.block_until_ready(results)
 
-    return fastest(run, count)
+    return fastest(run, count, synchronize)
 
 
 def time_calls(few, many, arguments):
@@ -343,8 +294,7 @@ loop_dot.defvjp(lambda most, *operands: (loop_dot(most, *operands), operands), l
 
 def mlp_of(most):
     """Experts of no more than `most` rows each."""
-    dots = {"loop": functools.partial(loop_dot, most), "ragged_dot": jax.lax.ragged_dot}
-    dot = dots[EXPERT_DOT]
+    dot = functools.partial(loop_dot, most)
     return lambda rows, sizes, up, down: dot(jax.nn.gelu(dot(rows, up, sizes)), down, sizes)
 
 
@@ -518,22 +468,14 @@ def time_step(step):
             results = step()
         jax.block_until_ready(results)
 
-    return fastest(run, 5)
+    return fastest(run, 5, synchronize)
 
 
 def print_layer_times():
     mesh = Mesh(np.array(jax.devices()), ("ep",))
-    ep = libep.jax.bootstrap(
-        mesh,
-        "ep",
-        num_experts=mesh.size * LAYER.experts,
-        max_tokens=LAYER.tokens,
-        hidden=LAYER.hidden,
-        top_k=LAYER.top_k,
-        max_recv_rows=ROWS,
-        alignment=ALIGNMENT,
-        dtype=jnp.bfloat16,
-    )
+    sizes = dict(num_experts=mesh.size * LAYER.experts, max_tokens=LAYER.tokens)
+    sizes.update(hidden=LAYER.hidden, top_k=LAYER.top_k, max_recv_rows=ROWS, alignment=ALIGNMENT)
+    ep = libep.jax.bootstrap(mesh, "ep", dtype=jnp.bfloat16, **sizes)
     arguments, most = layer_arguments(mesh)
     with_libep = functools.partial(libep_layer, ep)
     mlp = mlp_of(most), arguments
@@ -560,9 +502,8 @@ def print_layer_times():
 
 def main():
     mesh = Mesh(np.array(jax.devices()[:1]), ("ep",))
-    ep = libep.jax.bootstrap(
-        mesh, "ep", num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=TOP_K
-    )
+    sizes = dict(num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=TOP_K)
+    ep = libep.jax.bootstrap(mesh, "ep", **sizes)
     arguments = make_arguments(ep, mesh)
     print(f"# libep {libep.version()}, jax {jax.__version__}, {DEVICE}, 1 rank, {TOKENS} tokens")
     print_row("# us", COLUMNS)
@@ -572,7 +513,3 @@ def main():
     ep.close()
     if jax.device_count() > 1:
         print_layer_times()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print what a call of libep.torch or libep.deep_ep costs, and on GPUs what a layer takes beside
-plain PyTorch.
+"""Calls of libep.torch and libep.deep_ep, and a layer beside all_to_all_single: see overhead.py.
 
-    python overhead.py [cpu|cuda]              the host's time of a call; one rank
-    torchrun --nproc-per-node N overhead.py cuda      and of N ranks, and a layer of N ranks
-
-Times are microseconds, the fastest of several runs. On GPUs the host's time of a call is that of
-enqueueing it. The layer is 8,192 tokens of 7168 bfloat16 a rank, top-8 of 32 experts a rank, inner
-size 2048, forward and backward; then once more without the experts, which return what they got. The
-plain one sorts tokens by expert, and exchanges rows by all_to_all_single, one for every (token,
-expert).
+Of the ranks of torchrun it also prints how much of a call's time passes in C, in the wait for
+counts, and in Python.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import sys
 import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from overhead import ALIGNMENT, CALL, DEVICE, LAYER, ROWS, fastest, print_row
 
 import libep
 import libep.torch as ep
@@ -29,23 +22,7 @@ from libep._library import library
 from libep.deep_ep import Buffer, ElasticBuffer
 from libep.torch import _fast
 
-DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 BACKEND = libep.Backend.CUDA if DEVICE == "cuda" else libep.Backend.HOST
-TOKENS, HIDDEN, INNER, TOP_K, EXPERTS_PER_RANK = 8192, 7168, 2048, 8, 32
-ALIGNMENT = 8  # rows of a slab, for the weights' gradients in grouped_mm
-
-
-def fastest(call, count=2000, runs=7):
-    """Microseconds of the host per call."""
-    best = float("inf")
-    for _ in range(runs):
-        synchronize()
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        best = min(best, time.perf_counter() - begin)
-        synchronize()
-    return best / count * 1e6
 
 
 def synchronize():
@@ -53,8 +30,14 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def print_row(name, *columns):
-    print(f"{name:36}" + "".join(f"{column:>12}" for column in columns), flush=True)
+def time_of(call):
+    """Microseconds of the host per call."""
+
+    def run(count):
+        for _ in range(count):
+            call()
+
+    return fastest(run, 2000, synchronize)
 
 
 # ---- the host's time ---------------------------------------------------------------------------
@@ -63,26 +46,20 @@ def print_row(name, *columns):
 def host_times():
     """Calls of 8 tokens on one rank, where the operation itself takes next to nothing."""
     (bootstrap,) = libep.Bootstrap.local(1)
-    group = ep.create_group(
-        bootstrap,
-        num_experts=8,
-        max_tokens=8,
-        hidden=16,
-        top_k=2,
-        dtype=torch.float32,
-        max_recv_rows=None,
-        backend=BACKEND,
-    )
-    layer = ep.Handle(group)
-    x = torch.randn(8, 16, device=group.device)
-    idx = torch.randint(0, 8, (8, 2), device=group.device)
-    w = torch.rand(8, 2, device=group.device)
+    sizes = dict(num_experts=CALL.experts, max_tokens=CALL.tokens, hidden=CALL.hidden)
+    sizes.update(top_k=CALL.top_k, dtype=torch.float32, max_recv_rows=None, backend=BACKEND)
+    group = ep.create_group(bootstrap, **sizes)
+    layer, shape = ep.Handle(group), (CALL.tokens, CALL.top_k)
+    x = torch.randn(CALL.tokens, CALL.hidden, device=group.device)
+    idx = torch.randint(0, CALL.experts, shape, device=group.device)
+    w = torch.rand(shape, device=group.device)
     plan = ep.prepare(layer, idx)
     received = ep.dispatch(layer, x, plan, w)
     recv, recv_w, out = received.tokens, received.topk_weights, torch.empty_like(x)
     grad = [t.clone().requires_grad_() for t in (x, w, recv, recv_w)]
     c = [libep.tensor(t) for t in (idx, x, w, plan.bytes, recv, recv_w, out)]
     c_idx, c_x, c_w, c_plan, c_recv, c_recv_w, c_out = c
+    received_into = dict(recv_topk_weights=c_recv_w, plan=c_plan, stream=layer.stream())
     pointer, stream, core, ops = layer._pointer, layer.stream(), libep.Handle, torch.ops.libep
     rows = {
         "the C function, by ctypes": (
@@ -94,15 +71,7 @@ def host_times():
         ),
         "libep, with libep.Tensor": (
             lambda: core.prepare(layer, c_idx, plan=c_plan, stream=stream),
-            lambda: core.dispatch(
-                layer,
-                c_x,
-                c_w,
-                recv_tokens=c_recv,
-                recv_topk_weights=c_recv_w,
-                plan=c_plan,
-                stream=stream,
-            ),
+            lambda: core.dispatch(layer, c_x, c_w, recv_tokens=c_recv, **received_into),
             lambda: core.combine(layer, c_recv, c_recv_w, out=c_out, plan=c_plan, stream=stream),
         ),
         "torch.ops.libep, given outputs": (
@@ -122,11 +91,11 @@ def host_times():
         ),
     }
     print(f"# libep {libep.version()}, torch {torch.__version__}, {DEVICE}, 1 rank, 8 tokens")
-    print_row("# host us per call", "prepare", "dispatch", "combine")
+    print_row("# host us per call", ["prepare", "dispatch", "combine"])
     for name, calls in rows.items():
-        print_row(name, *("-" if call is None else f"{fastest(call):.1f}" for call in calls))
+        print_row(name, ("-" if call is None else time_of(call) for call in calls))
     if DEVICE == "cuda":
-        print_row("a step in a CUDA graph, on the GPU", f"{graph_time(layer, x, idx, w):.1f}")
+        print_row("a step in a CUDA graph, on the GPU", [graph_time(layer, x, idx, w)])
     group.close()
     bootstrap.close()
 
@@ -186,7 +155,7 @@ def parts_of(call, count=200, runs=40):
 
     def cost_of_timing():
         nothing, spent["nothing"] = timed("nothing", lambda *_: None), 0.0
-        return fastest(lambda: nothing(0, 0, 0, 0), count, runs) * 1e-6
+        return time_of(lambda: nothing(0, 0, 0, 0)) * 1e-6
 
     cost = cost_of_timing()
     make, tolist = _fast.make, torch.Tensor.tolist
@@ -224,17 +193,9 @@ def call_times(meeting, rank, ranks):
     grad = [t.clone().requires_grad_() for t in (x, w, recv, recv_w)]
     per_rank, _, per_expert, is_in, _ = buffer.get_dispatch_layout(idx, experts)
 
-    def dispatch(**options):
-        return buffer.dispatch(
-            x,
-            topk_idx=idx,
-            topk_weights=w,
-            num_tokens_per_rank=per_rank,
-            is_token_in_rank=is_in,
-            num_tokens_per_expert=per_expert,
-            **options,
-        )
-
+    names = "topk_idx topk_weights num_tokens_per_rank is_token_in_rank num_tokens_per_expert"
+    given = dict(zip(names.split(), (idx, w, per_rank, is_in, per_expert)))
+    dispatch = functools.partial(buffer.dispatch, x, **given)
     rows, _, row_w, _, handle, _ = dispatch()
     elastic = ElasticBuffer(meeting, num_max_tokens_per_rank=tokens)
     flat, _, flat_w, plain, _ = elastic.dispatch(x, idx, w, num_experts=experts)
@@ -256,11 +217,11 @@ def call_times(meeting, rank, ranks):
         "ElasticBuffer combine, weights": lambda: elastic.combine(flat, plain, flat_w),
     }
     if rank == 0:
-        print_row(f"# host us per call, ranks: {ranks}", "all", "in C", "wait", "rest")
+        print_row(f"# host us per call, ranks: {ranks}", ["all", "in C", "wait", "rest"])
     for name, call in calls.items():
         parts = parts_of(call)
         if rank == 0:
-            print_row(name, *(f"{part:.1f}" for part in parts))
+            print_row(name, parts)
     buffer.destroy()
     elastic.destroy()
     group.close()
@@ -299,7 +260,7 @@ def plain_layer(x, idx, weights, local, experts):
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
     sizes = torch.stack([c.view(ranks, local).sum(1) for c in (sent, received)]).tolist()
-    rows = Exchange.apply(x[order // TOP_K], *sizes)
+    rows = Exchange.apply(x[order // LAYER.top_k], *sizes)
     expert = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(received)
     by_expert = expert.argsort(stable=True)
     counts = received.view(ranks, local).sum(0)
@@ -313,31 +274,23 @@ def plain_layer(x, idx, weights, local, experts):
     back = torch.empty_like(rows).index_copy(0, by_expert, rows)
     rows = Exchange.apply(back, *sizes[::-1])
     rows = rows * weights.flatten()[order, None].to(rows.dtype)
-    return torch.zeros_like(x).index_add(0, order // TOP_K, rows)
+    return torch.zeros_like(x).index_add(0, order // LAYER.top_k, rows)
 
 
 def layer_times():
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    experts = ranks * EXPERTS_PER_RANK
+    experts = ranks * LAYER.experts
     torch.manual_seed(rank)
-    # Twice the rows of an even routing.
-    group = ep.create_group(
-        num_experts=experts,
-        max_tokens=TOKENS,
-        hidden=HIDDEN,
-        top_k=TOP_K,
-        max_recv_rows=2 * TOKENS * TOP_K,
-        alignment=ALIGNMENT,
-        backend=BACKEND,
-    )
-    layer = ep.Handle(group)
+    sizes = dict(num_experts=experts, max_tokens=LAYER.tokens, hidden=LAYER.hidden)
+    sizes.update(top_k=LAYER.top_k, max_recv_rows=ROWS, alignment=ALIGNMENT, backend=BACKEND)
+    group = ep.create_group(**sizes)
+    layer, tokens = ep.Handle(group), (LAYER.tokens, LAYER.hidden)
     make = {"device": group.device, "dtype": torch.bfloat16}
-    x = torch.randn(TOKENS, HIDDEN, **make).requires_grad_()
-    grad = torch.randn(TOKENS, HIDDEN, **make)
-    up = (torch.randn(EXPERTS_PER_RANK, HIDDEN, INNER, **make) * 0.01).requires_grad_()
-    down = (torch.randn(EXPERTS_PER_RANK, INNER, HIDDEN, **make) * 0.01).requires_grad_()
-    idx = torch.rand(TOKENS, experts, device=group.device).topk(TOP_K)[1]
-    weights = torch.rand(TOKENS, TOP_K, device=group.device).requires_grad_()
+    x, grad = torch.randn(tokens, **make).requires_grad_(), torch.randn(tokens, **make)
+    up = torch.randn(LAYER.experts, LAYER.hidden, LAYER.inner, **make).mul_(0.01).requires_grad_()
+    down = torch.randn(LAYER.experts, LAYER.inner, LAYER.hidden, **make).mul_(0.01).requires_grad_()
+    idx = torch.rand(LAYER.tokens, experts, device=group.device).topk(LAYER.top_k)[1]
+    weights = torch.rand(LAYER.tokens, LAYER.top_k, device=group.device).requires_grad_()
 
     def mlp(rows, ends):
         return experts_of(rows, up, down, ends)
@@ -352,7 +305,7 @@ def layer_times():
         return ep.combine(layer, plan, rows, received.topk_weights)
 
     def plain(experts=mlp):
-        return plain_layer(x, idx, weights, EXPERTS_PER_RANK, experts)
+        return plain_layer(x, idx, weights, LAYER.experts, experts)
 
     def both_ways(forward):
         def step():
@@ -364,7 +317,7 @@ def layer_times():
     difference = (with_libep() - plain()).abs().max() / plain().abs().max()
     if rank == 0:
         print(f"# a layer on {ranks} ranks; results differ by {difference.item():.1e} at most")
-        print_row("# us per step", "forward", "with bwd.")
+        print_row("# us per step", ["forward", "with bwd."])
     rows = {
         "libep.torch": with_libep,
         "all_to_all_single and sorts": plain,
@@ -374,18 +327,18 @@ def layer_times():
     for name, forward in rows.items():
         times = [gpu_time(forward, 5), gpu_time(both_ways(forward), 5)]
         if rank == 0:
-            print_row(name, *(f"{t:.0f}" for t in times))
+            print_row(name, (f"{t:.0f}" for t in times))
     with torch.no_grad():
         times = gpu_time(capture(with_libep).replay, 5)
     if rank == 0:
-        print_row("libep.torch, in a CUDA graph", f"{times:.0f}")
+        print_row("libep.torch, in a CUDA graph", [f"{times:.0f}"])
     finding = group.status()
     if finding.status:
         raise SystemExit(finding.sentence)
     group.close()
 
 
-if __name__ == "__main__":
+def main():
     if "RANK" in os.environ and DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
