@@ -4,11 +4,9 @@
 #   make check    the same, then run the tests
 #   make check-gpu  run the tests on GPUs, if there are any; GPU_JOBS=4 at a time
 #   make check-emulated  run the tests of kernels on CPUs; EMULATED_SEED=N: in another order
-#   make check-nccl-ep  hold the drop-in library against NVIDIA's wheel, which is downloaded;
-#                       check-nccl-ep-te against Transformer Engine's, of 264 MiB
+#   make check-nccl-ep, check-nccl-ep-te  the drop-in library in NVIDIA's wheels, downloaded
 #   make python   lay the Python package out in build/python, for PYTHONPATH
-#   make wheel    build/libep-*.whl, the Python package, for glibc 2.28 and newer; downloads the
-#                 tools for it, and hwloc's sources
+#   make wheel    build/libep-*.whl, the Python package; downloads the tools for it
 #   make jax-handlers  build libep_jax.so; JAXLIB_INCLUDE=: what jax.ffi.include_dir() returns
 #   make check-python  test the wheel in virtual environments, with JAX and with PyTorch among them
 #   make check-jax, check-torch  libep.jax or libep.torch alone; check-released: frameworks on them
@@ -19,8 +17,8 @@
 #   make clean, make format
 #
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
-# sanitizers into folders of their own, RELEASE=1 (also with install and wheel) for all GPUs that
-# releases serve; CC, CFLAGS, LDFLAGS as usual.
+# sanitizers into folders of their own, RELEASE=1 (also with install and wheel) for all GPUs and
+# machines that releases serve; CC, CFLAGS, LDFLAGS as usual.
 
 MAKEFLAGS += --no-builtin-rules
 VERSION := $(shell sed -n 's/^.define EP_VERSION_\(MAJOR\|MINOR\|PATCH\) //p' include/ep/ep.h \
@@ -79,16 +77,13 @@ else
 CUDA := 0
 endif
 NVCC ?= $(CUDA_HOME)/bin/nvcc
-# Kernels are compiled ahead of time for sm_90, on which they are tested, and in releases for
-# sm_100, on which they have not run. A GPU of another kind compiles the newest PTX that it can when
-# it first loads them.
+# Kernels are compiled for sm_90, on which they are tested, and in releases for sm_100, on which they
+# have not run. Another GPU compiles the newest PTX that it can when it first loads them.
 release_arch := -gencode arch=compute_100,code=[sm_100,compute_100]
 NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
-ifeq ($(if $(RELEASE),$(CUDA)),1)
-ifeq ($(findstring sm_100,$(shell $(NVCC) --list-gpu-code)),)
-$(error RELEASE=1: expected an nvcc that knows sm_100 (CUDA 12.8 or newer), got $(NVCC))
-endif
-endif
+$(if $(filter 1,$(if $(RELEASE),$(CUDA))),\
+    $(if $(findstring sm_100,$(shell $(NVCC) --list-gpu-code)),,\
+        $(error RELEASE=1: expected an nvcc that knows sm_100 (CUDA 12.8 or newer), got $(NVCC))))
 ifeq ($(CUDA),1)
 cuda_cflags := -DEP_WITH_CUDA=1 -isystem $(CUDA_HOME)/include -isystem $(nccl_include)
 cuda_libs := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
@@ -124,14 +119,13 @@ rowmath := $(filter %/rowmath.c,$(lib))
 
 # ---- targets ------------------------------------------------------------------------------------
 
-# PORTABLE=1: the shared libraries, without libep_mpi.so, in a folder of their own, linked for glibc
-# 2.28 and newer and with hwloc inside. bindings/python/portable makes what that takes.
+# PORTABLE=1, of release wheels: shared libraries in a folder of their own, linked for glibc 2.28 and
+# newer and with hwloc inside. bindings/python/portable makes what that takes.
 L := $B$(if $(PORTABLE),/portable)
 linker := $(if $(PORTABLE),$L/cc)
 
 # The drop-in library has a folder of its own, laid out as NCCL_EP_HOME is, so that nobody loads it
-# by accident. The handlers of XLA programs are built against jaxlib's headers, which "make wheel"
-# downloads.
+# by accident. XLA's handlers are built against jaxlib's headers, which "make wheel" downloads.
 nccl_ep_home := libep/nccl_ep
 nccl_ep_so := $L/$(nccl_ep_home)/lib/libnccl_ep.so
 jax_so := $L/libep_jax.so
@@ -316,10 +310,9 @@ run-demo: all
 	$(mpirun) -n 4 $B/ep_bench
 	@echo 'A whole MoE layer: $(mpirun) -n 4 $B/ep_moe'
 
-# Many tests mostly wait, so twice as many run at a time as there are cores (TEST_JOBS).
-# Sanitizers do not work with MPI, so their builds run only the tests whose ranks are threads. The
-# thread sanitizer does not support fibers, and emulated kernels take long. So the plain build alone
-# runs these here; "make ASAN=1 check-nodes-emulated" runs some with the address sanitizer.
+# Many tests mostly wait, so twice as many run at a time as there are cores (TEST_JOBS). Sanitizers
+# do not work with MPI, so their builds run the tests whose ranks are threads, and no emulated ones:
+# the thread sanitizer knows no fibers. "make ASAN=1 check-nodes-emulated" runs some of these.
 TEST_JOBS ?= $(shell echo $$((2 * $$(nproc))))
 run-check: all $(if $(variant),,$(emulated))
 	$B/tests/ep_tests -j$(TEST_JOBS) $(CHECK_ARGS)
@@ -332,13 +325,9 @@ check-nodes-emulated: $(emulated_tests)
 
 # GPU_JOBS tests at a time share the GPUs. Without a GPU the program says so and exits with 0.
 GPU_JOBS ?= 4
-ifeq ($(CUDA),1)
-check-gpu: $(gpu_tests)
-	tests/gpu/check $B -j$(GPU_JOBS) $(CHECK_ARGS)
-else
-check-gpu:
-	@echo 'SKIP: all tests: this build has no CUDA: it takes nvcc and nccl_device.h, no sanitizer'
-endif
+check-gpu: $(if $(filter 1,$(CUDA)),$(gpu_tests))
+	$(if $(filter 1,$(CUDA)),tests/gpu/check $B -j$(GPU_JOBS) $(CHECK_ARGS),\
+	    @echo 'SKIP: all tests: this build lacks CUDA: it takes nvcc and nccl_device.h')
 
 check-nccl-ep: $(nccl_ep_so) $(emulated_nccl_ep)
 	tests/bindings/nccl_ep/check $B
@@ -347,14 +336,12 @@ check-nccl-ep-te: $(nccl_ep_so)
 
 # ---- Python -------------------------------------------------------------------------------------
 
-# The Python package where its parts meet: links to its sources and libraries, its version, and the
-# headers in ctypes.
+# The Python package: links to its sources and libraries, its version, and the headers in ctypes.
 python: $L/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
 	$Qrm -rf $B/python && mkdir -p $(addprefix $B/python/libep/,jax lib nccl_ep/lib torch)
 	$Qcp -rs '$(CURDIR)/bindings/python/.' $B/python
 	$Qcp -rs $(addprefix '$(CURDIR)'/bindings/,deep_ep flashinfer sglang vllm) $B/python/libep
-	$Qln -s '$(CURDIR)'/bindings/jax/*.py $B/python/libep/jax
-	$Qln -s '$(CURDIR)'/bindings/torch/*.py $B/python/libep/torch
+	$Qfor each in jax torch; do ln -s '$(CURDIR)'/bindings/$$each/*.py $B/python/libep/$$each; done
 	$Qln -s '$(CURDIR)/LICENSE' $B/python/LICENSE
 	$Qln -s '$(CURDIR)/$L/libep.so.$(SOVERSION)' '$(CURDIR)/$(torch_so)' $B/python/libep/lib
 	$Qln -s '$(CURDIR)/$(nccl_ep_so).0' $B/python/libep/nccl_ep/lib
@@ -365,8 +352,8 @@ python: $L/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
 # The second make sees the headers that the first has downloaded.
 wheel:
 	bindings/jax/environment $B
-	bindings/python/portable $B
-	@$(MAKE) --no-print-directory PORTABLE=1 python
+	$(if $(RELEASE),bindings/python/portable $B)
+	@$(MAKE) --no-print-directory PORTABLE=$(RELEASE) python
 	bindings/python/wheel $B
 
 # The package itself, with libep.jax and libep.torch: three at a time with -j.
@@ -393,8 +380,7 @@ install: libs $(tools)
 	install -m 644 include/ep/*.h $(DESTDIR)$(INCLUDEDIR)/ep
 	install -m 644 $B/libep.a $B/libep_mpi.a $(DESTDIR)$(LIBDIR)
 	install -m 755 $B/libep.so.$(SOVERSION) $B/libep_mpi.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)
-	ln -sf libep.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libep.so
-	ln -sf libep_mpi.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libep_mpi.so
+	for each in libep.so libep_mpi.so; do ln -sf $$each.$(SOVERSION) $(DESTDIR)$(LIBDIR)/$$each; done
 	install -m 755 $(nccl_ep_so).0 $(DESTDIR)$(LIBDIR)/$(nccl_ep_home)/lib
 	ln -sf libnccl_ep.so.0 $(DESTDIR)$(LIBDIR)/$(nccl_ep_home)/lib/libnccl_ep.so
 	install -m 644 $(filter %.pc,$(package_files)) $(DESTDIR)$(LIBDIR)/pkgconfig

@@ -121,6 +121,7 @@ def _replace_kernels():
     managers.DeepEPV2All2AllManager._check_gin_support = lambda *_: None
     if not torch.cuda.is_available():
         _replace_streams()
+    if not import_module("vllm.triton_utils").HAS_TRITON:
         # A kernel of Triton.
         import_module(f"{MOE}.prepare_finalize.deepep_v2")._globalize_recv_topk_idx = globalise
 
