@@ -53,6 +53,13 @@ static EpStatus check_weights(EpOperation *o, const EpTensor *slot_weights,
     return topk_weights ? check_topk_weights(o, slot_weights, topk_weights) : EP_OK;
 }
 
+/* Describe the statistics of what sends or receives sums. */
+static EpStatus describe_statistics(const EpOperation *o, const EpExtras *extras,
+                                    EpGather *gather) {
+    int64_t row_bytes = ep_gather_row_bytes(&gather->t, o->step.info.top_k);
+    return ep_extras_statistics(o, extras, row_bytes, &gather->stats);
+}
+
 /* Combine, under the name of the public call. */
 static EpStatus combine(const char *name, EpHandle *handle, const EpTensor *plan,
                         const EpTensor *expert_out, const EpTensor *slot_weights,
@@ -61,7 +68,7 @@ static EpStatus combine(const char *name, EpHandle *handle, const EpTensor *plan
     EpOperation o;
     EpExtras extras;
     EP_TRY(ep_operation_begin(&o, name, handle, plan));
-    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS, &extras));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS | EP_TAKES_ROWS | EP_TAKES_WAITS, &extras));
     EP_TRY(ep_arg_summed_rows(&o, "expert_out", expert_out, "out", out));
     EP_TRY(ep_arg_sum_elements(&o, "expert_out", expert_out));
     EP_TRY(check_weights(&o, slot_weights, topk_weights));
@@ -69,6 +76,7 @@ static EpStatus combine(const char *name, EpHandle *handle, const EpTensor *plan
     gather.t = describe_inputs(&o, expert_out, slot_weights, topk_weights);
     gather.t.out_rows = out->data, gather.t.out_num_rows = out->shape[0];
     EP_TRY(ep_extras_bias(&o, &extras, out, &gather.t));
+    EP_TRY(describe_statistics(&o, &extras, &gather));
     return ep_run_gather(&o, &gather);
 }
 
@@ -87,13 +95,15 @@ EpStatus ep_combine_with(EpHandle *handle, const EpTensor *plan, const EpTensor 
 }
 
 /* A named plan does not say to the host how many rows `out` will have: the kernel finds it. */
-EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
-                         const EpTensor *slot_weights, const EpTensor *topk_weights,
-                         EpStream stream) {
+static EpStatus combine_send(const char *name, EpHandle *handle, const EpTensor *plan,
+                             const EpTensor *expert_out, const EpTensor *slot_weights,
+                             const EpTensor *topk_weights, EpStream stream, const EpExtras *given) {
     EpOperation o;
-    EP_TRY(ep_operation_begin_plan(&o, "ep_combine_send", handle, plan));
+    EpExtras extras;
+    EP_TRY(ep_operation_begin_plan(&o, name, handle, plan));
     EP_TRY(ep_handle_check_phases(&o.call, handle));
     EP_TRY(ep_handle_read(&o.call, handle, o.plan, &o.step));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_ROWS | EP_TAKES_WAITS, &extras));
     EP_TRY(ep_arg_blocks(&o, "expert_out", expert_out));
     EP_TRY(ep_arg_slot_rows(&o, "expert_out", expert_out, -1, NULL));
     EP_TRY(ep_arg_summable(&o.call, "expert_out", expert_out));
@@ -103,7 +113,22 @@ EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor 
     EpGather gather = {.op = &ep_op_combine_send, .phase = EP_PHASE_SEND, .stream = stream};
     gather.t = describe_inputs(&o, expert_out, slot_weights, topk_weights);
     gather.t.out_num_rows = o.step.num_rows;
+    EP_TRY(describe_statistics(&o, &extras, &gather));
     return ep_run_gather(&o, &gather);
+}
+
+EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                         const EpTensor *slot_weights, const EpTensor *topk_weights,
+                         EpStream stream) {
+    return combine_send("ep_combine_send", handle, plan, expert_out, slot_weights, topk_weights,
+                        stream, NULL);
+}
+
+EpStatus ep_combine_send_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                              const EpTensor *slot_weights, const EpTensor *topk_weights,
+                              EpStream stream, const EpExtras *extras) {
+    return combine_send("ep_combine_send_with", handle, plan, expert_out, slot_weights,
+                        topk_weights, stream, extras);
 }
 
 /* Where the send phase did not know T, its tensors may have had too few rows for each source. */
@@ -121,13 +146,14 @@ static EpStatus combine_wait(const char *name, EpHandle *handle, EpStream stream
     EpOperation o;
     EpExtras extras;
     EP_TRY(ep_operation_begin_receive(&o, name, handle, EP_PENDING_COMBINE));
-    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS, &extras));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS | EP_TAKES_WAITS, &extras));
     EpGather gather = handle->pending.gather;
     EP_TRY(ep_arg_token_rows(&o, "out", out, gather.t.row_elements, "H"));
     EP_TRY(ep_arg_type(&o.call, "out", out, gather.t.type));
     EP_TRY(ep_arg_token_bytes(&o, "out", out));
     EP_TRY(check_sent_blocks(&o, out, &gather.t));
     EP_TRY(ep_extras_bias(&o, &extras, out, &gather.t));
+    EP_TRY(describe_statistics(&o, &extras, &gather));
     gather.phase = EP_PHASE_RECEIVE;
     gather.t.out_rows = out->data, gather.t.out_num_rows = out->shape[0];
     gather.num_rows = out->shape[0];
@@ -158,12 +184,15 @@ static EpStatus check_gradients(const EpOperation *o, const EpTensor *slot_weigh
     return ep_arg_slot_values(o, "grad_slot_weights", grad_slot_weights);
 }
 
-EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
-                             const EpTensor *slot_weights, const EpTensor *expert_out,
-                             EpStream stream, const EpTensor *grad_expert_out,
-                             const EpTensor *grad_slot_weights) {
+static EpStatus combine_backward(const char *name, EpHandle *handle, const EpTensor *plan,
+                                 const EpTensor *grad_out, const EpTensor *slot_weights,
+                                 const EpTensor *expert_out, EpStream stream,
+                                 const EpTensor *grad_expert_out, const EpTensor *grad_slot_weights,
+                                 const EpExtras *given) {
     EpOperation o;
-    EP_TRY(ep_operation_begin_backward(&o, "ep_combine_backward", handle, plan));
+    EpExtras extras;
+    EP_TRY(ep_operation_begin_backward(&o, name, handle, plan));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_ROWS | EP_TAKES_WAITS, &extras));
     EP_TRY(ep_arg_summed_rows(&o, "grad_expert_out", grad_expert_out, "grad_out", grad_out));
     EP_TRY(check_gradients(&o, slot_weights, expert_out, grad_out, grad_slot_weights));
     /* The shorter tensor limits zero_tail. */
@@ -187,5 +216,23 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
                                 .num_slots = slots,
                                 .block_rows = o.block_rows};
     EpScatter scatter = {.op = &ep_op_combine_backward, .t = tensors, .stream = stream};
+    EP_TRY(ep_extras_statistics(&o, &extras, ep_scatter_row_bytes(&tensors, o.step.info.top_k),
+                                &scatter.stats));
     return ep_run_scatter(&o, &scatter);
+}
+
+EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
+                             const EpTensor *slot_weights, const EpTensor *expert_out,
+                             EpStream stream, const EpTensor *grad_expert_out,
+                             const EpTensor *grad_slot_weights) {
+    return combine_backward("ep_combine_backward", handle, plan, grad_out, slot_weights, expert_out,
+                            stream, grad_expert_out, grad_slot_weights, NULL);
+}
+
+EpStatus ep_combine_backward_with(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
+                                  const EpTensor *slot_weights, const EpTensor *expert_out,
+                                  EpStream stream, const EpTensor *grad_expert_out,
+                                  const EpTensor *grad_slot_weights, const EpExtras *extras) {
+    return combine_backward("ep_combine_backward_with", handle, plan, grad_out, slot_weights,
+                            expert_out, stream, grad_expert_out, grad_slot_weights, extras);
 }

@@ -221,11 +221,15 @@ static void set_routing(const EpOperation *o, Route *route, EpStream stream, EpS
     scatter->routing = ep_handle_is_latency(o->handle) ? &route->routing : NULL;
 }
 
-/* Read the extras of a call that takes rows, and describe its global scale. */
-static EpStatus describe_extras(const EpOperation *o, const EpExtras *given, EpScatter *scatter) {
+/* Read the extras of a dispatch or one of its phases, and describe them: its statistics and, where
+ * it takes rows, their global scale. */
+static EpStatus describe_extras(const EpOperation *o, const EpExtras *given, unsigned takes,
+                                EpScatter *scatter) {
     EpExtras extras;
-    EP_TRY(ep_extras_read(o, given, EP_TAKES_GLOBAL_SCALE, &extras));
-    return ep_extras_global_scale(o, &extras, &scatter->t);
+    EP_TRY(ep_extras_read(o, given, takes | EP_TAKES_WAITS, &extras));
+    if (takes & EP_TAKES_GLOBAL_SCALE) EP_TRY(ep_extras_global_scale(o, &extras, &scatter->t));
+    return ep_extras_statistics(o, &extras, ep_scatter_row_bytes(&scatter->t, o->step.info.top_k),
+                                &scatter->stats);
 }
 
 static EpStatus dispatch(const char *name, EpHandle *handle, const EpTensor *plan,
@@ -237,7 +241,8 @@ static EpStatus dispatch(const char *name, EpHandle *handle, const EpTensor *pla
     EP_TRY(begin_dispatch(&o, name, handle, plan, prepare, &route));
     EP_TRY(describe_inputs(&o, in, &scatter));
     EP_TRY(describe_outputs(&o, out, &scatter.t));
-    EP_TRY(describe_extras(&o, extras, &scatter));
+    EP_TRY(describe_extras(&o, extras, EP_TAKES_EXPERTS | EP_TAKES_ROWS | EP_TAKES_GLOBAL_SCALE,
+                           &scatter));
     set_routing(&o, &route, stream, &scatter);
     EP_TRY(ep_run_scatter(&o, &scatter));
     return route.publishes ? ep_run_publish(&o, &route.routing) : EP_OK;
@@ -275,7 +280,7 @@ static EpStatus dispatch_send(const char *name, EpHandle *handle, const EpTensor
     route.routing.op = &ep_op_route_send;
     o.step = ep_routing_step(&route.routing);
     EP_TRY(describe_inputs(&o, in, &scatter));
-    EP_TRY(describe_extras(&o, extras, &scatter));
+    EP_TRY(describe_extras(&o, extras, EP_TAKES_ROWS | EP_TAKES_GLOBAL_SCALE, &scatter));
     scatter.phase = EP_PHASE_SEND;
     set_routing(&o, &route, stream, &scatter);
     return ep_run_scatter(&o, &scatter);
@@ -295,17 +300,30 @@ EpStatus ep_dispatch_send_with(EpHandle *handle, const EpTensor *plan, const EpP
     return dispatch_send("ep_dispatch_send_with", handle, plan, prepare, &in, stream, extras);
 }
 
+static EpStatus dispatch_wait(const char *name, EpHandle *handle, EpStream stream,
+                              const Outputs *out, const EpExtras *extras) {
+    EpOperation o;
+    EP_TRY(ep_operation_begin_receive(&o, name, handle, EP_PENDING_DISPATCH));
+    EpScatter scatter = handle->pending.scatter;
+    EP_TRY(describe_outputs(&o, out, &scatter.t));
+    EP_TRY(describe_extras(&o, extras, EP_TAKES_EXPERTS, &scatter));
+    scatter.phase = EP_PHASE_RECEIVE;
+    scatter.stream = stream;
+    return ep_run_scatter(&o, &scatter);
+}
+
 EpStatus ep_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
                           const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                           const EpTensor *recv_topk_idx) {
     const Outputs out = {recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx};
-    EpOperation o;
-    EP_TRY(ep_operation_begin_receive(&o, "ep_dispatch_wait", handle, EP_PENDING_DISPATCH));
-    EpScatter scatter = handle->pending.scatter;
-    EP_TRY(describe_outputs(&o, &out, &scatter.t));
-    scatter.phase = EP_PHASE_RECEIVE;
-    scatter.stream = stream;
-    return ep_run_scatter(&o, &scatter);
+    return dispatch_wait("ep_dispatch_wait", handle, stream, &out, NULL);
+}
+
+EpStatus ep_dispatch_wait_with(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
+                               const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                               const EpTensor *recv_topk_idx, const EpExtras *extras) {
+    const Outputs out = {recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx};
+    return dispatch_wait("ep_dispatch_wait_with", handle, stream, &out, extras);
 }
 
 /* ---- backward ------------------------------------------------------------------------------ */
@@ -328,7 +346,7 @@ static EpStatus dispatch_backward(const char *name, EpHandle *handle, const EpTe
     EpOperation o;
     EpExtras extras;
     EP_TRY(ep_operation_begin_backward(&o, name, handle, plan));
-    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS, &extras));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS | EP_TAKES_ROWS | EP_TAKES_WAITS, &extras));
     EP_TRY(
         ep_arg_summed_rows(&o, "grad_recv_tokens", grad_recv_tokens, "grad_tokens", grad_tokens));
     EP_TRY(ep_arg_sum_elements(&o, "grad_recv_tokens", grad_recv_tokens));
@@ -349,6 +367,8 @@ static EpStatus dispatch_backward(const char *name, EpHandle *handle, const EpTe
                                .out_values = grad_topk_weights ? grad_topk_weights->data : NULL};
     EpGather gather = {.op = &ep_op_dispatch_backward, .t = tensors, .stream = stream};
     EP_TRY(ep_extras_bias(&o, &extras, grad_tokens, &gather.t));
+    EP_TRY(ep_extras_statistics(&o, &extras, ep_gather_row_bytes(&gather.t, o.step.info.top_k),
+                                &gather.stats));
     return ep_run_gather(&o, &gather);
 }
 

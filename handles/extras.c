@@ -1,13 +1,35 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "handles/extras.h"
 
-#define GLOBAL_SCALE "extras.global_scale"
+#include <stddef.h>
 
-static EpStatus check_taken(const EpOperation *o, const char *argument, const EpTensor *t,
-                            unsigned takes, unsigned bit) {
-    if (!t || takes & bit) return EP_OK;
-    return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, argument,
-                     "expected NULL, since this call has no use for it, got a tensor");
+/* ---- members ------------------------------------------------------------------------------- */
+
+/* A member of EpExtras. */
+typedef struct Member {
+    const char *name;
+    size_t offset;
+    unsigned takes;
+} Member;
+
+#define MEMBER(field, takes) \
+    { "extras." #field, offsetof(EpExtras, field), (takes) }
+
+static const Member members[] = {
+    MEMBER(bias0, EP_TAKES_BIAS),
+    MEMBER(bias1, EP_TAKES_BIAS),
+    MEMBER(global_scale, EP_TAKES_GLOBAL_SCALE),
+    MEMBER(expert_tokens, EP_TAKES_EXPERTS),
+    MEMBER(peer_rows, EP_TAKES_ROWS),
+    MEMBER(peer_bytes, EP_TAKES_ROWS),
+    MEMBER(peer_wait_ns, EP_TAKES_WAITS),
+    MEMBER(peer_longest_wait_ns, EP_TAKES_WAITS),
+};
+
+enum { MEMBERS = sizeof(members) / sizeof(members[0]), FIRST_COUNTER = EP_MAX_BIASES + 1 };
+
+static const EpTensor *tensor_of(const EpExtras *extras, const Member *m) {
+    return *(const EpTensor *const *)((const char *)extras + m->offset);
 }
 
 EpStatus ep_extras_read(const EpOperation *o, const EpExtras *given, unsigned takes,
@@ -15,38 +37,98 @@ EpStatus ep_extras_read(const EpOperation *o, const EpExtras *given, unsigned ta
     *out = (EpExtras)EP_EXTRAS_INIT;
     if (!given) return EP_OK;
     EP_TRY(ep_read_struct(&o->call, "extras", given, EP_FIRST_SIZE(EpExtras, bias1), out));
-    EP_TRY(check_taken(o, "extras.bias0", out->bias0, takes, EP_TAKES_BIAS));
-    EP_TRY(check_taken(o, "extras.bias1", out->bias1, takes, EP_TAKES_BIAS));
-    return check_taken(o, GLOBAL_SCALE, out->global_scale, takes, EP_TAKES_GLOBAL_SCALE);
+    for (int i = 0; i < MEMBERS; i++)
+        if (tensor_of(out, &members[i]) && !(takes & members[i].takes))
+            return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, members[i].name,
+                             "expected NULL, since this call has no use for it, got a tensor");
+    return EP_OK;
 }
 
 EpStatus ep_extras_bias(EpOperation *o, const EpExtras *extras, const EpTensor *out,
                         EpGatherTensors *t) {
-    const char *const names[EP_MAX_BIASES] = {"extras.bias0", "extras.bias1"};
-    const EpTensor *const biases[EP_MAX_BIASES] = {extras->bias0, extras->bias1};
     for (int i = 0; i < EP_MAX_BIASES; i++) {
-        if (!biases[i]) continue;
-        EP_TRY(ep_arg_token_rows(o, names[i], biases[i], ep_tensor_row_elements(out), "H"));
-        EP_TRY(ep_arg_type(&o->call, names[i], biases[i], out->type));
-        EP_TRY(ep_arg_token_bytes(o, names[i], biases[i]));
-        t->bias[t->num_biases++] = biases[i]->data;
+        const char *name = members[i].name;
+        const EpTensor *bias = tensor_of(extras, &members[i]);
+        if (!bias) continue;
+        EP_TRY(ep_arg_token_rows(o, name, bias, ep_tensor_row_elements(out), "H"));
+        EP_TRY(ep_arg_type(&o->call, name, bias, out->type));
+        EP_TRY(ep_arg_token_bytes(o, name, bias));
+        t->bias[t->num_biases++] = bias->data;
     }
     return EP_OK;
 }
 
 EpStatus ep_extras_global_scale(const EpOperation *o, const EpExtras *extras, EpScatterTensors *t) {
+    const char *const name = "extras.global_scale";
     const EpTensor *scale = extras->global_scale;
     int needed = t->format.scaling == EP_SCALE_GLOBAL;
     if (scale && !needed)
-        return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, GLOBAL_SCALE,
+        return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, name,
                          "expected NULL, since the handle's quant has no global scale, got a "
                          "tensor");
-    EP_TRY(ep_arg_pair(o, GLOBAL_SCALE, scale, "the handle's quant", needed ? t : NULL));
+    EP_TRY(ep_arg_pair(o, name, scale, "the handle's quant", needed ? t : NULL));
     if (!scale) return EP_OK;
-    EP_TRY(ep_arg_tensor(&o->call, GLOBAL_SCALE, scale, 1));
-    EP_TRY(ep_arg_float(&o->call, GLOBAL_SCALE, scale));
-    EP_TRY(ep_arg_dim(&o->call, GLOBAL_SCALE, scale, 0, 1, "one number"));
-    EP_TRY(ep_arg_memory(&o->call, o->handle->group, GLOBAL_SCALE, scale));
+    EP_TRY(ep_arg_tensor(&o->call, name, scale, 1));
+    EP_TRY(ep_arg_float(&o->call, name, scale));
+    EP_TRY(ep_arg_dim(&o->call, name, scale, 0, 1, "one number"));
+    EP_TRY(ep_arg_memory(&o->call, o->handle->group, name, scale));
     t->global_scale = scale->data;
+    return EP_OK;
+}
+
+/* ---- statistics ---------------------------------------------------------------------------- */
+
+static EpStatus check_counter(const EpOperation *o, const Member *m, const EpTensor *t) {
+    const EpPlanShape *shape = &o->handle->shape;
+    int of_experts = m->takes == EP_TAKES_EXPERTS;
+    EP_TRY(ep_arg_tensor(&o->call, m->name, t, 1));
+    if (of_experts)
+        EP_TRY(ep_arg_index_type(&o->call, m->name, t));
+    else
+        EP_TRY(ep_arg_type(&o->call, m->name, t, EP_TYPE_INT64));
+    EP_TRY(ep_arg_dim(&o->call, m->name, t, 0, of_experts ? shape->num_local : shape->num_ranks,
+                      of_experts ? "local experts" : "ranks"));
+    EP_TRY(ep_arg_alignment(&o->call, m->name, t, (int64_t)ep_type_bytes(t->type)));
+    return ep_arg_reachable(&o->call, o->handle, EP_CHECK_ALL, m->name, t);
+}
+
+static int overlap(const EpTensor *a, const EpTensor *b) {
+    uintptr_t at = (uintptr_t)a->data, other = (uintptr_t)b->data;
+    return at < other + (uintptr_t)ep_tensor_row_bytes(b) &&
+           other < at + (uintptr_t)ep_tensor_row_bytes(a);
+}
+
+/* Two counters in one place would both be wrong. */
+static EpStatus check_apart(const EpOperation *o, const EpExtras *extras, int i) {
+    for (int j = FIRST_COUNTER; j < i; j++) {
+        const EpTensor *other = tensor_of(extras, &members[j]);
+        if (other && overlap(tensor_of(extras, &members[i]), other))
+            return ep_refuse(&o->call, EP_ERR_ADDRESS, members[i].name,
+                             "expected memory of its own, got memory that overlaps %s",
+                             members[j].name);
+    }
+    return EP_OK;
+}
+
+static void *counters_of(const EpTensor *t) {
+    return t ? t->data : NULL;
+}
+
+EpStatus ep_extras_statistics(const EpOperation *o, const EpExtras *extras, int64_t row_bytes,
+                              EpStatistics *out) {
+    for (int i = FIRST_COUNTER; i < MEMBERS; i++) {
+        const EpTensor *t = tensor_of(extras, &members[i]);
+        if (!t) continue;
+        EP_TRY(check_counter(o, &members[i], t));
+        EP_TRY(check_apart(o, extras, i));
+    }
+    const EpTensor *experts = extras->expert_tokens;
+    *out = (EpStatistics){.expert_tokens = counters_of(experts),
+                          .is_narrow = experts && experts->type == EP_TYPE_INT32,
+                          .peer_rows = counters_of(extras->peer_rows),
+                          .peer_bytes = counters_of(extras->peer_bytes),
+                          .peer_wait = counters_of(extras->peer_wait_ns),
+                          .peer_longest_wait = counters_of(extras->peer_longest_wait_ns),
+                          .row_bytes = row_bytes};
     return EP_OK;
 }

@@ -43,6 +43,20 @@ typedef struct EpPlanRef {
     int32_t is_named; /**< whether the memory is the caller's */
 } EpPlanRef;
 
+/** What an operation counts for its caller: see EpExtras. Added to; NULL: not counted. */
+typedef struct EpStatistics {
+    void *expert_tokens;                    /**< [L] int64_t, or int32_t if `is_narrow` */
+    int64_t *peer_rows, *peer_bytes;        /**< [R] of the group */
+    int64_t *peer_wait, *peer_longest_wait; /**< [R] ns */
+    int64_t row_bytes;                      /**< of a row in peer_bytes */
+    int32_t is_narrow;
+} EpStatistics;
+
+static inline int ep_counts_any(const EpStatistics *s) {
+    return s->expert_tokens || s->peer_rows || s->peer_bytes || s->peer_wait ||
+           s->peer_longest_wait;
+}
+
 /** A step's routing, checked. */
 typedef struct EpRouting {
     EpPlanRef plan;       /**< to write */
@@ -57,6 +71,7 @@ typedef struct EpRouting {
     int64_t block_rows;    /**< blocks of sources: of the dispatch's tensors; 0: not known yet */
     const struct EpOp *op; /**< the operation that ranks announce */
     const char *call;      /**< the public call, for sentences */
+    EpStatistics stats;    /**< of ep_prepare */
 } EpRouting;
 
 /* ---- scatter ------------------------------------------------------------------------------- */
@@ -155,7 +170,14 @@ typedef struct EpScatter {
     EpScatterTensors t;
     const EpRouting *routing; /**< latency mode's dispatch: makes the plan; else NULL */
     EpStream stream;
+    EpStatistics stats;
 } EpScatter;
+
+/** Returns the bytes of a row as it travels: with its scales, and its K weights. */
+static inline int64_t ep_scatter_row_bytes(const EpScatterTensors *t, int64_t top_k) {
+    int64_t weights = t->carries_weights ? top_k * (int64_t)sizeof(float) : 0;
+    return t->row_bytes + t->scale_bytes + weights;
+}
 
 /* ---- gather -------------------------------------------------------------------------------- */
 
@@ -195,6 +217,15 @@ typedef struct EpGather {
     EpInFlight place; /**< latency mode */
     EpGatherTensors t;
     EpStream stream;
+    EpStatistics stats;
 } EpGather;
+
+/** Returns the bytes of a partial sum as it travels: with its scales, and its K values. */
+static inline int64_t ep_gather_row_bytes(const EpGatherTensors *t, int64_t top_k) {
+    int64_t values = t->carries_values ? top_k * (int64_t)sizeof(float) : 0;
+    if (!t->format.bits) return t->row_bytes + values;
+    int64_t scales = ep_quant_scales(t->format, t->row_elements) * (int64_t)sizeof(float);
+    return ep_quant_bytes(t->format, t->row_elements) + scales + values;
+}
 
 #endif

@@ -451,6 +451,8 @@ class Buffer:
         topk_idx                            [T, K] int64 or int32; negative: no expert
         num_max_dispatch_tokens_per_rank    N, equal on all ranks
         cumulative_local_expert_recv_stats  [L] int32, to which the counts are added; or None
+        dispatch_wait_recv_cost_stats       [R] int64, to which the nanoseconds are added for which
+                                            each rank was waited for; or None
         use_fp8                             quantise rows: one float32 scale per 128 elements;
                                             round_scale: powers of two; use_ue8m0: their exponents
         return_recv_hook                    send alone; the hook receives, and completes the outputs
@@ -473,13 +475,16 @@ class Buffer:
         hook    None without return_recv_hook
         """
         ignore("low_latency_dispatch", unknown)
-        _refuse_cost_stats("low_latency_dispatch", dispatch_wait_recv_cost_stats)
         _require_one_end("low_latency_dispatch", async_finish, return_recv_hook)
         each = _layout.experts_per_rank("low_latency_dispatch", num_experts, self.group_size)
         _checks.latency_dispatch(
             x, topk_idx, num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats, each
         )
         _checks.global_scale(x, use_nvfp4, x_global_scale)
+        name = "dispatch_wait_recv_cost_stats"
+        _checks.waits(
+            "low_latency_dispatch", name, dispatch_wait_recv_cost_stats, self.group_size, x.device
+        )
         quant = _latency.choose_quant(use_fp8, round_scale, use_ue8m0, use_nvfp4, x.shape[-1])
         group = self._groups.latency(
             LatencyKey(
@@ -493,11 +498,11 @@ class Buffer:
         )
 
         def body() -> Used:
-            made, operation = _latency.dispatch(
-                group, x, topk_idx, quant, x_global_scale, cumulative_local_expert_recv_stats
-            )
+            scale = x_global_scale
+            stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+            made, operation = _latency.dispatch(group, x, topk_idx, quant, scale, stats, waits)
             (operation.send if return_recv_hook else operation.whole)()
-            inputs = x, topk_idx, x_global_scale, cumulative_local_expert_recv_stats
+            inputs = x, topk_idx, scale, stats, waits
             return Used((made, operation), inputs, made.tensors)
 
         (made, operation), event = self._lane.run(x.device, None, async_finish, body)
@@ -527,22 +532,26 @@ class Buffer:
         use_logfmt        not used: rows travel in their own type, which is more precise
         out               [T, H], where the sums go; None: new memory
         return_recv_hook  as in low_latency_dispatch
+        combine_wait_recv_cost_stats
+                          as dispatch_wait_recv_cost_stats there
 
         Returns the sums [T, H], the event, and the hook or None.
         """
         ignore("low_latency_combine", unknown)
-        _refuse_cost_stats("low_latency_combine", combine_wait_recv_cost_stats)
         _require_one_end("low_latency_combine", async_finish, return_recv_hook)
         if use_logfmt:
             mention("low_latency_combine", "use_logfmt", "rows travel in their own type")
         made_by = _require_latency_handle("low_latency_combine", handle)
         rows = made_by.group.combine_buffer() if zero_copy else x
         _checks.latency_combine(made_by, rows, topk_weights, out)
+        waits = combine_wait_recv_cost_stats
+        name = "combine_wait_recv_cost_stats"
+        _checks.waits("low_latency_combine", name, waits, self.group_size, rows.device)
 
         def body() -> Used:
-            combined, operation = _latency.combine(made_by, rows, topk_weights, out)
+            combined, operation = _latency.combine(made_by, rows, topk_weights, out, waits)
             (operation.send if return_recv_hook else operation.whole)()
-            return Used((combined, operation), (rows, topk_weights, out), (combined,))
+            return Used((combined, operation), (rows, topk_weights, out, waits), (combined,))
 
         (combined, operation), event = self._lane.run(rows.device, None, async_finish, body)
         hook = self._hook(rows.device, operation) if return_recv_hook else None
@@ -639,8 +648,3 @@ def _refuse_handle(call: str, made_by: str, handle: object) -> NoReturn:
 def _require_one_end(call: str, async_finish: bool, return_recv_hook: bool) -> None:
     if async_finish and return_recv_hook:
         refuse(f"{call}: expected async_finish or return_recv_hook, got both")
-
-
-def _refuse_cost_stats(call: str, stats: Optional[Tensor]) -> None:
-    if stats is not None:
-        refuse(f"{call}: expected no tensor for the cost of waiting, got one: libep measures none")

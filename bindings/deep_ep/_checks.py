@@ -260,6 +260,12 @@ def global_scale(x: Tensor, use_nvfp4: bool, scale: Any) -> None:
         _tensor(call, name, scale, shape, (torch.float32,), x.device)
 
 
+def waits(call: str, name: str, given: Any, num_ranks: int, device: torch.device) -> None:
+    """Check a tensor that waits are added to, if there is one."""
+    if given is not None:
+        _tensor(call, name, given, (num_ranks,), (torch.int64,), device)
+
+
 def latency_combine(handle: LatencyHandle, x: Any, topk_weights: Any, out: Any) -> None:
     """Check what low_latency_combine sends and writes."""
     call, device, key = "low_latency_combine", handle.plan.device, handle.group.key

@@ -270,7 +270,7 @@ class ElasticBuffer:
 
         def body() -> Used:
             _wait(previous_event_before_epilogue)
-            used, idx = handle, topk_idx
+            used, idx, stats = handle, topk_idx, None
             if used is None:
                 assert plain is not None and idx is not None
                 group, form, most, bound, alignment = plain
@@ -278,8 +278,7 @@ class ElasticBuffer:
                 kept = idx.clone() if do_handle_copy else idx
                 used = EPHandle(self, group, form, plan, sizes, kept, bound, alignment)
                 used.is_captured = _is_capturing(given.tokens)
-                if cumulative_local_expert_recv_stats is not None:
-                    cumulative_local_expert_recv_stats.add_(plan.expert_counts)
+                stats = cumulative_local_expert_recv_stats
             form = used.form
             if handle is not None or do_zero_padding or use_tma_aligned_col_major_sf:
                 form = form._replace(
@@ -287,7 +286,7 @@ class ElasticBuffer:
                     has_zero_padding=do_zero_padding,
                     is_by_column=use_tma_aligned_col_major_sf,
                 )
-            received = _steps.send(used, form, given)
+            received = _steps.send(used, form, given, stats)
             if is_read:
                 _steps.report(used.group)
             inputs = *given, idx, cumulative_local_expert_recv_stats

@@ -9,6 +9,7 @@ import torch
 
 from .._library import last_error, library
 from ..torch import _calls
+from ..torch._counters import Counters, as_given
 from ..torch._fast import FORMS
 from ._elastic_handle import EPHandle, Sizes
 from ._normal import _align, _prepare
@@ -75,16 +76,18 @@ def _read(layer: Handle, plan: Plan, do_expand: bool, alignment: int) -> Sizes:
     return Sizes(rows, rows, sum(counts), counts)
 
 
-def send(handle: EPHandle, form: Form, given: Given) -> Received:
-    """Send rows by the handle's plan. Collective."""
+def send(handle: EPHandle, form: Form, given: Given, stats: Optional[Tensor]) -> Received:
+    """Send rows by the handle's plan, and add the rows of each expert to `stats`. Collective."""
     layer, plan, rows = handle.group.layer(form), handle.plan, handle.num_rows
     tokens, scales, weights = given
     keep(plan.bytes, handle.stream)
     is_small = handle.topk_idx.dtype is torch.int32
-    made = layer.make_fast(FORMS["dispatch"], plan.bytes, tokens, weights, scales, rows, is_small)
-    if made is not None:
-        recv, recv_weights, recv_scales, recv_idx = made
-        return Received(recv, recv_scales, recv_idx, recv_weights)
+    if stats is None:
+        given_rows = plan.bytes, tokens, weights, scales, rows
+        fast = layer.make_fast(FORMS["dispatch"], *given_rows, is_small)
+        if fast is not None:
+            recv, recv_weights, recv_scales, recv_idx = fast
+            return Received(recv, recv_scales, recv_idx, recv_weights)
     recv = tokens.new_empty((rows, tokens.shape[1]))
     recv_idx = recv_weights = recv_scales = None
     if not form.do_expand:
@@ -94,9 +97,9 @@ def send(handle: EPHandle, form: Form, given: Given) -> Received:
     if scales is not None:
         lead = align(rows, _SCALE_ROWS) if form.is_by_column else rows
         recv_scales = scales.new_empty(layer.scales_shape(lead, scales.shape[1]))
-    _calls.dispatch(
-        layer, plan.bytes, tokens, weights, scales, recv, recv_weights, recv_scales, recv_idx
-    )
+    made = recv, recv_weights, recv_scales, recv_idx
+    counters = as_given(Counters(stats))
+    _calls.dispatch(layer, plan.bytes, tokens, weights, scales, *made, *counters)
     if form.is_by_column and recv_scales is not None:
         recv_scales = recv_scales.t()[:rows]
     return Received(recv, recv_scales, recv_idx, recv_weights)

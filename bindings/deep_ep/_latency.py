@@ -11,6 +11,7 @@ from .._abi import Quant, Status
 from .._library import EpError
 from ..torch import _calls
 from ..torch._autograd import make_plan, make_received
+from ..torch._counters import Counters, as_given
 from ._handles import LatencyHandle
 from ._streams import keep
 
@@ -93,11 +94,13 @@ def dispatch(
     quant: Quant,
     global_scale: Optional[Tensor],
     stats: Optional[Tensor],
+    waits: Optional[Tensor],
 ) -> tuple[Dispatched, Operation]:
     """Set a dispatch up. Arguments as of Buffer.low_latency_dispatch.
 
     global_scale  x_global_scale, of Quant.NVFP4
     stats         cumulative_local_expert_recv_stats
+    waits         dispatch_wait_recv_cost_stats
     """
     scaled = {}
     if quant == Quant.NVFP4:
@@ -119,21 +122,22 @@ def dispatch(
         if packed is not None:
             assert scales is not None
             packed.transpose(1, 2).copy_(scales.view(torch.int32))
-        if stats is not None:
-            stats.add_(plan.expert_counts)
+
+    sends = as_given(Counters(peer_wait_ns=waits))
+    counters = as_given(Counters(stats, peer_wait_ns=waits))
 
     def send() -> None:
         _calls.dispatch_send(
-            layer, topk_idx, None, x, None, None, plan.bytes, plan.numbers, **scaled
+            layer, topk_idx, None, x, None, None, plan.bytes, plan.numbers, *sends, **scaled
         )
 
     def receive() -> None:
-        _calls.dispatch_wait(layer, rows, None, scales, None)
+        _calls.dispatch_wait(layer, rows, None, scales, None, *counters)
         finish()
 
     def whole() -> None:
         made = plan.bytes, plan.numbers, rows, None, scales, None
-        _calls.dispatch_routed(layer, topk_idx, None, x, None, None, *made, **scaled)
+        _calls.dispatch_routed(layer, topk_idx, None, x, None, None, *made, *counters, **scaled)
         finish()
 
     handle = LatencyHandle(plan.bytes, group, x.shape[0])
@@ -147,9 +151,15 @@ def dispatch(
 
 
 def combine(
-    handle: LatencyHandle, x: Tensor, topk_weights: Tensor, out: Optional[Tensor]
+    handle: LatencyHandle,
+    x: Tensor,
+    topk_weights: Tensor,
+    out: Optional[Tensor],
+    waits: Optional[Tensor],
 ) -> tuple[Tensor, Operation]:
     """Set a combine up. Arguments as of Buffer.low_latency_combine.
+
+    waits  combine_wait_recv_cost_stats
 
     Returns the output and the operation.
     """
@@ -158,18 +168,19 @@ def combine(
     if out is None:
         out = x.new_empty((handle.num_tokens, x.shape[-1]))
     written = out
+    counters = as_given(Counters(peer_wait_ns=waits))
 
     def send() -> None:
         keep(handle.plan, handle.stream)
-        _calls.combine_send(layer, handle.plan, x, None, topk_weights)
+        _calls.combine_send(layer, handle.plan, x, None, topk_weights, *counters)
 
     def receive() -> None:
-        _calls.combine_wait(layer, None, None, written)
+        _calls.combine_wait(layer, None, None, written, *counters)
         group.give_back(layer)
 
     def whole() -> None:
         keep(handle.plan, handle.stream)
-        _calls.combine(layer, handle.plan, x, None, topk_weights, None, None, written)
+        _calls.combine(layer, handle.plan, x, None, topk_weights, None, None, written, *counters)
         group.give_back(layer)
 
     return out, Operation(send, receive, whole)

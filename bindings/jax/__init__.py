@@ -32,7 +32,7 @@ from .._library import EpError
 from . import _gradients, _program  # noqa: F401 (derivatives, and the order of calls)
 from . import _weights as sharded
 from ._operations import ROW_TYPES, Operations, Plan, take_biases
-from ._ranks import Ranks
+from ._ranks import Counters, Ranks
 from ._regions import Regions, product
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     _: Spec = PartitionSpec()  # mypy checks here that libep.Mesh takes one
 
-__all__ = ["Ep", "Plan", "bootstrap", "jit"]
+__all__ = ["Counters", "Ep", "Plan", "bootstrap", "jit"]
 
 # Fields of a group that bootstrap sets, and what they follow from.
 _OWN_FIELDS = {
@@ -66,6 +66,7 @@ def bootstrap(
     token_axes: Optional[tuple[str, ...]] = None,
     max_recv_rows: Optional[int] = None,
     dtype: Any = jnp.float32,
+    counters: bool = False,
     **fields: Any,
 ) -> Ep:
     """Create the groups of a mesh: the devices along `axis` share the experts. Collective.
@@ -80,6 +81,7 @@ def bootstrap(
                    of `axis`, and others along which devices have other tokens. None: all axes
     max_recv_rows  rows of the receive buffer; None: so many that no row is ever lost, also where
                    tokens name an expert more than once, unless duplicates="merge"
+    counters       whether operations count what they do: see Ep.counters
     fields         more of the group's configuration (libep.GroupFields): alignment, overflow,
                    timeout_seconds, ...
 
@@ -118,7 +120,7 @@ def bootstrap(
         flags = Rows(0) if merges else Rows.DUPLICATES
         max_recv_rows = worst_case_rows(size, 0, flags=flags, **config)
     config["max_recv_rows"] = max_recv_rows
-    ranks = Ranks(mesh, axes, top_k, config)
+    ranks = Ranks(mesh, axes, top_k, config, counters)
     return Ep(ranks, Regions(mesh, axes, tokens), config, f"{hidden} of {row.name}")
 
 
@@ -337,6 +339,13 @@ class Ep:
         return self._regions.run("per_device", function, arrays)
 
     # ---- the group ----------------------------------------------------------------------------
+
+    def counters(self) -> dict[jax.Device, Counters]:
+        """What the operations of each device of this process have counted since bootstrap. Local.
+
+        Waits for the arrays that programs are computing. EpError without bootstrap's counters=True.
+        """
+        return self._ranks.counters()
 
     def check(self) -> None:
         """Raise EpError for what went wrong on the devices of this process since the last check.

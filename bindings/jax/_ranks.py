@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _abi, _process
@@ -45,6 +46,52 @@ class _Rank(NamedTuple):
     ordinal: int  # XLA's number of the device
 
 
+class Counters(NamedTuple):
+    """What all operations of a device have done since bootstrap, derivatives included: int64.
+
+    docs/semantics.md of the source tree has the exact words.
+    """
+
+    expert_tokens: np.ndarray[Any, Any]
+    """[L] rows received for each local expert, without lost ones."""
+
+    peer_rows: np.ndarray[Any, Any]
+    """[R] rows sent to each device of the group; its own place: rows that stay."""
+
+    peer_bytes: np.ndarray[Any, Any]
+    """[R] their bytes."""
+
+    peer_wait_ns: np.ndarray[Any, Any]
+    """[R] nanoseconds waited for each device."""
+
+    peer_longest_wait_ns: np.ndarray[Any, Any]
+    """[R] the longest wait of one operation."""
+
+
+class _Counting:
+    """The counters of a rank, in an array that stays as long as programs may add to it: for ever.
+
+    Pairs of int32, since JAX has int64 only on request. JAX knows nothing of the additions.
+    """
+
+    def __init__(self, key: int, rank: _Rank) -> None:
+        local, size = rank.group.query().num_local_experts, rank.group.size
+        self.device = rank.device
+        self._ends = np.cumsum([local, *(4 * (size,))])
+        zeros = np.zeros((self._ends[-1], 2), np.int32)
+        self._array = jax.block_until_ready(jax.device_put(zeros, rank.device, may_alias=False))
+        pointer = self._array.unsafe_buffer_pointer()
+        _calls.library.ep_jax_rank_count(key, rank.ordinal, pointer, local, size)
+        _kept.append(self._array)
+
+    def read(self) -> Counters:
+        now = np.array(jnp.copy(self._array)).view(np.int64)[:, 0]
+        return Counters(*np.split(now, self._ends[:-1]))
+
+
+_kept: list[Any] = []
+
+
 class Ranks:
     """The ranks of this process. Programs name them by `key`."""
 
@@ -54,6 +101,7 @@ class Ranks:
         axes: tuple[str, ...],
         top_k: int,
         fields: Mapping[str, Any],
+        counts: bool,
     ) -> None:
         self.key = next(_keys)
         self.bootstraps: list[Bootstrap] = []
@@ -77,6 +125,7 @@ class Ranks:
         self.on_host = self.ranks[0].group.query().backend is Backend.HOST
         for rank in self.ranks:
             _add(self.key, rank)
+        self._counters = [_Counting(self.key, rank) for rank in self.ranks if counts]
         self._mesh = mesh
         self._devices = set(mesh.local_devices)
         timeout = fields.get("timeout_seconds") or settings()["LIBEP_TIMEOUT"].value
@@ -94,6 +143,16 @@ class Ranks:
             # All in one: a rank reports a finding once, and the next check is about later steps.
             sentences = [f"{self._name(rank.device)}: {error}" for rank, error in found]
             raise EpError(found[0][1].status, "; ".join(sentences))
+
+    def counters(self) -> dict[Any, Counters]:
+        """What the operations of each device of this process have counted."""
+        self.wait()
+        if not self._counters:
+            raise EpError(
+                Status.UNSUPPORTED,
+                "counters: expected bootstrap's counters=True, got an Ep that does not count",
+            )
+        return {counting.device: counting.read() for counting in self._counters}
 
     def _name(self, device: Any) -> str:
         """How sentences call a device: its place in the mesh says to which group it belongs."""

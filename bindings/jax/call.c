@@ -118,6 +118,21 @@ const EpTensor *jax_operand(const JaxCall *call, int64_t index) {
     return index < call->num_operands ? &call->operands[index] : NULL;
 }
 
+EpExtras jax_extras(JaxCall *call, unsigned counts) {
+    const JaxRank *rank = call->rank;
+    EpExtras extras = EP_EXTRAS_INIT;
+    EpTensor *t = call->counters;
+    if (!rank->counters) return extras;
+    t[0] = ep_tensor_1d(rank->counters, EP_TYPE_INT64, rank->num_local);
+    for (int i = 0; i < 4; i++)
+        t[1 + i] = ep_tensor_1d(rank->counters + rank->num_local + i * rank->num_ranks,
+                                EP_TYPE_INT64, rank->num_ranks);
+    if (counts & JAX_EXPERTS) extras.expert_tokens = &t[0];
+    if (counts & JAX_ROWS) extras.peer_rows = &t[1], extras.peer_bytes = &t[2];
+    if (counts & JAX_WAITS) extras.peer_wait_ns = &t[3], extras.peer_longest_wait_ns = &t[4];
+    return extras;
+}
+
 const EpTensor *jax_result(const JaxCall *call, int64_t index) {
     return index < call->num_results ? &call->results[index] : NULL;
 }

@@ -31,10 +31,11 @@ XLA_FFI_Error *ep_jax_prepare(XLA_FFI_CallFrame *frame) {
     out.expert_padded = jax_result(&call, 2);
     out.expert_offsets = jax_result(&call, 3);
     out.totals = jax_result(&call, 4);
+    const EpExtras extras = jax_extras(&call, JAX_WAITS);
     EpStatus status = check_place(&call, jax_operand(&call, 1));
     if (status == EP_OK)
-        status = ep_prepare(call.handle, jax_result(&call, 0), jax_operand(&call, 0),
-                            jax_operand(&call, 2), call.stream, &out);
+        status = ep_prepare_with(call.handle, jax_result(&call, 0), jax_operand(&call, 0),
+                                 jax_operand(&call, 2), call.stream, &out, &extras);
     return jax_end(&call, status);
 }
 
@@ -43,10 +44,11 @@ XLA_FFI_Error *ep_jax_dispatch(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
     if (!jax_begin(&call, frame, "dispatch", &result)) return result;
+    const EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS | JAX_EXPERTS);
     return jax_end(&call,
-                   ep_dispatch(call.handle, jax_operand(&call, 0), NULL, jax_operand(&call, 1),
-                               jax_operand(&call, 2), NULL, call.stream, jax_result(&call, 0),
-                               jax_result(&call, 1), NULL, NULL));
+                   ep_dispatch_with(call.handle, jax_operand(&call, 0), NULL, jax_operand(&call, 1),
+                                    jax_operand(&call, 2), NULL, call.stream, jax_result(&call, 0),
+                                    jax_result(&call, 1), NULL, NULL, &extras));
 }
 
 /* plan, expert_out[, slot_weights][, bias0[, bias1]] -> out
@@ -56,7 +58,7 @@ XLA_FFI_Error *ep_jax_combine(XLA_FFI_CallFrame *frame) {
     XLA_FFI_Error *result;
     if (!jax_begin(&call, frame, "combine", &result)) return result;
     const int64_t first = call.num_operands - jax_attribute(&call, "biases");
-    EpExtras extras = EP_EXTRAS_INIT;
+    EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS);
     extras.bias0 = jax_operand(&call, first);
     extras.bias1 = jax_operand(&call, first + 1);
     return jax_end(&call, ep_combine_with(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
@@ -70,10 +72,11 @@ XLA_FFI_Error *ep_jax_dispatch_backward(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
     if (!jax_begin(&call, frame, "dispatch_backward", &result)) return result;
-    return jax_end(&call,
-                   ep_dispatch_backward(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
-                                        jax_operand(&call, 2), call.stream, jax_result(&call, 0),
-                                        jax_result(&call, 1)));
+    const EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS);
+    return jax_end(&call, ep_dispatch_backward_with(call.handle, jax_operand(&call, 0),
+                                                    jax_operand(&call, 1), jax_operand(&call, 2),
+                                                    call.stream, jax_result(&call, 0),
+                                                    jax_result(&call, 1), &extras));
 }
 
 /* plan, grad_out[, slot_weights, expert_out]
@@ -82,10 +85,11 @@ XLA_FFI_Error *ep_jax_combine_backward(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
     if (!jax_begin(&call, frame, "combine_backward", &result)) return result;
-    return jax_end(&call,
-                   ep_combine_backward(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
-                                       jax_operand(&call, 2), jax_operand(&call, 3), call.stream,
-                                       jax_result(&call, 0), jax_result(&call, 1)));
+    const EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS);
+    return jax_end(
+        &call, ep_combine_backward_with(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
+                                        jax_operand(&call, 2), jax_operand(&call, 3), call.stream,
+                                        jax_result(&call, 0), jax_result(&call, 1), &extras));
 }
 
 /* token -> order, or order -> token: for the compiler alone. */

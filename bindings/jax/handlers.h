@@ -33,6 +33,9 @@ typedef struct JaxRank {
     int32_t on_host; /**< 1: host backend, 0: CUDA backend */
     EpGroup *group;
     EpHandle *handle;
+    int64_t *counters; /**< that all operations add to: [L] tokens, then [R] rows, bytes, waits and
+                            longest waits; NULL: none */
+    int32_t num_local, num_ranks;
     int is_closed;         /**< group and handle are gone */
     pthread_mutex_t mutex; /**< held during a call on the group */
     int64_t began; /**< when a call that is under way began, in ns of CLOCK_REALTIME; 0: none */
@@ -44,6 +47,10 @@ JaxRank *jax_rank_find(int64_t key, int32_t ordinal);
 /** Add a rank. The group and the handle stay the caller's. Returns 0 if there is no memory. */
 int ep_jax_rank_add(int64_t key, int32_t ordinal, int32_t number, int32_t on_host, EpGroup *group,
                     EpHandle *handle);
+
+/** Let the operations of a rank count, in memory that its backend reaches and that stays. */
+void ep_jax_rank_count(int64_t key, int32_t ordinal, void *counters, int32_t num_local,
+                       int32_t num_ranks);
 
 /** Refuse calls from now on, and return once none is under way. A call that is still waiting for
  *  peers after `seconds` is aborted. The caller may then destroy group and handle. */
@@ -69,6 +76,7 @@ typedef struct JaxCall {
     EpStream stream;
     int64_t num_operands, num_results;
     EpTensor operands[JAX_BUFFERS], results[JAX_BUFFERS];
+    EpTensor counters[5];
 } JaxCall;
 
 /** Answer XLA, which asks each handler once what it is. Returns 1 if this call is that. */
@@ -81,6 +89,10 @@ int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, XLA_FFI
 /** End a call with the status of its operation, and return what the handler returns. A failed call
  *  aborts the group: the program has failed, and its peers need not wait for the deadline. */
 XLA_FFI_Error *jax_end(JaxCall *call, EpStatus status);
+
+/** Set the counters of the rank, if it has any, that an operation takes. */
+typedef enum JaxCounts { JAX_WAITS = 1, JAX_ROWS = 2, JAX_EXPERTS = 4 } JaxCounts;
+EpExtras jax_extras(JaxCall *call, unsigned counts);
 
 /** Returns an attribute of the call, a 64-bit integer; 0 if it has none of this name. */
 int64_t jax_attribute(const JaxCall *call, const char *name);

@@ -31,6 +31,15 @@ int ep_jax_rank_add(int64_t key, int32_t ordinal, int32_t number, int32_t on_hos
     return 1;
 }
 
+void ep_jax_rank_count(int64_t key, int32_t ordinal, void *counters, int32_t num_local,
+                       int32_t num_ranks) {
+    JaxRank *rank = jax_rank_find(key, ordinal);
+    if (!rank) return;
+    pthread_mutex_lock(&rank->mutex);
+    rank->counters = counters, rank->num_local = num_local, rank->num_ranks = num_ranks;
+    pthread_mutex_unlock(&rank->mutex);
+}
+
 static struct timespec from_now(double seconds) {
     struct timespec time;
     clock_gettime(CLOCK_REALTIME, &time);

@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from .._abi import Status
 from .._library import EpError
 from . import _calls, _checks, _fast, _inputs, _ops
+from ._counters import as_given
 from ._handle import Handle, Plan
 from ._quant import as_scaled, row_scales, row_values
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ._counters import Counters, Given
     from ._quant import Scaled
 
     Shape = tuple[int, ...]
@@ -138,11 +140,18 @@ def _refuse_second_derivative(name: str) -> None:
 # ---- prepare ------------------------------------------------------------------------------------
 
 
-def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = None) -> Plan:
+def prepare(
+    handle: Handle,
+    topk_idx: Tensor,
+    num_tokens: Optional[Tensor] = None,
+    *,
+    counters: Optional[Counters] = None,
+) -> Plan:
     """Make a plan from a step's routing. Collective. Throughput mode alone.
 
     topk_idx    [T, K] int32 or int64: the expert of each entry; negative: none
     num_tokens  [1] int32 or int64: only the first num_tokens rows count; None: all
+    counters    of waits; None: not counted
 
     dispatch calls it by itself, unless it is given a plan.
     """
@@ -152,7 +161,8 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
             Status.UNSUPPORTED,
             "prepare: expected a handle in throughput mode: in latency mode dispatch prepares",
         )
-    if type(which) is Handle:
+    given = as_given(counters)
+    if type(which) is Handle and not given:
         if _count_modes():
             made = _ops.prepare_new(handle.key, topk_idx, num_tokens)
         else:
@@ -160,7 +170,7 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
         if made is not None:
             return Plan(made[0], made[1], topk_idx.shape[0], handle.group.num_local_experts)
     plan = make_plan(handle, topk_idx)
-    _through(which).prepare(which, topk_idx, num_tokens, plan.bytes, plan.numbers)
+    _through(which).prepare(which, topk_idx, num_tokens, plan.bytes, plan.numbers, *given)
     return plan
 
 
@@ -208,20 +218,22 @@ class _Dispatch(torch.autograd.Function):
         topk_weights: Optional[Tensor],
         size: Any,
         given: Optional[Tensor],
+        *counters: Optional[Tensor],
     ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
         """size: the rows of the outputs, or their _Shapes where `which` is a key."""
         outputs = None
         if type(which) is Handle:
-            if given is None:
+            if given is None and not counters:
                 outputs = _dispatch_new(which, plan, tokens, topk_weights, None, size)
             size = _find_shapes(which, size, tokens, topk_weights) if outputs is None else size
         if outputs is None:
             outputs = recv, weights, _, idx = _make_outputs(tokens, size, given)
             _through(which).dispatch(
-                which, plan, tokens, topk_weights, None, recv, weights, None, idx
+                which, plan, tokens, topk_weights, None, recv, weights, None, idx, *counters
             )
         recv, weights, _, idx = outputs
         ctx.save_for_backward(plan)
+        ctx.rest = (None,) * (2 + len(counters))
         ctx.facts = which, tokens.shape, None if topk_weights is None else topk_weights.shape
         if idx is not None:
             ctx.mark_non_differentiable(idx)
@@ -231,7 +243,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor], _: Any) -> Any:
         needs_weights = ctx.needs_input_grad[3]
         made = _dispatch_gradients(ctx, grad_tokens, grad_weights if needs_weights else None)
-        return None, None, *made, None, None
+        return None, None, *made, *ctx.rest
 
 
 def _dispatch_gradients(
@@ -365,6 +377,7 @@ def dispatch(
     num_tokens: Optional[Tensor] = None,
     recv_tokens: Optional[Tensor] = None,
     global_scale: Optional[Tensor] = None,
+    counters: Optional[Counters] = None,
 ) -> Received:
     """Send token rows, and their weights, to the ranks that own their experts. Collective.
 
@@ -381,6 +394,8 @@ def dispatch(
                   shares this memory. With exact sizing it may have more rows than come.
     global_scale  [1] float32, by which Quant.NVFP4 multiplies: commonly 448 * 6 / (the largest
                   magnitude of the tokens of all ranks). Else None.
+    counters      what it adds to, and its prepare to the waits; its derivative to nothing. None: not
+                  counted
 
     Returns a Received. Its tensors are new, except tokens in recv_tokens. Differentiable with
     respect to tokens and topk_weights in throughput mode, without scales and quantising.
@@ -394,11 +409,10 @@ def dispatch(
             "dispatch: expected tensors without gradient in latency mode, and where rows are "
             "quantised or have scales: call it under torch.no_grad(), or detach them",
         )
-    scaled = as_scaled(handle, "dispatch", global_scale)
+    scaled, counted = as_scaled(handle, "dispatch", global_scale), as_given(counters)
     if is_latency:
-        return _dispatch_routed(
-            handle, which, tokens, routing, topk_weights, scales, num_tokens, recv_tokens, scaled
-        )
+        given = topk_weights, scales, num_tokens, recv_tokens
+        return _dispatch_routed(handle, which, tokens, routing, *given, scaled, counted)
     if handle.is_exact and recv_tokens is None and not is_compiling():
         _refuse_capture(handle)
     if isinstance(routing, Plan):
@@ -411,10 +425,11 @@ def dispatch(
         ):
             inputs = tokens, topk_weights, scales, recv_tokens
             _inputs.require(handle, routing, inputs, has_count=num_tokens is not None)
-        plan = prepare(handle, routing, num_tokens)
+        waits = None if counters is None else counters.of_waits
+        plan = prepare(handle, routing, num_tokens, counters=waits)
     if has_gradient:
-        return _dispatch_followed(handle, which, plan, tokens, topk_weights, recv_tokens)
-    if type(which) is Handle and recv_tokens is None and not handle.quantises:
+        return _dispatch_followed(handle, which, plan, tokens, topk_weights, recv_tokens, counted)
+    if type(which) is Handle and recv_tokens is None and not handle.quantises and not counted:
         rows = count_rows(handle, plan) if handle.is_exact else handle.capacity
         made = _dispatch_new(handle, plan.bytes, tokens, topk_weights, scales, rows)
         if made is not None:
@@ -430,6 +445,7 @@ def dispatch(
         received.topk_weights,
         received.scales,
         received.topk_idx,
+        *counted,
         **scaled,
     )
     mark_written(which, recv_tokens)
@@ -443,11 +459,12 @@ def _dispatch_followed(
     tokens: Tensor,
     topk_weights: Optional[Tensor],
     recv_tokens: Optional[Tensor],
+    counted: Given,
 ) -> Received:
     """With a gradient."""
     rows = _rows(handle, plan, recv_tokens)
     if type(which) is Handle:
-        if recv_tokens is None and not _count_modes():
+        if recv_tokens is None and not counted and not _count_modes():
             made = handle.make_fast(_DISPATCH, plan.bytes, tokens, topk_weights, None, rows, 0)
             if made is not None:
                 recv, weights, _, idx = made
@@ -456,12 +473,12 @@ def _dispatch_followed(
                 )
                 return Received(recv, weights, plan, None, idx)
         recv, weights, idx = _apply_dispatch(
-            which, plan.bytes, tokens, topk_weights, rows, recv_tokens
+            which, plan.bytes, tokens, topk_weights, rows, recv_tokens, *counted
         )
     else:
         shapes = _find_shapes(handle, rows, tokens, topk_weights)
         recv, weights, idx = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            which, plan.bytes, tokens, topk_weights, shapes, recv_tokens
+            which, plan.bytes, tokens, topk_weights, shapes, recv_tokens, *counted
         )
     mark_written(which, recv_tokens)
     return Received(recv, weights, plan, None, idx)
@@ -483,6 +500,7 @@ def _dispatch_routed(
     num_tokens: Optional[Tensor],
     given: Optional[Tensor],
     scaled: Scaled,
+    counted: Given,
 ) -> Received:
     idx = require_indices(topk_idx)
     require_given(handle, idx, (tokens, topk_weights, scales, given), num_tokens is not None)
@@ -501,6 +519,7 @@ def _dispatch_routed(
         received.topk_weights,
         received.scales,
         received.topk_idx,
+        *counted,
         **scaled,
     )
     mark_written(which, given)
@@ -543,14 +562,19 @@ class _Combine(torch.autograd.Function):
         expert_out: Tensor,
         weights: Optional[Tensor],
         num_tokens: int,
-        *biases: Optional[Tensor],
+        bias0: Optional[Tensor],
+        bias1: Optional[Tensor],
+        *counters: Optional[Tensor],
     ) -> Tensor:
         out = None
-        if type(which) is Handle:
+        biases = bias0, bias1
+        ctx.num_counters = len(counters)
+        if type(which) is Handle and not counters:
             out = _combine_new(which, plan, expert_out, weights, biases, num_tokens)
         if out is None:
             out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
-            _through(which).combine(which, plan, expert_out, weights, None, *biases, out)
+            summed = plan, expert_out, weights, None, *biases, out
+            _through(which).combine(which, *summed, *counters)
         is_kept = weights is not None and ctx.needs_input_grad[3]
         ctx.facts = which, expert_out.shape
         ctx.save_for_backward(plan, weights, expert_out if is_kept else None)
@@ -558,8 +582,9 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        biases = [grad_out if needed else None for needed in ctx.needs_input_grad[5:]]
-        return None, None, *_combine_gradients(ctx, grad_out), None, *biases
+        biases = [grad_out if needed else None for needed in ctx.needs_input_grad[5:7]]
+        counters = ctx.num_counters * (None,)
+        return None, None, *_combine_gradients(ctx, grad_out), None, *biases, *counters
 
 
 def _combine_gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Optional[Tensor]]:
@@ -628,9 +653,13 @@ def take_biases(bias: Bias) -> Biases:
     given = bias if isinstance(bias, (tuple, list)) else (bias,)
     if len(given) > 2:
         raise TypeError(f"bias: expected a tensor, or up to two of them, got {len(given)}")
-    for tensor in given:
-        if tensor is not None and not is_compiling():
-            _checks.require_usable("bias", tensor)
+    if is_compiling():
+        # Dynamo loses a gradient of a tensor that a Function gets twice.
+        given = [each if each is None else each.view_as(each) for each in given]
+    else:
+        for tensor in given:
+            if tensor is not None:
+                _checks.require_usable("bias", tensor)
     bias0, bias1 = (*given, None, None)[:2]
     return bias0, bias1
 
@@ -643,6 +672,7 @@ def combine(
     *,
     topk_weights: Optional[Tensor] = None,
     bias: Bias = None,
+    counters: Optional[Counters] = None,
 ) -> Tensor:
     """Return the experts' rows to the ranks of their tokens, and sum them. Collective.
 
@@ -655,6 +685,8 @@ def combine(
     bias          [T, H] of the rows' type, or up to two of them, such as what a shared expert
                   returns: added to the sums in float32, in order, before they are rounded. None: no
                   bias. Its gradient is that of the result.
+    counters      what it adds to, without expert_tokens; its derivative to nothing. None: not
+                  counted
 
     Returns a new tensor [T, H], zero plus bias for tokens without a slot; zero for those past
     num_tokens. Differentiable with respect to expert_out, weights and bias in throughput mode.
@@ -664,14 +696,16 @@ def combine(
         block, num_tokens = plan.bytes, plan.num_tokens
     except AttributeError:
         _checks.refuse_plan(plan)
+    counted = as_given(counters)
     biases = _NO_BIASES if bias is None else take_biases(bias)
     if not needs_grad(expert_out, weights, topk_weights, *biases):
-        if type(which) is Handle and topk_weights is None:
+        if type(which) is Handle and topk_weights is None and not counted:
             made = _combine_new(which, block, expert_out, weights, biases, num_tokens)
             if made is not None:
                 return made
         out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
-        _through(which).combine(which, block, expert_out, weights, topk_weights, *biases, out)
+        summed = block, expert_out, weights, topk_weights, *biases, out
+        _through(which).combine(which, *summed, *counted)
         return out
     if handle.is_latency or topk_weights is not None:
         raise EpError(
@@ -679,7 +713,7 @@ def combine(
             "combine: expected tensors without gradient in latency mode: call it under "
             "torch.no_grad(), or detach them",
         )
-    if type(which) is Handle and bias is None and not _count_modes():
+    if type(which) is Handle and bias is None and not counted and not _count_modes():
         made = handle.make_fast(
             _COMBINE, block, expert_out, weights, None, None, None, num_tokens, 0
         )
@@ -687,5 +721,5 @@ def combine(
             recorded: Tensor = _apply_combined((handle, block, made[0]), expert_out, weights)
             return recorded
     apply = _apply_combine if type(which) is Handle else _Combine.apply
-    combined: Tensor = apply(which, block, expert_out, weights, num_tokens, *biases)
+    combined: Tensor = apply(which, block, expert_out, weights, num_tokens, *biases, *counted)
     return combined

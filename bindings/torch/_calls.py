@@ -15,7 +15,7 @@ from .._abi import Status, Type
 from .._handle import Handle as CoreHandle
 from .._handle import Extras, PlanTensors, Prepare
 from .._library import EpError
-from .._operations import OPERATIONS, SCALED, compile_call
+from .._operations import COUNTERS, OPERATIONS, SCALED, compile_call
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
 from . import _checks, _fast
@@ -150,11 +150,26 @@ def _kept(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[CoreT
     return _indices(handle, tensor, name, handle.is_latency)
 
 
-def _extras(handle: Handle, bias0: Optional[Tensor], bias1: Optional[Tensor]) -> Optional[Extras]:
-    """The biases of a sum, which PyTorch may make anywhere in its memory."""
-    if bias0 is None and bias1 is None:
+def _extras(
+    handle: Handle,
+    bias0: Optional[Tensor],
+    bias1: Optional[Tensor],
+    *counters: Optional[Tensor],
+    global_scale: Optional[Tensor] = None,
+) -> Optional[Extras]:
+    """The biases of a sum, which PyTorch may make anywhere in its memory, counters, and the scale
+    of a dispatch, if any."""
+    given = {
+        name: _given(handle, tensor, name)
+        for name, tensor in zip(COUNTERS, counters)
+        if tensor is not None
+    }
+    if global_scale is not None:
+        given["global_scale"] = _given(handle, global_scale, "global_scale", 4)
+    if bias0 is None and bias1 is None and not given:
         return None
-    return Extras(_gradient(handle, bias0, "bias0"), _gradient(handle, bias1, "bias1"))
+    biases = _gradient(handle, bias0, "bias0"), _gradient(handle, bias1, "bias1")
+    return Extras(*biases, **given)
 
 
 def _numbers(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[PlanTensors]:
@@ -202,13 +217,6 @@ def count_rows(handle: Handle, numbers: Tensor) -> int:
     return rows
 
 
-def _scaled(handle: Handle, global_scale: Optional[Tensor]) -> Optional[Extras]:
-    """The extras of a dispatch."""
-    if global_scale is None:
-        return None
-    return Extras(global_scale=_given(handle, global_scale, "global_scale", 4))
-
-
 # How an argument becomes the core's, by its kind.
 _CONVERTERS = {
     "to_plan": _given,
@@ -226,31 +234,27 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
     """The way tensor by tensor, through the core's Handle."""
     arguments = operation.inputs + operation.outputs
     given = {each.name: f"to_{each.kind}(handle, {each.name}, '{each.name}')" for each in arguments}
-    taken = ["handle", *given]
+    taken = ["handle", *given, *(f"{name}=None" for name in COUNTERS)]
     if operation.of_kind("indices"):
         routing = ", ".join(given.pop(each) for each in ("topk_idx", "num_tokens", "numbers"))
         given["prepare"] = f"Prepare({routing})"
     elif operation.of_kind("kept"):
         given["out"] = given.pop("numbers")
-    if operation.of_kind("bias"):
-        del given["bias0"], given["bias1"]
-        given["extras"] = "biases(handle, bias0, bias1)"
-    if operation.name in SCALED:
-        taken.append("global_scale=None")
-        given["extras"] = "scaled(handle, global_scale)"
+    biases = [name if given.pop(name, None) else "None" for name in ("bias0", "bias1")]
+    scaled = ["global_scale=global_scale"] if operation.name in SCALED else []
+    taken += ["global_scale=None"] if scaled else []
+    given["extras"] = f"extras(handle, {', '.join((*biases, *COUNTERS, *scaled))})"
     given["stream"] = "handle.stream()"
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     run = getattr(CoreHandle, operation.function)
-    names = dict(run=run, biases=_extras, scaled=_scaled, Prepare=Prepare)
+    names = dict(run=run, extras=_extras, Prepare=Prepare)
     call: Callable[..., None] = compile_call(taken, f"run(handle, {text})", **names, **_CONVERTERS)
     return call
 
 
 def _make(name: str) -> Callable[..., None]:
-    """The call of an operation: its arguments are a handle, and what the table says.
-
-    Those of SCALED also take a global_scale, by its name.
-    """
+    """The call of an operation: its arguments are a handle, what the table says, and perhaps
+    counters. Those of SCALED also take a global_scale, by its name."""
     operation = OPERATIONS[name]
     slow, form = _make_slow(operation), _fast.FORMS.get(name)
     if form is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._operations import OPERATIONS, SCALED
+from .._operations import COUNTERS, OPERATIONS, SCALED
 from . import _calls
 from ._handle import find_handle
 
@@ -31,10 +31,11 @@ _library = torch.library.Library("libep", "DEF")
 
 
 def _schema(operation: Operation) -> str:
-    """The op's arguments: outputs are what it mutates."""
+    """The op's arguments: outputs and counters are what it mutates."""
     inputs = [f"Tensor{_mark(each)} {each.name}" for each in operation.inputs]
     outputs = zip("abcdefgh", operation.outputs)
     mutated = [f"Tensor({letter}!){_mark(each)} {each.name}" for letter, each in outputs]
+    mutated += [f"Tensor({letter}!)? {name}=None" for letter, name in zip("vwxyz", COUNTERS)]
     named = ["*", "Tensor? global_scale=None"] if operation.name in SCALED else []
     return ", ".join(["int handle", *inputs, *mutated, *named])
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ._autograd import Bias
+    from ._counters import Counters
     from ._handle import Handle, Plan
 
 
@@ -83,12 +84,13 @@ def dispatch_send(
     num_tokens: Optional[Tensor] = None,
     recv_tokens: Optional[Tensor] = None,
     global_scale: Optional[Tensor] = None,
+    counters: Optional[Counters] = None,
 ) -> tuple[Received, Hook]:
     """The send phase of a dispatch, in latency mode. Arguments as of dispatch.
 
     Returns what the dispatch delivers, and the hook that completes it, the plan's numbers included.
     Until then the handle takes no other operation; other handles do. Inputs may be overwritten once
-    the send phase has run. No gradient.
+    the send phase has run. No gradient. Either phase adds to the counters what it does itself.
     """
     _require_plain("dispatch_send", "tokens", tokens, topk_weights, scales)
     idx = require_indices(topk_idx)
@@ -97,20 +99,29 @@ def dispatch_send(
     scaled = as_scaled(handle, "dispatch_send", global_scale)
     plan = make_plan(handle, idx)
     received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
+    sends = () if counters is None else counters.without_experts
+    receives = () if counters is None else counters.of_receiving
     _calls.dispatch_send(
-        handle, idx, num_tokens, tokens, topk_weights, scales, plan.bytes, plan.numbers, **scaled
+        *(handle, idx, num_tokens, tokens, topk_weights, scales, plan.bytes, plan.numbers),
+        *sends,
+        **scaled,
     )
 
     def receive() -> None:
         _calls.dispatch_wait(
-            handle, received.tokens, received.topk_weights, received.scales, received.topk_idx
+            handle,
+            received.tokens,
+            received.topk_weights,
+            received.scales,
+            received.topk_idx,
+            *receives,
         )
         mark_written(handle, recv_tokens)
 
-    tensors = (plan.bytes, plan.numbers, idx, num_tokens, received.tokens)
-    return received, Hook(
-        handle, receive, (*tensors, received.topk_weights, received.scales, received.topk_idx)
-    )
+    tensors: tuple[Optional[Tensor], ...]
+    tensors = plan.bytes, plan.numbers, idx, num_tokens, received.tokens
+    tensors += received.topk_weights, received.scales, received.topk_idx, *receives
+    return received, Hook(handle, receive, tensors)
 
 
 def combine_send(
@@ -121,16 +132,21 @@ def combine_send(
     *,
     topk_weights: Optional[Tensor] = None,
     bias: Bias = None,
+    counters: Optional[Counters] = None,
 ) -> tuple[Tensor, Hook]:
     """The send phase of a combine, in latency mode. Arguments as of combine.
 
-    The receive phase reads bias, so it may be written until the hook is called. Returns [T, H], and
-    the hook that completes it. No gradient.
+    The receive phase reads bias, so it may be written until the hook is called. Either phase adds to
+    the counters what it does itself. Returns [T, H], and the hook that completes it. No gradient.
     """
     biases = take_biases(bias)
     _require_plain("combine_send", "expert_out", expert_out, weights, topk_weights, *biases)
     out = expert_out.new_empty((plan.num_tokens, expert_out.shape[-1]))
-    _calls.combine_send(handle, plan.bytes, expert_out, weights, topk_weights)
-    return out, Hook(
-        handle, lambda: _calls.combine_wait(handle, *biases, out), (plan.bytes, out, *biases)
-    )
+    sends = () if counters is None else counters.without_experts
+    waits = () if counters is None else counters.of_waits
+    _calls.combine_send(handle, plan.bytes, expert_out, weights, topk_weights, *sends)
+
+    def receive() -> None:
+        _calls.combine_wait(handle, *biases, out, *waits)
+
+    return out, Hook(handle, receive, (plan.bytes, out, *biases, *waits))

@@ -36,10 +36,13 @@ void *PyCFunction_NewEx(PyMethodDef *method, void *self, void *module);
 #define MOST_TENSORS 11
 #define ROW_UNIT 16 /* rows start on multiples of this many bytes */
 
+#define COUNTERS 5 /* that may follow an operation's tensors */
+
 /* A call's tensors, in the order of the operation's arguments; NULL where there is none. */
 typedef struct Arguments {
     const EpTensor *at[MOST_TENSORS];
-    EpTensor tensors[MOST_TENSORS];
+    EpTensor tensors[MOST_TENSORS], counters[COUNTERS];
+    EpExtras extras;
     void *stream;
 } Arguments;
 
@@ -120,11 +123,30 @@ static int find_stream(const EpTorchHandle *h, Arguments *a) {
     return 0;
 }
 
+/* Convert the counters behind an operation's tensors, all of them or none. */
+static int convert_counters(const EpTorchHandle *h, const EpTorchForm *form, void *objects,
+                            Arguments *a) {
+    const EpTensor **members[COUNTERS] = {&a->extras.expert_tokens, &a->extras.peer_rows,
+                                          &a->extras.peer_bytes, &a->extras.peer_wait_ns,
+                                          &a->extras.peer_longest_wait_ns};
+    for (ptrdiff_t i = form->count; i < PyTuple_Size(objects); i++) {
+        void *object = PyTuple_GetItem(objects, i);
+        EpTensor *t = &a->counters[i - form->count];
+        if (object == &_Py_NoneStruct) continue;
+        if (!convert(h, object, t)) return 0;
+        *members[i - form->count] = t;
+    }
+    return 1;
+}
+
 static int convert_all(const EpTorchHandle *h, const EpTorchForm *form, void *objects,
                        Arguments *a) {
+    ptrdiff_t more = PyTuple_Size(objects) - form->count;
+    if (more != 0 && more != COUNTERS) return 0;
+    a->extras = (EpExtras)EP_EXTRAS_INIT;
     for (ptrdiff_t i = 0; i < form->count; i++)
         if (!convert_one(h, form, i, PyTuple_GetItem(objects, i), a)) return 0;
-    return find_stream(h, a);
+    return convert_counters(h, form, objects, a) && find_stream(h, a);
 }
 
 /* ---- the numbers of a plan ----------------------------------------------------------------- */
@@ -167,33 +189,35 @@ static int divide(const EpTorchHandle *h, const EpTensor *numbers, Numbers *out)
 static EpStatus run(const EpTorchHandle *h, int32_t number, const Arguments *a, const Numbers *n) {
     const EpTensor *const *t = a->at;
     EpPrepare routing = EP_PREPARE_INIT;
-    EpExtras extras = EP_EXTRAS_INIT;
+    EpExtras extras = a->extras;
     switch (number) {
     case TORCH_PREPARE:
-        return ep_prepare(h->handle, t[2], t[0], t[1], a->stream, t[3] ? &n->outputs : NULL);
+        return ep_prepare_with(h->handle, t[2], t[0], t[1], a->stream, t[3] ? &n->outputs : NULL,
+                               &a->extras);
     case TORCH_DISPATCH:
-        return ep_dispatch(h->handle, t[0], NULL, t[1], t[2], t[3], a->stream, t[4], t[5], t[6],
-                           t[7]);
+        return ep_dispatch_with(h->handle, t[0], NULL, t[1], t[2], t[3], a->stream, t[4], t[5],
+                                t[6], t[7], &a->extras);
     case TORCH_DISPATCH_ROUTED:
         routing.topk_idx = t[0], routing.num_tokens = t[1];
         routing.out = t[6] ? &n->outputs : NULL;
-        return ep_dispatch(h->handle, t[5], &routing, t[2], t[3], t[4], a->stream, t[7], t[8], t[9],
-                           t[10]);
+        return ep_dispatch_with(h->handle, t[5], &routing, t[2], t[3], t[4], a->stream, t[7], t[8],
+                                t[9], t[10], &a->extras);
     case TORCH_COMBINE:
         extras.bias0 = t[4], extras.bias1 = t[5];
         return ep_combine_with(h->handle, t[0], t[1], t[2], t[3], a->stream, t[6], &extras);
     case TORCH_COMBINE_BACKWARD:
-        return ep_combine_backward(h->handle, t[0], t[1], t[2], t[3], a->stream, t[4], t[5]);
+        return ep_combine_backward_with(h->handle, t[0], t[1], t[2], t[3], a->stream, t[4], t[5],
+                                        &a->extras);
     default:
-        return ep_dispatch_backward(h->handle, t[0], t[1], t[2], a->stream, t[3], t[4]);
+        return ep_dispatch_backward_with(h->handle, t[0], t[1], t[2], a->stream, t[3], t[4],
+                                         &a->extras);
     }
 }
 
 int32_t ep_torch_call(const EpTorchHandle *h, const EpTorchForm *form, void *objects) {
     Arguments a;
     Numbers n;
-    if (PyTuple_Size(objects) != form->count || !convert_all(h, form, objects, &a))
-        return EP_TORCH_LEFT;
+    if (!convert_all(h, form, objects, &a)) return EP_TORCH_LEFT;
     if (form->numbers >= 0 && !divide(h, a.at[form->numbers], &n)) return EP_TORCH_LEFT;
     void *others = PyEval_SaveThread();
     EpStatus status = run(h, form->number, &a, &n);
@@ -344,6 +368,7 @@ static void *make(void *self, void *const *objects, ptrdiff_t count) {
     Arguments a;
     Numbers n;
     Made made = {.handle = h, .arguments = &a};
+    a.extras = (EpExtras)EP_EXTRAS_INIT;
     if (!h || !form || count != form->inputs + 4) return leave();
     for (int32_t i = form->inputs; i < form->count; i++)
         a.at[i] = NULL;

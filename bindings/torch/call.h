@@ -66,8 +66,9 @@ typedef struct EpTorchHandle {
 
 /**
  * Call an operation on the current stream. `objects` is a tuple of its arguments in order, tensors
- * and None. Called with the interpreter's lock, which others may have while the operation runs.
- * Returns an EpStatus, or EP_TORCH_LEFT.
+ * and None, and behind them perhaps the five counters of EpExtras, likewise. Called with the
+ * interpreter's lock, which others may have while the operation runs. Returns an EpStatus, or
+ * EP_TORCH_LEFT.
  */
 int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void *objects);
 

@@ -68,7 +68,8 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
         .record = ep_record(travelling_bytes(t), t->carries_values ? g->top_k : 0, 0),
         .owners = group->nodes.sizes.ranks,
         .target = {t->row_bytes, g->top_k * (int64_t)sizeof(float)},
-        .top_k = (int32_t)g->top_k};
+        .top_k = (int32_t)g->top_k,
+        .stats = g->stats};
     const int64_t agreed[] = {g->top_k,          t->row_bytes,    t->type,
                               t->carries_values, t->format.quant, t->block_rows};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 6);

@@ -645,6 +645,17 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
 
 /* ---- all warps ----------------------------------------------------------------------------- */
 
+/* Add to the caller's counters. By the signal warp of the first receiving block, before its first
+ * item: until all ranks are here there is none. */
+template <Form FORM> __device__ __forceinline__ void count(const EpGatherArgs &a, uint32_t epoch) {
+    if (blockIdx.x != 1) return;
+    ep_count_rows(a.group, a.stats, a.plan.rows_from);
+    for (int i = threadIdx.x % 32; FORM != ONE_NODE && i < a.num_sources; i += 32)
+        ep_count_row(a.stats, a.sources[i],
+                     min(max(a.plan.rows_to[a.group.size + i], 0), a.group.layout.max_tokens));
+    ep_measure_arrivals(a.group, a.stats, epoch);
+}
+
 template <Form FORM>
 __device__ void receive(const EpGatherArgs &a, Pipeline *p, const FirstClaim &first_claim,
                         uint32_t epoch, int blocks) {
@@ -657,7 +668,7 @@ __device__ void receive(const EpGatherArgs &a, Pipeline *p, const FirstClaim &fi
     else if (pipeline_is_store_warp(warp) && lane == 0)
         pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, is_packed_form(FORM) && a.rounds, 0);
     else if (warp == SIGNAL_WARP)
-        pipeline_signal(p, a.group, epoch, CREDITS);
+        count<FORM>(a, epoch), pipeline_signal(p, a.group, epoch, CREDITS);
     else if (warp >= FIRST_METADATA_WARP && a.t.carries_values)
         receive_values(a, p, warp - FIRST_METADATA_WARP);
 }

@@ -46,6 +46,10 @@ typedef struct EpGatherArgs {
     int32_t top_k;
     int32_t
         packed_stride; /**< where sums are quantised: bytes from one packed fragment to the next */
+    EpStatistics stats;
+    const int32_t *sources; /**< device [num_sources]: ranks of the group that get the records which
+                               this launch fills for other nodes */
+    int32_t num_sources;
 } EpGatherArgs;
 
 /* ---- quantised sums ------------------------------------------------------------------------ */

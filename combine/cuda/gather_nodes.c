@@ -31,6 +31,8 @@ static EpStatus sum_chunk(Operation *o, int32_t chunk) {
     args.target = (EpTarget){args.record.bytes, args.record.bytes};
     args.t.num_biases = 0;
     args.rounds = 1, args.stamp = o->run.relay->stamp;
+    const EpMarks marks = ep_relay_marks(&o->run, chunk, EP_TO_RELAYS);
+    args.sources = marks.peers, args.num_sources = marks.num_peers;
     EP_TRY(gather_chunk(o, EP_CHUNK_RELAYED, chunk, &args));
     return ep_relay_set_ready(&o->run, chunk);
 }

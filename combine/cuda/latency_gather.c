@@ -54,6 +54,7 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     int blocks = ep_latency_blocks(&args.group, g->phase, tokens, args.steps,
                                    percent_of_senders(group, g->top_k), &args.latency);
     args.latency.token = g->place.token;
+    args.stats = g->stats, args.counts = ep_counts_any(&g->stats);
     partition(handle, tokens, blocks, &args);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_latency_gather,
                                                   .args = &args,

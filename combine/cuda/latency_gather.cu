@@ -873,6 +873,19 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
 
 /* ==== kernel ================================================================================ */
 
+/* Whether this block looks when heads arrive: the first one, which has nothing else to do after it
+ * has sent; or, if it also receives, the last one, whose last warp has the fewest parts. */
+__device__ __forceinline__ int observes(const EpLatency &l) {
+    return l.receives && blockIdx.x == (l.first_receiver ? 0 : gridDim.x - 1);
+}
+
+/* Add to the caller's counters. */
+__device__ __forceinline__ void count(const EpLatencyGatherArgs &a, uint64_t flag) {
+    if (blockIdx.x + threadIdx.x / 32 == 0 && a.latency.senders)
+        ep_count_rows(a.group, a.stats, a.plan.rows_from);
+    if (observes(a.latency)) latency_measure_heads(a.group, a.latency, a.stats, flag);
+}
+
 template <typename T, int PACKED>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
@@ -892,6 +905,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     }
     if (role.sends) send_sums<T, PACKED>(a, tokens, first, op);
     uint32_t ticket = latency_ticket(a.latency, op);
+    if (a.counts) count(a, op.flag);
     if (role.receives) receive_sums<T, PACKED>(a, role, tokens[a.group.rank], op.flag);
     latency_pass(a.group, a.latency, op, ticket);
 }

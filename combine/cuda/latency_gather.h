@@ -31,6 +31,8 @@ typedef struct EpLatencyGatherArgs {
     int32_t row_units, steps; /**< of a row */
     EpPartition sent;  /**< among the sending warps, if no rank has more rows than this one */
     EpDivisor targets; /**< ranks that sums are sent to or kept for, at least 1 */
+    EpStatistics stats;
+    int32_t counts; /**< whether there are any */
 } EpLatencyGatherArgs;
 
 #ifdef __cplusplus

@@ -23,6 +23,7 @@
 
 #include "combine/host/gather.h"
 #include "handles/host/plan.h"
+#include "handles/host/statistics.h"
 #include "runtime/host/host.h"
 #include "runtime/quant.h"
 
@@ -328,8 +329,7 @@ static EpRecord sum_record(const EpGatherTensors *g, int64_t top_k) {
     return ep_record(ep_quant_bytes(g->format, g->row_elements), values, scales);
 }
 
-EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
-    if (gather->phase == EP_PHASE_RECEIVE) return finish_sums(handle, gather);
+static EpStatus run(EpHandle *handle, const EpGather *gather) {
     const EpCall call = {gather->op->name, handle->group->rank, handle->group};
     EP_TRY(ep_host_check_blocks(handle, &call, gather->plan, gather->t.block_rows));
     EpGatherTensors g = gather->t;
@@ -353,5 +353,15 @@ EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
     memcpy(x.summed, x.plan.recv_begin, (size_t)x.size * sizeof(int32_t));
     memcpy(x.returned, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));
     EP_TRY_EXCHANGE(handle->group, run_rounds(&x));
+    ep_host_count_rows(handle->group, &gather->stats, x.plan.recv_begin);
     return EP_OK;
+}
+
+EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
+    double waited[EP_MAX_RANKS];
+    if (gather->phase == EP_PHASE_RECEIVE) return finish_sums(handle, gather);
+    ep_host_measure_waits(handle->group, &gather->stats, waited);
+    EpStatus status = run(handle, gather);
+    ep_host_count_waits(handle->group, &gather->stats, waited, status);
+    return status;
 }

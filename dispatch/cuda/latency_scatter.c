@@ -51,6 +51,7 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     describe_route(handle, s, &args.route);
     if (s->t.block_rows) args.route.shape.block_rows = s->t.block_rows;
     args.latency.token = s->place.token;
+    args.route.stats = s->stats;
     int has_quant = s->t.format.bits != 0;
     int blocks = ep_latency_blocks(&route->group, s->phase, route->num_rows, args.record.steps,
                                    has_quant ? EP_ALL_SEND : SENDERS_PERCENT, &args.latency);

@@ -208,6 +208,7 @@ __device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64
         send_head(g, a.latency, r, EP_HEAD_COUNTS + count, flag,
                   [&](int unit) { return head_unit(a, r, first, count, sent, unit); });
     }
+    if (threadIdx.x < 32) ep_count_rows(g, a.route.stats, workspace_counts(a) + g.num_experts);
 }
 
 /* ---- heads of the sources ------------------------------------------------------------------ */
@@ -312,20 +313,27 @@ __device__ __forceinline__ int count_of(const EpLatencyScatterArgs &a, int e, in
            workspace_counts(a)[source * local + e];
 }
 
-/* Store each source's tokens into the plan, and publish the numbers of rows, in every layout. By a
- * warp. */
+/* Store each source's tokens and rows into the plan, and publish the numbers of rows, in every
+ * layout. By a warp. */
 __device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, int64_t step) {
     const EpCudaGroup &g = a.route.group;
     int lane = threadIdx.x % 32, received = 0;
 #pragma unroll 1
     for (int r = lane; r < g.size; r += 32) {
         a.route.plan.tokens[r] = workspace()->source_tokens[r];
+        a.route.plan.rows_from[r] = workspace()->source_rows[r];
         received += r == g.rank ? 0 : workspace()->source_rows[r];
     }
     received = warp_sum(received);
     if (lane == 0)
         publish_row_counts(a.route, step, workspace()->sent, received,
                            workspace()->source_rows[g.rank]);
+}
+
+/* Add the plan's counts, which this block has stored before a barrier. By all of its threads. */
+__device__ __forceinline__ void count_experts(const EpLatencyScatterArgs &a) {
+    ep_count_experts(a.route.stats, a.route.plan.expert_counts, a.route.shape.num_local,
+                     (int)threadIdx.x, LATENCY_THREADS);
 }
 
 /* Publish the routing of layouts whose entries have slots of their own. By a block that has
@@ -340,6 +348,7 @@ __device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a,
     publish_sources(a.route, [&](int e, int source) { return count_of(a, e, source); });
     if (threadIdx.x == 0)
         publish_step(a.route, step, workspace()->source_tokens[a.route.group.rank], op.number);
+    count_experts(a);
 }
 
 /* Returns the end of the slots of the rows that arrive, and flat_rows_kept of those that are kept:
@@ -389,6 +398,7 @@ __device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a, cons
     __syncthreads();
     if (threadIdx.x == 0)
         publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
+    count_experts(a);
 }
 
 /* Count the entries of the flat rows that are kept, from the plan that all blocks have written. */
@@ -431,6 +441,7 @@ __device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a, La
     __syncthreads();
     if (threadIdx.x == 0)
         publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
+    count_experts(a);
 }
 
 /* ==== sending blocks ======================================================================== */
@@ -1106,6 +1117,8 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
                                         const LatencyOp &op) {
     uint64_t flag = op.flag;
     int blocks = max(1, role.blocks - 1), flat = a.route.shape.has_rows;
+    if (role.block == role.blocks - 1)
+        latency_measure_heads(a.route.group, a.latency, a.route.stats, flag);
     ReceiveState state = begin_receiving(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
     if (a.t.block_rows && workspace()->most_tokens > a.t.block_rows) return report_blocks(a);

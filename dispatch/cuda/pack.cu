@@ -74,6 +74,13 @@ __device__ __forceinline__ int is_usable(const EpPackArgs &a) {
     return ep_is_right(a.plan.use, ep_load_plan(a.plan));
 }
 
+/* Add the records of each message to the caller's counters. By all threads of a block. */
+__device__ __forceinline__ void count_records(const EpPackArgs &a) {
+    for (int i = threadIdx.x; i < a.messages; i += PACK_THREADS)
+        ep_count_row(a.stats, a.relays[i],
+                     min(max(a.plan.rows_to[a.group.size + i], 0), a.message_slots));
+}
+
 __global__ void __launch_bounds__(PACK_THREADS) pack_tokens(const __grid_constant__ EpPackArgs a) {
     int warps = gridDim.x * (PACK_THREADS / 32);
     if (!__syncthreads_and(threadIdx.x || is_usable(a))) {
@@ -81,6 +88,7 @@ __global__ void __launch_bounds__(PACK_THREADS) pack_tokens(const __grid_constan
         return;
     }
     int tokens = ep_num_tokens(a.plan, a.group);
+    if (blockIdx.x == 0) count_records(a);
     for (int token = (blockIdx.x * PACK_THREADS + threadIdx.x) / 32; token < tokens;
          token += warps) {
         char *record = find_record(a, token);

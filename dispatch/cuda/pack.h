@@ -20,7 +20,9 @@ typedef struct EpPackArgs {
     int32_t message_slots; /**< records of a message */
     int32_t messages;      /**< other nodes */
     char *out;             /**< [messages, message_slots] records */
-    EpStamp *stamp;        /**< this rank's, which goes with the messages */
+    const int32_t *relays; /**< device [messages]: the rank of the group that gets each of them */
+    EpStatistics stats;
+    EpStamp *stamp; /**< this rank's, which goes with the messages */
 } EpPackArgs;
 
 #ifdef __cplusplus

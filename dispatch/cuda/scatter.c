@@ -161,7 +161,8 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
         .top_k = (int32_t)s->top_k,
         .multiplied = t->weighs || t->takes_dots ? (int32_t)t->type : 0,
         .owners = group->nodes.sizes.ranks,
-        .source = {t->source_row_bytes, s->top_k * (int64_t)sizeof(float), t->scale_bytes}};
+        .source = {t->source_row_bytes, s->top_k * (int64_t)sizeof(float), t->scale_bytes},
+        .stats = s->stats};
     int64_t unit = describe_quantising(handle, &args);
     choose_receive(group, &args);
     const int64_t agreed[] = {s->top_k,       t->row_bytes,       t->type,

@@ -728,6 +728,17 @@ __device__ __forceinline__ int has_metadata_to_receive(const EpScatterArgs &a) {
     return FORM == COPIED && has_metadata(a);
 }
 
+/* Add to the caller's counters. By a signal warp, before its first item: until all ranks are here
+ * there is none. */
+__device__ __forceinline__ void count(const EpScatterArgs &a, const Role &role, uint32_t epoch) {
+    if (a.plan.use.fills_rest)
+        ep_count_experts(a.stats, a.plan.expert_counts, a.shape.num_local,
+                         role.index * 32 + (int)threadIdx.x % 32, role.count * 32);
+    if (role.index) return;
+    ep_count_rows(a.group, a.stats, a.plan.rows_to);
+    ep_measure_arrivals(a.group, a.stats, epoch);
+}
+
 template <Form FORM>
 __device__ void receive(const EpScatterArgs &a, Shared *s, const FirstClaim &first_claim,
                         uint32_t epoch, const Role &role) {
@@ -747,7 +758,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const FirstClaim &fir
     else if (pipeline_is_store_warp(warp) && lane == 0)
         pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, 0, 0);
     else if (warp == SIGNAL_WARP)
-        pipeline_signal(p, a.group, epoch, CREDITS);
+        count(a, role, epoch), pipeline_signal(p, a.group, epoch, CREDITS);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
              moves_metadata)
         receive_all_metadata(a, p, warp - FIRST_METADATA_WARP);

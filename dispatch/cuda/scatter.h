@@ -34,6 +34,7 @@ typedef struct EpScatterArgs {
     uint64_t where;    /**< zero copy: address of t.out_rows, as in an EpArrival; else 0 */
     EpMarks marks;     /**< of the messages that records lie in; watch NULL: rows are no records */
     int32_t paired;    /**< number of the paired window that t.out_rows are in; -1: in none */
+    EpStatistics stats;
 } EpScatterArgs;
 
 #ifdef __cplusplus

@@ -72,6 +72,8 @@ static EpStatus pack_chunk(Operation *o, int32_t chunk) {
                        .message_slots = own.shape.nodes.chunk,
                        .messages = own.shape.nodes.nodes - 1,
                        .out = o->run.relay->send[chunk % 2],
+                       .relays = ep_relay_marks(&o->run, chunk, EP_FROM_RELAYS).peers,
+                       .stats = own.stats,
                        .stamp = o->run.relay->stamp};
     EP_TRY(ep_relay_launch(&o->run, ep_cuda_launch_pack, &args, args.group.blocks));
     return ep_relay_set_ready(&o->run, chunk);

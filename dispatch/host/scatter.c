@@ -17,6 +17,7 @@
 
 #include "dispatch/host/scatter.h"
 #include "handles/host/plan.h"
+#include "handles/host/statistics.h"
 #include "runtime/args.h"
 #include "runtime/host/host.h"
 
@@ -352,7 +353,7 @@ static EpStatus read_format(const EpHandle *handle, const EpScatter *scatter,
     return ep_is_global_scale(*scale) ? EP_OK : ep_refuse_global_scale(&call, *scale);
 }
 
-EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
+static EpStatus run(EpHandle *handle, const EpScatter *scatter) {
     _Alignas(64) char quantised[MAX_QUANTISED_BYTES];
     EpQuantFormat format;
     EP_TRY(read_format(handle, scatter, &format));
@@ -387,5 +388,16 @@ EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
         fill_staged_rows(&x);
     }
     ep_stream_fence();
-    return status == EP_OK ? EP_OK : ep_host_broken(handle->group);
+    if (status != EP_OK) return ep_host_broken(handle->group);
+    ep_host_count_rows(handle->group, &scatter->stats, x.plan.send_begin);
+    ep_host_count_experts(&scatter->stats, x.plan.expert_counts, x.shape->num_local);
+    return EP_OK;
+}
+
+EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
+    double waited[EP_MAX_RANKS];
+    ep_host_measure_waits(handle->group, &scatter->stats, waited);
+    EpStatus status = run(handle, scatter);
+    ep_host_count_waits(handle->group, &scatter->stats, waited, status);
+    return status;
 }

@@ -46,7 +46,8 @@ void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, 
                             .num_tokens = {(void *)(uintptr_t)routing->num_tokens,
                                            routing->num_tokens_type == EP_TYPE_INT64},
                             .info = own ? own->info : NULL,
-                            .errors = cuda->errors};
+                            .errors = cuda->errors,
+                            .stats = routing->stats};
     args->plan.use.is_read = 0;
     if (out) {
         args->counts = vector_of(out->expert_counts);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_prepare: check the arguments, then call the backend or, in latency mode, defer the routing. */
-#include "handles/operation.h"
+#include "handles/extras.h"
 
 /* K of a named plan is the handle's, since calls that only read the plan must know it. */
 static EpStatus check_topk_idx(const EpOperation *o, const EpTensor *t) {
@@ -136,17 +136,34 @@ EpStatus ep_numbers_describe(const EpOperation *o, const EpPrepare *given, EpPla
     return EP_OK;
 }
 
-EpStatus ep_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
-                    const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out) {
-    const EpPrepare given = {sizeof(given), topk_idx, num_tokens, out};
+/* Only throughput mode waits here. */
+static EpStatus prepare(const char *name, EpHandle *handle, const EpTensor *plan,
+                        const EpPrepare *given, EpStream stream, const EpExtras *given_extras) {
     EpOperation o;
     EpPlanTensors tensors;
     EpRouting routing;
-    EP_TRY(ep_operation_begin_plan(&o, "ep_prepare", handle, plan));
-    EP_TRY(ep_routing_describe(&o, &given, &tensors, &routing));
+    EpExtras extras;
+    EP_TRY(ep_operation_begin_plan(&o, name, handle, plan));
+    unsigned takes = ep_handle_is_latency(handle) ? 0 : EP_TAKES_WAITS;
+    EP_TRY(ep_extras_read(&o, given_extras, takes, &extras));
+    EP_TRY(ep_routing_describe(&o, given, &tensors, &routing));
+    EP_TRY(ep_extras_statistics(&o, &extras, 0, &routing.stats));
     routing.stream = stream;
     if (!ep_handle_is_latency(handle)) return ep_run_prepare(&o, &routing);
     ep_routing_defer(&handle->deferred, &routing);
     ep_group_accept(handle->group);
     return EP_OK;
+}
+
+EpStatus ep_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
+                    const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out) {
+    const EpPrepare given = {sizeof(given), topk_idx, num_tokens, out};
+    return prepare("ep_prepare", handle, plan, &given, stream, NULL);
+}
+
+EpStatus ep_prepare_with(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
+                         const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out,
+                         const EpExtras *extras) {
+    const EpPrepare given = {sizeof(given), topk_idx, num_tokens, out};
+    return prepare("ep_prepare_with", handle, plan, &given, stream, extras);
 }

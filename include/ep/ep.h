@@ -1187,16 +1187,63 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
  *               not compared. Another number is EP_ERR_RANGE: the host backend refuses the call; on
  *               the CUDA backend, which reads it when the kernel runs, it fails the group, and
  *               nothing is written. Taken by ep_dispatch_with and ep_dispatch_send_with.
+ *
+ * The members below are statistics: INT64 counters of the caller's, to which the call adds, so the caller
+ * sets them to 0 when it likes. A replayed graph adds again. Memory as for tensors, on a multiple
+ * of 8; no two counters of a call overlap (EP_ERR_ADDRESS). The memory stays valid until the call
+ * has run, and as long as a graph may replay it. On the CUDA backend calls on several streams may
+ * add to the same counters. A call that is refused adds nothing; one that fails later may have
+ * added a part. No other output changes by a bit.
+ *
+ * expert_tokens  [L] slots of each local expert, without lost ones: the plan's expert_counts, added
+ *                by each dispatch of it. INT32 serves, too. Taken by ep_dispatch_with and
+ *                ep_dispatch_wait_with.
+ * peer_rows      [R] rows that this rank has sent to each rank, those whose slots are all lost
+ *                included: tokens in ep_dispatch and ep_combine_backward, partial sums in the other
+ *                two. The rank's own place counts the rows that stay. Every pair of a token and a
+ *                rank with experts of it is a row, in every layout. Taken by the four data
+ *                operations and the send phases.
+ * peer_bytes     [R] their bytes on the way: elements, or the codes of rows and sums that are
+ *                quantised, scales, and the K weights (ep_dispatch_backward: values) of each row.
+ *                Without headers and padding of messages, and without the topk_weights of
+ *                ep_combine. Taken where peer_rows is.
+ * peer_wait_ns   [R] nanoseconds for which this rank has waited for each rank, once it could do no
+ *                more by itself; 0 for ranks that were there, and for the rank itself.
+ *                CUDA: until the other rank has entered the operation, as fine as the GPU's global
+ *                timer, and for all ranks at once; so a rank is waited for as long as it is late,
+ *                whoever else is. Host: all of the call's waits, one rank after another: who comes
+ *                while another one is waited for is not waited for. Taken by ep_prepare_with in
+ *                throughput mode, the four data operations and all phases. On the CUDA backend
+ *                send phases add nothing; on the host backend receive phases do not.
+ * peer_longest_wait_ns  [R] the longest wait of one call: becomes the maximum of what it holds and
+ *                what the call adds to peer_wait_ns. Taken where peer_wait_ns is.
+ *
+ * On several nodes of GPUs a row is counted for each rank that it passes on: by its token's rank
+ * for the ranks of the own node and for the relay of each other node (ep_group_relay), and by the
+ * relay for the ranks of its node; sums on their way back likewise. So what this rank sends to the
+ * ranks that it relays for counts there, with the sums of others. Waits are those within the node,
+ * of each part of the operation by itself; what comes over the network adds nothing, and
+ * ep_prepare_with adds none.
  */
 typedef struct EpExtras {
     size_t struct_size;
     const EpTensor *bias0;
     const EpTensor *bias1;
+    const EpTensor *expert_tokens;
+    const EpTensor *peer_rows;
+    const EpTensor *peer_bytes;
+    const EpTensor *peer_wait_ns;
+    const EpTensor *peer_longest_wait_ns;
     const EpTensor *global_scale;
 } EpExtras;
 
 #define EP_EXTRAS_INIT \
-    { sizeof(EpExtras), NULL, NULL, NULL }
+    { sizeof(EpExtras), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+/** As ep_prepare. extras: may be NULL, and is refused in latency mode, where ep_dispatch waits. */
+EpStatus ep_prepare_with(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
+                         const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out,
+                         const EpExtras *extras);
 
 /** As ep_dispatch. extras: may be NULL. */
 EpStatus ep_dispatch_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
@@ -1217,6 +1264,12 @@ EpStatus ep_dispatch_backward_with(EpHandle *handle, const EpTensor *plan,
                                    const EpTensor *grad_slot_weights, EpStream stream,
                                    const EpTensor *grad_tokens, const EpTensor *grad_topk_weights,
                                    const EpExtras *extras);
+
+/** As ep_combine_backward. extras: may be NULL. */
+EpStatus ep_combine_backward_with(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
+                                  const EpTensor *slot_weights, const EpTensor *expert_out,
+                                  EpStream stream, const EpTensor *grad_expert_out,
+                                  const EpTensor *grad_slot_weights, const EpExtras *extras);
 
 /**
  * The send and receive phases of ep_dispatch and ep_combine, in latency mode only (otherwise
@@ -1260,13 +1313,18 @@ EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor 
                          EpStream stream);
 EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out);
 
-/** As ep_dispatch_send. extras: may be NULL. */
+/** As the phases without that ending. extras: may be NULL; each phase takes what it does itself:
+ *  the send phase counts rows and bytes, and the receive phase tokens. A bias is read by the
+ *  receive phase, so it may be computed between the two. */
 EpStatus ep_dispatch_send_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
                                const EpTensor *tokens, const EpTensor *topk_weights,
                                const EpTensor *scales, EpStream stream, const EpExtras *extras);
-
-/** As ep_combine_wait. extras: may be NULL. A bias is read by this phase, so it may be computed
- *  between the two. */
+EpStatus ep_dispatch_wait_with(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
+                               const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                               const EpTensor *recv_topk_idx, const EpExtras *extras);
+EpStatus ep_combine_send_with(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                              const EpTensor *slot_weights, const EpTensor *topk_weights,
+                              EpStream stream, const EpExtras *extras);
 EpStatus ep_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor *out,
                               const EpExtras *extras);
 

@@ -413,11 +413,13 @@ static __device__ __noinline__ void ep_report_other(const EpCudaGroup &g, int pe
 
 /**
  * Wait until a rank has entered the operation, and check that it is the same one there. `where` may
- * be NULL, and so may *rows, the word beside it, arrived or not: see ep_await_rows. Returns 0 on
- * timeout, if the rank has given up, or if it is in another operation or mode.
+ * be NULL, and so may *rows, the word beside it, arrived or not: see ep_await_rows. `end` may be
+ * NULL; it becomes the time of the arrival, unless that was here already. Returns 0 on timeout, if
+ * the rank has given up, or if it is in another operation or mode.
  */
 __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
-                                                uint64_t *where, uint64_t *rows) {
+                                                uint64_t *where, uint64_t *rows,
+                                                uint64_t *end = NULL) {
     const EpArrival *arrival = ep_arrival(g, g.rank, peer, epoch);
     EpTimeout timeout = {0, 0};
     uint64_t what, at;
@@ -432,6 +434,7 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
         }
         if ((uint32_t)(what >> 32) == epoch && at >> 48 == (epoch & 0xffff)) {
             if (where) *where = at & EP_WHERE;
+            if (end && timeout.polls) *end = ep_global_timer();
             if (ep_same_operation(ep_own_operation()->digest, (uint32_t)what)) return 1;
             ep_report_other(g, peer, epoch, (uint32_t)what, at);
             return 0;
@@ -509,6 +512,100 @@ __device__ __forceinline__ int ep_end_operation(const EpCudaGroup &g, uint32_t e
     }
     __syncthreads();
     return result;
+}
+
+/* ---- statistics ---------------------------------------------------------------------------- */
+
+/*
+ * What a kernel adds to the caller's counters: see EpExtras. A warp does it that has nothing else
+ * to do at that time, and its additions return nothing, so rows do not wait for it. Calls on other
+ * streams may add to the same counters.
+ */
+
+__device__ __forceinline__ void ep_count(int64_t *counters, int i, int64_t value) {
+    if (counters && value) atomicAdd((unsigned long long *)counters + i, (unsigned long long)value);
+}
+
+/** Add `rows` rows to a rank of the group. By one lane. */
+__device__ __forceinline__ void ep_count_row(const EpStatistics &s, int member, int rows) {
+    ep_count(s.peer_rows, member, rows);
+    ep_count(s.peer_bytes, member, rows * s.row_bytes);
+}
+
+/** Add rows[r] rows to each rank r of this node. Damaged numbers count as the nearest possible. By
+ *  a warp. */
+__device__ __forceinline__ void ep_count_rows(const EpCudaGroup &g, const EpStatistics &s,
+                                              const int32_t *rows) {
+    int counts = s.peer_rows || s.peer_bytes;
+#pragma unroll 1
+    for (int r = (int)threadIdx.x % 32; r < g.size && counts; r += 32)
+        ep_count_row(s, ep_member(g, r), min(max(rows[r], 0), g.layout.max_tokens));
+}
+
+/** Add the slots of each local expert; this lane is number `index` of `lanes`. */
+__device__ __forceinline__ void ep_count_experts(const EpStatistics &s, const int32_t *counts,
+                                                 int num_local, int index, int lanes) {
+#pragma unroll 1
+    for (int e = index; e < num_local && s.expert_tokens; e += lanes) {
+        if (s.is_narrow)
+            atomicAdd((int *)s.expert_tokens + e, counts[e]);
+        else
+            ep_count((int64_t *)s.expert_tokens, e, counts[e]);
+    }
+}
+
+__device__ __forceinline__ int ep_counts_waits(const EpStatistics &s) {
+    return s.peer_wait || s.peer_longest_wait;
+}
+
+/** Add a wait for a rank of this node. By one lane. */
+__device__ __forceinline__ void ep_count_wait(const EpCudaGroup &g, const EpStatistics &s, int rank,
+                                              uint64_t ns) {
+    int member = ep_member(g, rank);
+    if (rank == g.rank) return;
+    ep_count(s.peer_wait, member, (int64_t)ns);
+    if (s.peer_longest_wait) atomicMax((long long *)s.peer_longest_wait + member, (long long)ns);
+}
+
+/**
+ * Wait until all other ranks are here, and add for how long each of them was waited for. A lane
+ * watches the ranks of its own residue modulo 32: `is_here(r)`. `may_wait(r)` returns 0 once the
+ * wait is over without them. By a warp.
+ */
+template <typename Here, typename Wait>
+__device__ __forceinline__ void ep_measure_waits(const EpCudaGroup &g, const EpStatistics &s,
+                                                 Here is_here, Wait may_wait) {
+    const uint64_t start = ep_global_timer();
+    unsigned left = 0; /* bit w: rank w * 32 + lane */
+    int lane = (int)threadIdx.x % 32, alive = 1;
+    for (int r = lane; r < g.size; r += 32)
+        left |= (unsigned)(r != g.rank && !is_here(r)) << r / 32;
+#pragma unroll 1
+    while (__any_sync(~0u, left) && __all_sync(~0u, alive)) {
+        int r = (__ffs((int)left) - 1) * 32 + lane;
+        if (!left) continue;
+        alive = may_wait(r);
+        for (unsigned looked = left; looked; looked &= looked - 1) {
+            r = (__ffs((int)looked) - 1) * 32 + lane;
+            if (!is_here(r)) continue;
+            ep_count_wait(g, s, r, ep_global_timer() - start);
+            left &= ~(1u << r / 32);
+        }
+    }
+}
+
+/** Measure the waits for arrivals in throughput operation `epoch`. By a warp. */
+__device__ __forceinline__ void ep_measure_arrivals(const EpCudaGroup &g, const EpStatistics &s,
+                                                    uint32_t epoch) {
+    EpTimeout timeout = {0, 0};
+    auto seen = [&](int r) {
+        return (uint32_t)(ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->what) >> 32);
+    };
+    auto is_here = [&](int r) { return seen(r) == epoch; };
+    auto may_wait = [&](int r) {
+        return ep_keep_waiting(g, &timeout, EpAwaited{r, EP_AWAIT_ARRIVAL, 0, epoch, seen(r)});
+    };
+    if (ep_counts_waits(s)) ep_measure_waits(g, s, is_here, may_wait);
 }
 
 /* ---- stamps of messages between nodes ------------------------------------------------------ */

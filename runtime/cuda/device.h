@@ -56,6 +56,7 @@
  */
 
 #include "runtime/layout.h"
+#include "runtime/movement.h"
 
 #define EP_ABORT_WORDS 32 /* of 8 bytes, of an abort's sentence */
 

@@ -516,4 +516,29 @@ __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &
     return __all_sync(~0u, same);
 }
 
+#define MEASURE_WARP (LATENCY_WARPS - 1) /* the last to take a head, and the first without one */
+#define LINE_FLAG 120                    /* bytes before the flag of a line */
+
+/** Measure the waits for the heads of an operation. By all threads of a block, before they wait for
+ *  anything; a warp does it. */
+__device__ __forceinline__ void latency_measure_heads(const EpCudaGroup &g, const EpLatency &l,
+                                                      const EpStatistics &s, uint64_t flag) {
+    uint64_t start = 0;
+    int polls = 0;
+    auto seen = [&](int r) {
+        return ep_load_relaxed_sys(
+            (const uint64_t *)(latency_head(l, l.own, r, g.size, flag) + LINE_FLAG));
+    };
+    auto is_here = [&](int r) { return seen(r) == flag; };
+    auto may_wait = [&](int r) {
+        if (++polls % EP_POLLS_PER_CLOCK_READ) return 1;
+        WaitState wait = ep_check_wait(&g, &l, StepOrigin{r, EP_AWAIT_HEAD, 0}, (uint32_t)flag,
+                                       (uint32_t)seen(r), start);
+        start = wait.start;
+        return wait.alive;
+    };
+    if (ep_counts_waits(s) && threadIdx.x / 32 == MEASURE_WARP)
+        ep_measure_waits(g, s, is_here, may_wait);
+}
+
 #endif

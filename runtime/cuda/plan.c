@@ -18,9 +18,10 @@ EpRouteSizes ep_route_sizes(const EpPlanShape *s) {
 
 #define TAKE(field, count) plan->field = ep_arena_array(&arena, count, sizeof(*plan->field))
 
-/* The arrays of tokens and rows, of `ranks` ranks with up to `tokens` tokens. */
-static void take_rows(const EpPlanShape *s, int64_t ranks, int64_t tokens, EpArena *at,
-                      EpCudaPlan *plan) {
+/* The arrays of tokens and rows, of `ranks` ranks with up to `tokens` tokens. `messages`: that a
+ * chunk plan has to other nodes. */
+static void take_rows(const EpPlanShape *s, int64_t ranks, int64_t tokens, int64_t messages,
+                      EpArena *at, EpCudaPlan *plan) {
     EpArena arena = *at;
     int64_t rows = ranks * tokens, k = s->max_top_k;
     TAKE(entries, tokens * k);
@@ -30,13 +31,20 @@ static void take_rows(const EpPlanShape *s, int64_t ranks, int64_t tokens, EpAre
     if (plan->sizes.form == EP_ROUTES_DENSE) TAKE(routes, rows * k);
     TAKE(chains, plan->sizes.form == EP_ROUTES_CHAINED ? rows : 0);
     TAKE(row_slots, plan->sizes.form == EP_ROUTES_LISTED ? rows : 0);
+    TAKE(rows_to, ranks + messages);
+    TAKE(rows_from, ranks);
     *at = arena;
+}
+
+static void take_chunk_rows(const EpPlanShape *s, EpChunkPlan kind, EpArena *at, EpCudaPlan *plan) {
+    int64_t messages = kind == EP_CHUNK_OWN ? s->nodes.nodes - 1 : s->nodes.sources;
+    take_rows(s, s->nodes.ranks, ep_chunk_plan_tokens(s, kind), messages, at, plan);
 }
 
 static int64_t chunk_plan_bytes(const EpPlanShape *s, EpChunkPlan kind) {
     EpArena arena = {.unit = 128};
     EpCudaPlan plan = {.sizes = ep_route_sizes(s)};
-    take_rows(s, s->nodes.ranks, ep_chunk_plan_tokens(s, kind), &arena, &plan);
+    take_chunk_rows(s, kind, &arena, &plan);
     return arena.bytes;
 }
 
@@ -50,7 +58,7 @@ int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
     TAKE(expert_padded, local);
     TAKE(expert_offsets, local + 1);
     TAKE(flat_begin, ranks);
-    if (s->nodes.nodes <= 1) take_rows(s, ranks, s->max_tokens, &arena, plan);
+    if (s->nodes.nodes <= 1) take_rows(s, ranks, s->max_tokens, 0, &arena, plan);
     if (plan->sizes.form == EP_ROUTES_FLAT || plan->sizes.form == EP_ROUTES_LISTED)
         TAKE(routes, slots * k);
     TAKE(next, plan->sizes.form == EP_ROUTES_CHAINED ? slots : 0);
@@ -74,7 +82,7 @@ EpCudaPlan ep_cuda_chunk_plan(const EpPlanShape *s, const EpCudaPlan *whole, EpC
     int64_t at = chunk * (bytes[EP_CHUNK_OWN] + bytes[EP_CHUNK_RELAYED]);
     if (kind == EP_CHUNK_RELAYED) at += bytes[EP_CHUNK_OWN];
     EpArena arena = {.base = (uintptr_t)whole->chunk_plans + (uintptr_t)at, .unit = 128};
-    take_rows(s, s->nodes.ranks, ep_chunk_plan_tokens(s, kind), &arena, &plan);
+    take_chunk_rows(s, kind, &arena, &plan);
     return plan;
 }
 

@@ -96,6 +96,10 @@ typedef struct EpCudaPlan {
     EpChain *chains;         /**< CHAINED: [R, max_tokens] */
     int32_t *next;           /**< CHAINED: [slots] of each slot but the last of its row */
     int32_t *row_slots;      /**< LISTED: [R, max_tokens] slot of each row */
+    int32_t *rows_to;        /**< [R] rows of this rank to each rank. Own chunk plan: [R + others],
+                                  also records to the other nodes. Relayed one: [R + sources], also
+                                  sums back to the sources. Latency mode: not set */
+    int32_t *rows_from;      /**< [R] rows of each rank to this one */
     char *chunk_plans;       /**< several nodes: see ep_cuda_chunk_plan */
     int64_t chunk_plan_bytes[2]; /**< of each kind */
     uint64_t *tail;              /**< repeats the magic */
@@ -174,6 +178,7 @@ typedef struct EpPrepareArgs {
     int32_t has_offset_end;    /**< whether offsets has L + 1 elements */
     uint64_t *info;            /**< pinned [ep_info_words] of a handle's own plan; else NULL */
     EpCudaAsyncErrors *errors; /**< pinned */
+    EpStatistics stats;
 } EpPrepareArgs;
 
 #ifdef __cplusplus

@@ -47,6 +47,7 @@ struct EpExchange {
     int departs;             /* whether this rank destroys the group after a refused call */
     int32_t peers_on_node;
     int spans_nodes;
+    double *waited; /* see ep_exchange_measure */
     /* the open round */
     uint64_t round;
     const EpOp *op;
@@ -501,8 +502,22 @@ static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
     return r < 0 ? EP_OK : fail_gone(x, r);
 }
 
+void ep_exchange_measure(EpExchange *x, double *waited) {
+    x->waited = waited;
+}
+
+/* Returns when a wait began, if it is measured and has to wait at all; else 0. */
+static double begin_measure(const EpExchange *x, int waits) {
+    return x->waited && waits ? ep_clock() : 0;
+}
+
+static void end_measure(const EpExchange *x, int32_t peer, double start) {
+    if (start > 0) x->waited[peer] += ep_clock() - start;
+}
+
 static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *counter,
                              uint64_t expected, const char *what) {
+    double start = begin_measure(x, load(counter) < expected);
     EpWait wait;
     ep_wait_begin(&wait, x->timeout, x->spins);
     while (load(counter) < expected) {
@@ -512,10 +527,12 @@ static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *count
         EP_TRY(test_messages(x));
         if (!ep_wait_pause(&wait)) return fail_timeout(x, peer, what, expected, load(counter));
     }
+    end_measure(x, peer, start);
     return EP_OK;
 }
 
 static EpStatus wait_request(EpExchange *x, int32_t peer, void **request, const char *what) {
+    double start = begin_measure(x, *request != NULL);
     EpWait wait;
     ep_wait_begin(&wait, x->timeout, x->spins);
     while (*request) {
@@ -524,6 +541,7 @@ static EpStatus wait_request(EpExchange *x, int32_t peer, void **request, const 
         if (*request && !ep_wait_pause(&wait))
             return fail_timeout(x, peer, what, x->round, x->round - 1);
     }
+    end_measure(x, peer, start);
     return EP_OK;
 }
 

@@ -137,6 +137,9 @@ int64_t ep_exchange_body_bytes(const EpExchange *x, EpRoundMode mode);
 int ep_exchange_on_node(const EpExchange *x, int32_t peer);
 int ep_exchange_has_peers_on_node(const EpExchange *x);
 
+/** From now on add the seconds of each wait for peer r to waited[r]; NULL: no longer. */
+void ep_exchange_measure(EpExchange *x, double *waited);
+
 /** Start a round: wait until the outbox can be filled; post receives for peers on other nodes. */
 EpStatus ep_round_open(EpExchange *x, const EpOp *op, const EpRoundHeader *header,
                        EpRoundMode mode);

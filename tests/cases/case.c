@@ -104,6 +104,7 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, phases, NULL),
     TEXT_FIELD(Case, global_ids, NULL),
     TEXT_FIELD(Case, biases, NULL),
+    TEXT_FIELD(Case, counters, NULL),
     TEXT_FIELD(Case, all_weights, NULL),
     TEXT_FIELD(Case, seed, NULL),
 };

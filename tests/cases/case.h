@@ -73,6 +73,7 @@ typedef struct Case {
     int phases;      /**< latency mode: call dispatch and combine as send and receive phases */
     int global_ids;  /**< recv_topk_idx has global expert ids; ignored where a layout has none */
     int biases;      /**< added to the sums of combine and dispatch_backward: 0, 1 or 2 */
+    int counters;    /**< calls add to counters: 1: to all, 2 or 3: to every other one */
     int all_weights; /**< rank-major rows get all K weights; ignored in other layouts */
     uint64_t seed;
 } Case;

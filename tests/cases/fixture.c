@@ -58,7 +58,7 @@ void fixture_free(Fixture *fixture) {
 }
 
 static void free_images(Fixture *fixture) {
-    for (int i = 0; i < STEP_OUTPUTS; i++)
+    for (int i = 0; i < STEP_ARRAYS; i++)
         if (fixture->image[i].base) image_free(&fixture->image[i]);
 }
 
@@ -77,10 +77,11 @@ void fixture_close(Fixture *fixture) {
 void fixture_reset(Fixture *fixture) {
     const Case *c = &fixture->world->c;
     free_images(fixture);
-    for (int i = 0; i < STEP_OUTPUTS; i++) {
+    for (int i = 0; i < STEP_ARRAYS; i++) {
         EpTensor *t = &fixture->tensor[i];
-        *t = i < INPUTS ? step_input(&fixture->step, (StepInput)i)
-                        : step_output(&fixture->step, (StepOutput)i);
+        *t = i < INPUTS         ? step_input(&fixture->step, (StepInput)i)
+             : i < STEP_OUTPUTS ? step_output(&fixture->step, (StepOutput)i)
+                                : step_counter(&fixture->step, NULL, (StepCounter)i);
         if (i == IN_COUNT || i == OUT_NEEDED_ROWS || i == OUT_SOURCE_ROWS) t->type = EP_TYPE_INT32;
         if (i == OUT_RECV_ROWS || i == OUT_DROPPED) t->type = EP_TYPE_INT64;
         if (i == OUT_SOURCES || i == OUT_OFFSETS) t->type = EP_TYPE_INT32;
@@ -98,6 +99,8 @@ void fixture_reset(Fixture *fixture) {
     fixture->arg[c->weights_at_combine ? IN_SLOT_WEIGHTS : IN_COMBINE_WEIGHTS] = NULL;
     fixture->arg[IN_BIAS0] = fixture->arg[IN_BIAS1] = NULL;
     if (!quant_form(c->quant)->is_global) fixture->arg[IN_GLOBAL_SCALE] = NULL;
+    for (int i = EXPERT_TOKENS; i < STEP_ARRAYS; i++)
+        fixture->arg[i] = NULL;
 }
 
 EpStatus fixture_call(Fixture *fixture, StepOp op) {
@@ -115,12 +118,12 @@ void fixture_begin(Fixture *fixture, StepOp send) {
 }
 
 void fixture_check_untouched(const Fixture *fixture) {
-    for (int i = OUT_COUNTS; i < STEP_OUTPUTS; i++)
+    for (int i = OUT_COUNTS; i < STEP_ARRAYS; i++)
         image_check_untouched(&fixture->image[i], step_array_name(i));
 }
 
 void fixture_check_guards(const Fixture *fixture) {
-    for (int i = 0; i < STEP_OUTPUTS; i++)
+    for (int i = 0; i < STEP_ARRAYS; i++)
         image_check_guards(&fixture->image[i], step_array_name(i));
 }
 
@@ -150,7 +153,12 @@ static Part find_argument(void *context, const char *call, const char *name) {
                   {"grad_slot_weights", "grad_slot_weights", OUT_GRAD_SLOTS},
                   {"global_scale", "extras.global_scale", IN_GLOBAL_SCALE},
                   {"bias0", "extras.bias0", IN_BIAS0},
-                  {"bias1", "extras.bias1", IN_BIAS1}};
+                  {"bias1", "extras.bias1", IN_BIAS1},
+                  {"expert_tokens", "extras.expert_tokens", EXPERT_TOKENS},
+                  {"peer_rows", "extras.peer_rows", PEER_ROWS},
+                  {"peer_bytes", "extras.peer_bytes", PEER_BYTES},
+                  {"peer_wait", "extras.peer_wait_ns", PEER_WAIT},
+                  {"longest_wait", "extras.peer_longest_wait_ns", LONGEST_WAIT}};
     Fixture *fixture = context;
     int array = 0;
     (void)call;
@@ -158,9 +166,9 @@ static Part find_argument(void *context, const char *call, const char *name) {
         if (!strcmp(others[i].name, name))
             return part_tensor(&fixture->tensor[others[i].array], &fixture->arg[others[i].array],
                                others[i].said);
-    while (array < STEP_OUTPUTS && strcmp(step_array_name(array), name))
+    while (array < STEP_ARRAYS && strcmp(step_array_name(array), name))
         array++;
-    cr_assert(array < STEP_OUTPUTS, "no argument %s", name);
+    cr_assert(array < STEP_ARRAYS, "no argument %s", name);
     return part_tensor(&fixture->tensor[array], &fixture->arg[array], name);
 }
 

@@ -18,9 +18,9 @@ typedef struct Fixture {
     EpHandle *handle;
     const EpTensor *plan; /**< that calls name; NULL: the handle's own */
     Step step;
-    Image image[STEP_OUTPUTS];
-    EpTensor tensor[STEP_OUTPUTS];
-    const EpTensor *arg[STEP_OUTPUTS]; /**< the argument passed: &tensor, or NULL */
+    Image image[STEP_ARRAYS];
+    EpTensor tensor[STEP_ARRAYS];
+    const EpTensor *arg[STEP_ARRAYS]; /**< the argument passed: &tensor, or NULL */
 } Fixture;
 
 /** A case of 4 experts, K 2 and max_tokens 9, all of them filled; bf16 rows of 24 elements, scales
@@ -39,8 +39,8 @@ void fixture_close_on(Fixture *fixture);
 void fixture_close(Fixture *fixture);
 
 /** Reset all arguments of all operations to valid tensors with poisoned outputs. Combine gets
- * slot_weights, or topk_weights if the case has weights_at_combine. Biases are NULL; operations
- * that take them get extras where a test sets one. */
+ * slot_weights, or topk_weights if the case has weights_at_combine. Biases and
+ * counters are NULL; operations get extras where a test sets one. */
 void fixture_reset(Fixture *fixture);
 
 EpStatus fixture_call(Fixture *fixture, StepOp op);

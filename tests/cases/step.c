@@ -44,7 +44,10 @@ static void run_copy(Run *r, StepInput first, StepInput last) {
 }
 
 static void run_call(Run *r, StepOp op) {
+    r->memory.counters = step_counters_new(r->step);
     CHECK_OK(step_call(r->step, &r->memory, op, NULL));
+    step_counters_check(r->step, op, 1, r->memory.counters);
+    r->memory.counters = NULL;
 }
 
 /* Overwrite the copies, which nothing may depend on any more, and compare the outputs. */

@@ -85,16 +85,27 @@ typedef enum StepOutput {
     STEP_OUTPUTS
 } StepOutput;
 
+/** What calls add to, numbered behind the outputs. */
+typedef enum StepCounter {
+    EXPERT_TOKENS = STEP_OUTPUTS,
+    PEER_ROWS,
+    PEER_BYTES,
+    PEER_WAIT,
+    LONGEST_WAIT,
+    STEP_ARRAYS
+} StepCounter;
+
 /** Where the arrays of calls lie. NULL: an output is not asked for. */
 typedef struct StepMemory {
     void *in[INPUTS], *out[STEP_OUTPUTS];
+    int64_t *counters; /**< of step_counters_new, or NULL */
     int numbers_again; /**< a dispatch of throughput mode writes the outputs of prepare, too */
 } StepMemory;
 
 /** Make one call of the step's case, and return its status. */
 EpStatus step_call(const Step *step, const StepMemory *memory, StepOp op, EpStream stream);
 /** Make one call with any tensors; NULL: none is given. `again`: numbers_again. */
-EpStatus step_call_with(const Step *step, const EpTensor *const given[STEP_OUTPUTS], int again,
+EpStatus step_call_with(const Step *step, const EpTensor *const given[STEP_ARRAYS], int again,
                         StepOp op, EpStream stream);
 
 /** Returns the name of an array in sentences. */
@@ -121,6 +132,18 @@ void step_expect(const Step *step, unsigned ops, Image *out);
 /** Compare an output, guards included. Dot products may differ by 1e-5 of the sum of their terms'
  * magnitudes; `expected` gets those received. */
 void step_compare(const Step *step, StepOutput output, const Image *got, Image *expected);
+
+/* ---- counters ------------------------------------------------------------------------------ */
+
+/** Return what the case's calls add to, filled with what it holds before the first one: in this
+ * order, the vectors of StepCounter. Calls get those that the case asks for and that they take.
+ * NULL: the case asks for none. */
+int64_t *step_counters_new(const Step *step);
+/** Return a counter, without data where `counters` is NULL, and whether a call gets it. */
+EpTensor step_counter(const Step *step, int64_t *counters, StepCounter counter);
+int step_counts(const Step *step, StepOp op, StepCounter counter);
+/** Check that these operations, so many times each, have added to them, and free them. */
+void step_counters_check(const Step *step, unsigned ops, int times, int64_t *counters);
 
 /* ---- one operation each ---------------------------------------------------------------------- */
 

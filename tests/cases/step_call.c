@@ -23,72 +23,80 @@ static EpPlanTensors plan_outputs(const EpTensor *const *a) {
                            a[OUT_SOURCE_ROWS]};
 }
 
-static EpStatus dispatch(EpHandle *h, const EpTensor *plan, const EpPrepare *prepare,
-                         const EpTensor *const *a, EpStream stream) {
-    EpExtras extras = {.struct_size = sizeof(extras), .global_scale = a[IN_GLOBAL_SCALE]};
-    if (!a[IN_GLOBAL_SCALE])
-        return ep_dispatch(h, plan, prepare, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES], stream,
-                           a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES], a[OUT_INDEX]);
-    return ep_dispatch_with(h, plan, prepare, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES], stream,
-                            a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES], a[OUT_INDEX], &extras);
+/* Only a dispatch takes the scale, which a step has for all of its calls. */
+static const EpTensor *scale_of(const EpTensor *const *a, StepOp op) {
+    return op & (STEP_DISPATCH | STEP_DISPATCH_SEND) ? a[IN_GLOBAL_SCALE] : NULL;
 }
 
-static EpStatus dispatch_send(EpHandle *h, const EpTensor *plan, const EpTensor *const *a,
-                              EpStream stream) {
-    EpExtras extras = {.struct_size = sizeof(extras), .global_scale = a[IN_GLOBAL_SCALE]};
-    if (!a[IN_GLOBAL_SCALE])
-        return ep_dispatch_send(h, plan, NULL, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES], stream);
-    return ep_dispatch_send_with(h, plan, NULL, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES], stream,
-                                 &extras);
+static int any_extras(const EpTensor *const *a, StepOp op) {
+    int any = a[IN_BIAS0] || a[IN_BIAS1] || scale_of(a, op);
+    for (int i = EXPERT_TOKENS; i < STEP_ARRAYS; i++)
+        any |= a[i] != NULL;
+    return any;
 }
 
-static EpStatus combine(EpHandle *h, const EpTensor *plan, const EpTensor *const *a,
-                        EpStream stream) {
-    EpExtras extras = {.struct_size = sizeof(extras), .bias0 = a[IN_BIAS0], .bias1 = a[IN_BIAS1]};
-    if (!a[IN_BIAS0] && !a[IN_BIAS1])
-        return ep_combine(h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS], a[IN_COMBINE_WEIGHTS],
-                          stream, a[OUT_SUMS]);
-    return ep_combine_with(h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS], a[IN_COMBINE_WEIGHTS],
-                           stream, a[OUT_SUMS], &extras);
+static EpStatus call_with_extras(EpHandle *h, const EpTensor *plan, const EpTensor *const *a,
+                                 const EpPrepare *prepare, StepOp op, EpStream stream) {
+    const EpExtras x = {sizeof(x),        a[IN_BIAS0],     a[IN_BIAS1],
+                        a[EXPERT_TOKENS], a[PEER_ROWS],    a[PEER_BYTES],
+                        a[PEER_WAIT],     a[LONGEST_WAIT], scale_of(a, op)};
+    const EpPlanTensors numbers = plan_outputs(a);
+    switch (op) {
+    case STEP_PREPARE:
+        return ep_prepare_with(h, plan, a[IN_INDEX], a[IN_COUNT], stream, &numbers, &x);
+    case STEP_DISPATCH:
+        return ep_dispatch_with(h, plan, prepare, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES], stream,
+                                a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES], a[OUT_INDEX], &x);
+    case STEP_COMBINE:
+        return ep_combine_with(h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS], a[IN_COMBINE_WEIGHTS],
+                               stream, a[OUT_SUMS], &x);
+    case STEP_COMBINE_BACKWARD:
+        return ep_combine_backward_with(h, plan, a[IN_GRAD_OUT], a[IN_SLOT_WEIGHTS],
+                                        a[IN_EXPERT_OUT], stream, a[OUT_GRAD_ROWS],
+                                        a[OUT_GRAD_SLOTS], &x);
+    case STEP_DISPATCH_BACKWARD:
+        return ep_dispatch_backward_with(h, plan, a[IN_EXPERT_OUT], a[IN_GRAD_SLOT_WEIGHTS], stream,
+                                         a[OUT_GRAD_TOKENS], a[OUT_GRAD_WEIGHTS], &x);
+    case STEP_DISPATCH_SEND:
+        return ep_dispatch_send_with(h, plan, NULL, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES],
+                                     stream, &x);
+    case STEP_DISPATCH_WAIT:
+        return ep_dispatch_wait_with(h, stream, a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES],
+                                     a[OUT_INDEX], &x);
+    case STEP_COMBINE_SEND:
+        return ep_combine_send_with(h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS],
+                                    a[IN_COMBINE_WEIGHTS], stream, &x);
+    default:
+        return ep_combine_wait_with(h, stream, a[OUT_SUMS], &x);
+    }
 }
 
-static EpStatus combine_wait(EpHandle *h, const EpTensor *const *a, EpStream stream) {
-    EpExtras extras = {.struct_size = sizeof(extras), .bias0 = a[IN_BIAS0], .bias1 = a[IN_BIAS1]};
-    if (!a[IN_BIAS0] && !a[IN_BIAS1]) return ep_combine_wait(h, stream, a[OUT_SUMS]);
-    return ep_combine_wait_with(h, stream, a[OUT_SUMS], &extras);
-}
-
-static EpStatus dispatch_backward(EpHandle *h, const EpTensor *plan, const EpTensor *const *a,
-                                  EpStream stream) {
-    EpExtras extras = {.struct_size = sizeof(extras), .bias0 = a[IN_BIAS0], .bias1 = a[IN_BIAS1]};
-    if (!a[IN_BIAS0] && !a[IN_BIAS1])
-        return ep_dispatch_backward(h, plan, a[IN_EXPERT_OUT], a[IN_GRAD_SLOT_WEIGHTS], stream,
-                                    a[OUT_GRAD_TOKENS], a[OUT_GRAD_WEIGHTS]);
-    return ep_dispatch_backward_with(h, plan, a[IN_EXPERT_OUT], a[IN_GRAD_SLOT_WEIGHTS], stream,
-                                     a[OUT_GRAD_TOKENS], a[OUT_GRAD_WEIGHTS], &extras);
-}
-
-EpStatus step_call_with(const Step *step, const EpTensor *const a[STEP_OUTPUTS], int again,
+EpStatus step_call_with(const Step *step, const EpTensor *const a[STEP_ARRAYS], int again,
                         StepOp op, EpStream stream) {
     EpHandle *h = step->handle;
     const EpTensor *plan = step->plan;
     EpPlanTensors numbers = plan_outputs(a);
     EpPrepare prepare = EP_PREPARE_INIT;
     prepare.out = &numbers;
+    if (any_extras(a, op)) return call_with_extras(h, plan, a, again ? &prepare : NULL, op, stream);
     switch (op) {
     case STEP_PREPARE:
         return ep_prepare(h, plan, a[IN_INDEX], a[IN_COUNT], stream, &numbers);
     case STEP_DISPATCH:
-        return dispatch(h, plan, again ? &prepare : NULL, a, stream);
+        return ep_dispatch(h, plan, again ? &prepare : NULL, a[IN_TOKENS], a[IN_WEIGHTS],
+                           a[IN_SCALES], stream, a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES],
+                           a[OUT_INDEX]);
     case STEP_COMBINE:
-        return combine(h, plan, a, stream);
+        return ep_combine(h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS], a[IN_COMBINE_WEIGHTS],
+                          stream, a[OUT_SUMS]);
     case STEP_COMBINE_BACKWARD:
         return ep_combine_backward(h, plan, a[IN_GRAD_OUT], a[IN_SLOT_WEIGHTS], a[IN_EXPERT_OUT],
                                    stream, a[OUT_GRAD_ROWS], a[OUT_GRAD_SLOTS]);
     case STEP_DISPATCH_BACKWARD:
-        return dispatch_backward(h, plan, a, stream);
+        return ep_dispatch_backward(h, plan, a[IN_EXPERT_OUT], a[IN_GRAD_SLOT_WEIGHTS], stream,
+                                    a[OUT_GRAD_TOKENS], a[OUT_GRAD_WEIGHTS]);
     case STEP_DISPATCH_SEND:
-        return dispatch_send(h, plan, a, stream);
+        return ep_dispatch_send(h, plan, NULL, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES], stream);
     case STEP_DISPATCH_WAIT:
         return ep_dispatch_wait(h, stream, a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES],
                                 a[OUT_INDEX]);
@@ -96,15 +104,16 @@ EpStatus step_call_with(const Step *step, const EpTensor *const a[STEP_OUTPUTS],
         return ep_combine_send(h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS], a[IN_COMBINE_WEIGHTS],
                                stream);
     default:
-        return combine_wait(h, a, stream);
+        return ep_combine_wait(h, stream, a[OUT_SUMS]);
     }
 }
 
 /* One bias is either member. The library may keep data pointers, but no other part of tensors. */
 EpStatus step_call(const Step *step, const StepMemory *memory, StepOp op, EpStream stream) {
     const Case *c = &step->world->c;
-    EpTensor tensor[STEP_OUTPUTS];
-    const EpTensor *given[STEP_OUTPUTS] = {NULL};
+    const unsigned sums = STEP_COMBINE | STEP_COMBINE_WAIT | STEP_DISPATCH_BACKWARD;
+    EpTensor tensor[STEP_ARRAYS];
+    const EpTensor *given[STEP_ARRAYS] = {NULL};
     for (StepInput i = 0; i < INPUTS; i++) {
         tensor[i] = step_input(step, i), tensor[i].data = memory->in[i];
         if (gives(c, i)) given[i] = &tensor[i];
@@ -113,6 +122,11 @@ EpStatus step_call(const Step *step, const StepMemory *memory, StepOp op, EpStre
         tensor[i] = step_output(step, i), tensor[i].data = memory->out[i];
         if (memory->out[i] && case_asks(c, i)) given[i] = &tensor[i];
     }
+    for (StepCounter i = EXPERT_TOKENS; i < STEP_ARRAYS; i++) {
+        tensor[i] = step_counter(step, memory->counters, i);
+        if (memory->counters && step_counts(step, op, i)) given[i] = &tensor[i];
+    }
+    if (!(op & sums)) given[IN_BIAS0] = given[IN_BIAS1] = NULL;
     if (!tensor[IN_INDEX].shape[0]) tensor[IN_INDEX].data = NULL;
     if (c->biases == 1 && c->seed % 2) given[IN_BIAS1] = given[IN_BIAS0], given[IN_BIAS0] = NULL;
     if (op == STEP_COMBINE_BACKWARD && !given[OUT_GRAD_SLOTS]) given[IN_EXPERT_OUT] = NULL;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the library tells of a step's plan: ep_handle_info and the sources of rows. */
 #include "tests/cases/step.h"
+#include "tests/oracle/expect.h"
 
 static void check_info_arrays(const RankWorld *me, const EpHandleInfo *info) {
     for (int e = 0; e < me->num_experts; e++) {
@@ -14,29 +15,15 @@ static void check_info_arrays(const RankWorld *me, const EpHandleInfo *info) {
               (int)info->expert_offsets[e], (long long)me->offset[e]);
 }
 
-/* Returns the number of (token, rank) rows from one rank to another. */
-static int64_t rows_between(const World *world, int from, int to) {
-    int64_t rows = 0;
-    for (int t = 0; t < world->rank[from].tokens; t++) {
-        int named = 0;
-        for (int k = 0; k < world->c.top_k; k++) {
-            int64_t expert = world->rank[from].index[(int64_t)t * world->c.top_k + k];
-            named |= world_live(world, from, t, k) && world_owner(&world->c, expert) == to;
-        }
-        rows += named;
-    }
-    return rows;
-}
-
 /* Rows whose slots were all lost count, too. */
 static void check_info_traffic(const Step *step, const EpHandleInfo *info) {
     int64_t sent = 0, received = 0;
     for (int peer = 0; peer < step->world->c.ranks; peer++) {
         if (peer == step->rank) continue;
-        sent += rows_between(step->world, step->rank, peer);
-        received += rows_between(step->world, peer, step->rank);
+        sent += expect_rows(step->world, step->rank, peer);
+        received += expect_rows(step->world, peer, step->rank);
     }
-    int64_t local = rows_between(step->world, step->rank, step->rank);
+    int64_t local = expect_rows(step->world, step->rank, step->rank);
     CHECK(info->remote_rows_sent == sent, "%lld instead of %lld", (long long)info->remote_rows_sent,
           (long long)sent);
     CHECK(info->remote_rows_received == received, "%lld instead of %lld",

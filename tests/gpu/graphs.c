@@ -104,6 +104,29 @@ LatencyTest(gpu_replays, rank_major_1, 1, LATENCY_REPLAY(RANK_MAJOR, 0));
 LatencyTest(gpu_replays, rank_major_4, 4, LATENCY_REPLAY(RANK_MAJOR, 0));
 LatencyTest(gpu_replays, rank_major_phases_2, 2, LATENCY_REPLAY(RANK_MAJOR, 1));
 
+/* ---- counters ------------------------------------------------------------------------------ */
+
+/* A replayed graph adds again. */
+static void count_replays(const EpBootstrap *bootstrap, Case c) {
+    enum { TIMES = 3 };
+    c.counters = 1;
+    EpGroup *group = open_group(bootstrap, &c);
+    GraphStep graph;
+    graph_step_open(&graph, group, &c, bootstrap->rank);
+    graph.gpu.memory.counters = step_counters_new(&graph.gpu.step);
+    graph_step_capture(&graph);
+    meet(bootstrap);
+    graph_step_run(&graph, 1, TIMES);
+    step_counters_check(&graph.gpu.step, device_step_all(&c), TIMES, graph.gpu.memory.counters);
+    ep_group_destroy(group);
+    graph_step_close(&graph);
+}
+
+#define COUNT(make) count_replays(bootstrap, make)
+RankTest(gpu_graphs, counters_2, 2, COUNT(graph_case(2, EP_LAYOUT_EXPERT_MAJOR)));
+LatencyTest(gpu_graphs, counters_in_latency_2, 2, COUNT(latency_case(2, EP_LAYOUT_FLAT, 0)));
+LatencyTest(gpu_graphs, counters_in_phases_2, 2, COUNT(latency_case(2, EP_LAYOUT_BATCHED, 1)));
+
 /* ---- several graphs by turns ----------------------------------------------------------------- */
 
 enum { GRAPHS = 8 };

@@ -195,7 +195,25 @@ static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *c
     *copy = *extras;
     copy->bias0 = input(m, extras->bias0), copy->bias1 = input(m, extras->bias1);
     copy->global_scale = input(m, extras->global_scale);
+    const EpTensor **counters[] = {&copy->expert_tokens, &copy->peer_rows, &copy->peer_bytes,
+                                   &copy->peer_wait_ns, &copy->peer_longest_wait_ns};
+    for (size_t i = 0; i < sizeof(counters) / sizeof(*counters); i++)
+        *counters[i] = output(m, *counters[i]);
     return copy;
+}
+#define EXTRAS move_extras(&m, extras, &(EpExtras){0})
+
+EpStatus gpu_prepare_with(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
+                          const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out,
+                          const EpExtras *extras) {
+    Moved m = {.stream = stream};
+    EpPlanTensors moved;
+    EpStatus status =
+        ep_prepare_with(handle, output(&m, plan), input(&m, topk_idx), input(&m, num_tokens),
+                        stream, move_numbers(&m, out, &moved), EXTRAS);
+    if (status != EP_OK || !ep_handle_is_latency(handle)) return settle(&m, status);
+    keep(handle, &m);
+    return status;
 }
 
 EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
@@ -274,6 +292,24 @@ EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, TENSOR recv_tokens
                                     OUT(recv_scales), OUT(recv_topk_idx)));
 }
 
+EpStatus gpu_dispatch_send_with(EpHandle *handle, TENSOR plan, const EpPrepare *prepare,
+                                TENSOR tokens, TENSOR topk_weights, TENSOR scales, EpStream stream,
+                                const EpExtras *extras) {
+    Moved m = {.stream = stream};
+    refresh(handle);
+    return settle(&m, ep_dispatch_send_with(handle, OUT(plan), prepare, IN(tokens),
+                                            IN(topk_weights), IN(scales), stream, EXTRAS));
+}
+
+EpStatus gpu_dispatch_wait_with(EpHandle *handle, EpStream stream, TENSOR recv_tokens,
+                                TENSOR recv_topk_weights, TENSOR recv_scales, TENSOR recv_topk_idx,
+                                const EpExtras *extras) {
+    Moved m = {.stream = stream};
+    return deliver(handle, &m,
+                   ep_dispatch_wait_with(handle, stream, OUT(recv_tokens), OUT(recv_topk_weights),
+                                         OUT(recv_scales), OUT(recv_topk_idx), EXTRAS));
+}
+
 SETTLED(combine,
         (EpHandle * handle, TENSOR plan, TENSOR expert_out, TENSOR slot_weights,
          TENSOR topk_weights, EpStream stream, TENSOR out),
@@ -307,8 +343,15 @@ SETTLED(quantise_rows,
          TENSOR out, TENSOR scales),
         group, form, IN(rows), IN(num_rows), stream, OUT(out), OUT(scales))
 
-#define EXTRAS move_extras(&m, extras, &(EpExtras){0})
-
+SETTLED(combine_send_with,
+        (EpHandle * handle, TENSOR plan, TENSOR expert_out, TENSOR slot_weights,
+         TENSOR topk_weights, EpStream stream, const EpExtras *extras),
+        handle, OUT(plan), IN(expert_out), IN(slot_weights), IN(topk_weights), stream, EXTRAS)
+SETTLED(combine_backward_with,
+        (EpHandle * handle, TENSOR plan, TENSOR grad_out, TENSOR slot_weights, TENSOR expert_out,
+         EpStream stream, TENSOR grad_expert_out, TENSOR grad_slot_weights, const EpExtras *extras),
+        handle, OUT(plan), IN(grad_out), IN(slot_weights), IN(expert_out), stream,
+        OUT(grad_expert_out), OUT(grad_slot_weights), EXTRAS)
 SETTLED(combine_with,
         (EpHandle * handle, TENSOR plan, TENSOR expert_out, TENSOR slot_weights,
          TENSOR topk_weights, EpStream stream, TENSOR out, const EpExtras *extras),

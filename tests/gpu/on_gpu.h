@@ -32,8 +32,12 @@ __typeof__(ep_dispatch_send) gpu_dispatch_send;
 __typeof__(ep_dispatch_wait) gpu_dispatch_wait;
 __typeof__(ep_combine_send) gpu_combine_send;
 __typeof__(ep_combine_wait) gpu_combine_wait;
+__typeof__(ep_prepare_with) gpu_prepare_with;
 __typeof__(ep_dispatch_with) gpu_dispatch_with;
+__typeof__(ep_combine_backward_with) gpu_combine_backward_with;
 __typeof__(ep_dispatch_send_with) gpu_dispatch_send_with;
+__typeof__(ep_dispatch_wait_with) gpu_dispatch_wait_with;
+__typeof__(ep_combine_send_with) gpu_combine_send_with;
 __typeof__(ep_combine_with) gpu_combine_with;
 __typeof__(ep_combine_wait_with) gpu_combine_wait_with;
 __typeof__(ep_dispatch_backward_with) gpu_dispatch_backward_with;
@@ -59,8 +63,12 @@ __typeof__(ep_group_destroy) gpu_group_destroy;
 #define ep_dispatch_wait gpu_dispatch_wait
 #define ep_combine_send gpu_combine_send
 #define ep_combine_wait gpu_combine_wait
+#define ep_prepare_with gpu_prepare_with
 #define ep_dispatch_with gpu_dispatch_with
+#define ep_combine_backward_with gpu_combine_backward_with
 #define ep_dispatch_send_with gpu_dispatch_send_with
+#define ep_dispatch_wait_with gpu_dispatch_wait_with
+#define ep_combine_send_with gpu_combine_send_with
 #define ep_combine_with gpu_combine_with
 #define ep_combine_wait_with gpu_combine_wait_with
 #define ep_dispatch_backward_with gpu_dispatch_backward_with

@@ -22,6 +22,7 @@ static const struct {
     {STEP_PREPARE, "ep_prepare", OUT_COUNTS, OUT_SOURCES},
     {STEP_DISPATCH, "ep_dispatch", IN_TOKENS, IN_GLOBAL_SCALE},
     {STEP_DISPATCH, "ep_dispatch", OUT_TOKENS, OUT_INDEX},
+    {STEP_DISPATCH, "ep_dispatch", EXPERT_TOKENS, LONGEST_WAIT},
     {STEP_COMBINE, "ep_combine", IN_EXPERT_OUT, IN_COMBINE_WEIGHTS},
     {STEP_COMBINE, "ep_combine", OUT_SUMS, OUT_SUMS},
     {STEP_DISPATCH_BACKWARD, "ep_dispatch_backward", IN_GRAD_SLOT_WEIGHTS, IN_GRAD_SLOT_WEIGHTS},
@@ -46,6 +47,7 @@ static void check_each(Fixture *fixture, void *memory, const char *kind) {
             const char *op = uses[i].name;
             check_note("%s, %s in %s", op, step_array_name(arg), kind);
             fixture_reset(fixture);
+            if (arg >= EXPERT_TOKENS) fixture->arg[arg] = &fixture->tensor[arg];
             if (!fixture->arg[arg]) continue;
             fixture->tensor[arg].data = memory;
             CHECK_REFUSED(call(fixture, uses[i].op), EP_ERR_ADDRESS, "rank 0", op,

@@ -246,3 +246,51 @@ double expect_slot_gradient(const World *world, int rank, int64_t row, double *m
     }
     return sum;
 }
+
+/* ---- rows between ranks ---- */
+
+/* Returns whether a token has an entry on a rank or, with `node`, on that rank's node. */
+static int is_needed(const World *world, int from, int token, int to, int node) {
+    const Case *c = &world->c;
+    for (int k = 0; k < c->top_k; k++) {
+        if (!world_live(world, from, token, k)) continue;
+        int owner = world_owner(c, world->rank[from].index[(int64_t)token * c->top_k + k]);
+        if (node ? case_node(c, owner) == case_node(c, to) : owner == to) return 1;
+    }
+    return 0;
+}
+
+static int64_t count_needed(const World *world, int from, int to, int node) {
+    int64_t rows = 0;
+    for (int t = 0; t < world->rank[from].tokens; t++)
+        rows += is_needed(world, from, t, to, node);
+    return rows;
+}
+
+int64_t expect_rows(const World *world, int from, int to) {
+    return count_needed(world, from, to, 0);
+}
+
+/* Returns the rank that stands for `rank` on the node of `there`: itself on its own node, else the
+ * one whose number there is its own number modulo the node's size. */
+static int agent_of(const Case *c, int rank, int there) {
+    int number = 0, size = 0;
+    if (case_node(c, rank) == case_node(c, there)) return rank;
+    for (int r = 0; r < rank; r++)
+        number += case_node(c, r) == case_node(c, rank);
+    for (int r = 0; r < c->ranks; r++)
+        size += case_node(c, r) == case_node(c, there);
+    number %= size;
+    for (int r = 0;; r++)
+        if (case_node(c, r) == case_node(c, there) && number-- == 0) return r;
+}
+
+int64_t expect_relayed_rows(const World *world, int from, int to) {
+    const Case *c = &world->c;
+    int64_t rows = 0;
+    if (case_node(c, from) != case_node(c, to))
+        return agent_of(c, from, to) == to ? count_needed(world, from, to, 1) : 0;
+    for (int source = 0; source < c->ranks; source++)
+        if (agent_of(c, source, from) == from) rows += count_needed(world, source, to, 0);
+    return rows;
+}

@@ -67,6 +67,7 @@ static Case draw_case(uint64_t seed) {
     c.sum_quant = (EpQuant)PICK(&random, EP_QUANT_NONE, EP_QUANT_NONE, EP_QUANT_FP8);
     c.padding = (EpPadding)PICK(&random, EP_PADDING_ZERO, EP_PADDING_KEEP);
     c.biases = PICK(&random, 0, 0, 1, 2);
+    c.counters = PICK(&random, 0, 1, 2, 3);
     c.spare_tokens = PICK(&random, 0, 0, 1, 7);
     return c;
 }

@@ -161,6 +161,16 @@ SoloTest(tools_bench, small_runs_are_correct) {
         check_run(lines[i], 0, "#wrong 0", NULL);
 }
 
+/* Each token goes to both experts. */
+SoloTest(tools_bench, counters) {
+    const char *all = "--threads 2 --tokens 20 --experts 2 --top-k 2 --routing uniform --stats ";
+    char line[160];
+    for (int i = 0; i < 2; i++) {
+        snprintf(line, sizeof(line), "%s%s%s", QUICK, all, i ? "--mode latency --split" : "");
+        check_run(line, 0, "slots, the busiest expert's 1.00 times the mean; ", NULL);
+    }
+}
+
 /* Sums depend on nodes, and the check knows them. */
 SoloTest(tools_bench, several_nodes) {
     setenv("LIBEP_TOPOLOGY", "0,1,1,0,1", 1);

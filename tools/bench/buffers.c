@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "tools/bench/case.h"
+#include "tools/bench/counters.h"
 #include "tools/common/data.h"
 #include "tools/common/layout.h"
 #include "tools/common/util.h"
@@ -48,6 +49,8 @@ void buffers_list(const Case *c, Part out[NUM_PARTS]) {
         {"grad_slot_weights", AT(slot_grads_out), rows, word, BY(PHASE_COMBINE_BACKWARD), NULL},
         {"plan", AT(plan), plan, sizeof(int64_t), BY(PHASE_PREPARE), NULL},
         {"a plan's memory", AT(plan_memory), (size_t)c->plan_bytes, 1, 0, NULL},
+        {"counters", AT(counters), counters_size(c), sizeof(int64_t), PART_INPUT | BY(COUNTED),
+         NULL},
     };
     memcpy(out, parts, sizeof(parts));
 }
@@ -153,6 +156,7 @@ void buffers_describe(Case *c, const Buffers *b) {
     describe_tokens(c, b);
     describe_slots(c, b);
     describe_plan(c, b);
+    counters_describe(c, b);
 }
 
 /* ---- contents ------------------------------------------------------------------------------ */

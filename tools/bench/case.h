@@ -56,11 +56,13 @@ typedef struct Buffers {
     float *slot_grads_out; /**< [rows] from combine_backward */
     int64_t *plan;         /**< counts[L], padded[L], offsets[L + 1], totals[3] */
     char *plan_memory;     /**< [plan_bytes] of a plan that calls name */
+    int64_t *counters;     /**< with --stats: see counters.c */
 } Buffers;
 
 /** How a buffer is used: the phases that write it, or as an input. */
 #define BY(phase) (1 << (phase))
-enum { PART_INPUT = BY(NUM_PHASES), NUM_PARTS = 17 };
+enum { PART_INPUT = BY(NUM_PHASES), NUM_PARTS = 18 };
+enum { COUNTED = NUM_PHASES + 1 }; /* stands for a phase: what all calls add to */
 
 /** A buffer's description. */
 typedef struct Part {
@@ -76,6 +78,7 @@ typedef struct Tensors {
     EpTensor slots_in, slots_out, recv_tokens, recv_weights, recv_scales, recv_index;
     EpTensor slot_weights, slot_grads_in, slot_grads_out;
     EpTensor plan_counts, plan_padded, plan_offsets, plan_totals, plan_memory;
+    EpTensor expert_tokens, by_rank[4]; /**< counters */
 } Tensors;
 
 typedef struct Device Device; /* see device.h */
@@ -108,6 +111,7 @@ typedef struct Case {
     void *zero_copy_in;     /**< with --zero-copy: slots_in in the group's peer-accessible memory */
     void *zero_copy_out;    /**< with --zero-copy: slots_out in such memory */
     Tensors tensors;        /**< of the host's buffers, or of the device's */
+    EpExtras extras;        /**< of the call that is made */
 } Case;
 
 /** Collective: the backend of the largest size, and the reason. Refuses options that the backend

@@ -421,7 +421,8 @@ static bool measure_case(Case *c, Check *check, SizeResult *out) {
     return save_routing(c) && count_bytes(c, out) && world_all(c->world, phase_begin(c)) &&
            (checks ? check_phases(c, check, out) : run_unchecked(c)) && measure_times(c, out) &&
            time_collectives_and_pairs(c, check, out) && (!checks || check_phases(c, check, out)) &&
-           time_floor(c, out) && time_baseline(c, check, out) && gather_wrong(c, check, out);
+           counters_read(c, &out->counters) && time_floor(c, out) && time_baseline(c, check, out) &&
+           gather_wrong(c, check, out);
 }
 
 bool measure_size(World *world, const Options *options, int64_t size, SizeResult *out) {

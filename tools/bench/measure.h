@@ -11,6 +11,7 @@
 #include "tools/bench/case.h"
 #include "tools/bench/check.h"
 #include "tools/bench/collectives.h"
+#include "tools/bench/counters.h"
 #include "tools/bench/models.h"
 #include "tools/bench/pairs.h"
 #include "tools/common/gpu.h"
@@ -70,7 +71,8 @@ typedef struct SizeResult {
     double flag_us;    /**< latency mode: a word from one GPU to another; negative: not measured */
     double network_us; /**< BaselineResult.network; 0: not measured */
     int64_t network_bytes;
-    char no_floor[256]; /**< why a floor was not measured, or "" */
+    CountersResult counters; /**< with --stats */
+    char no_floor[256];      /**< why a floor was not measured, or "" */
     int64_t wrong;
     char first_wrong[CHECK_MESSAGE_BYTES];
 } SizeResult;

@@ -203,6 +203,8 @@ static const Option specs[] = {
      "seed of routing and contents (default 1)"},
     {0, "num-sms", "N", OPTION_INT(num_sms, 1, 1024), NULL, 0,
      "multiprocessors that may be used (GPU backends)"},
+    {0, "stats", NULL, OPTION_FLAG(stats), "stats", 0,
+     "all calls count tokens, rows, bytes and waits on the device; print the totals"},
     {0, "zero-copy", NULL, OPTION_FLAG(zero_copy), "zero_copy", 0,
      "receive rows and expert outputs in peer-accessible memory"},
     OPTION_THREADS,

@@ -61,6 +61,7 @@ typedef struct Options {
     bool baseline;
     bool pair; /**< also chains of dispatch and combine (--pair) */
     int64_t num_sms;
+    bool stats; /**< calls count what they do (--stats) */
     bool zero_copy;
     bool models;             /**< the shapes are those of a file (--models) */
     const char *models_path; /**< that file; NULL: the installed one */

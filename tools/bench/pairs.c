@@ -6,13 +6,13 @@
 #include "tools/bench/device.h"
 
 /* Both sides in turn: chains of pairs, whose first ones are not counted. */
-enum { ROUNDS = 4, PAIRS = 128, DROPPED = 16, COUNTED = PAIRS - DROPPED };
+enum { ROUNDS = 4, PAIRS = 128, DROPPED = 16, KEPT = PAIRS - DROPPED };
 
 typedef struct Pairs {
     Case *c;
     Collectives *baseline; /* NULL: libep's pairs alone */
     Graphs *graphs;        /* NULL: plain calls */
-    double *times;         /* [NUM_PAIR_SIDES][ROUNDS * COUNTED] */
+    double *times;         /* [NUM_PAIR_SIDES][ROUNDS * KEPT] */
     double chain[PAIRS];
 } Pairs;
 
@@ -38,8 +38,8 @@ static bool sample(Pairs *p) {
     for (int round = 0; ok && round < ROUNDS; round++)
         for (int side = 0; ok && side < num_sides(p); side++) {
             ok = world_all(p->c->world, run_chain(p, side));
-            for (int i = 0; ok && i < COUNTED; i++)
-                p->times[(side * ROUNDS + round) * COUNTED + i] = p->chain[DROPPED + i];
+            for (int i = 0; ok && i < KEPT; i++)
+                p->times[(side * ROUNDS + round) * KEPT + i] = p->chain[DROPPED + i];
         }
     return ok;
 }
@@ -53,7 +53,7 @@ static bool measure(Pairs *p, Quantiles *out) {
     }
     bool ok = world_all(world, sample(p) && (!p->baseline || p->baseline->ok));
     for (int side = 0; ok && side < num_sides(p); side++)
-        ok = time_median_rank(world, true, p->times + side * ROUNDS * COUNTED, ROUNDS * COUNTED,
+        ok = time_median_rank(world, true, p->times + side * ROUNDS * KEPT, ROUNDS * KEPT,
                               &out[side]);
     if (ok && p->graphs) time_divide(out, num_sides(p), length);
     return ok;
@@ -61,7 +61,7 @@ static bool measure(Pairs *p, Quantiles *out) {
 
 bool pairs_measure(Case *c, Collectives *baseline, Quantiles out[NUM_PAIR_SIDES]) {
     Pairs p = {.c = c, .baseline = baseline};
-    p.times = bench_alloc(NUM_PAIR_SIDES * ROUNDS * COUNTED, sizeof(double), "samples");
+    p.times = bench_alloc(NUM_PAIR_SIDES * ROUNDS * KEPT, sizeof(double), "samples");
     bool ok = world_all(c->world, p.times != NULL) && measure(&p, out);
     if (p.graphs) graphs_close(p.graphs);
     free(p.times);

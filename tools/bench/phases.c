@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "tools/bench/case.h"
+#include "tools/bench/counters.h"
 #include "tools/bench/device.h"
 #include "tools/common/util.h"
 
@@ -17,7 +18,8 @@ static EpStatus prepare(Case *c) {
     plan.expert_padded = &t->plan_padded;
     plan.expert_offsets = &t->plan_offsets;
     plan.totals = &t->plan_totals;
-    return ep_prepare(c->handle, c->plan, &t->index, NULL, c->stream, &plan);
+    return ep_prepare_with(c->handle, c->plan, &t->index, NULL, c->stream, &plan,
+                           c->latency ? NULL : counters_of(c, PHASE_PREPARE));
 }
 
 /* The outputs of dispatch besides the rows. */
@@ -32,15 +34,17 @@ static Received list_received(Case *c) {
                       optional(slots_has_rows(c->slots.layout), &t->recv_index)};
 }
 
-static EpExtras list_extras(Case *c) {
+/* What a dispatch takes besides: counters, if any, and the scale of NVFP4. */
+static EpExtras list_extras(Case *c, const EpExtras *counters) {
     EpExtras extras = EP_EXTRAS_INIT;
+    if (counters) extras = *counters;
     extras.global_scale = optional(c->quant == EP_QUANT_NVFP4, &c->tensors.global_scale);
     return extras;
 }
 
 static EpStatus dispatch_send(Case *c) {
     Tensors *t = &c->tensors;
-    EpExtras extras = list_extras(c);
+    EpExtras extras = list_extras(c, counters_of_split(c, SPLIT_DISPATCH_SEND));
     return ep_dispatch_send_with(
         c->handle, c->plan, NULL, &t->tokens_in, optional(c->options->weighted, &t->topk_weights),
         optional(c->options->scale_bytes > 0, &t->scales), c->stream, &extras);
@@ -48,8 +52,8 @@ static EpStatus dispatch_send(Case *c) {
 
 static EpStatus dispatch_wait(Case *c) {
     Received to = list_received(c);
-    return ep_dispatch_wait(c->handle, c->stream, &c->tensors.recv_tokens, to.weights, to.scales,
-                            to.index);
+    return ep_dispatch_wait_with(c->handle, c->stream, &c->tensors.recv_tokens, to.weights,
+                                 to.scales, to.index, counters_of_split(c, SPLIT_DISPATCH_WAIT));
 }
 
 static EpStatus dispatch(Case *c) {
@@ -59,7 +63,7 @@ static EpStatus dispatch(Case *c) {
         EpStatus status = dispatch_send(c);
         return status == EP_OK ? dispatch_wait(c) : status;
     }
-    EpExtras extras = list_extras(c);
+    EpExtras extras = list_extras(c, counters_of(c, PHASE_DISPATCH));
     return ep_dispatch_with(c->handle, c->plan, NULL, &t->tokens_in,
                             optional(c->options->weighted, &t->topk_weights),
                             optional(c->options->scale_bytes > 0, &t->scales), c->stream,
@@ -68,12 +72,14 @@ static EpStatus dispatch(Case *c) {
 
 static EpStatus combine_send(Case *c) {
     Tensors *t = &c->tensors;
-    return ep_combine_send(c->handle, c->plan, &t->slots_in,
-                           optional(c->options->weighted, &t->slot_weights), NULL, c->stream);
+    return ep_combine_send_with(c->handle, c->plan, &t->slots_in,
+                                optional(c->options->weighted, &t->slot_weights), NULL, c->stream,
+                                counters_of_split(c, SPLIT_COMBINE_SEND));
 }
 
 static EpStatus combine_wait(Case *c) {
-    return ep_combine_wait(c->handle, c->stream, &c->tensors.tokens_out);
+    return ep_combine_wait_with(c->handle, c->stream, &c->tensors.tokens_out,
+                                counters_of_split(c, SPLIT_COMBINE_WAIT));
 }
 
 static EpStatus combine(Case *c) {
@@ -82,26 +88,27 @@ static EpStatus combine(Case *c) {
         EpStatus status = combine_send(c);
         return status == EP_OK ? combine_wait(c) : status;
     }
-    return ep_combine(c->handle, c->plan, &t->slots_in,
-                      optional(c->options->weighted, &t->slot_weights), NULL, c->stream,
-                      &t->tokens_out);
+    return ep_combine_with(c->handle, c->plan, &t->slots_in,
+                           optional(c->options->weighted, &t->slot_weights), NULL, c->stream,
+                           &t->tokens_out, counters_of(c, PHASE_COMBINE));
 }
 
 static EpStatus combine_backward(Case *c) {
     Tensors *t = &c->tensors;
     bool weighted = c->options->weighted;
-    return ep_combine_backward(c->handle, c->plan, &t->tokens_in,
-                               optional(weighted, &t->slot_weights),
-                               optional(weighted, &t->slots_in), c->stream, &t->slots_out,
-                               optional(weighted, &t->slot_grads_out));
+    return ep_combine_backward_with(
+        c->handle, c->plan, &t->tokens_in, optional(weighted, &t->slot_weights),
+        optional(weighted, &t->slots_in), c->stream, &t->slots_out,
+        optional(weighted, &t->slot_grads_out), counters_of(c, PHASE_COMBINE_BACKWARD));
 }
 
 static EpStatus dispatch_backward(Case *c) {
     Tensors *t = &c->tensors;
     bool weighted = c->options->weighted;
-    return ep_dispatch_backward(c->handle, c->plan, &t->slots_in,
-                                optional(weighted, &t->slot_grads_in), c->stream, &t->tokens_out,
-                                optional(weighted, &t->topk_grads));
+    return ep_dispatch_backward_with(c->handle, c->plan, &t->slots_in,
+                                     optional(weighted, &t->slot_grads_in), c->stream,
+                                     &t->tokens_out, optional(weighted, &t->topk_grads),
+                                     counters_of(c, PHASE_DISPATCH_BACKWARD));
 }
 
 /* The phases in the order of a training step, then the halves of latency mode's. */

@@ -223,8 +223,20 @@ static void report_baseline(const SizeResult *r) {
            r->phases[PHASE_COMBINE].time.median_us / r->network_us);
 }
 
-static void report_rest(const SizeResult *result) {
+/* Over all calls of the run, checks and warm-up included. */
+static void report_counters(const Options *o, const SizeResult *r) {
+    const CountersResult *n = &r->counters;
+    double mean = (double)n->slots / (double)o->experts;
+    if (!o->stats) return;
+    printf("# tokens %lld: counted in all calls: %lld slots, the busiest expert's %.2f times the "
+           "mean; %lld rows and %lld bytes to other ranks; waits of %.0f us, the longest %.1f us\n",
+           (long long)r->tokens, (long long)n->slots, n->slots ? (double)n->most_slots / mean : 1.0,
+           (long long)n->rows, (long long)n->bytes, n->waited_us, n->longest_us);
+}
+
+static void report_rest(const Options *o, const SizeResult *result) {
     report_facts(result);
+    report_counters(o, result);
     report_split(result);
     report_new_handle(result);
     report_device(result);
@@ -235,7 +247,7 @@ static void report_rest(const SizeResult *result) {
 void report_size(const Run *run, const SizeResult *result) {
     for (int p = 0; p < MAX_RESULTS; p++)
         report_phase(run, result, &result->phases[p]);
-    if (!run->model[0]) report_rest(result);
+    if (!run->model[0]) report_rest(&run->options, result);
     if (result->first_wrong[0]) printf("# wrong: %s\n", result->first_wrong);
     fflush(stdout);
 }

@@ -122,10 +122,27 @@ class Extras(_abi.EpExtras):
             float32 in this order. Their gradient is that of the output.
 
     global_scale  [1] FP32, of the tokens of a dispatch with Quant.NVFP4
+
+    The others are counters of INT64, to which a call adds what it has done:
+
+    expert_tokens         [L] slots of each local expert; INT32 serves, too
+    peer_rows             [R] rows sent to each rank, those that stay included
+    peer_bytes            [R] their bytes
+    peer_wait_ns          [R] nanoseconds waited for each rank
+    peer_longest_wait_ns  [R] becomes the longest wait of one call
+
+    ep.h says which call takes which.
     """
 
     def __init__(
-        self, *biases: Optional[TensorLike], global_scale: Optional[TensorLike] = None
+        self,
+        *biases: Optional[TensorLike],
+        expert_tokens: Optional[TensorLike] = None,
+        peer_rows: Optional[TensorLike] = None,
+        peer_bytes: Optional[TensorLike] = None,
+        peer_wait_ns: Optional[TensorLike] = None,
+        peer_longest_wait_ns: Optional[TensorLike] = None,
+        global_scale: Optional[TensorLike] = None,
     ) -> None:
         super().__init__(struct_size=sizeof(_abi.EpExtras))
         if len(biases) > 2:
@@ -133,6 +150,11 @@ class Extras(_abi.EpExtras):
         for name, bias in zip(("bias0", "bias1"), biases):
             setattr(self, name, _at(read(bias, name)))
         self.global_scale = _at(read(global_scale, "global_scale"))
+        self.expert_tokens = _at(written(expert_tokens, "expert_tokens"))
+        self.peer_rows = _at(written(peer_rows, "peer_rows"))
+        self.peer_bytes = _at(written(peer_bytes, "peer_bytes"))
+        self.peer_wait_ns = _at(written(peer_wait_ns, "peer_wait_ns"))
+        self.peer_longest_wait_ns = _at(written(peer_longest_wait_ns, "peer_longest_wait_ns"))
 
 
 def _host_row(value: TensorLike, name: str) -> Tensor:
@@ -293,18 +315,21 @@ class Handle:
         plan: Optional[TensorLike] = None,
         stream: int = 0,
         out: Optional[PlanTensors] = None,
+        extras: Optional[Extras] = None,
     ) -> None:
         """Make a plan from a step's routing.
 
         topk_idx    [T, K] INT32 or INT64: the expert of each entry; negative: none
         num_tokens  [1] INT32 or INT64: only the first num_tokens rows count; None: all
         out         outputs: see PlanTensors
+        extras      counters of waits, in throughput mode; or None
 
         In latency mode this records the tensors, and the dispatch that follows reads them and
         writes `out`. The handle keeps the objects alive until then.
         """
         idx, tokens = read(topk_idx, "topk_idx"), read(num_tokens, "num_tokens")
-        self._call(library.ep_prepare, written(plan, "plan"), idx, tokens, stream, out)
+        block = written(plan, "plan")
+        self._call(library.ep_prepare_with, block, idx, tokens, stream, out, extras)
         if self.mode is Mode.LATENCY:
             self._recorded = (topk_idx, num_tokens, idx, tokens, out)
 
@@ -334,7 +359,7 @@ class Handle:
         recv_scales        output [rows, S]; required with scales, and if the handle quantises
         recv_topk_idx      output, FLAT and RANK_MAJOR: [rows, K] INT32 or INT64, or None
         prepare            latency mode: the routing, or None for that of the last prepare
-        extras             the global scale of Quant.NVFP4, else None
+        extras             counters, and the global scale of Quant.NVFP4; or None
         """
 
     @calls_library
@@ -355,7 +380,7 @@ class Handle:
         slot_weights  [rows] FP32, as dispatch delivered them, or None for 1
         topk_weights  latency mode, in place of slot_weights: [T, K] FP32 at the token's rank
         out           output [T, H] of the same type: sum of weight times row over the token's slots
-        extras        biases that are added to the sums, or None
+        extras        biases that are added to the sums, and counters; or None
         """
 
     @calls_library
@@ -376,7 +401,7 @@ class Handle:
         grad_slot_weights  gradient of recv_topk_weights, of its shape, FP32, or None
         grad_tokens        output [T, H]
         grad_topk_weights  output [T, K] FP32; required with grad_slot_weights, otherwise None
-        extras             biases that are added to grad_tokens: it is the same sum
+        extras             biases that are added to grad_tokens, the same sum, and counters; or None
         """
 
     @calls_library
@@ -389,6 +414,7 @@ class Handle:
         grad_expert_out: TensorLike,
         grad_slot_weights: Optional[TensorLike] = None,
         plan: Optional[TensorLike] = None,
+        extras: Optional[Extras] = None,
         stream: int = 0,
     ) -> None:
         """Compute the derivative of combine.
@@ -398,6 +424,7 @@ class Handle:
         expert_out         as in combine; required with grad_slot_weights, otherwise None
         grad_expert_out    output shaped like expert_out
         grad_slot_weights  output shaped like slot_weights, FP32, or None
+        extras             counters, or None
         """
 
     # ---- send and receive phases, in latency mode ---------------------------------------------
@@ -424,6 +451,7 @@ class Handle:
         recv_topk_weights: Optional[TensorLike] = None,
         recv_scales: Optional[TensorLike] = None,
         recv_topk_idx: Optional[TensorLike] = None,
+        extras: Optional[Extras] = None,
         stream: int = 0,
     ) -> None:
         """The receive phase of dispatch, with the plan of the send phase."""
@@ -436,6 +464,7 @@ class Handle:
         topk_weights: Optional[TensorLike] = None,
         *,
         plan: Optional[TensorLike] = None,
+        extras: Optional[Extras] = None,
         stream: int = 0,
     ) -> None:
         """The send phase of combine. Inputs may be overwritten once it has run."""

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     Method = TypeVar("Method", bound=Callable[..., None])
 
 
+COUNTERS = ("expert_tokens", "peer_rows", "peer_bytes", "peer_wait_ns", "peer_longest_wait_ns")
+"""Counters of the caller's, which every operation may be given, behind its outputs: see Extras."""
+
+
 class Argument(NamedTuple):
     """A tensor of an operation."""
 

@@ -415,6 +415,7 @@ __device__ __forceinline__ EpCudaPlan chunk_plan_of(const EpRouteArgs &a, EpChun
     plan.entries = shift(plan.entries, bytes), plan.own_token = shift(plan.own_token, bytes);
     plan.tokens = shift(plan.tokens, bytes), plan.begins = shift(plan.begins, bytes);
     plan.row_slots = shift(plan.row_slots, bytes);
+    plan.rows_to = shift(plan.rows_to, bytes), plan.rows_from = shift(plan.rows_from, bytes);
     if (plan.sizes.form == EP_ROUTES_DENSE) plan.routes = shift(plan.routes, bytes);
     return plan;
 }
@@ -540,6 +541,24 @@ __device__ void store_tokens(const EpRouteArgs &a) {
     }
 }
 
+/* Store into a chunk's plans how many rows this rank sends to each rank of its node and gets from
+ * it, and how many records go to other nodes. By all threads. */
+__device__ void store_row_counts(const EpRouteArgs &a, int chunk) {
+    EpCudaPlan own = chunk_plan_of(a, EP_CHUNK_OWN, chunk);
+    EpCudaPlan relayed = chunk_plan_of(a, EP_CHUNK_RELAYED, chunk);
+    int ranks = a.t.ranks, others = a.t.nodes - 1, first = chunk * ranks * ranks;
+    for (int r = threadIdx.x; r < ranks; r += EP_ROUTE_THREADS) {
+        int to = first + a.t.rank * ranks + r, from = first + r * ranks + a.t.rank;
+        own.rows_to[r] = a.counts.own[to], own.rows_from[r] = a.counts.own[from];
+        relayed.rows_to[r] = a.counts.relayed[to], relayed.rows_from[r] = a.counts.relayed[from];
+    }
+    for (int i = threadIdx.x; i < others; i += EP_ROUTE_THREADS)
+        own.rows_to[ranks + i] = a.counts.filled[chunk * others + i];
+    for (int i = threadIdx.x; i < a.t.num_sources[a.t.rank]; i += EP_ROUTE_THREADS)
+        relayed.rows_to[ranks + i] =
+            a.counts.needed[a.t.source_rank[a.t.rank * a.t.sources + i] * a.t.chunks + chunk];
+}
+
 /* Returns the count of a rank in a column of the first ones, from the sums before its tiles. */
 __device__ __forceinline__ int count_of(const EpRouteArgs &a, int source, int column) {
     const int32_t *at = before_of(a, tile_number(a, source, 0, 0)) + column;
@@ -581,6 +600,8 @@ __device__ void publish(const EpRouteArgs &a, uint32_t epoch) {
     if (threadIdx.x == 0) publish_rows(a, step);
     publish_message_slots(a, step);
     store_tokens(a);
+    for (int chunk = 0; chunk < a.t.chunks; chunk++)
+        store_row_counts(a, chunk);
     if (p.shape.has_rows)
         publish_flat(p, step, a.counts.total + first, rows_of, counted);
     else

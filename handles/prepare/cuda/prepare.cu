@@ -535,7 +535,9 @@ __device__ __forceinline__ int await_counts(const EpPrepareArgs &a, Partition *p
 __device__ __forceinline__ int await_all(const EpPrepareArgs &a, Partition *p, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     int r = PREPARE_THREADS - 1 - threadIdx.x, before;
-    int alive = r >= g.size || ep_await_arrival(g, r, epoch, NULL, NULL);
+    uint64_t begin = ep_global_timer(), end = 0;
+    int alive = r >= g.size || ep_await_arrival(g, r, epoch, NULL, NULL, &end);
+    if (end) ep_count_wait(g, a.stats, r, end - begin);
 #pragma unroll 1
     for (int c = threadIdx.x; c <= p->columns && alive; c += PREPARE_THREADS)
         alive = add_sources(a, p, c, epoch, &before);
@@ -572,14 +574,18 @@ __device__ __forceinline__ uint64_t counted(const EpPrepareArgs &a, int e, int s
     return ep_load_relaxed_sys(counts_of(a.group, a.group.rank, source, epoch) + first + e);
 }
 
-/* Publish the number of rows to other ranks, from other ranks, and of rows that stay. By a warp. */
+/* Publish the number of rows to other ranks, from other ranks, and of rows that stay; store those
+ * of each rank into the plan. By a warp. */
 __device__ void publish_rows(const EpPrepareArgs &a, const Partition *p, int64_t step,
                              uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     const uint64_t *own = counts_of(g, g.rank, g.rank, epoch) + g.num_experts;
     int sent = 0, local = (int)ep_load_relaxed_sys(own + g.rank);
-    for (int r = threadIdx.x % 32; r < g.size; r += 32)
-        sent += r == g.rank ? 0 : (int)ep_load_relaxed_sys(own + r);
+    for (int r = threadIdx.x % 32; r < g.size; r += 32) {
+        int rows = (int)ep_load_relaxed_sys(own + r);
+        a.plan.rows_to[r] = rows, a.plan.rows_from[r] = p->ranks->incoming[r];
+        sent += r == g.rank ? 0 : rows;
+    }
     sent = warp_sum(sent);
     if (threadIdx.x % 32) return;
     publish_row_counts(a, step, sent, p->total[g.num_experts + g.rank] - local, local);

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "handles/host/plan.h"
+#include "handles/host/statistics.h"
 #include "runtime/host/host.h"
 
 typedef struct Prepare {
@@ -414,7 +415,7 @@ static void complete_plan(Prepare *p) {
     publish(p);
 }
 
-EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing) {
+static EpStatus run(EpHandle *handle, const EpRouting *routing) {
     Prepare p = {
         .handle = handle, .group = handle->group, .shape = &handle->shape, .routing = routing};
     p.plan = ep_host_plan(handle, routing->plan);
@@ -428,6 +429,14 @@ EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing) {
     EP_TRY_EXCHANGE(handle->group, run_rounds(&p));
     complete_plan(&p);
     return EP_OK;
+}
+
+EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing) {
+    double waited[EP_MAX_RANKS];
+    ep_host_measure_waits(handle->group, &routing->stats, waited);
+    EpStatus status = run(handle, routing);
+    ep_host_count_waits(handle->group, &routing->stats, waited, status);
+    return status;
 }
 
 EpStatus ep_host_publish(EpHandle *handle, const EpRouting *routing) {

@@ -67,6 +67,12 @@ def use_gpu(ordinal):
     torch.cuda.synchronize()
 
 
+def need_gpus(size):
+    """Skip a test on GPUs if there are fewer of them."""
+    if DEVICE == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+
+
 def run_threads(size, body, *arguments):
     """base.run_threads. Rank r has GPU r."""
 
@@ -75,8 +81,7 @@ def run_threads(size, body, *arguments):
             use_gpu(bootstrap.rank)
         return body(bootstrap, *arguments)
 
-    if DEVICE == "cuda" and torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
+    need_gpus(size)
     return base.run_threads(size, play)
 
 

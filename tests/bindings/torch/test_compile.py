@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import pytest
@@ -30,9 +31,13 @@ def inputs(group, tokens=7, grad=True):
     return x.requires_grad_(grad), idx, weights.requires_grad_(grad)
 
 
-def layer(handle, x, idx, weights, experts=torch.sin):
+def echo(rows):
+    return rows
+
+
+def layer(handle, x, idx, weights, experts=torch.sin, is_biased=True):
     received = ep.dispatch(handle, x, idx, weights)
-    rows, bias = experts(received.tokens), (x, experts(x))
+    rows, bias = experts(received.tokens), (x, experts(x)) if is_biased else None
     out = ep.combine(handle, received.plan, rows, received.topk_weights, bias=bias)
     return out, received.plan.totals
 
@@ -63,7 +68,10 @@ def test_opcheck(alone, name):
         "prepare_new": (key, idx, None),
         "dispatch_new": (key, plan, x, weights, rows),
         "combine_new": (key, plan, recv + 1, recv_w + 1, x, None, 7),
-        "combine": (key, plan, recv + 1, recv_w + 1, None, None, x, zeros(7, 16)),
+        "combine": (
+            *(key, plan, recv + 1, recv_w + 1, None, None, x, zeros(7, 16)),
+            *(None, *zeros(4, 1).long()),
+        ),
         "combine_backward": (key, plan, x, recv_w + 1, recv + 1, recv, recv_w),
         "dispatch_backward": (key, plan, recv + 1, recv_w + 1, zeros(7, 16), zeros(7, 2)),
     }
@@ -86,20 +94,47 @@ def check_compiled(handle, compiled, plain, tokens=7, divisor=100):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_fullgraph(alone, backend):
-    """Forward and backward of a compiled layer, and other numbers of tokens."""
-    handle = ep.Handle(alone())
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+def test_counters(alone, backend):
+    """A compiled program adds to them, and reads them afterwards."""
+    group = alone()
+    handle = ep.Handle(group)
+    counters = ep.Counters.zeros(handle)
+    x, idx, weights = inputs(group)
+
+    def counted(*given):
+        received = ep.dispatch(handle, *given, counters=counters)
+        rows, weights = torch.sin(received.tokens), received.topk_weights
+        biases, counts = (given[0], torch.sin(given[0])), counters.without_experts
+        out = ep.combine(handle, received.plan, rows, weights, bias=biases, counters=counts)
+        return out, counters.peer_rows.clone()
+
+    compiled = torch.compile(counted, fullgraph=True, backend=backend)
+    for step in (1, 2):
+        out, rows = compiled(x, idx, weights)
+        out.sum().backward()
+        assert rows.tolist() == [14 * step] and counters.expert_tokens.sum() == 14 * step
+    wanted = inputs(group)
+    expected = layer(handle, *wanted)[0]
+    expected.sum().backward()
+    assert_close(out, expected, 1e-6)
+    assert_close(x.grad, 2 * wanted[0].grad, 1e-6)
+
+
+@pytest.mark.parametrize("experts", [torch.sin, echo])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_fullgraph(alone, backend, experts):
+    """Forward and backward of a compiled layer, and other numbers of tokens. With echo both biases
+    are one tensor."""
+    handle, plain = ep.Handle(alone()), functools.partial(layer, experts=experts)
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
     for tokens in (7, 5, 8):
-        check_compiled(handle, compiled, layer, tokens)
+        check_compiled(handle, compiled, plain, tokens)
 
 
 def test_inductor(alone):
-    def echo(*given):
-        """Without arithmetic of its own, so that no kernel is compiled."""
-        return layer(*given, experts=lambda rows: rows)
-
-    check_compiled(ep.Handle(alone()), torch.compile(echo, fullgraph=True), echo)
+    """Without arithmetic beside the operations, so that no kernel is compiled."""
+    plain = functools.partial(layer, experts=echo, is_biased=False)
+    check_compiled(ep.Handle(alone()), torch.compile(plain, fullgraph=True), plain)
 
 
 def test_exact_sizes_in_a_graph(alone):

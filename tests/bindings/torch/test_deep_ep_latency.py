@@ -79,8 +79,9 @@ SERVER = dict(low_latency_mode=True, num_rdma_bytes=1 << 20, num_qps_per_rank=2)
 def test_step(buffer, rank, world, is_split, nodes):
     x, idx, weights = inputs_of(world, rank)
     stats = torch.full((2,), 100, dtype=torch.int32, device=DEVICE)
+    waits = torch.full((world.size,), 7, device=DEVICE)
     for step in (1, 2):
-        counted = dict(cumulative_local_expert_recv_stats=stats)
+        counted = dict(cumulative_local_expert_recv_stats=stats, dispatch_wait_recv_cost_stats=waits)
         rx, counts, handle, event = dispatch(buffer, world, x, idx, is_split, **counted)
         assert event.event is None
         check_slabs(world, rank, rx, counts)
@@ -88,10 +89,11 @@ def test_step(buffer, rank, world, is_split, nodes):
         assert_equal(stats, 100 + step * counts)
         given = by_experts(world, rank, rx), idx, weights, handle
         out = torch.full_like(x, torch.nan)
-        for options in dict(out=out), {}:
+        for options in dict(out=out, combine_wait_recv_cost_stats=waits), {}:
             got, _ = run(buffer.low_latency_combine, is_split, *given, **options)
             assert (got is out) == bool(options)
             assert_equal(got, world.forward(rank))
+        assert waits[rank] == 7 and bool((waits >= 7).all())
     buffer.clean_low_latency_buffer(MAX_TOKENS, world.hidden, world.experts)
 
 
@@ -260,7 +262,7 @@ def test_sentences(small, caplog):  # noqa: F811
         ("async_finish or return_recv_hook", send, sent, dict(async_finish=True, **HOOK)),
         ("use_ue8m0.*round_scale", send, sent, dict(use_ue8m0=True)),
         ("multiple of 512.*got 128", send, sent, dict(round_scale=True, use_ue8m0=True)),
-        ("cost of waiting", send, sent, dict(dispatch_wait_recv_cost_stats=idx)),
+        ("cost_stats: expected .1., got .2, 2.", send, sent, dict(dispatch_wait_recv_cost_stats=idx)),
         ("use_ue8m0.*use_nvfp4", send, sent, dict(use_nvfp4=True, use_ue8m0=True)),
         ("None without use_nvfp4", send, sent, dict(x_global_scale=x[0, :1])),
         ("float32.*float64", send, sent, dict(use_nvfp4=True, x_global_scale=x[0].double())),
@@ -269,6 +271,8 @@ def test_sentences(small, caplog):  # noqa: F811
         ("max_tokens = 4 tokens, got 5", send, more, dict(use_fp8=False)),
         ("one that low_latency_dispatch returned", combine,
          (rx, idx, weights, (None, None, 4, 128, 4)), {}),
+        ("cost_stats: expected int64, got torch.float32", combine, returned,
+         dict(combine_wait_recv_cost_stats=weights[0])),
         ("signals of single blocks", combine, returned, dict(overlap=True)),
     ]:  # fmt: skip
         with refused(f"EpError {words}"):

@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
-from conftest import DEEP_EP, DEVICE, HERE
+from conftest import DEEP_EP, DEVICE, HERE, need_gpus
 from processes import check, finish, finish_all, free_port, good, spawn
 
 
@@ -29,6 +28,7 @@ def test_program(nodes):
 
 def test_elastic_program():
     """ElasticBuffer equals the references of deep_ep.utils.refs, on three ranks."""
+    need_gpus(3)  # a GPU for each rank, as DeepEP's init_dist has it
     check(run_ranks(3, "elastic_program.py"), ["equal\n", "", ""])
 
 
@@ -78,8 +78,7 @@ def test_running_programs(tmp_path):
 )
 def test_deepep_own_tests(program):
     """DeepEP's own tests, as they are. Without GPUs "cuda" is the CPU there."""
-    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
+    need_gpus(2)
     sizes = dict(num_processes=2, num_tokens=32, hidden=512, num_topk=4, num_experts=8)
     extra = []
     if program == "elastic/test_ep.py":

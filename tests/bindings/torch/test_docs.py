@@ -54,11 +54,19 @@ def test_selective_checkpoint(group):
     assert torch.equal(x.grad, torch.full_like(x, 3))
 
 
+@on_ranks()
+def test_counters(group):
+    names = dict(given(group), layer=ep.Handle(group))
+    exec(PROGRAMS[2], names)
+    assert names["counters"].peer_rows.tolist() == [6, 6]  # three tokens there, and back
+    assert torch.equal(names["out"], names["x"])
+
+
 @on_ranks(dtype=torch.bfloat16)
 def test_receive_memory(group):
     layer, names = ep.Handle(group), given(group, torch.bfloat16)
     names.update(layer=layer, rows=16, hidden=16)
-    exec(PROGRAMS[2], names)
+    exec(PROGRAMS[3], names)
     received = names.pop("received")
     out = ep.combine(layer, received.plan, received.tokens, received.topk_weights)
     assert torch.equal(out, names["tokens"])
@@ -70,9 +78,9 @@ def test_two_phases(group):
     layer = ep.Handle(group, layout=libep.Layout.BATCHED, rows_per_expert=16)
     names = dict(given(group), layer=layer, ep=ep)
     names.update(shared_expert=torch.neg, experts=lambda rows, counts: 3 * rows)
-    exec(PROGRAMS[3], names)
+    exec(PROGRAMS[4], names)
     assert torch.equal(names["out"], 2 * names["x"]) and torch.equal(names["shared"], -names["x"])
 
 
 def test_every_program_is_run():
-    assert len(PROGRAMS) == 4
+    assert len(PROGRAMS) == 5
