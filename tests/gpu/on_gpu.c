@@ -235,16 +235,15 @@ EpStatus gpu_dispatch_with(EpHandle *handle, const EpTensor *plan, const EpPrepa
     Moved m = {.stream = stream};
     EpPlanTensors numbers;
     EpPrepare outputs;
-    EpExtras copy;
     if (prepare && prepare->struct_size == sizeof(*prepare) && !prepare->topk_idx) {
         outputs = *prepare, outputs.out = move_numbers(&m, prepare->out, &numbers);
         prepare = &outputs;
     }
     refresh(handle);
-    EpStatus status = ep_dispatch_with(
-        handle, output(&m, plan), prepare, input(&m, tokens), input(&m, topk_weights),
-        input(&m, scales), stream, output(&m, recv_tokens), output(&m, recv_topk_weights),
-        output(&m, recv_scales), output(&m, recv_topk_idx), move_extras(&m, extras, &copy));
+    EpStatus status = ep_dispatch_with(handle, output(&m, plan), prepare, input(&m, tokens),
+                                       input(&m, topk_weights), input(&m, scales), stream,
+                                       output(&m, recv_tokens), output(&m, recv_topk_weights),
+                                       output(&m, recv_scales), output(&m, recv_topk_idx), EXTRAS);
     return deliver(handle, &m, status);
 }
 
@@ -271,11 +270,9 @@ EpStatus gpu_dispatch_send_with(EpHandle *handle, TENSOR plan, const EpPrepare *
                                 TENSOR tokens, TENSOR topk_weights, TENSOR scales, EpStream stream,
                                 const EpExtras *extras) {
     Moved m = {.stream = stream};
-    EpExtras copy;
     refresh(handle);
-    return settle(&m,
-                  ep_dispatch_send_with(handle, OUT(plan), prepare, IN(tokens), IN(topk_weights),
-                                        IN(scales), stream, move_extras(&m, extras, &copy)));
+    return settle(&m, ep_dispatch_send_with(handle, OUT(plan), prepare, IN(tokens),
+                                            IN(topk_weights), IN(scales), stream, EXTRAS));
 }
 
 EpStatus gpu_dispatch_send(EpHandle *handle, TENSOR plan, const EpPrepare *prepare, TENSOR tokens,
@@ -290,15 +287,6 @@ EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, TENSOR recv_tokens
     return deliver(handle, &m,
                    ep_dispatch_wait(handle, stream, OUT(recv_tokens), OUT(recv_topk_weights),
                                     OUT(recv_scales), OUT(recv_topk_idx)));
-}
-
-EpStatus gpu_dispatch_send_with(EpHandle *handle, TENSOR plan, const EpPrepare *prepare,
-                                TENSOR tokens, TENSOR topk_weights, TENSOR scales, EpStream stream,
-                                const EpExtras *extras) {
-    Moved m = {.stream = stream};
-    refresh(handle);
-    return settle(&m, ep_dispatch_send_with(handle, OUT(plan), prepare, IN(tokens),
-                                            IN(topk_weights), IN(scales), stream, EXTRAS));
 }
 
 EpStatus gpu_dispatch_wait_with(EpHandle *handle, EpStream stream, TENSOR recv_tokens,
