@@ -56,6 +56,7 @@ def are_plain(handle: Handle, topk_idx: Tensor, tokens: Tensor, weights: Optiona
                 or (
                     weights.shape == shape
                     and weights.dtype is torch.float32
+                    and weights.layout is torch.strided
                     and is_here(handle, weights)
                 )
             )

@@ -148,8 +148,8 @@ def test_counters(bootstrap):
     mesh, size = make_mesh(2), 2
     ep = bootstrap(mesh, counters=True)
     params, x = parameters(4), tokens(4, size)
-    step = loss_of(sharded(mesh, functools.partial(moe, ep), check_vma=False))
-    plain = loss_of(sharded(mesh, functools.partial(moe, bootstrap(mesh)), check_vma=False))
+    step = value_and_grads(layer_on(mesh, functools.partial(moe, ep), check_vma=False))
+    plain = value_and_grads(layer_on(mesh, functools.partial(moe, bootstrap(mesh)), check_vma=False))
     for run in (1, 2):
         jax.block_until_ready(step(params, x))
         counted = list(ep.counters().values())

@@ -73,6 +73,8 @@ def test_a_refused_dispatch_took_no_part(group, max_recv_rows):
             del given["recv_tokens"]
             with refused("EpError tokens: expected memory on a multiple of 16"):
                 call(**{**given, "tokens": off(x)})
+            with refused("TypeError topk_weights: expected a dense tensor"):
+                call(**{**given, "topk_weights": sparse(weights)})
             changes.pop("scales", None)  # travel without gradient
         good["recv_tokens"] = recv
     received = call(**good)
