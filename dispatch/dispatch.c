@@ -87,7 +87,8 @@ static EpStatus describe_inputs(EpOperation *o, const Inputs *in, EpScatter *sca
     EP_TRY(describe_weights(o, in->topk_weights, s));
     EP_TRY(describe_scales(o, in->scales, s));
     s->scale_map.element_bytes = (int32_t)ep_type_bytes(s->scale_type);
-    s->scale_map.order = o->handle->shape.scale_order;
+    s->scale_map.by_column = o->handle->shape.scale_order == EP_SCALES_BY_COLUMN;
+    s->scale_map.swizzled = o->handle->shape.scale_order == EP_SCALES_SWIZZLED;
     s->scale_bytes = s->scale_map.count * s->scale_map.element_bytes;
     return EP_OK;
 }
@@ -124,7 +125,7 @@ static EpStatus describe_recv_scales(const EpOperation *o, const EpTensor *t, Ep
     EP_TRY(ep_arg_type(&o->call, "recv_scales", t, s->scale_type));
     EP_TRY(ep_arg_alignment(&o->call, "recv_scales", t, 4));
     s->out_scales = t->data;
-    int64_t rows = t->shape[s->scale_map.order == EP_SCALES_BY_COLUMN ? t->ndim - 1 : t->ndim - 2];
+    int64_t rows = t->shape[t->ndim - (s->scale_map.by_column ? 1 : 2)];
     if (t->ndim == 2) s->out_capacity = ep_min(s->out_capacity, rows);
     /* Tensors of tiles may have more rows than their blocks. */
     int64_t block = s->block_rows ? s->block_rows : o->handle->shape.block_rows;

@@ -68,16 +68,15 @@ typedef struct EpQuantFormat {
     int32_t block;
     int32_t scaling; /**< an EpScaling */
     int32_t uses;    /**< of EpQuantUses */
-    float global;    /**< EP_SCALE_GLOBAL: the call's global scale, once it is read; else 0 */
 } EpQuantFormat;
 
 /** Returns the line of `quant`; with 0 bits for EP_QUANT_NONE and what is no EpQuant. */
 EP_HOST_DEVICE static inline EpQuantFormat ep_quant_format(EpQuant quant) {
-    EpQuantFormat format = {quant, EP_TYPE_UINT8, 0, 0, 1, 0, 0, 0};
+    EpQuantFormat format = {quant, EP_TYPE_UINT8, 0, 0, 1, 0, 0};
 #define EP_QUANT_LINE(name, type, code, bits, block, scaling, uses)                               \
     case EP_QUANT_##name: {                                                                       \
         const EpQuantFormat line = {quant, type, EP_CODE_##code, bits, block, EP_SCALE_##scaling, \
-                                    uses,  0};                                                    \
+                                    uses};                                                        \
         return line;                                                                              \
     }
     switch (quant) {
@@ -224,19 +223,11 @@ EP_HOST_DEVICE static inline int ep_is_global_scale(float value) {
 
 /** Returns the scale of a block of EP_SCALE_GLOBAL, each operation rounded by itself. A scale that
  *  rounds to 0 stands for a block of zeros. */
-EP_HOST_DEVICE static inline EpQuantScale ep_quant_global(EpQuantFormat format,
-                                                          uint32_t amax_bits) {
-    uint8_t code = ep_e4m3_from_float(format.global * (ep_quant_float(amax_bits) * (1.0f / 6.0f)));
-    float step = ep_float_from_e4m3(code) * (1.0f / format.global);
+EP_HOST_DEVICE static inline EpQuantScale ep_quant_global(float global, uint32_t amax_bits) {
+    uint8_t code = ep_e4m3_from_float(global * (ep_quant_float(amax_bits) * (1.0f / 6.0f)));
+    float step = ep_float_from_e4m3(code) * (1.0f / global);
     EpQuantScale scale = {code, code ? 1.0f / step : 0.0f};
     return scale;
-}
-
-/** Returns the scale of a block of any format. */
-EP_HOST_DEVICE static inline EpQuantScale ep_quant_any_scale(EpQuantFormat format,
-                                                             uint32_t amax_bits) {
-    return format.scaling == EP_SCALE_GLOBAL ? ep_quant_global(format, amax_bits)
-                                             : ep_quant_scale(format, amax_bits);
 }
 
 #endif

@@ -36,7 +36,7 @@ typedef struct Scatter {
     const EpRowMath *math;
     int32_t rank, size;
     int64_t top_k;
-    EpQuantFormat format; /* of rows on their way */
+    float global; /* scale of the call's rows; 0: none */
     EpRecord record;
     int64_t chunk;                  /* tokens of each source in one round */
     int stream;                     /* whether rows are stored past the caches */
@@ -60,8 +60,8 @@ static int has_quant(const EpScatterTensors *s) {
 /* Write a token's quantised row and its scales into a record. */
 static void quantise(const Scatter *x, int64_t token, char *record) {
     const EpScatterTensors *s = x->s;
-    ep_quantise(x->format, s->source_type, s->rows + token * s->source_row_bytes, s->row_elements,
-                (uint8_t *)record, record + x->record.scales);
+    ep_quantise(s->format, x->global, s->source_type, s->rows + token * s->source_row_bytes,
+                s->row_elements, (uint8_t *)record, record + x->record.scales);
 }
 
 /* Returns the parts of one of this rank's tokens, quantised if rows are. */
@@ -144,10 +144,10 @@ static int64_t position(const Scatter *x, int64_t entry) {
 /* Write the scales of one slot. `scales` NULL: zeros, as behind the last scale of a tile. */
 static void fill_scales(const Scatter *x, int64_t slot, const char *scales) {
     const EpScaleMap *map = &x->s->scale_map;
-    int by_row = map->order == EP_SCALES_BY_ROW;
+    int by_row = !map->by_column && !map->swizzled;
     size_t bytes = by_row ? (size_t)x->s->scale_bytes : (size_t)map->element_bytes;
     int64_t count = by_row ? 1 : map->count, all = count;
-    if (map->order == EP_SCALES_SWIZZLED) all = ep_round_up(count, EP_TILE_SCALES);
+    if (map->swizzled) all = ep_round_up(count, EP_TILE_SCALES);
     for (int64_t i = 0; i < all; i++) {
         char *to = x->s->out_scales + ep_scale_at(map, slot, i);
         if (scales && i < count)
@@ -343,20 +343,17 @@ static EpStatus begin_plan(EpHandle *handle, const EpScatter *scatter) {
 }
 
 /* Read the call's global scale, if it has one, before any rank takes part. */
-static EpStatus read_format(const EpHandle *handle, const EpScatter *scatter,
-                            EpQuantFormat *format) {
-    const float *scale = scatter->t.global_scale;
-    *format = scatter->t.format;
-    if (!scale) return EP_OK;
-    format->global = *scale;
+static EpStatus read_global(const EpHandle *handle, const EpScatter *scatter, float *global) {
     EpCall call = {scatter->op->name, handle->group->rank, handle->group};
-    return ep_is_global_scale(*scale) ? EP_OK : ep_refuse_global_scale(&call, *scale);
+    *global = scatter->t.global_scale ? *scatter->t.global_scale : 0;
+    if (!scatter->t.global_scale || ep_is_global_scale(*global)) return EP_OK;
+    return ep_refuse_global_scale(&call, *global);
 }
 
 static EpStatus run(EpHandle *handle, const EpScatter *scatter) {
     _Alignas(64) char quantised[MAX_QUANTISED_BYTES];
-    EpQuantFormat format;
-    EP_TRY(read_format(handle, scatter, &format));
+    float global;
+    EP_TRY(read_global(handle, scatter, &global));
     EP_TRY(begin_plan(handle, scatter));
     EpHost *host = ep_host(handle->group);
     const EpScatterTensors *s = &scatter->t;
@@ -365,7 +362,7 @@ static EpStatus run(EpHandle *handle, const EpScatter *scatter) {
                  .s = s,
                  .shape = &handle->shape,
                  .exchange = host->exchange,
-                 .format = format};
+                 .global = global};
     x.has_rows = handle->shape.has_rows;
     x.block_rows = s->block_rows;
     x.plan = ep_host_plan(handle, scatter->plan);

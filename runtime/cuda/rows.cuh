@@ -96,8 +96,11 @@ __device__ __forceinline__ void ep_add(EpVector<T> *sum, const EpVector<T> &x) {
  * Quantise one row by a group of threads, with the same bits as ep_quantise (runtime/quant.h).
  *
  * A thread takes a unit at a time: 16 elements become 2 bytes for each bit of a code. The lanes
- * that have the units of a block, 8 or 2 neighbours of one warp or one alone, find its amax
- * together, and each computes the scale.
+ * that have the units of a block, 8 or 2 neighbours of one warp, find its amax together, and each
+ * computes the scale.
+ *
+ * NVFP4 has a type of its own in place of EpQuantFormat, and kernels have instances for it. So code
+ * for other formats knows nothing of it.
  */
 
 #define EP_QUANT_UNIT 16 /* elements that a thread takes at a time */
@@ -168,42 +171,13 @@ template <> __device__ __forceinline__ uint32_t ep_unit_most<float>(const EpUnit
     return ep_unit_largest(x, 0);
 }
 
-/* The e2m1 of two floats, that of `low` in the lower bits. */
-__device__ __forceinline__ uint32_t ep_e2m1_pair(float low, float high) {
-#if EP_CONVERTS_E2M1
-    return ep_convert_e2m1x2(low, high);
-#else
-    return ep_e2m1_from_float(low) | (uint32_t)ep_e2m1_from_float(high) << 4;
-#endif
-}
-
-/* The codes of a unit in E2M1, in the first two words. A call, so that kernels need no registers
- * for it where they quantise otherwise. */
-template <typename T>
-static __device__ __noinline__ uint2 ep_unit_e2m1(EpUnit<T> x, float inverse) {
-    uint32_t word[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < EpUnit<T>::PARTS; i++) {
-        EpVector<T> v = ep_unpack<T>(x.part[i]);
-#pragma unroll
-        for (int e = 0; e < EpVector<T>::SIZE; e += 2) {
-            int at = i * EpVector<T>::SIZE + e;
-            word[at / 8] |= ep_e2m1_pair(v.at[e] * inverse, v.at[e + 1] * inverse) << at % 8 * 4;
-        }
-    }
-    return make_uint2(word[0], word[1]);
-}
-
 /** Returns the codes of a unit, from its first bytes on. Each product is rounded by itself: kernels
- *  are compiled without contraction. */
+ *  are compiled without contraction. E4M3 is the only code. */
 template <typename T>
 __device__ __forceinline__ uint4 ep_unit_codes(EpQuantFormat format, const EpUnit<T> &x,
                                                float inverse) {
+    (void)format;
     uint32_t word[4] = {0, 0, 0, 0};
-    if (format.code == EP_CODE_E2M1) {
-        uint2 pairs = ep_unit_e2m1<T>(x, inverse);
-        return make_uint4(pairs.x, pairs.y, 0, 0);
-    }
 #pragma unroll
     for (int i = 0; i < EpUnit<T>::PARTS; i++) {
         EpVector<T> v = ep_unpack<T>(x.part[i]);
@@ -217,8 +191,7 @@ __device__ __forceinline__ uint4 ep_unit_codes(EpQuantFormat format, const EpUni
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/** Returns the E4M3 codes with that of every NaN set to 0x7f, whatever sign the instruction gives
- *  it. */
+/** Returns the codes with that of every NaN set to 0x7f, whatever sign the instruction gives it. */
 template <typename T>
 __device__ __forceinline__ uint4 ep_unit_nan(const EpUnit<T> &x, const uint4 &codes) {
     uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
@@ -237,35 +210,24 @@ __device__ __forceinline__ uint4 ep_unit_nan(const EpUnit<T> &x, const uint4 &co
 /** Store the codes of a unit of a row. */
 __device__ __forceinline__ void ep_store_codes(EpQuantFormat format, void *row, int unit,
                                                const uint4 &codes) {
-    if (format.bits == 8)
-        ((uint4 *)row)[unit] = codes;
-    else
-        ((uint2 *)row)[unit] = make_uint2(codes.x, codes.y);
+    (void)format;
+    ((uint4 *)row)[unit] = codes;
 }
 
 /** The same in shared memory. */
 __device__ __forceinline__ void ep_store_shared_codes(EpQuantFormat format, uint32_t row, int unit,
                                                       const uint4 &codes) {
-    if (format.bits == 8)
-        ep_store_shared(row + unit * (uint32_t)sizeof(codes), codes);
-    else
-        ep_store_shared(row + unit * (uint32_t)sizeof(uint2), make_uint2(codes.x, codes.y));
+    (void)format;
+    ep_store_shared(row + unit * (uint32_t)sizeof(codes), codes);
 }
 
 template <typename Index>
 __device__ __forceinline__ void ep_store_scale(EpQuantFormat format, void *scales, Index block,
                                                const EpQuantScale &scale) {
-    if (ep_quant_scale_type(format) == EP_TYPE_FP32)
+    if (format.scaling != EP_SCALE_EXPONENT)
         ((uint32_t *)scales)[block] = scale.stored;
     else
         ((uint8_t *)scales)[block] = (uint8_t)scale.stored;
-}
-
-/** Returns a call's format with its global scale, if it has one. */
-__device__ __forceinline__ EpQuantFormat ep_load_format(EpQuantFormat format,
-                                                        const float *global_scale) {
-    if (global_scale) format.global = *global_scale;
-    return format;
 }
 
 /** Returns the log2 of the number of units in a block. */
@@ -283,10 +245,9 @@ __device__ __forceinline__ uint4 ep_quantise_unit(EpQuantFormat format, const Ep
     uint32_t amax = largest < EP_QUANT_INFINITY_BITS ? largest : ep_unit_largest(x, 1);
     for (int d = 1; d < 1 << ep_quant_log(format); d *= 2)
         amax = max(amax, __shfl_xor_sync(~0u, amax, d));
-    *scale = ep_quant_any_scale(format, max(amax, EP_QUANT_LEAST_BITS));
+    *scale = ep_quant_scale(format, max(amax, EP_QUANT_LEAST_BITS));
     uint4 codes = ep_unit_codes(format, x, scale->inverse);
-    int has_nan = largest > EP_QUANT_INFINITY_BITS && format.code == EP_CODE_E4M3;
-    return has_nan ? ep_unit_nan(x, codes) : codes;
+    return largest > EP_QUANT_INFINITY_BITS ? ep_unit_nan(x, codes) : codes;
 }
 
 /** Store the scale of a unit's block, if this unit is the block's first. */
@@ -311,10 +272,72 @@ __device__ __forceinline__ EpVector<T> ep_dequantise(const uint4 &codes, int par
     return v;
 }
 
+/* ---- NVFP4 --------------------------------------------------------------------------------- */
+
+/** EP_QUANT_NVFP4 with the call's global scale. A block is a unit: a thread has it alone. */
+typedef struct EpNvfp4 {
+    float global;
+} EpNvfp4;
+
+/** Returns how a call quantises: an EpNvfp4, or `format` itself. That lies among the kernel's
+ *  arguments, and a copy would take registers. */
+template <int IS_NVFP4>
+__device__ __forceinline__ decltype(auto) ep_format_of(const EpQuantFormat &format,
+                                                       const float *global_scale) {
+    if constexpr (IS_NVFP4)
+        return EpNvfp4{*global_scale};
+    else
+        return (format);
+}
+
+/* The e2m1 of two floats, that of `low` in the lower bits. */
+__device__ __forceinline__ uint32_t ep_e2m1_pair(float low, float high) {
+#if EP_CONVERTS_E2M1
+    return ep_convert_e2m1x2(low, high);
+#else
+    return ep_e2m1_from_float(low) | (uint32_t)ep_e2m1_from_float(high) << 4;
+#endif
+}
+
+/** See ep_quantise_unit above. The codes lie in the first two words. */
 template <typename T>
-__device__ __forceinline__ void ep_quantise_as(EpQuantFormat format, const void *row, int n,
-                                               uint8_t *out, void *scales, int thread,
-                                               int threads) {
+__device__ __forceinline__ uint4 ep_quantise_unit(EpNvfp4 format, const EpUnit<T> &x, int valid,
+                                                  EpQuantScale *scale) {
+    uint32_t largest = valid ? ep_unit_most(x) : 0, word[2] = {0, 0};
+    uint32_t amax = largest < EP_QUANT_INFINITY_BITS ? largest : ep_unit_largest(x, 1);
+    *scale = ep_quant_global(format.global, max(amax, EP_QUANT_LEAST_BITS));
+#pragma unroll
+    for (int i = 0; i < EpUnit<T>::PARTS; i++) {
+        EpVector<T> v = ep_unpack<T>(x.part[i]);
+#pragma unroll
+        for (int e = 0; e < EpVector<T>::SIZE; e += 2) {
+            int at = i * EpVector<T>::SIZE + e;
+            float low = v.at[e] * scale->inverse, high = v.at[e + 1] * scale->inverse;
+            word[at / 8] |= ep_e2m1_pair(low, high) << at % 8 * 4;
+        }
+    }
+    return make_uint4(word[0], word[1], 0, 0);
+}
+
+__device__ __forceinline__ void ep_store_codes(EpNvfp4, void *row, int unit, const uint4 &codes) {
+    ((uint2 *)row)[unit] = make_uint2(codes.x, codes.y);
+}
+
+__device__ __forceinline__ void ep_store_shared_codes(EpNvfp4, uint32_t row, int unit,
+                                                      const uint4 &codes) {
+    ep_store_shared(row + unit * (uint32_t)sizeof(uint2), make_uint2(codes.x, codes.y));
+}
+
+__device__ __forceinline__ void ep_store_scale_of(EpNvfp4, void *scales, int unit,
+                                                  const EpQuantScale &scale) {
+    ((uint8_t *)scales)[unit] = (uint8_t)scale.stored;
+}
+
+/* ---- rows ---------------------------------------------------------------------------------- */
+
+template <typename T, typename Format>
+__device__ __forceinline__ void ep_quantise_as(Format format, const void *row, int n, uint8_t *out,
+                                               void *scales, int thread, int threads) {
     int units = n / EP_QUANT_UNIT, lane = thread % 32;
     for (int base = thread - lane; base < units; base += threads) {
         int unit = base + lane, valid = unit < units;
@@ -329,15 +352,17 @@ __device__ __forceinline__ void ep_quantise_as(EpQuantFormat format, const void 
 }
 
 /**
- * Quantise a row of `n` elements of BF16, FP16 or FP32, n a multiple of 16. By threads 0 ..
+ * Quantise a row of `n` elements of BF16, FP16 or FP32, n a multiple of 16 (EpNvfp4: 32). Format is
+ * EpQuantFormat or EpNvfp4. By threads 0 ..
  * `threads` - 1 of a group, all with the same arguments; this one is `thread`. The group is whole
  * warps, with thread % 32 the lane. `row` is global memory that is not written during the launch;
  * `out` [ep_quant_bytes] and `scales` [ep_quant_scales] are global or shared, row and out 16-byte
  * aligned, scales aligned to its elements. There is no barrier: other threads see the result after
  * a barrier of their own, and bulk copies after a fence besides.
  */
-__device__ __forceinline__ void ep_quantise_row(EpQuantFormat format, int type, const void *row,
-                                                int n, uint8_t *out, void *scales, int thread,
+template <typename Format>
+__device__ __forceinline__ void ep_quantise_row(Format format, int type, const void *row, int n,
+                                                uint8_t *out, void *scales, int thread,
                                                 int threads) {
     if (type == EP_TYPE_BF16)
         ep_quantise_as<__nv_bfloat16>(format, row, n, out, scales, thread, threads);

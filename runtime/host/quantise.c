@@ -37,14 +37,16 @@ static void encode(EpQuantFormat format, const float *x, int64_t count, float in
                                ep_e2m1_from_float(x[i + 1] * inverse) << 4);
 }
 
-void ep_quantise(EpQuantFormat format, EpType type, const void *row, int64_t n, uint8_t *out,
-                 void *scales) {
+void ep_quantise(EpQuantFormat format, float global, EpType type, const void *row, int64_t n,
+                 uint8_t *out, void *scales) {
     int64_t block = format.block;
     float x[MOST_BLOCK];
     for (int64_t first = 0, b = 0; first < n; first += block, b++) {
         int64_t count = n - first < block ? n - first : block;
         load_block(type, row, first, 1, count, x);
-        EpQuantScale scale = ep_quant_any_scale(format, find_amax(x, count));
+        uint32_t amax = find_amax(x, count);
+        EpQuantScale scale = format.scaling == EP_SCALE_GLOBAL ? ep_quant_global(global, amax)
+                                                               : ep_quant_scale(format, amax);
         encode(format, x, count, scale.inverse, out + ep_quant_bytes(format, first));
         ep_store_scale(format, scales, b, scale.stored);
     }

@@ -77,9 +77,7 @@ static void check_row(EpQuant quant, float global, EpType type, const void *row,
     _Alignas(4) uint8_t scales[64], expected_scales[64];
     memset(scales, 0xee, sizeof(scales));
     memset(expected_scales, 0xee, sizeof(expected_scales));
-    EpQuantFormat format = ep_quant_format(quant);
-    format.global = global;
-    ep_quantise(format, type, row, n, got, scales);
+    ep_quantise(ep_quant_format(quant), global, type, row, n, got, scales);
     quant_row(quant, global, type, row, n, expected, expected_scales);
     CHECK(memcmp(got, expected, (size_t)quant_bytes(quant, n)) == 0,
           "quant %d, type %d, %d elements", (int)quant, (int)type, n);
@@ -111,7 +109,7 @@ static void check_first(EpQuant quant, float first, float second, double scale, 
     float row[16] = {first, second};
     uint8_t out[16];
     _Alignas(4) uint8_t stored[4];
-    ep_quantise(ep_quant_format(quant), EP_TYPE_FP32, row, 16, out, stored);
+    ep_quantise(ep_quant_format(quant), 0, EP_TYPE_FP32, row, 16, out, stored);
     float fp32;
     memcpy(&fp32, stored, 4);
     double got = quant_scale_bytes(quant) == 4 ? (double)fp32 : ldexp(1, stored[0] - 127);
@@ -145,9 +143,7 @@ SoloTest(runtime_quant, by_hand) {
 static void check_nvfp4(float global, float first, float second, uint8_t scale, uint8_t pair) {
     float row[16] = {first, second, 6};
     uint8_t out[8], stored;
-    EpQuantFormat format = ep_quant_format(EP_QUANT_NVFP4);
-    format.global = global;
-    ep_quantise(format, EP_TYPE_FP32, row, 16, out, &stored);
+    ep_quantise(ep_quant_format(EP_QUANT_NVFP4), global, EP_TYPE_FP32, row, 16, out, &stored);
     CHECK(stored == scale && out[0] == pair, "%a, %a, %a: scale 0x%02x, 0x%02x", (double)global,
           (double)first, (double)second, stored, out[0]);
 }
