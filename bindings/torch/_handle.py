@@ -13,6 +13,7 @@ import torch
 
 from .._abi import Layout, Mode, Plans, Quant, Rows, ScaleOrder, Status, Tail, Type
 from .._config import max_recv_rows, name_members
+from .._formats import scales_shape
 from .._handle import Handle as CoreHandle
 from .._handle import PlanTensors
 from .._library import EpError, last_error
@@ -285,12 +286,7 @@ class Handle(CoreHandle):
 
     def scales_shape(self, rows: int, count: int) -> tuple[int, ...]:
         """The shape of recv_scales, with `count` scales per row."""
-        *lead, last = self.lead(rows)
-        if self._scale_order == ScaleOrder.BY_COLUMN:
-            return (*lead, count, last)
-        if self._scale_order == ScaleOrder.SWIZZLED:  # whole tiles of 128 x 4
-            return (*lead, -(-last // 128) * 128, -(-count // 4) * 4)
-        return (*lead, last, count)
+        return scales_shape(self._scale_order, self.lead(rows), count)
 
 
 def _given(value: Optional[int], default: int) -> int:

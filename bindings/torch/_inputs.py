@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._abi import MAX_DIMS, Status
+from .._formats import FORMATS
 from .._library import EpError
 from . import _checks
 from ._calls import (
@@ -22,7 +23,7 @@ from ._calls import (
     refuse_memory,
     refuse_strides,
 )
-from ._quant import row_unit, row_values
+from ._quant import row_values
 
 if TYPE_CHECKING:
     from typing import NoReturn, Optional
@@ -127,7 +128,7 @@ def _require_tokens(handle: Handle, topk_idx: Tensor, tokens: Tensor, has_count:
     if handle.quantises:
         if tokens.dtype not in _SUMMABLE:
             _refuse(Status.TYPE, "tokens", "bfloat16, float16 or float32", tokens.dtype)
-        unit = row_unit(handle.quant)
+        unit = FORMATS[handle.quant].unit
         if tokens.shape[1] % unit:
             expected = f"a multiple of {unit} elements where rows are quantised"
             _refuse(Status.ROW_BYTES, "tokens", expected, tokens.shape[1])

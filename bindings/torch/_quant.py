@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._abi import Blocks, Quant, ScaleOrder, Status
+from .._formats import FORMATS, count_scales
 from .._library import EpError
 from . import _calls, _checks
 
@@ -21,32 +22,20 @@ if TYPE_CHECKING:
 
     Scaled = dict[str, Tensor]
 
-_E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
-_QUANTS = {  # elements per scale, type of the scales
-    Quant.FP8: (128, torch.float32),
-    Quant.FP8_UE8M0: (128, _E8M0),
-    Quant.MXFP8: (32, _E8M0),
-    Quant.FP8_POW2: (128, torch.float32),
+_KINDS = {  # types of values and of scales
+    quant: (getattr(torch, each.values), getattr(torch, each.scales, torch.uint8))
+    for quant, each in FORMATS.items()
 }
-_FP4_SCALE_BLOCK, _FP4_UNIT = 16, 32  # elements per scale; rows are a multiple of the unit
 
 
 def row_scales(quant: Quant, hidden: int) -> tuple[int, torch.dtype]:
     """Scales of a row of `hidden` elements, and their type."""
-    if quant == Quant.NVFP4:
-        return hidden // _FP4_SCALE_BLOCK, torch.uint8
-    block, dtype = _QUANTS[Quant(quant)]
-    return -(-hidden // block), dtype
+    return count_scales(quant, hidden), _KINDS[quant][1]
 
 
 def row_values(quant: Quant, hidden: int) -> tuple[int, torch.dtype]:
     """Elements of a tensor that a row of `hidden` elements becomes, and their type."""
-    return (hidden // 2, torch.uint8) if quant == Quant.NVFP4 else (hidden, torch.float8_e4m3fn)
-
-
-def row_unit(quant: Quant) -> int:
-    """A row that is quantised has a multiple of so many elements."""
-    return _FP4_UNIT if quant == Quant.NVFP4 else 16
+    return hidden // FORMATS[quant].packed, _KINDS[quant][0]
 
 
 def as_scaled(handle: Handle, call: str, global_scale: Optional[Tensor]) -> Scaled:
@@ -65,10 +54,10 @@ def as_scaled(handle: Handle, call: str, global_scale: Optional[Tensor]) -> Scal
 
 
 def _form(quant: Quant) -> tuple[int, torch.dtype]:
-    if quant not in _QUANTS:
-        names = ", ".join(known.name for known in _QUANTS)
-        raise TypeError(f"quant: expected one of {names}, got {quant!r}")
-    return _QUANTS[quant]
+    names = [known.name for known in FORMATS if known != Quant.NVFP4]
+    if quant not in FORMATS or quant == Quant.NVFP4:
+        raise TypeError(f"quant: expected one of {', '.join(names)}, got {quant!r}")
+    return FORMATS[quant].block, _KINDS[quant][1]
 
 
 def _require_rows(rows: Tensor) -> None:

@@ -1052,7 +1052,9 @@ typedef struct EpPrepare {
  *                    ep_prepare took num_tokens, T is any number from that one to max_tokens. All
  *                    token tensors of a call have one T.
  * topk_weights       [T, K] FP32, or NULL
- * scales             [T, S] any type, rows a multiple of 4 bytes up to max_scale_bytes, or NULL
+ * scales             [T, S] any type, rows a multiple of 4 bytes up to max_scale_bytes, or NULL.
+ *                    Rows that are NVFP4 already are UINT8 [T, H/2] and [T, H/16]: H is a multiple
+ *                    of 64, or the caller pads each row of scales to a multiple of 4 bytes
  * recv_tokens        [rows, H] of the tokens' type; rows >= the capacity, or with exact sizing >=
  *                    recv_rows. BATCHED: [L, rows_per_expert, H]. RANK_MAJOR: [R, N, H].
  * recv_topk_weights  [rows] FP32; FLAT: [rows, K]; BATCHED: [L, rows_per_expert]; RANK_MAJOR: [R,
