@@ -350,7 +350,8 @@ static EpStatus read_global(const EpHandle *handle, const EpScatter *scatter, fl
     return ep_refuse_global_scale(&call, *global);
 }
 
-static EpStatus run(EpHandle *handle, const EpScatter *scatter) {
+static EpStatus run(EpHandle *handle, const void *call) {
+    const EpScatter *scatter = call;
     _Alignas(64) char quantised[MAX_QUANTISED_BYTES];
     float global;
     EP_TRY(read_global(handle, scatter, &global));
@@ -392,9 +393,5 @@ static EpStatus run(EpHandle *handle, const EpScatter *scatter) {
 }
 
 EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
-    double waited[EP_MAX_RANKS];
-    ep_host_measure_waits(handle->group, &scatter->stats, waited);
-    EpStatus status = run(handle, scatter);
-    ep_host_count_waits(handle->group, &scatter->stats, waited, status);
-    return status;
+    return ep_host_run(handle, &scatter->stats, run, scatter);
 }
