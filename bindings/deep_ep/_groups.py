@@ -32,6 +32,7 @@ _LEAST_TOKENS = 1024  # of a group's capacity, so that small first batches do no
 _AGREED = struct.Struct("=qQ")  # tokens of a rank, and a bit for each of its groups with plans
 _SCALE_BLOCK = 128  # elements, of 4 bytes of scales
 WORDS = 4  # a row has a multiple of so many words of 4 bytes
+_ORDERS = {Quant.FP8_UE8M0: ScaleOrder.BY_ROW, Quant.NVFP4: ScaleOrder.SWIZZLED}
 
 
 class NormalKey(NamedTuple):
@@ -174,13 +175,12 @@ class LatencyGroup:
         idle = self._idle.setdefault(quant, [])
         if idle:
             return idle.pop()
-        is_packed = quant == Quant.FP8_UE8M0
         return Handle(
             self.group,
             layout=Layout.BATCHED,
             rows_per_expert=self.rows_per_expert,
             quant=quant,
-            scale_order=ScaleOrder.BY_ROW if is_packed else ScaleOrder.BY_COLUMN,
+            scale_order=_ORDERS.get(quant, ScaleOrder.BY_COLUMN),
         )
 
     def read_sources(self, plan: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from .._library import EpError
 from . import _calls, _checks, _fast, _inputs, _ops
 from ._counters import as_given
 from ._handle import Handle, Plan
-from ._quant import row_scales
+from ._quant import as_scaled, row_scales, row_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ._counters import Counters, Given
+    from ._quant import Scaled
 
     Shape = tuple[int, ...]
     _Shapes = tuple[Shape, Optional[Shape], Optional[Shape]]
@@ -36,7 +37,8 @@ class Received(NamedTuple):
     """What dispatch delivers: one row for each slot. ep.h gives the shapes of the other layouts."""
 
     tokens: Tensor
-    """[rows, H] of the tokens' type; float8_e4m3fn if the handle quantises."""
+    """[rows, H] of the tokens' type; float8_e4m3fn if the handle quantises, with Quant.NVFP4
+    [rows, H / 2] uint8, of which float4_e2m1fn_x2 is a view."""
 
     topk_weights: Optional[Tensor]
     """[rows] float32, FLAT [rows, K]; None if dispatch got none."""
@@ -45,7 +47,8 @@ class Received(NamedTuple):
     """The step's routing, for combine."""
 
     scales: Optional[Tensor]
-    """[rows, S], BY_COLUMN [S, rows]; None if there are none."""
+    """[rows, S], BY_COLUMN [S, rows], SWIZZLED whole tiles; None if there are none. Those of
+    Quant.NVFP4 are uint8, of which float8_e4m3fn is a view."""
 
     topk_idx: Optional[Tensor]
     """FLAT and RANK_MAJOR: [rows, K], local experts or -1. Else None."""
@@ -359,16 +362,16 @@ def make_received(
 ) -> Received:
     """The outputs of a dispatch without gradient, not yet written."""
     rows = _rows(handle, plan, given)
-    recv_scales, dtype = None, tokens.dtype
+    recv_scales, width, dtype = None, tokens.shape[-1], tokens.dtype
     if handle.quantises:
-        count, scale_dtype = row_scales(handle.quant, tokens.shape[-1])
-        dtype = torch.float8_e4m3fn
+        count, scale_dtype = row_scales(handle.quant, width)
+        width, dtype = row_values(handle.quant, width)
         recv_scales = tokens.new_empty(handle.scales_shape(rows, count), dtype=scale_dtype)
     elif scales is not None:
         recv_scales = scales.new_empty(handle.scales_shape(rows, scales.shape[-1]))
     recv, weights, idx = given, None, None
     if recv is None:
-        recv = tokens.new_empty((*handle.lead(rows), tokens.shape[-1]), dtype=dtype)
+        recv = tokens.new_empty((*handle.lead(rows), width), dtype=dtype)
     if topk_weights is not None:
         weights = topk_weights.new_empty(handle.weights_shape(rows), dtype=torch.float32)
     if handle.is_per_token:
@@ -389,6 +392,7 @@ def dispatch(
     *,
     num_tokens: Optional[Tensor] = None,
     recv_tokens: Optional[Tensor] = None,
+    global_scale: Optional[Tensor] = None,
     counters: Optional[Counters] = None,
 ) -> Received:
     """Send token rows, and their weights, to the ranks that own their experts. Collective.
@@ -404,6 +408,8 @@ def dispatch(
                   prepare has taken it.
     recv_tokens   where the rows go, such as a tensor in ReceiveMemory; None: new memory. The result
                   shares this memory. With exact sizing it may have more rows than come.
+    global_scale  [1] float32, by which Quant.NVFP4 multiplies: commonly 448 * 6 / (the largest
+                  magnitude of the tokens of all ranks). Else None.
     counters      what it adds to, and its prepare to the waits; its derivative to nothing. None: not
                   counted
 
@@ -419,11 +425,10 @@ def dispatch(
             "dispatch: expected tensors without gradient in latency mode, and where rows are "
             "quantised or have scales: call it under torch.no_grad(), or detach them",
         )
-    counted = as_given(counters)
+    scaled, counted = as_scaled(handle, "dispatch", global_scale), as_given(counters)
     if is_latency:
-        return _dispatch_routed(
-            handle, which, tokens, routing, topk_weights, scales, num_tokens, recv_tokens, counted
-        )
+        given = topk_weights, scales, num_tokens, recv_tokens
+        return _dispatch_routed(handle, which, tokens, routing, *given, scaled, counted)
     if handle.is_exact and recv_tokens is None and not is_compiling():
         _refuse_capture(handle)
     if isinstance(routing, Plan):
@@ -457,6 +462,7 @@ def dispatch(
         received.scales,
         received.topk_idx,
         *counted,
+        **scaled,
     )
     mark_written(which, recv_tokens)
     return received
@@ -509,6 +515,7 @@ def _dispatch_routed(
     scales: Optional[Tensor],
     num_tokens: Optional[Tensor],
     given: Optional[Tensor],
+    scaled: Scaled,
     counted: Given,
 ) -> Received:
     idx = require_indices(topk_idx)
@@ -529,6 +536,7 @@ def _dispatch_routed(
         received.scales,
         received.topk_idx,
         *counted,
+        **scaled,
     )
     mark_written(which, given)
     return received

@@ -58,7 +58,8 @@ typedef struct EpTorchHandle {
     int64_t blocks, rows_per_block; /**< dimensions of receive rows with has_blocks */
     int32_t device;                 /**< CUDA's number of the GPU; -1: the CPU */
     int32_t num_local_experts, num_ranks, top_k;
-    int32_t has_blocks, is_per_token, by_column; /**< of receive rows, weights and scales */
+    int32_t has_blocks, is_per_token, by_column; /**< of receive rows, weights and scales, where
+                                                      by_column stands for any order but BY_ROW */
 } EpTorchHandle;
 
 /** What ep_torch_call returns where Python must go the slower way. Nothing has happened then. */

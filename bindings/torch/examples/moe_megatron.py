@@ -10,6 +10,7 @@ script of one's own only install() is new, with --moe-token-dispatcher-type flex
 
 import os
 
+import moe_training
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -31,7 +32,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 EXPERTS_PER_RANK, TOP_K, TOKENS, HIDDEN, INNER = 4, 2, 64, 32, 64
-STEPS, RATE = 60, 0.5
 
 
 def start():
@@ -99,38 +99,16 @@ def make_layer(
     return layer.cuda() if HAS_GPU else layer
 
 
-def is_local(parameter):
-    """Whether a parameter belongs to this rank's experts, and is not replicated."""
-    return not getattr(parameter, "allreduce", True)
-
-
-def train(steps=STEPS):
+def train(steps=moe_training.STEPS):
     """Learn a function of the tokens. Returns the loss of each step."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    layer = make_layer(HIDDEN, INNER, EXPERTS_PER_RANK * ranks, TOP_K)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=HIDDEN**-0.5)
-        if not is_local(parameter):
-            dist.broadcast(parameter.data, 0)
+    torch.manual_seed(dist.get_rank())
+    layer = make_layer(HIDDEN, INNER, EXPERTS_PER_RANK * dist.get_world_size(), TOP_K)
     x = torch.randn(TOKENS, 1, HIDDEN, device="cuda" if HAS_GPU else "cpu")
-    losses = []
-    for step in range(steps):
-        y, _ = layer(x)
-        loss = F.mse_loss(x + y, torch.sin(2 * x))
-        layer.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                if not is_local(parameter):
-                    dist.all_reduce(parameter.grad)
-                parameter -= RATE * parameter.grad / ranks
-        total = loss.detach()
-        dist.all_reduce(total)
-        losses.append(total.item() / ranks)
-        if rank == 0 and (step % 20 == 0 or step == steps - 1):
-            print(f"step {step:3}: loss {losses[-1]:.4f}", flush=True)
-    return losses
+
+    def is_local(_, parameter):
+        return not getattr(parameter, "allreduce", True)
+
+    return moe_training.train(layer, x, lambda _: HIDDEN**-0.5, is_local, steps)
 
 
 if __name__ == "__main__":
