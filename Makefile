@@ -81,6 +81,8 @@ NVCC ?= $(CUDA_HOME)/bin/nvcc
 # have not run. Another GPU compiles the newest PTX that it can when it first loads them.
 release_arch := -gencode arch=compute_100,code=[sm_100,compute_100]
 NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
+# Matrix units of sm_90 need code for it alone.
+nvcc_arch = $(if $(filter %/fp8.cu.o,$@),$(subst 90aa,90a,$(subst 90,90a,$(NVCC_ARCH))),$(NVCC_ARCH))
 $(if $(filter 1,$(if $(RELEASE),$(CUDA))),\
     $(if $(findstring sm_100,$(shell $(NVCC) --list-gpu-code)),,\
         $(error RELEASE=1: expected an nvcc that knows sm_100 (CUDA 12.8 or newer), got $(NVCC))))
@@ -194,7 +196,7 @@ $B/emulated/$(basename $(rowmath))_%.o: $(rowmath) $B/flags
 $B/%.cu.o: %.cu $B/flags
 	@mkdir -p $(@D)
 	$(call say,NVCC,$@)
-	$Q$(NVCC) $(NVCC_ARCH) -O3 -std=c++17 -fmad=false -Iinclude -I. -I$(nccl_include) -MMD -MP \
+	$Q$(NVCC) $(nvcc_arch) -O3 -std=c++17 -fmad=false -Iinclude -I. -I$(nccl_include) -MMD -MP \
 	    $(if $(WERROR),-Werror all-warnings) \
 	    -Xcompiler -fPIC,-pthread,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
 

@@ -35,7 +35,8 @@ static bool run_layer(MoeReport *report, Layer *layer) {
     bool written =
         world->rank != 0 || !o->run.json_path || moe_json_write(report, &result, o->run.json_path);
     if (!world_all(world, written)) return false;
-    return result.wrong == 0 || bench_fail("%lld elements are wrong", (long long)result.wrong);
+    if (result.wrong) return bench_fail("%lld elements are wrong", (long long)result.wrong);
+    return !result.comparison.first[0] || bench_fail("%s", result.comparison.first);
 }
 
 static bool run(World *world, const void *given) {
@@ -43,6 +44,7 @@ static bool run(World *world, const void *given) {
     MoeMesh mesh;
     Layer layer;
     MoeReport report = {.options = &options, .world = world, .layer = &layer};
+    options.fault = moe_fault_phase();
     machine_describe(&report.machine);
     bool ok = moe_options_complete(&options, world->size, report.machine.cores) &&
               moe_mesh_choose(&options, world->size, &mesh) &&

@@ -50,6 +50,7 @@ SoloTest(tools_moe, quantised_weights) {
                  lines[i]);
         check_tool("ep_moe", line, 0, "\n#wrong 0\n", NULL);
     }
+    check_tool("ep_moe", SMALL "--threads 2 --quant fp8", 0, "\n# compare: grad_w2 ", NULL);
 }
 
 /* Sums over nodes have other roundings. */
@@ -80,6 +81,9 @@ SoloTest(tools_moe, faults_are_found) {
         check_note("a fault in %s", phase);
         check_tool("ep_moe", line, 1, "\n# wrong: ", "elements are wrong");
     }
+    setenv("LIBEP_TEST_MOE_FAULT", "reduce_w2", 1);
+    check_tool("ep_moe", SMALL "--threads 2 --quant fp8 -c 0 --experts 4 --hidden 8 --ffn 2", 1,
+               "\n# wrong: grad_w2: expected at most 0.0884 off", "off the layer without --quant");
     unsetenv("LIBEP_TEST_MOE_FAULT");
 }
 
@@ -99,6 +103,14 @@ static const BadOptions bad_options[] = {
     {"--dtype fp8", "\"fp8\""},
     {"--weights often", "\"often\""},
     {"--blocks tiles", "--quant"},
+    {"--compare 1", "--compare: expected --quant"},
+    {"--wgrad dtype", "--wgrad: expected --quant and --backend cuda"},
+    {"--quant fp8 --wgrad fp8", "--wgrad: expected --quant and --backend cuda"},
+    {"--quant mxfp8 --backend cuda", "fp8 or fp8-pow2 on GPUs"},
+    {"--quant fp8-ue8m0 --backend cuda", "got fp8-ue8m0"},
+    {"--quant fp8 --backend cuda --hidden 72", "got 72 and 256"},
+    {"--quant fp8 --backend cuda --ffn 8", "got 256 and 8"},
+    {"--quant fp8 --backend cuda --align 64", "--wgrad fp8: expected --align of a multiple of 128"},
     {"--quant mxfp8 --blocks tiles", "rows with --quant mxfp8"},
     {"--backend tpu", "\"tpu\""},
     {"--regather 2", "--regather"},

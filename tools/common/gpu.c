@@ -14,6 +14,15 @@ bool cuda_ok(cudaError_t status, const char *call) {
     return status == cudaSuccess || bench_fail("%s: %s", call, cudaGetErrorString(status));
 }
 
+int gpu_capability(void) {
+    struct cudaDeviceProp properties;
+    int device;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaGetDeviceProperties(&properties, device) != cudaSuccess)
+        return 0;
+    return 10 * properties.major + properties.minor;
+}
+
 bool gpu_multiprocessors(int *out) {
     int device;
     return cuda_ok(cudaGetDevice(&device), "cudaGetDevice") &&

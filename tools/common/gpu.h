@@ -30,6 +30,9 @@ static inline bool gpu_missing(const void *first, ...) {
 /** True for cudaSuccess. Else false, with a message that names the call. */
 bool cuda_ok(cudaError_t status, const char *call);
 
+/** Of the selected GPU: 90 is 9.0. 0 if it cannot be asked. */
+int gpu_capability(void);
+
 /** Set *out to the number of multiprocessors of the selected GPU. Returns as cuda_ok does. */
 bool gpu_multiprocessors(int *out);
 

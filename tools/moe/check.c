@@ -20,31 +20,37 @@
  * and the sums between them average such errors rather than add them. So the error of a result is
  * bounded by the number of roundings before it, times u, times the largest element. The gate and
  * the up half of z are two roundings, since the activation multiplies them.
+ *
+ * Where products take e4m3, their rows are rounded to it, too, with u = 2^-4, and for gradients of
+ * weights the transposed rows. This bound is wide; compare.h has a narrow one of the whole.
  */
 static const struct {
     const char *name;
     MoePhase phase;
     int roundings;
+    int e4m3, transposed; /* of rows, and of transposed rows */
 } checks[NUM_CHECKS] = {
     /* none: fp32 from exact operands */
-    [CHECK_EXPERTS] = {"experts", MOE_ROUTER, 0},
-    [CHECK_TOPK] = {"topk_weights", MOE_ROUTER, 0},
-    /* gate, up, a, y, a partial sum that travels, one of a node, out */
-    [CHECK_OUT] = {"out", MOE_COMBINE, 7},
+    [CHECK_EXPERTS] = {"experts", MOE_ROUTER, 0, 0, 0},
+    [CHECK_TOPK] = {"topk_weights", MOE_ROUTER, 0, 0, 0},
+    /* gate, up, a, y, a partial sum that travels, one of a node, out; rows twice, a */
+    [CHECK_OUT] = {"out", MOE_COMBINE, 7, 3, 0},
     /* gate, up, grad_y, grad_a, grad_z, the slot's gradient, two partial sums, their sum, and with
-       the router's part */
-    [CHECK_GRAD_TOKENS] = {"grad_tokens", MOE_ROUTER_BACKWARD, 10},
-    /* gate, up, grad_y, grad_a, grad_z, the rank's gradient */
-    [CHECK_GRAD_W1] = {"grad_w1", MOE_REDUCE_W1, 6},
-    /* gate, up, a, grad_y, the rank's gradient */
-    [CHECK_GRAD_W2] = {"grad_w2", MOE_REDUCE_W2, 5},
-    /* gate, up, a, y: late; gate, up, grad_a: early */
-    [CHECK_GRAD_ROUTER] = {"grad_router", MOE_REDUCE_ROUTER, 4},
+       the router's part; rows twice, grad_y, grad_z */
+    [CHECK_GRAD_TOKENS] = {"grad_tokens", MOE_ROUTER_BACKWARD, 10, 4, 0},
+    /* gate, up, grad_y, grad_a, grad_z, the rank's gradient; rows twice, grad_y; rows, grad_z */
+    [CHECK_GRAD_W1] = {"grad_w1", MOE_REDUCE_W1, 6, 3, 2},
+    /* gate, up, a, grad_y, the rank's gradient; rows twice; a, grad_y */
+    [CHECK_GRAD_W2] = {"grad_w2", MOE_REDUCE_W2, 5, 2, 2},
+    /* gate, up, a, y: late; gate, up, grad_a: early; rows twice, and a or grad_y */
+    [CHECK_GRAD_ROUTER] = {"grad_router", MOE_REDUCE_ROUTER, 4, 3, 0},
 };
 
 static double bound_of(const MoeOptions *o, CheckId id) {
     const double unit = o->type == EP_TYPE_BF16 ? 0x1p-8 : o->type == EP_TYPE_FP16 ? 0x1p-11 : 0;
-    return 1e-5 + checks[id].roundings * unit;
+    const int e4m3 = (moe_multiplies_e4m3(o) ? checks[id].e4m3 : 0) +
+                     (o->wgrad == MOE_WGRAD_FP8 ? checks[id].transposed : 0);
+    return 1e-5 + checks[id].roundings * unit + e4m3 * 0x1p-4;
 }
 
 /* ---- gathering ----------------------------------------------------------------------------- */

@@ -134,6 +134,7 @@ static bool open_state(MoeDevice *d) {
         !cublas_open(d, name, sizeof(name)))
         return false;
     gpu_name(gpu, sizeof(gpu));
+    d->multiplies_e4m3 = gpu_capability() == 90;
     snprintf(d->gemm, sizeof(d->gemm), "%s on %s", name, gpu);
     return true;
 }
@@ -155,6 +156,8 @@ bool moe_cuda_create(MoeDevice *out) {
                        .destroy = cuda_destroy,
                        .multiply = cuda_multiply,
                        .correlate = cuda_correlate,
+                       .multiply_scaled = cuda_multiply_scaled,
+                       .correlate_scaled = cuda_correlate_scaled,
                        .choose = cuda_choose,
                        .choose_backward = cuda_choose_backward,
                        .add = cuda_add,

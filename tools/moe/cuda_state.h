@@ -37,6 +37,10 @@ bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const 
                    bool transposed, const EpTensor *c);
 bool cuda_correlate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                     const EpTensor *c);
+bool cuda_multiply_scaled(MoeDevice *d, const Groups *groups, const Scaled *a, const Scaled *b,
+                          const EpTensor *c);
+bool cuda_correlate_scaled(MoeDevice *d, const Groups *groups, const Scaled *a, const Scaled *b,
+                           const EpTensor *c);
 bool cuda_choose(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpTensor *weights);
 bool cuda_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
                           const EpTensor *grad_weights, const EpTensor *grad);

@@ -17,7 +17,16 @@
 typedef struct Groups {
     int32_t num;
     const int32_t *first, *count;
+    const int32_t *places; /**< [2, num] in the device's memory: first, then count. For products of
+                                e4m3 alone */
 } Groups;
+
+/** e4m3 codes, and FP32 scales of blocks of 128 elements along the last dimension. */
+typedef struct Scaled {
+    EpTensor codes, scales;
+    bool by_column; /**< the last two dimensions of the scales are swapped */
+    bool tiles;     /**< 128 rows share a scale, too */
+} Scaled;
 
 static inline int64_t tensor_elements(const EpTensor *tensor) {
     int64_t count = 1;
@@ -34,13 +43,14 @@ typedef struct MoeDevice MoeDevice;
 
 struct MoeDevice {
     const char *name;
-    EpBackend backend;   /**< HOST or CUDA */
-    char gemm[256];      /**< what multiplies matrices, for the report */
-    int square;          /**< a size of matrices at which a GEMM runs at full rate */
-    int multiprocessors; /**< of the GPU; 0 on the host */
-    EpStream stream;     /**< of all that runs, but for what is forked; NULL on the host */
-    EpStream side;       /**< a second stream; NULL on the host, where calls have finished when they
-                              return */
+    EpBackend backend;    /**< HOST or CUDA */
+    char gemm[256];       /**< what multiplies matrices, for the report */
+    int square;           /**< a size of matrices at which a GEMM runs at full rate */
+    int multiprocessors;  /**< of the GPU; 0 on the host */
+    bool multiplies_e4m3; /**< whether multiply_scaled and correlate_scaled work */
+    EpStream stream;      /**< of all that runs, but for what is forked; NULL on the host */
+    EpStream side; /**< a second stream; NULL on the host, where calls have finished when they
+                        return */
     void *state;
     double took_us; /**< between the last start and stop */
 
@@ -77,6 +87,19 @@ struct MoeDevice {
                      bool transposed, const EpTensor *c);
     bool (*correlate)(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                       const EpTensor *c);
+
+    /**
+     * The same of e4m3, in one launch each. Both operands lie along the dimension that is summed
+     * over, whose length is a multiple of 16.
+     *
+     * multiply_scaled   a [rows, k], b [groups, n, k]
+     * correlate_scaled  a [m, rows], b [n, rows]: transposed rows, where slabs begin at multiples
+     *                   of 128
+     */
+    bool (*multiply_scaled)(MoeDevice *d, const Groups *groups, const Scaled *a, const Scaled *b,
+                            const EpTensor *c);
+    bool (*correlate_scaled)(MoeDevice *d, const Groups *groups, const Scaled *a, const Scaled *b,
+                             const EpTensor *c);
 
     /**
      * Router. `p` [T, E] FP32 holds logits and becomes their softmax. The K largest of each row, in

@@ -56,6 +56,27 @@ static bool make_slot_tensors(Layer *layer) {
            make(layer, T_GRAD_SLOTS, EP_TYPE_FP32, rows, 0);
 }
 
+/* Scales go by column: products read those of neighbouring rows together. */
+static bool make_scaled(Layer *layer, Scaled *out, int64_t rows, int64_t columns) {
+    out->codes = ep_tensor_2d(NULL, EP_TYPE_FP8_E4M3, rows, columns);
+    out->scales = ep_tensor_2d(NULL, EP_TYPE_FP32, quant_scales(EP_QUANT_FP8, columns), rows);
+    out->by_column = true;
+    return tensor_alloc(layer, &out->codes, "rows in e4m3") &&
+           tensor_alloc(layer, &out->scales, "scales of rows");
+}
+
+static bool make_scaled_tensors(Layer *layer) {
+    static const TensorId ids[] = {T_RECEIVED, T_A, T_GRAD_Y, T_GRAD_Z};
+    const bool sums_rows = layer->options->wgrad == MOE_WGRAD_FP8;
+    bool ok = true;
+    for (size_t i = 0; ok && layer->multiplies_e4m3 && i < sizeof(ids) / sizeof(*ids); i++) {
+        const int64_t rows = layer->received, columns = layer->tensors[ids[i]].shape[1];
+        ok = make_scaled(layer, &layer->scaled[ids[i]], rows, columns) &&
+             (!sums_rows || make_scaled(layer, &layer->transposed[ids[i]], columns, rows));
+    }
+    return ok;
+}
+
 static bool fill_tokens(Layer *layer, TensorId tensor, InputId input) {
     const int64_t hidden = layer->options->hidden;
     const EpTensor *t = &layer->tensors[tensor];
@@ -131,6 +152,20 @@ static bool set_capacity(Layer *layer) {
            world_all(layer->world, moe_phase_run(layer, MOE_PREPARE));
 }
 
+static bool place_slabs(Layer *layer) {
+    const int32_t num = layer->num_local;
+    const size_t bytes = (size_t)num * sizeof(int32_t);
+    MoeDevice *d = &layer->device;
+    layer->experts = (Groups){num, layer->first, layer->count, NULL};
+    if (!layer->multiplies_e4m3) return true;
+    layer->places = ep_tensor_2d(NULL, EP_TYPE_INT32, 2, num);
+    bool ok = tensor_alloc(layer, &layer->places, "slabs") &&
+              d->upload(d, layer->places.data, layer->first, bytes) &&
+              d->upload(d, (int32_t *)layer->places.data + num, layer->count, bytes);
+    layer->experts.places = layer->places.data;
+    return ok;
+}
+
 /* The router's choice is the same in each step, so the rows that one prepare finds are enough. */
 static bool find_rows(Layer *layer) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
@@ -142,14 +177,13 @@ static bool find_rows(Layer *layer) {
               layer->device.finish(&layer->device) &&
               bench_ok(ep_handle_info(layer->handle, &info), "ep_handle_info");
     if (!world_all(layer->world, ok)) return false;
-    layer->rows = info.recv_rows;
+    layer->rows = layer->received = info.recv_rows;
     for (int32_t i = 0; i < layer->num_local; i++) {
         layer->first[i] = info.expert_offsets[i];
         layer->count[i] = info.expert_counts[i];
         layer->slots += info.expert_counts[i];
     }
-    layer->experts = (Groups){layer->num_local, layer->first, layer->count};
-    return set_capacity(layer);
+    return world_all(layer->world, place_slabs(layer)) && set_capacity(layer);
 }
 
 /* ---- the layer ----------------------------------------------------------------------------- */
@@ -172,6 +206,12 @@ static bool create_device(Layer *layer) {
     if (cuda && !gpu_select(layer->world)) return false;
     bool ok = cuda ? create_cuda(layer) : moe_host_create(&layer->device, (int)o->gemm_threads);
     layer->weights_stream = layer->device.stream;
+    layer->multiplies_e4m3 = moe_multiplies_e4m3(o);
+    if (ok && layer->multiplies_e4m3 && !layer->device.multiplies_e4m3)
+        ok =
+            bench_refuse("--quant: expected a GPU of compute capability 9.0, which multiplies e4m3 "
+                         "with scales of blocks, got %s",
+                         layer->device.gemm);
     /* Where every rank is in one EP group, nothing of w1 and w2 travels. */
     layer->overlaps = o->overlap && layer->world->size > layer->mesh.ep_size;
     return world_all(layer->world, ok);
@@ -179,21 +219,25 @@ static bool create_device(Layer *layer) {
 
 bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, Layer *out) {
     *out = (Layer){.world = world, .options = options, .mesh = *mesh};
-    out->fault = moe_fault_phase();
     out->tokens = moe_tokens_of(options, world->size, world->rank);
     out->all[1] = (int32_t)out->tokens;
-    out->all_tokens = (Groups){1, &out->all[0], &out->all[1]};
+    out->all_tokens = (Groups){1, &out->all[0], &out->all[1], NULL};
     if (!create_device(out) || !create_group(out) || !weights_create(out)) return false;
     bool ok = make_token_tensors(out) && fill_tokens(out, T_TOKENS, INPUT_TOKENS) &&
               fill_tokens(out, T_GRAD_OUT, INPUT_GRAD_OUT);
     ok = world_all(world, ok) && find_rows(out);
-    if (!world_all(world, ok && make_slot_tensors(out))) return false;
+    if (!world_all(world, ok && make_slot_tensors(out) && make_scaled_tensors(out))) return false;
     return out->device.backend == EP_BACKEND_HOST || moe_weights_warm_up(out);
 }
 
 static void release(Layer *layer, EpTensor *tensor) {
     if (tensor->data) layer->device.release(&layer->device, tensor->data);
     tensor->data = NULL;
+}
+
+static void release_scaled(Layer *layer, Scaled *s) {
+    release(layer, &s->codes);
+    release(layer, &s->scales);
 }
 
 static void release_gathered(Layer *layer, Gathered *g) {
@@ -217,8 +261,12 @@ void layer_destroy(Layer *layer) {
         if (w->two_forms) release_gathered(layer, &w->backward);
         release_gathered(layer, &w->forward);
     }
-    for (int i = 0; i < NUM_TENSORS; i++)
+    for (int i = 0; i < NUM_TENSORS; i++) {
         release(layer, &layer->tensors[i]);
+        release_scaled(layer, &layer->scaled[i]);
+        release_scaled(layer, &layer->transposed[i]);
+    }
+    release(layer, &layer->places);
     free(layer->first);
     free(layer->count);
     if (layer->device.destroy) layer->device.destroy(&layer->device);

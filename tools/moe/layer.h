@@ -20,7 +20,7 @@ typedef struct Gathered {
     EpWeightSizes sizes;
     EpTensor full, scales; /**< what ep_weight_gather writes */
     EpTensor workspace;
-    EpTensor values;                   /**< for the GEMM: `full`, or FP32 where it is dequantised */
+    EpTensor values; /**< for the GEMM: `full`, or FP32 where it is dequantised; none for e4m3 */
     int64_t block_rows, block_columns; /**< that share a scale */
 } Gathered;
 
@@ -30,7 +30,7 @@ typedef struct Weight {
     EpTensor shard, grad, grad_shard, reduce_workspace;
     Gathered forward;
     Gathered backward; /**< the same as forward, but where `two_forms` */
-    bool two_forms;    /**< each direction has its own */
+    bool two_forms;    /**< each direction has its own: blocks of rows, or products of e4m3 */
     bool twice;        /**< it is gathered for each direction */
     bool whole;        /**< the shard is what the rank uses: there is nothing to gather */
 } Weight;
@@ -66,6 +66,7 @@ typedef struct Layer {
     const MoeOptions *options;
     MoeMesh mesh;
     int64_t tokens, rows;
+    int64_t received;  /**< rows of this rank, padding included; `rows` is a capacity on GPUs */
     int64_t slots;     /**< rows without padding */
     int32_t num_local; /**< L */
     EpBootstrap ep;    /**< of the EP group */
@@ -76,14 +77,18 @@ typedef struct Layer {
     EpMeshComm *comm;
     Weight weights[NUM_WEIGHTS];
     EpTensor tensors[NUM_TENSORS];
+    /* Of the tensors of slots that products take as e4m3: their rows, for sums over a row, and
+     * transposed, for sums over rows. */
+    Scaled scaled[NUM_TENSORS], transposed[NUM_TENSORS];
     int32_t *first, *count; /**< of each local expert's slab */
+    EpTensor places;        /**< both in the device's memory, where products take e4m3 */
     Groups experts;         /**< these slabs */
     int32_t all[2];         /**< 0 and T */
     Groups all_tokens;      /**< one slab of all tokens */
     MoeDevice device;
+    bool multiplies_e4m3;    /**< the products of w1 and w2 */
     bool overlaps;           /**< calls of w1 and w2 run beside dispatch: see step.c */
     EpStream weights_stream; /**< of all weights' calls: the device's stream, or its second one */
-    int fault;               /**< the MoePhase whose output is damaged, for tests; negative: none */
 } Layer;
 
 /** Collective. False on every rank, with a message, if any rank fails. */

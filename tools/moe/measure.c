@@ -116,7 +116,7 @@ static bool copy(void *context, int which) {
 static bool multiply(void *context, int which) {
     FloorWork *work = context;
     MoeDevice *d = &work->layer->device;
-    const Groups all = {1, &work->rows[0], &work->rows[1]};
+    const Groups all = {1, &work->rows[0], &work->rows[1], NULL};
     (void)which;
     return d->start(d) && d->multiply(d, &all, &work->a, &work->b, false, &work->c) && d->stop(d);
 }
@@ -194,6 +194,7 @@ static bool measure(Layer *layer, MoeCheck *check, MoeResult *out) {
     const bool checks = layer->options->run.check;
     return count_work(layer, out) && count_facts(layer, out) &&
            (!checks || (check_open(layer, check) && check_step(check))) &&
+           (!layer->options->compare || moe_compare(layer, &out->comparison)) &&
            time_phases(layer, out) && (!checks || check_step(check)) &&
            (!layer->options->run.floor || measure_floor(layer, out)) &&
            (!checks || share_checks(layer, check, out));

@@ -7,6 +7,7 @@
 #include "tools/common/report.h"
 #include "tools/common/time.h"
 #include "tools/moe/check.h"
+#include "tools/moe/compare.h"
 #include "tools/moe/layer.h"
 #include "tools/moe/phases.h"
 
@@ -39,6 +40,7 @@ typedef struct MoeResult {
     CheckResult checks[NUM_CHECKS];
     int64_t wrong;
     char first_wrong[256];
+    MoeComparison comparison;
 } MoeResult;
 
 /** What the head of the report describes. */

@@ -5,6 +5,7 @@
 #include "tools/common/util.h"
 
 static const Choice weights_at[] = {{"early", WEIGHTS_EARLY}, {"late", WEIGHTS_LATE}, {NULL, 0}};
+static const Choice wgrads[] = {{"fp8", MOE_WGRAD_FP8}, {"dtype", MOE_WGRAD_DTYPE}, {NULL, 0}};
 static const Choice blocks[] = {{"rows", EP_BLOCKS_ROWS}, {"tiles", EP_BLOCKS_TILES}, {NULL, 0}};
 
 enum { NOT_GIVEN = -1 };
@@ -40,11 +41,17 @@ static const Option specs[] = {
     {0, "blocks", "rows|tiles", OPTION_CHOICE(blocks, blocks), NULL, 0,
      "what shares a scale: a row's 128 elements, with a gather for each direction, or 128 x 128 "
      "(default tiles; mxfp8: rows of 32)"},
+    {0, "wgrad", "fp8|dtype", OPTION_CHOICE(wgrad, wgrads), NULL, 0,
+     "where GPUs multiply e4m3: what the products for gradients of w1 and w2 take, e4m3 or the "
+     "type "
+     "of --dtype (default fp8)"},
+    {0, "compare", "0|1", OPTION_SWITCH(compare), NULL, NOT_GIVEN,
+     "run the layer without --quant, too, and compare (default 1 with --quant)"},
     {0, "regather", "0|1", OPTION_SWITCH(regather), "regather", 0,
      "gather w1 and w2 again for backward, into the same memory (default 0; --blocks rows always "
      "gathers for each direction)"},
-    {0, "align", "N", OPTION_INT(alignment, 1, 1 << 20), "alignment", 1,
-     "slabs are padded to multiples of this power of two (default 1)"},
+    {0, "align", "N", OPTION_INT(alignment, 1, 1 << 20), "alignment", 0,
+     "slabs are padded to multiples of this power of two (default 1; 128 for --wgrad fp8)"},
     {0, "backend", "auto|host|cuda", OPTION_CHOICE(backend, option_backends), NULL, EP_BACKEND_AUTO,
      "where the layer runs (default auto: the host)"},
     {0, "overlap", "0|1", OPTION_SWITCH(overlap), NULL, NOT_GIVEN,
@@ -73,7 +80,32 @@ const OptionTable moe_options_table = {
     "a dense layer in double precision.\n\n",
     specs, sizeof(specs) / sizeof(specs[0])};
 
+bool moe_multiplies_e4m3(const MoeOptions *o) {
+    return quant_format(o->quant)->bits && o->backend == EP_BACKEND_CUDA;
+}
+
+/* What fp8.cu multiplies. Transposed rows are quantised in blocks of 128 rows. */
+static bool validate_e4m3(const MoeOptions *o) {
+    if (o->wgrad && !moe_multiplies_e4m3(o))
+        return bench_refuse("--wgrad: expected --quant and --backend cuda with it");
+    if (!moe_multiplies_e4m3(o)) return true;
+    if (o->quant != EP_QUANT_FP8 && o->quant != EP_QUANT_FP8_POW2)
+        return bench_refuse("--quant: expected fp8 or fp8-pow2 on GPUs, whose products take fp32 "
+                            "scales of 128 elements, got %s",
+                            option_choice_name(option_quants, o->quant));
+    if (o->hidden % 16 || o->ffn % 16)
+        return bench_refuse("--quant: expected multiples of 16 for --hidden and --ffn on GPUs, "
+                            "got %lld and %lld",
+                            (long long)o->hidden, (long long)o->ffn);
+    if (o->wgrad != MOE_WGRAD_DTYPE && o->alignment && o->alignment % 128)
+        return bench_refuse("--wgrad fp8: expected --align of a multiple of 128, got %lld",
+                            (long long)o->alignment);
+    return true;
+}
+
 static bool validate(const MoeOptions *o) {
+    if (o->compare == 1 && !quant_format(o->quant)->bits)
+        return bench_refuse("--compare: expected --quant with it, got none");
     if (o->blocks && !quant_format(o->quant)->bits)
         return bench_refuse("--blocks: expected --quant with it, got none");
     if (o->blocks == EP_BLOCKS_TILES && !quant_format(o->quant)->has_tiles)
@@ -83,8 +115,8 @@ static bool validate(const MoeOptions *o) {
         return bench_refuse(
             "--overlap: expected 0 on the host, whose calls have finished when they "
             "return, got 1");
-    return option_check_alignment(o->alignment) && option_check_threads(&o->run) &&
-           option_check_row("hidden", o->hidden, o->type);
+    return validate_e4m3(o) && (!o->alignment || option_check_alignment(o->alignment)) &&
+           option_check_threads(&o->run) && option_check_row("hidden", o->hidden, o->type);
 }
 
 bool moe_options_check(void *options) {
@@ -94,6 +126,9 @@ bool moe_options_check(void *options) {
     const QuantFormat *format = quant_format(o->quant);
     bool rows = format->bits && !format->has_tiles;
     if (!o->blocks) o->blocks = rows ? EP_BLOCKS_ROWS : EP_BLOCKS_TILES;
+    if (o->compare == NOT_GIVEN) o->compare = format->bits > 0;
+    if (!o->wgrad && moe_multiplies_e4m3(o)) o->wgrad = MOE_WGRAD_FP8;
+    if (!o->alignment) o->alignment = o->wgrad == MOE_WGRAD_FP8 ? 128 : 1;
     return true;
 }
 

@@ -13,6 +13,9 @@
 /** Where the weights of a token's experts are applied. */
 typedef enum WeightsAt { WEIGHTS_EARLY = 1, WEIGHTS_LATE = 2 } WeightsAt;
 
+/** What the products for gradients of weights take, where others take e4m3. */
+typedef enum MoeWgrad { MOE_WGRAD_FP8 = 1, MOE_WGRAD_DTYPE = 2 } MoeWgrad;
+
 typedef struct MoeOptions {
     RunOptions run;
     const char *mesh; /**< NULL: chosen from the number of ranks */
@@ -26,10 +29,13 @@ typedef struct MoeOptions {
     int64_t weights_at; /**< WeightsAt */
     int64_t quant;      /**< EpQuant of gathered weights */
     int64_t blocks;     /**< EpBlocks of gathered weights; 0 until defaults are filled in */
+    int64_t wgrad;      /**< MoeWgrad; 0 where no product takes e4m3 */
+    int64_t compare;    /**< 1: the layer is compared with one without --quant */
     int64_t regather;   /**< 1: w1 and w2 are gathered for backward, too */
     int64_t alignment;
     int64_t backend;
     int64_t overlap;      /**< 1: calls of w1 and w2 run beside dispatch, on a second stream */
+    int fault;            /**< the MoePhase whose output is damaged, for tests; negative: none */
     int64_t gemm_threads; /**< 0: the machine's cores, divided by its ranks */
 } MoeOptions;
 
@@ -40,6 +46,9 @@ bool moe_options_check(void *options);
 
 /** Fill in what depends on the ranks, and check it. False, with a message. */
 bool moe_options_complete(MoeOptions *options, int ranks, int64_t cores);
+
+/** Whether the products of w1 and w2 take e4m3. On the host they take what it stands for. */
+bool moe_multiplies_e4m3(const MoeOptions *options);
 
 /** The name of an option's value as the command line spells it. */
 static inline const char *moe_options_name(const MoeOptions *options, const char *name) {

@@ -10,9 +10,9 @@
 #define TENSOR(id) (&layer->tensors[T_##id])
 #define DEVICE(call, ...) layer->device.call(&layer->device, __VA_ARGS__)
 
-/* When a phase exists: always, where weights are not whole, where they are quantised, where they
- * are gathered for each direction, and where that is of quantised weights. */
-typedef enum Exists { ALWAYS, SHARDED, QUANTISED, TWICE, QUANTISED_TWICE } Exists;
+/* When a phase exists: always, where weights are not whole, where they are dequantised, where they
+ * are gathered for each direction, where both, and where products take e4m3. */
+typedef enum Exists { ALWAYS, SHARDED, DEQUANTISED, TWICE, DEQUANTISED_TWICE, E4M3 } Exists;
 
 typedef struct Phase Phase;
 
@@ -28,8 +28,8 @@ struct Phase {
     int hidden_rows, ffn_rows; /* work: rows of H or F elements of each slot, read or written */
 };
 
-static Gathered *gathered_of(Layer *layer, const Phase *p) {
-    Weight *w = &layer->weights[p->weight];
+static const Gathered *gathered_of(const Layer *layer, const Phase *p) {
+    const Weight *w = &layer->weights[p->weight];
     return p->backward ? &w->backward : &w->forward;
 }
 
@@ -52,7 +52,7 @@ static const EpTensor *late_weights(const Layer *layer) {
 /* ---- weights ------------------------------------------------------------------------------- */
 
 static bool gather(Layer *layer, const Phase *p) {
-    Gathered *g = gathered_of(layer, p);
+    const Gathered *g = gathered_of(layer, p);
     const Weight *w = &layer->weights[p->weight];
     return bench_ok(ep_weight_gather(w->weight, &g->form, &w->shard,
                                      g->sizes.gather_workspace ? &g->workspace : NULL,
@@ -72,6 +72,25 @@ static bool dequantise(Layer *layer, const Phase *p) {
     return ok;
 }
 
+/* The transposed rows are for the gradient of a weight. */
+static bool quantise(Layer *layer, const Phase *p) {
+    EpRowsForm form = EP_ROWS_FORM_INIT;
+    EpTensor rows = layer->tensors[p->in];
+    const Scaled *plain = &layer->scaled[p->in], *transposed = &layer->transposed[p->in];
+    rows.shape[0] = layer->received;
+    form.quant = (EpQuant)layer->options->quant;
+    form.scale_order = EP_SCALES_BY_COLUMN;
+    if (!bench_ok(ep_quantise_rows(layer->group, &form, &rows, NULL, layer->device.stream,
+                                   &plain->codes, &plain->scales),
+                  "ep_quantise_rows"))
+        return false;
+    form.transposed = 1;
+    return !transposed->codes.data ||
+           bench_ok(ep_quantise_rows(layer->group, &form, &rows, NULL, layer->device.stream,
+                                     &transposed->codes, &transposed->scales),
+                    "ep_quantise_rows");
+}
+
 static bool reduce(Layer *layer, const Phase *p) {
     Weight *w = &layer->weights[p->weight];
     const bool space = w->forward.sizes.reduce_workspace > 0;
@@ -82,17 +101,39 @@ static bool reduce(Layer *layer, const Phase *p) {
 
 /* ---- products ------------------------------------------------------------------------------ */
 
+static bool product_of(const Layer *layer, const Phase *p, MoeProduct *out);
+
 /* Backward, the gradient of a product's input: the weight is transposed where forward it was not.
  */
 static bool multiply(Layer *layer, const Phase *p) {
     const Gathered *g = gathered_of(layer, p);
+    MoeProduct e4m3;
+    if (product_of(layer, p, &e4m3))
+        return DEVICE(multiply_scaled, &layer->experts, &e4m3.a, &e4m3.b, &e4m3.c);
     return DEVICE(multiply, &layer->experts, &layer->tensors[p->in], &g->values,
                   g->form.transposed != p->backward, &layer->tensors[p->out]);
 }
 
 static bool correlate(Layer *layer, const Phase *p) {
+    MoeProduct e4m3;
+    if (product_of(layer, p, &e4m3))
+        return DEVICE(correlate_scaled, &layer->experts, &e4m3.a, &e4m3.b, &e4m3.c);
     return DEVICE(correlate, &layer->experts, &layer->tensors[p->in], &layer->tensors[p->other],
                   &layer->weights[p->weight].grad);
+}
+
+static bool product_of(const Layer *layer, const Phase *p, MoeProduct *out) {
+    const Gathered *g = gathered_of(layer, p);
+    if (!layer->multiplies_e4m3) return false;
+    if (p->run == multiply) {
+        const Scaled weight = {g->full, g->scales, false, g->form.blocks == EP_BLOCKS_TILES};
+        *out = (MoeProduct){layer->scaled[p->in], weight, layer->tensors[p->out], false};
+        return true;
+    }
+    if (p->run != correlate || !layer->transposed[p->in].codes.data) return false;
+    *out = (MoeProduct){layer->transposed[p->in], layer->transposed[p->other],
+                        layer->weights[p->weight].grad, true};
+    return true;
 }
 
 static bool activate(Layer *layer, const Phase *p) {
@@ -180,22 +221,26 @@ static const Phase phases[NUM_MOE_PHASES] = {
     [MOE_DISPATCH] = {"dispatch", dispatch, ALWAYS, .out = T_RECEIVED, .hidden_rows = 2},
     [MOE_GATHER_W1] = {"gather_w1", gather, SHARDED, W1},
     [MOE_GATHER_W2] = {"gather_w2", gather, SHARDED, W2},
-    [MOE_DEQUANTISE] = {"dequantise", dequantise, QUANTISED, W1},
+    [MOE_DEQUANTISE] = {"dequantise", dequantise, DEQUANTISED, W1},
+    [MOE_QUANTISE_ROWS] = {"quantise_rows", quantise, E4M3, .in = T_RECEIVED, .hidden_rows = 1},
     [MOE_GEMM1] = {"gemm1", multiply, ALWAYS, W1, .in = T_RECEIVED, .out = T_Z, .products = 2},
     [MOE_ACTIVATION] = {"activation", activate, ALWAYS, .out = T_A, .ffn_rows = 3},
+    [MOE_QUANTISE_ACTIVATION] = {"quantise_activation", quantise, E4M3, .in = T_A, .ffn_rows = 1},
     [MOE_GEMM2] = {"gemm2", multiply, ALWAYS, W2, .in = T_A, .out = T_Y, .products = 1},
     [MOE_COMBINE] = {"combine", combine, ALWAYS, .out = T_OUT, .hidden_rows = 2},
     [MOE_COMBINE_BACKWARD] = {"combine_backward", combine_backward, ALWAYS, .out = T_GRAD_Y,
                               .hidden_rows = 2},
     [MOE_GATHER_W2_BACKWARD] = {"gather_w2_backward", gather, TWICE, W2, BACK},
     [MOE_GATHER_W1_BACKWARD] = {"gather_w1_backward", gather, TWICE, W1, BACK},
-    [MOE_DEQUANTISE_BACKWARD] = {"dequantise_backward", dequantise, QUANTISED_TWICE, W2, BACK},
+    [MOE_DEQUANTISE_BACKWARD] = {"dequantise_backward", dequantise, DEQUANTISED_TWICE, W2, BACK},
+    [MOE_QUANTISE_GRAD_Y] = {"quantise_grad_y", quantise, E4M3, .in = T_GRAD_Y, .hidden_rows = 1},
     [MOE_GEMM2_INPUT] = {"gemm2_grad_input", multiply, ALWAYS, W2, BACK, .in = T_GRAD_Y,
                          .out = T_GRAD_A, .products = 1},
     [MOE_GEMM2_WEIGHT] = {"gemm2_grad_weight", correlate, ALWAYS, W2, .in = T_A, .other = T_GRAD_Y,
                           .products = 1},
     [MOE_ACTIVATION_BACKWARD] = {"activation_backward", activate_backward, ALWAYS, .out = T_GRAD_Z,
                                  .ffn_rows = 5},
+    [MOE_QUANTISE_GRAD_Z] = {"quantise_grad_z", quantise, E4M3, .in = T_GRAD_Z, .ffn_rows = 2},
     [MOE_GEMM1_INPUT] = {"gemm1_grad_input", multiply, ALWAYS, W1, BACK, .in = T_GRAD_Z,
                          .out = T_GRAD_RECEIVED, .products = 2},
     [MOE_GEMM1_WEIGHT] = {"gemm1_grad_weight", correlate, ALWAYS, W1, .in = T_RECEIVED,
@@ -218,12 +263,14 @@ bool moe_phase_exists(const Layer *layer, MoePhase phase) {
     switch (phases[phase].exists) {
     case SHARDED:
         return !w1->whole;
-    case QUANTISED:
-        return is_quantised(layer);
+    case DEQUANTISED:
+        return is_quantised(layer) && !layer->multiplies_e4m3;
     case TWICE:
         return w1->twice;
-    case QUANTISED_TWICE:
-        return w1->twice && is_quantised(layer);
+    case DEQUANTISED_TWICE:
+        return w1->twice && is_quantised(layer) && !layer->multiplies_e4m3;
+    case E4M3:
+        return layer->multiplies_e4m3;
     default:
         return true;
     }
@@ -259,6 +306,13 @@ static int64_t reduce_bytes(const Layer *layer, WeightId id) {
     return part * moe_scattered_ranks(layer, id) + tensor_bytes(&w->grad_shard);
 }
 
+/* Rows are read once for each form that is written. */
+static int64_t quantise_bytes(const Layer *layer, int64_t elements, TensorId in) {
+    const int64_t forms = layer->transposed[in].codes.data ? 2 : 1;
+    return layer->slots * elements * forms *
+           ((int64_t)ep_type_bytes((EpType)layer->options->type) + 1);
+}
+
 static int64_t bytes_moved(Layer *layer, const Phase *p) {
     const MoeOptions *o = layer->options;
     const int64_t elements = p->hidden_rows * o->hidden + p->ffn_rows * o->ffn;
@@ -266,6 +320,7 @@ static int64_t bytes_moved(Layer *layer, const Phase *p) {
     if (p->run == gather) return gather_bytes(gathered_of(layer, p));
     if (p->run == dequantise) return dequantise_bytes(layer, p->backward);
     if (p->run == reduce) return reduce_bytes(layer, p->weight);
+    if (p->run == quantise) return quantise_bytes(layer, elements, p->in);
     return layer->slots * elements * (int64_t)ep_type_bytes((EpType)o->type);
 }
 
@@ -280,9 +335,14 @@ MoeWork moe_phase_work(Layer *layer, MoePhase phase) {
 
 /* ---- outputs ------------------------------------------------------------------------------- */
 
+bool moe_phase_product(const Layer *layer, MoePhase phase, MoeProduct *out) {
+    return product_of(layer, &phases[phase], out);
+}
+
 const EpTensor *moe_phase_output(Layer *layer, MoePhase phase) {
     const Phase *p = &phases[phase];
     const Weight *w = &layer->weights[p->weight];
+    if (p->run == quantise) return &layer->scaled[p->in].codes;
     if (p->out) return &layer->tensors[p->out];
     if (p->run == gather) return &gathered_of(layer, p)->full;
     if (p->run == dequantise) return &gathered_of(layer, p)->values;

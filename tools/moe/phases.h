@@ -14,17 +14,21 @@ typedef enum MoePhase {
     MOE_GATHER_W1,
     MOE_GATHER_W2,
     MOE_DEQUANTISE,
+    MOE_QUANTISE_ROWS,
     MOE_GEMM1,
     MOE_ACTIVATION,
+    MOE_QUANTISE_ACTIVATION,
     MOE_GEMM2,
     MOE_COMBINE,
     MOE_COMBINE_BACKWARD,
     MOE_GATHER_W2_BACKWARD,
     MOE_GATHER_W1_BACKWARD,
     MOE_DEQUANTISE_BACKWARD,
+    MOE_QUANTISE_GRAD_Y,
     MOE_GEMM2_INPUT,
     MOE_GEMM2_WEIGHT,
     MOE_ACTIVATION_BACKWARD,
+    MOE_QUANTISE_GRAD_Z,
     MOE_GEMM1_INPUT,
     MOE_GEMM1_WEIGHT,
     MOE_DISPATCH_BACKWARD,
@@ -46,6 +50,17 @@ bool moe_phase_queue(Layer *layer, MoePhase phase);
 
 /** What a phase writes, for tests that damage it; NULL: nothing that they can damage. */
 const EpTensor *moe_phase_output(Layer *layer, MoePhase phase);
+
+/** A product of e4m3: c by groups of rows of `a` and of `c`, or, where it sums over rows, of each
+ *  group. See MoeDevice. */
+typedef struct MoeProduct {
+    Scaled a, b;
+    EpTensor c;
+    bool sums_rows;
+} MoeProduct;
+
+/** Describe a phase's product. False: it has none, or not of e4m3. */
+bool moe_phase_product(const Layer *layer, MoePhase phase, MoeProduct *out);
 
 /** What a phase has to do on this rank: floating-point operations, or bytes read and written. */
 typedef struct MoeWork {

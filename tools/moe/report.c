@@ -24,8 +24,12 @@ static void report_config(const MoeOptions *o) {
     if (!quant_format(o->quant)->bits)
         printf(", gathered as they are");
     else
-        printf(", gathered as %s in %s, dequantised before the GEMMs", moe_options_name(o, "quant"),
-               moe_options_name(o, "blocks"));
+        printf(", gathered as %s in %s, %s", moe_options_name(o, "quant"),
+               moe_options_name(o, "blocks"),
+               moe_multiplies_e4m3(o) ? "which GEMMs take" : "dequantised before the GEMMs");
+    if (moe_multiplies_e4m3(o))
+        printf(", gradients of weights from %s",
+               o->wgrad == MOE_WGRAD_FP8 ? "e4m3" : moe_options_name(o, "dtype"));
     printf("%s\n", o->regather ? ", again for backward" : "");
 }
 
@@ -111,6 +115,20 @@ static void report_facts(const MoeResult *r) {
                r->gemm_flops * 1e-9, r->gemm_size, r->gemm_size, r->gemm_size);
 }
 
+static void report_comparison(const MoeComparison *c) {
+    if (!c->exists) return;
+    printf("# compare: with a layer without --quant, norms of differences relative to norms\n");
+    for (int i = 0; i < MOE_COMPARED; i++)
+        printf("# compare: %-11s error %.2e, bound %.2e\n", c->results[i].name, c->results[i].error,
+               c->results[i].bound);
+    for (int p = 0; p < NUM_MOE_PHASES; p++)
+        if (c->products[p].elements)
+            printf("# product: %-17s %7lld elements, largest error %.3f of its bound\n",
+                   moe_phase_name((MoePhase)p), (long long)c->products[p].elements,
+                   c->products[p].worst);
+    if (c->first[0]) printf("# wrong: %s\n", c->first);
+}
+
 static void report_checks(const MoeResult *r) {
     if (r->checked)
         printf("# check: against a dense layer in double precision, errors relative to the largest "
@@ -128,6 +146,7 @@ void moe_report_result(const MoeResult *result) {
     report_table(result);
     report_overlaps(result);
     report_facts(result);
+    report_comparison(&result->comparison);
     report_checks(result);
 }
 
@@ -145,6 +164,7 @@ static void put_config(Json *j, const MoeReport *report) {
     json_put_text(j, "gemm", report->layer->device.gemm);
     option_put(&moe_options_table, o, j);
     if (quant_format(o->quant)->bits) json_put_text(j, "blocks", moe_options_name(o, "blocks"));
+    if (o->wgrad) json_put_text(j, "wgrad", moe_options_name(o, "wgrad"));
     json_put_bool(j, "overlap", report->layer->overlaps);
     if (report->layer->overlaps) json_put_int(j, "num_sms", report->layer->handle_config.num_sms);
     json_end(j, '}');
@@ -210,6 +230,29 @@ static void put_checks(Json *j, const MoeResult *r) {
     json_end(j, ']');
 }
 
+static void put_comparison(Json *j, const MoeComparison *c) {
+    if (!c->exists) return;
+    json_begin(j, "compared", '[');
+    for (int i = 0; i < MOE_COMPARED; i++) {
+        json_begin(j, NULL, '{');
+        json_put_text(j, "name", c->results[i].name);
+        json_put_real(j, "error", c->results[i].error);
+        json_put_real(j, "bound", c->results[i].bound);
+        json_end(j, '}');
+    }
+    json_end(j, ']');
+    json_begin(j, "products", '[');
+    for (int p = 0; p < NUM_MOE_PHASES; p++) {
+        if (!c->products[p].elements) continue;
+        json_begin(j, NULL, '{');
+        json_put_text(j, "name", moe_phase_name((MoePhase)p));
+        json_put_int(j, "elements", c->products[p].elements);
+        json_put_real(j, "largest_error", c->products[p].worst);
+        json_end(j, '}');
+    }
+    json_end(j, ']');
+}
+
 bool moe_json_write(const MoeReport *report, const MoeResult *result, const char *path) {
     OutputFile file;
     if (!output_open(&file, path)) return false;
@@ -231,6 +274,7 @@ bool moe_json_write(const MoeReport *report, const MoeResult *result, const char
     json_put_int(&j, "promised_bytes", result->promised_bytes);
     json_put_int(&j, "workspace_bytes", result->workspace_bytes);
     put_checks(&j, result);
+    put_comparison(&j, &result->comparison);
     json_close(&j);
     return output_commit(&file);
 }

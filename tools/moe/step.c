@@ -91,7 +91,7 @@ static bool damage_tensor(Layer *layer, const EpTensor *tensor) {
 }
 
 static bool plant_fault(Layer *layer, MoePhase phase) {
-    return (int)phase != layer->fault || layer->world->rank != 0 ||
+    return (int)phase != layer->options->fault || layer->world->rank != 0 ||
            damage_tensor(layer, moe_phase_output(layer, phase));
 }
 

@@ -75,17 +75,20 @@ static bool create_gathered(Layer *layer, WeightId id, Gathered *g) {
     if (!quant_format(g->form.quant)->bits) return true;
     describe_blocks(g);
     g->values.type = EP_TYPE_FP32;
+    g->values.data = NULL;
     return tensor_alloc(layer, &g->scales, "scales") &&
-           tensor_alloc(layer, &g->values, "a dequantised weight");
+           (layer->multiplies_e4m3 || tensor_alloc(layer, &g->values, "a dequantised weight"));
 }
 
-/* Blocks of a row lie along the dimension that the product sums over: [E, out, in] forward. Tiles
- * have the same bytes in both orientations, so one gather serves both. */
-static void choose_forms(const MoeOptions *o, WeightId id, Weight *w) {
+/* Blocks of a row, and operands of e4m3, lie along the dimension that the product sums over:
+ * [E, out, in] forward. Tiles have the same bytes in both orientations: where they are dequantised,
+ * one gather serves both. */
+static void choose_forms(const Layer *layer, WeightId id, Weight *w) {
+    const MoeOptions *o = layer->options;
     const bool quantised = quant_format(o->quant)->bits;
     w->forward.form = (EpWeightForm)EP_WEIGHT_FORM_INIT;
     if (id == WEIGHT_ROUTER) return;
-    w->two_forms = quantised && o->blocks == EP_BLOCKS_ROWS;
+    w->two_forms = quantised && (o->blocks == EP_BLOCKS_ROWS || layer->multiplies_e4m3);
     w->twice = w->two_forms || o->regather;
     if (!quantised) return;
     w->forward.form.quant = (EpQuant)o->quant;
@@ -110,7 +113,7 @@ static bool create_weight(Layer *layer, WeightId id) {
     if (!bench_ok(ep_weight_create(layer->comm, config, &w->weight), "ep_weight_create") ||
         !bench_ok(ep_weight_sharding(w->weight, s), "ep_weight_sharding"))
         return false;
-    choose_forms(layer->options, id, w);
+    choose_forms(layer, id, w);
     w->whole = s->scattered.num == 0 && !quant_format(w->forward.form.quant)->bits;
     w->twice = w->twice && !w->whole;
     w->shard = tensor_of(config->type, s->ndim, s->stored);
