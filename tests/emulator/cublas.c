@@ -119,6 +119,28 @@ cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t op_a, cubla
     return CUBLAS_STATUS_SUCCESS;
 }
 
+/* Addresses of matrices are in the GPU's memory, where they do not change. */
+cublasStatus_t cublasGemmGroupedBatchedEx(cublasHandle_t handle, const cublasOperation_t *op_a,
+                                          const cublasOperation_t *op_b, const int *m, const int *n,
+                                          const int *k, const void *alpha, const void *const *a,
+                                          cudaDataType type_a, const int *lda, const void *const *b,
+                                          cudaDataType type_b, const int *ldb, const void *beta,
+                                          void *const *c, cudaDataType type_c, const int *ldc,
+                                          int groups, const int *sizes,
+                                          cublasComputeType_t compute) {
+    cublasStatus_t status = type_c == type_a ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
+    const size_t bytes = (size_t)groups * sizeof(void *);
+    if (!emulated_reaches(a, bytes) || !emulated_reaches(b, bytes) || !emulated_reaches(c, bytes))
+        emulated_die("cublasGemmGroupedBatchedEx: addresses out of reach");
+    for (int g = 0; status == CUBLAS_STATUS_SUCCESS && g < groups; g++)
+        status = sizes[g] != 1 ? CUBLAS_STATUS_INVALID_VALUE
+                               : cublasGemmEx(handle, op_a[g], op_b[g], m[g], n[g], k[g],
+                                              (const float *)alpha + g, a[g], type_a, lda[g], b[g],
+                                              type_b, ldb[g], (const float *)beta + g, c[g], type_c,
+                                              ldc[g], compute, CUBLAS_GEMM_DEFAULT);
+    return status;
+}
+
 void *emulated_cublas(const char *name) {
     static const struct {
         const char *name;
@@ -127,7 +149,8 @@ void *emulated_cublas(const char *name) {
                      {"cublasDestroy_v2", (void *)cublasDestroy_v2},
                      {"cublasSetStream_v2", (void *)cublasSetStream_v2},
                      {"cublasGetVersion_v2", (void *)cublasGetVersion_v2},
-                     {"cublasGemmEx", (void *)cublasGemmEx}};
+                     {"cublasGemmEx", (void *)cublasGemmEx},
+                     {"cublasGemmGroupedBatchedEx", (void *)cublasGemmGroupedBatchedEx}};
     for (size_t i = 0; i < sizeof(functions) / sizeof(*functions); i++)
         if (strcmp(functions[i].name, name) == 0) return functions[i].function;
     return NULL;

@@ -103,6 +103,7 @@ static const BadOptions bad_options[] = {
     {"--dtype fp8", "\"fp8\""},
     {"--weights often", "\"often\""},
     {"--blocks tiles", "--quant"},
+    {"--gemms two", "\"two\""},
     {"--compare 1", "--compare: expected --quant"},
     {"--wgrad dtype", "--wgrad: expected --quant and --backend cuda"},
     {"--quant fp8 --wgrad fp8", "--wgrad: expected --quant and --backend cuda"},
@@ -157,6 +158,7 @@ SoloTest(tools_moe, json_has_the_documented_keys) {
                                        "\"overlap\": false",
                                        "\"overlaps\"",
                                        "\"step\"",
+                                       "\"gemm_calls\": ",
                                        "\"checks\"",
                                        "\"largest_error\""};
     check_words(run_json("ep_moe", SMALL "--threads 2 --floor 1", "\n#wrong 0\n"), keys,

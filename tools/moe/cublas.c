@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/** The layer's GEMMs on GPUs: cuBLAS, group by group. It is loaded when a layer runs on GPUs, so
- * that ep_moe needs it nowhere else. */
+/** The layer's GEMMs on GPUs by cuBLAS, group by group or all groups in one call. It is loaded when
+ * a layer runs on GPUs, so that ep_moe needs it nowhere else. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,6 +24,19 @@ typedef struct Scratch {
 
 enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, NUM_SCRATCH };
 
+/* The products of all groups as one call takes them, each array [..., count]. */
+typedef struct Batch {
+    const void *a, *b, *c; /* of the first product; NULL: free */
+    int count;
+    int *numbers;                  /* m, n, k, the pitches of a and b, and 1 */
+    float *factors;                /* 1 and 0 */
+    cublasOperation_t *operations; /* on a and b */
+    void **matrices;               /* addresses of a, b and c, in the GPU's memory */
+} Batch;
+
+/* A layer has six products of the experts. */
+enum { NUM_NUMBERS = 6, NUM_BATCHES = 8 };
+
 typedef struct Cublas {
     void *library;
     cublasHandle_t handle;
@@ -32,7 +45,9 @@ typedef struct Cublas {
     __typeof__(&cublasSetStream_v2) set_stream;
     __typeof__(&cublasGetVersion_v2) get_version;
     __typeof__(&cublasGemmEx) gemm;
+    __typeof__(&cublasGemmGroupedBatchedEx) grouped; /* NULL: older than cuBLAS 12.5 */
     Scratch scratch[NUM_SCRATCH];
+    Batch batches[NUM_BATCHES];
 } Cublas;
 
 static bool cublas_ok(cublasStatus_t status, const char *call) {
@@ -56,12 +71,29 @@ static bool load(Cublas *c) {
            find(c, "cublasGetVersion_v2", &c->get_version) && find(c, "cublasGemmEx", &c->gemm);
 }
 
+/* Without it each group has a call of its own. */
+static bool find_grouped(const MoeDevice *d, Cublas *c) {
+    void *address = dlsym(c->library, "cublasGemmGroupedBatchedEx");
+    memcpy(&c->grouped, &address, sizeof(address));
+    return address || d->grouping != GROUPING_ONE ||
+           bench_refuse("--gemms one: expected cuBLAS 12.5 or newer");
+}
+
+static void release_batch(Batch *b) {
+    free(b->numbers);
+    free(b->factors);
+    free(b->operations);
+    cudaFree((void *)b->matrices);
+    *b = (Batch){.a = NULL};
+}
+
 /* The library stays loaded: its threads may outlive the handle. */
 bool cublas_open(MoeDevice *d, char *name, size_t bytes) {
     int version = 0;
     Cublas *c = bench_alloc(1, sizeof(Cublas), "cuBLAS");
     cuda_state(d)->cublas = c;
-    if (!c || !load(c) || !cublas_ok(c->create(&c->handle), "cublasCreate") ||
+    if (!c || !load(c) || !find_grouped(d, c) ||
+        !cublas_ok(c->create(&c->handle), "cublasCreate") ||
         !cublas_ok(c->set_stream(c->handle, cuda_stream_of(d)), "cublasSetStream"))
         return false;
     c->get_version(c->handle, &version);
@@ -73,6 +105,8 @@ void cublas_close(MoeDevice *d) {
     Cublas *c = cuda_state(d)->cublas;
     for (int i = 0; c && i < NUM_SCRATCH; i++)
         cudaFree(c->scratch[i].data);
+    for (int i = 0; c && i < NUM_BATCHES; i++)
+        release_batch(&c->batches[i]);
     if (c && c->handle) c->destroy(c->handle);
     free(c);
 }
@@ -88,19 +122,117 @@ typedef struct Matrix {
     bool transposed;
 } Matrix;
 
+typedef struct Gemm {
+    int64_t m, n, k;
+    Matrix a, b, c;
+} Gemm;
+
+static cublasOperation_t operation(Matrix matrix) {
+    return matrix.transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+}
+
 /* c[m, n] = a * b: a is [m, k], or [k, m] transposed, and so is b. `a` and `b` have one type, `c`
  * that or FP32. Sums are in fp32. cuBLAS has columns where the layer has rows: it computes the
  * transposed product, b^T * a^T. */
-static bool gemm(const Cublas *cublas, int64_t m, int64_t n, int64_t k, Matrix a, Matrix b,
-                 Matrix c) {
+static bool multiply_each(MoeDevice *d, const Gemm *gemms, int count) {
+    const Cublas *cublas = cuda_state(d)->cublas;
     const float one = 1, zero = 0;
-    return cublas_ok(cublas->gemm(cublas->handle, b.transposed ? CUBLAS_OP_T : CUBLAS_OP_N,
-                                  a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N, (int)n, (int)m, (int)k,
-                                  &one, b.data, type_of(b.type), (int)(b.transposed ? k : n),
-                                  a.data, type_of(a.type), (int)(a.transposed ? m : k), &zero,
-                                  (void *)(uintptr_t)c.data, type_of(c.type), (int)n,
-                                  CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
-                     "cublasGemmEx");
+    bool ok = true;
+    for (int i = 0; ok && i < count; i++) {
+        const Gemm *g = &gemms[i];
+        d->gemm_calls++;
+        ok = cublas_ok(cublas->gemm(cublas->handle, operation(g->b), operation(g->a), (int)g->n,
+                                    (int)g->m, (int)g->k, &one, g->b.data, type_of(g->b.type),
+                                    (int)(g->b.transposed ? g->k : g->n), g->a.data,
+                                    type_of(g->a.type), (int)(g->a.transposed ? g->m : g->k), &zero,
+                                    (void *)(uintptr_t)g->c.data, type_of(g->c.type), (int)g->n,
+                                    CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+                       "cublasGemmEx");
+    }
+    return ok;
+}
+
+/* ---- all groups in one call ---------------------------------------------------------------- */
+
+static bool fill_batch(MoeDevice *d, const Gemm *gemms, int count, Batch *b) {
+    const void **matrices = bench_alloc((size_t)count * 3, sizeof(void *), "addresses of matrices");
+    for (int i = 0; matrices && i < count; i++) {
+        const Gemm *g = &gemms[i];
+        const int64_t numbers[NUM_NUMBERS] = {
+            g->m, g->n, g->k, g->a.transposed ? g->m : g->k, g->b.transposed ? g->k : g->n, 1};
+        for (int n = 0; n < NUM_NUMBERS; n++)
+            b->numbers[n * count + i] = (int)numbers[n];
+        b->factors[i] = 1, b->factors[count + i] = 0;
+        b->operations[i] = operation(g->a), b->operations[count + i] = operation(g->b);
+        matrices[i] = g->a.data, matrices[count + i] = g->b.data;
+        matrices[2 * count + i] = g->c.data;
+    }
+    const size_t bytes = (size_t)count * 3 * sizeof(void *);
+    bool ok = matrices && d->upload(d, (void *)b->matrices, matrices, bytes);
+    free((void *)matrices);
+    return ok;
+}
+
+/* It is made in the first step, which is not timed, and found again by its first product. */
+static Batch *find_batch(MoeDevice *d, const Gemm *gemms, int count) {
+    Cublas *cublas = cuda_state(d)->cublas;
+    const size_t n = (size_t)count;
+    Batch *b = cublas->batches, *end = b + NUM_BATCHES;
+    for (; b < end && b->a; b++)
+        if (b->a == gemms->a.data && b->b == gemms->b.data && b->c == gemms->c.data &&
+            b->count == count)
+            return b;
+    if (b == end) {
+        bench_fail("more than %d grouped products", NUM_BATCHES);
+        return NULL;
+    }
+    *b = (Batch){gemms->a.data, gemms->b.data, gemms->c.data, count};
+    b->numbers = bench_alloc(NUM_NUMBERS * n, sizeof(int), "sizes of products");
+    b->factors = bench_alloc(2 * n, sizeof(float), "factors of products");
+    b->operations = bench_alloc(2 * n, sizeof(*b->operations), "operations of products");
+    b->matrices = d->alloc(d, 3 * n * sizeof(void *), "addresses of matrices");
+    bool ok =
+        b->numbers && b->factors && b->operations && b->matrices && fill_batch(d, gemms, count, b);
+    return ok ? b : NULL;
+}
+
+static bool multiply_together(MoeDevice *d, const Gemm *gemms, int count) {
+    const Cublas *cublas = cuda_state(d)->cublas;
+    const Batch *b = find_batch(d, gemms, count);
+    if (!b) return false;
+    const int *m = b->numbers, *n = m + count, *k = n + count, *lda = k + count, *ldb = lda + count;
+    const void *const *matrices = (const void *const *)b->matrices;
+    d->gemm_calls++;
+    return cublas_ok(cublas->grouped(cublas->handle, b->operations + count, b->operations, n, m, k,
+                                     b->factors, matrices + count, type_of(gemms->b.type), ldb,
+                                     matrices, type_of(gemms->a.type), lda, b->factors + count,
+                                     b->matrices + 2 * count, type_of(gemms->c.type), n, count,
+                                     ldb + count, CUBLAS_COMPUTE_32F),
+                     "cublasGemmGroupedBatchedEx");
+}
+
+/* Rows begin on 16 bytes, as matrix units want them. */
+static bool is_aligned(const Gemm *g) {
+    const int64_t unit = (int64_t)ep_type_bytes(g->a.type);
+    return unit * (g->a.transposed ? g->m : g->k) % 16 == 0 && unit * g->n % 16 == 0 &&
+           unit * (g->b.transposed ? g->k : g->n) % 16 == 0;
+}
+
+/* A launch takes the host some 5 us, in which a GPU makes about 4 Gflop. Groups that have less in
+ * the mean are multiplied in one call. It takes matrices of one type. */
+static bool takes_one_call(const MoeDevice *d, const Gemm *gemms, int count) {
+    const Cublas *cublas = cuda_state(d)->cublas;
+    double flops = 0;
+    if (count < 2 || !cublas->grouped || gemms->c.type != gemms->a.type) return false;
+    for (int i = 0; i < count; i++)
+        flops += 2. * (double)gemms[i].m * (double)gemms[i].n * (double)gemms[i].k;
+    return d->grouping == GROUPING_ONE ||
+           (d->grouping == GROUPING_AUTO && is_aligned(gemms) && flops < 4e9 * count);
+}
+
+static bool multiply_all(MoeDevice *d, const Gemm *gemms, int count) {
+    if (takes_one_call(d, gemms, count)) return multiply_together(d, gemms, count);
+    return multiply_each(d, gemms, count);
 }
 
 /* ---- groups -------------------------------------------------------------------------------- */
@@ -152,34 +284,46 @@ static Matrix matrix(const EpTensor *t, int64_t at, bool transposed) {
 
 static bool multiply_groups(MoeDevice *d, const Groups *groups, const EpTensor *a,
                             const EpTensor *b, bool transposed, const EpTensor *c) {
-    const Cublas *cublas = cuda_state(d)->cublas;
     const int64_t k = a->shape[1], n = c->shape[1];
-    for (int32_t g = 0; g < groups->num; g++) {
+    Gemm *gemms = bench_alloc((size_t)groups->num, sizeof(Gemm), "products");
+    int count = 0;
+    for (int32_t g = 0; gemms && g < groups->num; g++) {
         const int64_t first = groups->first[g], rows = groups->count[g];
-        if (rows > 0 && !gemm(cublas, rows, n, k, matrix(a, first * k, false),
-                              matrix(b, g * k * n, transposed), matrix(c, first * n, false)))
-            return false;
+        if (rows > 0)
+            gemms[count++] = (Gemm){rows,
+                                    n,
+                                    k,
+                                    matrix(a, first * k, false),
+                                    matrix(b, g * k * n, transposed),
+                                    matrix(c, first * n, false)};
     }
-    return true;
+    bool ok = gemms && multiply_all(d, gemms, count);
+    free(gemms);
+    return ok;
 }
 
 /* A group without rows has a gradient of zero. */
 static bool correlate_groups(MoeDevice *d, const Groups *groups, const EpTensor *a,
                              const EpTensor *b, bool transposed, const EpTensor *c) {
-    const Cublas *cublas = cuda_state(d)->cublas;
     const int64_t m = a->shape[1], n = b->shape[1];
     const size_t bytes = (size_t)(m * n) * ep_type_bytes(c->type);
+    Gemm *gemms = bench_alloc((size_t)groups->num, sizeof(Gemm), "products");
+    bool ok = gemms != NULL;
+    int count = 0;
     (void)transposed;
-    for (int32_t g = 0; g < groups->num; g++) {
+    for (int32_t g = 0; ok && g < groups->num; g++) {
         const int64_t first = groups->first[g], rows = groups->count[g];
-        bool ok = rows > 0 ? gemm(cublas, m, n, rows, matrix(a, first * m, true),
-                                  matrix(b, first * n, false), matrix(c, g * m * n, false))
-                           : cuda_ok(cudaMemsetAsync((char *)c->data + (size_t)g * bytes, 0, bytes,
-                                                     cuda_stream_of(d)),
-                                     "cudaMemsetAsync");
-        if (!ok) return false;
+        const Matrix out = matrix(c, g * m * n, false);
+        if (rows == 0)
+            ok = cuda_ok(cudaMemsetAsync((void *)(uintptr_t)out.data, 0, bytes, cuda_stream_of(d)),
+                         "cudaMemsetAsync");
+        else
+            gemms[count++] =
+                (Gemm){m, n, rows, matrix(a, first * m, true), matrix(b, first * n, false), out};
     }
-    return true;
+    ok = ok && multiply_all(d, gemms, count);
+    free(gemms);
+    return ok;
 }
 
 bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,

@@ -139,9 +139,10 @@ static bool open_state(MoeDevice *d) {
     return true;
 }
 
-bool moe_cuda_create(MoeDevice *out) {
+bool moe_cuda_create(MoeDevice *out, Grouping grouping) {
     *out = (MoeDevice){.name = "cuda",
                        .backend = EP_BACKEND_CUDA,
+                       .grouping = grouping,
                        .square = 4096,
                        .alloc = cuda_alloc,
                        .release = cuda_release,
@@ -169,8 +170,8 @@ bool moe_cuda_create(MoeDevice *out) {
 
 #else
 
-bool moe_cuda_create(MoeDevice *out) {
-    *out = (MoeDevice){.name = "cuda"};
+bool moe_cuda_create(MoeDevice *out, Grouping grouping) {
+    *out = (MoeDevice){.name = "cuda", .grouping = grouping};
     return bench_refuse("--backend: expected host, got cuda, but this ep_moe was built without "
                         "CUDA");
 }

@@ -39,6 +39,13 @@ static inline int64_t tensor_bytes(const EpTensor *tensor) {
     return tensor_elements(tensor) * (int64_t)ep_type_bytes(tensor->type);
 }
 
+/** How the products of all groups are called, but for those of e4m3, which have one launch. */
+typedef enum Grouping {
+    GROUPING_AUTO = 1, /**< in one call where groups are small */
+    GROUPING_EACH = 2, /**< each by itself */
+    GROUPING_ONE = 3   /**< in one call */
+} Grouping;
+
 typedef struct MoeDevice MoeDevice;
 
 struct MoeDevice {
@@ -52,7 +59,9 @@ struct MoeDevice {
     EpStream side; /**< a second stream; NULL on the host, where calls have finished when they
                         return */
     void *state;
-    double took_us; /**< between the last start and stop */
+    Grouping grouping;  /**< on GPUs */
+    int64_t gemm_calls; /**< calls that multiply, counted since the device exists */
+    double took_us;     /**< between the last start and stop */
 
     /** Memory of the device, zeroed; NULL with a message on failure. */
     void *(*alloc)(MoeDevice *d, size_t bytes, const char *what);
@@ -132,6 +141,6 @@ struct MoeDevice {
 bool moe_host_create(MoeDevice *out, int threads);
 
 /** The rank's GPU is selected. False, with a message. */
-bool moe_cuda_create(MoeDevice *out);
+bool moe_cuda_create(MoeDevice *out, Grouping grouping);
 
 #endif

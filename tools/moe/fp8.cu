@@ -378,6 +378,7 @@ static bool launch(MoeDevice *d, const Groups *groups, const Scaled *b, const Sc
     if (!cuda_ok(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                  "cudaFuncSetAttribute"))
         return false;
+    d->gemm_calls++;
     kernel<<<(unsigned)d->multiprocessors, THREADS, bytes, cuda_stream_of(d)>>>(args);
     return cuda_ok(cudaGetLastError(), "a product of e4m3");
 }

@@ -135,6 +135,7 @@ static bool host_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a,
         const float *right = load(b, g * k * n, k * n, &s->b);
         float *product = target(c, first * n, rows * n, &s->c);
         if (!left || !right || !product) return false;
+        d->gemm_calls++;
         blas_multiply(false, transposed, rows, n, k, left, right, product);
         store(c, first * n, rows * n, product);
     }
@@ -151,6 +152,7 @@ static bool host_correlate(MoeDevice *d, const Groups *groups, const EpTensor *a
         const float *right = load(b, first * n, rows * n, &s->b);
         float *product = target(c, g * m * n, m * n, &s->c);
         if (!left || !right || !product) return false;
+        d->gemm_calls++;
         blas_multiply(true, false, m, n, rows, left, right, product);
         store(c, g * m * n, m * n, product);
     }

@@ -192,11 +192,11 @@ static bool find_rows(Layer *layer) {
 static bool create_cuda(Layer *layer) {
     EpGroupConfig config = group_config(layer->options, EP_BACKEND_CUDA);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
-    if (!gpu_built()) return moe_cuda_create(&layer->device);
+    if (!gpu_built()) return moe_cuda_create(&layer->device, (Grouping)layer->options->grouping);
     if (ep_group_memory(&config, layer->mesh.ep_size, &memory) != EP_OK)
         return bench_refuse("--backend cuda: %s", ep_last_error());
     if (!memory.feasible) return bench_refuse("--backend cuda: %s", memory.reason);
-    return moe_cuda_create(&layer->device);
+    return moe_cuda_create(&layer->device, (Grouping)layer->options->grouping);
 }
 
 /* Collective, since ranks of a node divide its GPUs. */

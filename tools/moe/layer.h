@@ -86,6 +86,7 @@ typedef struct Layer {
     int32_t all[2];         /**< 0 and T */
     Groups all_tokens;      /**< one slab of all tokens */
     MoeDevice device;
+    int64_t gemm_calls;      /**< that multiply, in the last step that was timed */
     bool multiplies_e4m3;    /**< the products of w1 and w2 */
     bool overlaps;           /**< calls of w1 and w2 run beside dispatch: see step.c */
     EpStream weights_stream; /**< of all weights' calls: the device's stream, or its second one */

@@ -14,8 +14,15 @@ enum {
     NUM_TIMED
 };
 
+static bool run_step(Layer *layer) {
+    const int64_t before = layer->device.gemm_calls;
+    bool ok = moe_step_run(layer);
+    layer->gemm_calls = layer->device.gemm_calls - before;
+    return ok;
+}
+
 static bool run_timed(Layer *layer, int which) {
-    if (which == WHOLE_STEP) return moe_step_run(layer);
+    if (which == WHOLE_STEP) return run_step(layer);
     if (which >= APART) return moe_overlap_run_apart(layer, (MoeOverlapId)(which - APART));
     if (which >= TOGETHER) return moe_overlap_run(layer, (MoeOverlapId)(which - TOGETHER));
     return moe_phase_run(layer, (MoePhase)which);
@@ -45,6 +52,7 @@ static bool time_phases(Layer *layer, MoeResult *out) {
         out->overlaps[i] = (OverlapResult){moe_overlap_exists(layer, (MoeOverlapId)i),
                                            times[TOGETHER + i], times[APART + i]};
     out->step = times[WHOLE_STEP];
+    out->gemm_calls = layer->gemm_calls;
     return true;
 }
 

@@ -35,6 +35,7 @@ typedef struct MoeResult {
     int64_t slots_min, slots_max;   /**< received, without padding */
     int64_t library_bytes;          /**< of the EP group and its plan, the largest rank's */
     int64_t promised_bytes;         /**< likewise, before they were allocated */
+    int64_t gemm_calls;             /**< that multiply, in a step of rank 0 */
     int64_t workspace_bytes;        /**< that the weights' calls take, the largest rank's */
     bool checked;
     CheckResult checks[NUM_CHECKS];

@@ -110,6 +110,7 @@ static void report_facts(const MoeResult *r) {
            "%lld\n",
            (long long)r->promised_bytes, (long long)r->library_bytes,
            (long long)r->workspace_bytes);
+    printf("# GEMMs: %lld calls in a step\n", (long long)r->gemm_calls);
     if (r->gemm_flops > 0)
         printf("# plain GEMM: %.2f Gflop/s per rank, %d x %d x %d, all ranks at once\n",
                r->gemm_flops * 1e-9, r->gemm_size, r->gemm_size, r->gemm_size);
@@ -273,6 +274,7 @@ bool moe_json_write(const MoeReport *report, const MoeResult *result, const char
     json_put_int(&j, "library_bytes", result->library_bytes);
     json_put_int(&j, "promised_bytes", result->promised_bytes);
     json_put_int(&j, "workspace_bytes", result->workspace_bytes);
+    json_put_int(&j, "gemm_calls", result->gemm_calls);
     put_checks(&j, result);
     put_comparison(&j, &result->comparison);
     json_close(&j);

@@ -27,6 +27,15 @@ cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t op_a, cubla
                             int ldb, const void *beta, void *c, cudaDataType type_c, int ldc,
                             cublasComputeType_t compute, cublasGemmAlgo_t algorithm);
 
+cublasStatus_t cublasGemmGroupedBatchedEx(cublasHandle_t handle, const cublasOperation_t *op_a,
+                                          const cublasOperation_t *op_b, const int *m, const int *n,
+                                          const int *k, const void *alpha, const void *const *a,
+                                          cudaDataType type_a, const int *lda, const void *const *b,
+                                          cudaDataType type_b, const int *ldb, const void *beta,
+                                          void *const *c, cudaDataType type_c, const int *ldc,
+                                          int groups, const int *sizes,
+                                          cublasComputeType_t compute);
+
 /** Returns the address of one of these functions, or NULL. */
 void *emulated_cublas(const char *name);
 
