@@ -186,7 +186,7 @@ static Batch *find_batch(MoeDevice *d, const Gemm *gemms, int count) {
         bench_fail("more than %d grouped products", NUM_BATCHES);
         return NULL;
     }
-    *b = (Batch){gemms->a.data, gemms->b.data, gemms->c.data, count};
+    *b = (Batch){.a = gemms->a.data, .b = gemms->b.data, .c = gemms->c.data, .count = count};
     b->numbers = bench_alloc(NUM_NUMBERS * n, sizeof(int), "sizes of products");
     b->factors = bench_alloc(2 * n, sizeof(float), "factors of products");
     b->operations = bench_alloc(2 * n, sizeof(*b->operations), "operations of products");
