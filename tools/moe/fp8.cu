@@ -249,28 +249,46 @@ static __device__ void add_scaled(const float *a, const float *b, const float (&
     }
 }
 
-static __device__ uint32_t pair_of(__nv_bfloat16 low, __nv_bfloat16 high) {
-    const __nv_bfloat16 both[2] = {low, high};
+/* ---- storing ------------------------------------------------------------------------------- */
+
+static __device__ uint32_t pair_of(EpType type, float low, float high) {
     uint32_t word;
-    memcpy(&word, both, sizeof(word));
+    if (type == EP_TYPE_BF16) {
+        const __nv_bfloat16 both[2] = {__float2bfloat16_rn(low), __float2bfloat16_rn(high)};
+        memcpy(&word, both, sizeof(word));
+    } else {
+        const __half both[2] = {__float2half_rn(low), __float2half_rn(high)};
+        memcpy(&word, both, sizeof(word));
+    }
     return word;
 }
 
-static __device__ uint32_t pair_of(__half low, __half high) {
-    const __half both[2] = {low, high};
-    uint32_t word;
-    memcpy(&word, both, sizeof(word));
-    return word;
+/* A thread has two neighbouring columns of each 8. Neighbouring threads exchange theirs of two 8s:
+ * each then has four columns of one, and a warp stores 32 bytes of a row together. */
+static __device__ void store_halves(const ScaledArgs &args, int64_t at, int columns, bool is_row,
+                                    const float (&total)[64], int r) {
+    const int lane = (int)threadIdx.x % 32, odd = lane & 1;
+#pragma unroll
+    for (int j = 0; j < 16; j += 2) {
+        const int i = 4 * j + 2 * r, column = 8 * (j + odd) + lane % 4 / 2 * 4;
+        const uint32_t low = pair_of(args.type, total[i], total[i + 1]);
+        const uint32_t high = pair_of(args.type, total[i + 4], total[i + 5]);
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+        if (is_row && column < columns)
+            ((uint2 *)args.c)[(at + column) / 4] =
+                odd ? make_uint2(other, high) : make_uint2(low, other);
+    }
 }
 
-/* Two elements, the first of which has an even index. */
-static __device__ void store_pair(EpType type, void *c, int64_t at, float low, float high) {
-    if (type == EP_TYPE_BF16)
-        ((uint32_t *)c)[at / 2] = pair_of(__float2bfloat16_rn(low), __float2bfloat16_rn(high));
-    else if (type == EP_TYPE_FP16)
-        ((uint32_t *)c)[at / 2] = pair_of(__float2half_rn(low), __float2half_rn(high));
-    else
-        ((float2 *)c)[at / 2] = float2{low, high};
+static __device__ void store_floats(const ScaledArgs &args, int64_t at, int columns,
+                                    const float (&total)[64], int r) {
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        const int column = 8 * j + (int)threadIdx.x % 4 * 2;
+        if (column < columns)
+            ((float2 *)args.c)[(at + column) / 2] =
+                float2{total[4 * j + 2 * r], total[4 * j + 2 * r + 1]};
+    }
 }
 
 static __device__ void store_wave(const ScaledArgs &args, const Tile &tile, int first,
@@ -280,13 +298,10 @@ static __device__ void store_wave(const ScaledArgs &args, const Tile &tile, int 
     for (int r = 0; r < 2; r++) {
         const int row = first + warp * 16 + lane / 4 + 8 * r;
         const int64_t at = tile.c + row * args.n;
-#pragma unroll
-        for (int j = 0; j < 16; j++) {
-            const int column = 8 * j + lane % 4 * 2;
-            if (row < tile.rows && column < tile.columns)
-                store_pair(args.type, args.c, at + column, total[4 * j + 2 * r],
-                           total[4 * j + 2 * r + 1]);
-        }
+        if (args.type != EP_TYPE_FP32)
+            store_halves(args, at, tile.columns, row < tile.rows, total, r);
+        else if (row < tile.rows)
+            store_floats(args, at, tile.columns, total, r);
     }
 }
 
