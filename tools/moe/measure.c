@@ -160,11 +160,20 @@ static void free_work(FloorWork *work) {
         if (all[i]) d->release(d, all[i]);
 }
 
-static void set_floors(const Quantiles *copies, double flops_per_us, MoeResult *out) {
+/* Matrix units multiply e4m3 at twice the rate of 16-bit types, in which the plain GEMM is. */
+static double rate_of(const Layer *layer, MoePhase phase) {
+    MoeProduct product;
+    return moe_phase_product(layer, phase, &product) && layer->options->type != EP_TYPE_FP32 ? 2
+                                                                                             : 1;
+}
+
+static void set_floors(const Layer *layer, const Quantiles *copies, double flops_per_us,
+                       MoeResult *out) {
     out->floor_us = 0;
     for (int p = 0; p < NUM_MOE_PHASES; p++) {
         PhaseResult *phase = &out->phases[p];
-        if (phase->flops > 0) phase->floor_us = (double)phase->flops / flops_per_us;
+        if (phase->flops > 0)
+            phase->floor_us = (double)phase->flops / (flops_per_us * rate_of(layer, (MoePhase)p));
         if (phase->bytes > 0) phase->floor_us = copies[p].median_us;
         if (phase->floor_us > 0) out->floor_us += phase->floor_us;
     }
@@ -183,7 +192,7 @@ static bool measure_floor(Layer *layer, MoeResult *out) {
     const double flops_per_us = 2 * pow(layer->device.square, 3) / square.median_us;
     out->gemm_flops = flops_per_us * 1e6;
     out->gemm_size = layer->device.square;
-    set_floors(copies, flops_per_us, out);
+    set_floors(layer, copies, flops_per_us, out);
     return true;
 }
 

@@ -6,19 +6,37 @@
  * Replaces tools/moe/ptx.cuh: the same instructions, emulated.
  */
 
+#include <vector>
+
 #include "runtime/cuda/ptx.cuh"
 
 static inline uint32_t shared_address(const void *pointer) {
     return ep_smem(pointer);
 }
 
-/* Copies are made at once, and what is not read becomes 0. */
+/* ---- copies: made when the thread waits for them; until then their places hold NaN ---- */
+
+struct EmulatedCopy {
+    char *to;
+    const void *from;
+    uint32_t bytes, all;
+};
+
+/* The groups of each thread of the block, the oldest first. The last one is open. */
+static thread_local std::vector<std::vector<EmulatedCopy>> emulated_copies[1024];
+
+static inline std::vector<std::vector<EmulatedCopy>> &emulated_groups(void) {
+    std::vector<std::vector<EmulatedCopy>> &groups = emulated_copies[threadIdx.x];
+    if (groups.empty()) groups.emplace_back();
+    return groups;
+}
+
 static inline void emulated_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t all) {
-    char *place = (char *)emulated_generic(to);
+    const EmulatedCopy copy = {(char *)emulated_generic(to), from, bytes, all};
     if (to % all || (uintptr_t)from % all) emulated_die("an unaligned copy of %u bytes", all);
-    memset(place, 0, all);
     if (bytes && !emulated_reaches(from, bytes)) emulated_die("a copy reads out of reach");
-    memcpy(place, from, bytes);
+    memset(copy.to, 0xff, all);
+    emulated_groups().back().push_back(copy);
 }
 
 static inline void copy_16(uint32_t to, const void *from, uint32_t bytes) {
@@ -29,8 +47,21 @@ static inline void copy_4(uint32_t to, const void *from, uint32_t bytes) {
     emulated_copy(to, from, bytes, 4);
 }
 
-static inline void copies_commit(void) {}
-template <int YOUNGEST> static inline void copies_wait(void) {}
+static inline void copies_commit(void) {
+    emulated_groups().emplace_back();
+}
+
+template <int YOUNGEST> static inline void copies_wait(void) {
+    std::vector<std::vector<EmulatedCopy>> &groups = emulated_groups();
+    while (groups.size() > YOUNGEST + 1) {
+        for (const EmulatedCopy &copy : groups.front()) {
+            memset(copy.to, 0, copy.all);
+            memcpy(copy.to, copy.from, copy.bytes);
+        }
+        groups.erase(groups.begin());
+    }
+}
+
 static inline void fence_matrix_units(void) {}
 
 static inline void arrival_init(uint64_t *arrival, uint32_t count) {
