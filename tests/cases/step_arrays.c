@@ -280,8 +280,8 @@ static void accept_dots(const Step *step, const Image *got, const Image *expecte
         if (!world_writes(step->world, &me->row[row])) continue;
         memcpy(&value, got->data + row * 4, 4);
         exact = expect_slot_gradient(step->world, step->rank, row, &magnitude);
-        CHECK(isnan(exact) ? isnan(value) : fabs(value - exact) <= 1e-5 * magnitude, "row %lld: %.9g instead of %.9g",
-              (long long)row, (double)value, exact);
+        CHECK(isnan(exact) ? isnan(value) : fabs(value - exact) <= 1e-5 * magnitude,
+              "row %lld: %.9g instead of %.9g", (long long)row, (double)value, exact);
         memcpy(expected->data + row * 4, &value, 4);
     }
 }

@@ -26,10 +26,10 @@ RoutingTest(one_expert_and_ranks_without, "ranks=4 experts=1 top_k=3 spread=full
             "ranks=4 experts=1 top_k=1 nodes=0011");
 
 /* All entries of all tokens are on one rank, which has 32 experts or one. */
-#define ONE_RANK "ranks=4 spread=full routing=one-rank target=2 "
-#define ON_ONE_RANK(k)                                           \
+#define ONE_RANK "ranks=4 spread=full routing=one-rank target=2 max_tokens=5 "
+#define ON_ONE_RANK(k)                                            \
     ONE_RANK "experts=128 index_type=int64 alignment=2 top_k=" k, \
-        ONE_RANK "experts=4 duplicates=1 masked_percent=5 max_tokens=5 top_k=" k
+        ONE_RANK "experts=4 duplicates=1 masked_percent=5 top_k=" k
 RoutingTest(every_k_on_one_rank, ON_ONE_RANK("1"), ON_ONE_RANK("3"), ON_ONE_RANK("5"),
             ON_ONE_RANK("7"), ON_ONE_RANK("31"), ON_ONE_RANK("32"));
 
