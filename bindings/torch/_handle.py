@@ -21,7 +21,7 @@ from . import _fast
 from ._group import Group, current_stream
 
 if TYPE_CHECKING:
-    from typing import Any, NoReturn, Optional
+    from typing import Any, Optional
 
     from torch import Tensor
     from typing_extensions import Unpack
@@ -114,6 +114,8 @@ class Handle(CoreHandle):
     Compiled programs name a handle by its number `key`: keep the object as long as they run.
     """
 
+    _anew = "save the state_dict of a layer, and make handles anew"
+
     def __init__(self, group: Group, **fields: Unpack[HandleFields]) -> None:
         if not isinstance(group, Group):
             kind = type(group)
@@ -160,16 +162,6 @@ class Handle(CoreHandle):
         self._facts = self._make_facts()
         self._facts_at = ctypes.addressof(self._facts)
         _handles[self.key] = self
-
-    def __deepcopy__(self, _: object) -> Handle:
-        """The handle itself: copies of a layer share its configuration, since plans are named."""
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a libep.torch.Handle belongs to its process: save the state_dict of a layer, and make "
-            "handles anew"
-        )
 
     def _make_facts(self) -> _fast.HandleFacts:
         blocks, rows_per_block = self._own_lead or (0, 0)
