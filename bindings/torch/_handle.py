@@ -110,6 +110,7 @@ class Handle(CoreHandle):
     fields  the configuration (libep.HandleFields). Differences from ep.h's defaults: plans are
             named by the calls (Plans.NAMED), and in throughput mode rows past the last slab become
             zero (Tail.ZERO), so that NaNs in unused memory do not get into products with zero.
+            In latency mode the expert ids of rows that are not used become -1 (Tail.IDS).
 
     Compiled programs name a handle by its number `key`: keep the object as long as they run.
     """
@@ -126,6 +127,8 @@ class Handle(CoreHandle):
         fields.setdefault("plans", Plans.NAMED)
         if fields.get("mode", group.fields.get("mode", Mode.THROUGHPUT)) == Mode.THROUGHPUT:
             fields.setdefault("zero_tail", Tail.ZERO)
+        elif fields.get("layout") in (Layout.FLAT, Layout.RANK_MAJOR):
+            fields.setdefault("zero_tail", Tail.IDS)
         super().__init__(group, **fields)
         self.key = next(_keys)
         """The number by which ops name the handle."""
