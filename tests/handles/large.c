@@ -170,3 +170,40 @@ LargeTest(expert_major, EP_LAYOUT_EXPERT_MAJOR, EP_MODE_THROUGHPUT)
         LargeTest(batched, EP_LAYOUT_BATCHED, EP_MODE_THROUGHPUT)
             LargeTest(batched_latency, EP_LAYOUT_BATCHED, EP_MODE_LATENCY)
                 LargeTest(rank_major, EP_LAYOUT_RANK_MAJOR, EP_MODE_THROUGHPUT)
+
+    /* T · H beyond 4 GiB: of all tokens the last one is routed, and all sums are written. */
+    ThreadTest(handles_large, tokens, 1) {
+    enum { T = 2 * MOST };
+    if (!getenv("LIBEP_TEST_LARGE")) check_left_out("it writes 8 GiB: LIBEP_TEST_LARGE=1");
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    config.num_experts = config.max_top_k = 1, config.max_row_bytes = ROW_BYTES;
+    config.max_tokens = T, config.max_recv_rows = 1, config.backend = TEST_BACKEND;
+    EpGroup *group = open_group_with(bootstrap, &config);
+    EpHandle *handle = open_handle_with(group, NULL);
+    char *x = open_memory(T * ROW_BYTES), *y = open_memory(T * ROW_BYTES);
+    char *row = open_memory(ROW_BYTES), *at = open_memory(T * 4);
+    static int32_t index[T];
+    for (int t = 0; t < T; t++)
+        index[t] = t == T - 1 ? 0 : -1;
+    copy(at, index, sizeof(index));
+    put_row(x, T - 1, 3);
+    put_row(y, T - 2, 7);
+    EpTensor topk_idx = ep_tensor_2d(at, EP_TYPE_INT32, T, 1);
+    EpTensor tokens = ep_tensor_2d(x, EP_TYPE_BF16, T, HIDDEN), sums = tokens, rows = tokens;
+    sums.data = y, rows.data = row, rows.shape[0] = 1;
+    CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
+    CHECK_OK(ep_dispatch(handle, NULL, NULL, &tokens, NULL, NULL, NULL, &rows, NULL, NULL, NULL));
+    check_row(row, 0, 3, "recv_tokens");
+    CHECK_OK(ep_combine(handle, NULL, &rows, NULL, NULL, NULL, &sums));
+    check_row(y, T - 1, 3, "out");
+    check_row(y, T - 2, 0, "out");
+    put_row(row, 0, -1);
+    CHECK_OK(ep_combine_backward(handle, NULL, &tokens, NULL, NULL, NULL, &rows, NULL));
+    check_row(row, 0, 3, "grad_expert_out");
+    put_row(y, T - 1, 7);
+    CHECK_OK(ep_dispatch_backward(handle, NULL, &rows, NULL, NULL, &sums, NULL));
+    check_row(y, T - 1, 3, "grad_tokens");
+    ep_group_destroy(group);
+    close_memory(x, T * ROW_BYTES), close_memory(y, T * ROW_BYTES);
+    close_memory(row, ROW_BYTES), close_memory(at, T * 4);
+}
