@@ -81,7 +81,7 @@ def _number(call: str, name: str, value: Any, least: int) -> None:
     except TypeError:
         is_right = False
     if not is_right:
-        _refuse(Status.RANGE, call, name, f"a whole number of at least {least}", value)
+        _refuse(Status.RANGE, call, name, f"a whole number of at least {least}", repr(value))
 
 
 # ---- normal mode --------------------------------------------------------------------------------
