@@ -147,7 +147,8 @@ def refuse(name: str, expected: str, got: str) -> Callable[..., NoReturn]:
 
 def refuse_batches(name: str, primitive: Primitive) -> None:
     """Refuse vmap: ranks make one call at a time."""
-    batching.primitive_batchers[primitive] = refuse(name, "a call outside of jax.vmap", "one inside")
+    rule = refuse(name, "a call outside of jax.vmap", "one inside")
+    batching.primitive_batchers[primitive] = rule
 
 
 def _make(name: str) -> Primitive:
