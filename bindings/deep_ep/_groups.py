@@ -144,7 +144,7 @@ class NormalGroup:
         return routing
 
     def is_asked_for_more(self, counts: list[int], source_rows: Any) -> bool:
-        """Whether a rank asks for more. By parts of Plan, read on the host; the same on all ranks."""
+        """Whether a rank asks for more. By parts of Plan, on the host; equal on all ranks."""
         if self.has_spare:
             return counts[self.key.experts_per_rank] != 0
         return bool(max(source_rows) > self.capacity)

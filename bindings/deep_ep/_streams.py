@@ -246,7 +246,8 @@ class Lane:
         # The allocator would reuse memory in the order of the stream that it came from.
         if outer is not stream:
             _record(used.outputs, outer)
-        return used.result, EventOverlap(EventHandle(self._end, _Loan(used.inputs, current, stream)))
+        loan = _Loan(used.inputs, current, stream)
+        return used.result, EventOverlap(EventHandle(self._end, loan))
 
     def run_on(self, stream: torch.cuda.Stream, body: Callable[[], Any]) -> Any:
         """Run body() on a stream, after the operation before."""

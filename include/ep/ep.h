@@ -547,8 +547,8 @@ EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, i
                          int32_t *count);
 
 /**
- * Count where a rank's tokens go, by its routing alone. Local: needs no group, and no rank waits for
- * another one. Callers whose interface has such counts use it; ep_prepare does not need them.
+ * Count where a rank's tokens go, by its routing alone. Local: needs no group, and no rank waits
+ * for another one. Callers whose interface has such counts use it; ep_prepare does not need them.
  * Allocates nothing, can be captured, and its sums have no order that could change.
  *
  * backend        HOST or CUDA, which must reach all memory. CUDA: the current device is the

@@ -67,10 +67,10 @@ static void check_shape(Case c) {
 }
 
 /* More tokens than a block has threads; experts and ranks that divide nothing. */
-#define CASES(type)                                                              \
-    "experts=13 ranks=4 top_k=3 max_tokens=1237 index_type=" type,               \
-        "experts=8 ranks=2 top_k=8 max_tokens=512 index_type=" type,             \
-        "experts=3 ranks=5 top_k=1 max_tokens=1 index_type=" type,               \
+#define CASES(type)                                                  \
+    "experts=13 ranks=4 top_k=3 max_tokens=1237 index_type=" type,   \
+        "experts=8 ranks=2 top_k=8 max_tokens=512 index_type=" type, \
+        "experts=3 ranks=5 top_k=1 max_tokens=1 index_type=" type,   \
         "experts=300 ranks=33 top_k=11 max_tokens=601 index_type=" type
 TextsTest(handles_count_routing, as_counted_one_by_one, check_shape, CASES("int32"),
           CASES("int64"));
