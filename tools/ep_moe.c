@@ -11,6 +11,7 @@
 #include "tools/common/tool.h"
 #include "tools/common/util.h"
 #include "tools/moe/measure.h"
+#include "tools/moe/stack.h"
 
 const char *const bench_program = "ep_moe";
 
@@ -18,7 +19,8 @@ const char *const bench_program = "ep_moe";
 static bool fits_memory(const MoeOptions *o, const MoeMesh *mesh, int ranks,
                         const Machine *machine) {
     const double bytes = (double)reference_bytes(o, mesh, ranks);
-    if (!o->run.check || machine->memory <= 0 || bytes <= (double)machine->memory * 0.5)
+    if (!o->run.check || o->layers > 1 || machine->memory <= 0 ||
+        bytes <= (double)machine->memory * 0.5)
         return true;
     return bench_refuse("--check: expected a dense layer within half of the %.1f GB of %s, got "
                         "%.1f GB; -c 0 leaves it out",
@@ -51,7 +53,8 @@ static bool run(World *world, const void *given) {
               fits_memory(&options, &mesh, world->size, &report.machine) &&
               (world->rank != 0 || !options.run.json_path || output_probe(options.run.json_path));
     if (!world_all(world, ok)) return false;
-    ok = layer_create(world, &options, &mesh, &layer) && run_layer(&report, &layer);
+    if (options.layers > 1) return moe_stack_run(world, &options, &mesh, &report);
+    ok = layer_create(world, &options, &mesh, NULL, &layer) && run_layer(&report, &layer);
     /* Destroying may wait for the rank that is lost. The process ends now. */
     if (!world->broken) layer_destroy(&layer);
     return ok;

@@ -25,6 +25,8 @@ SoloTest(tools_moe, layers_agree_with_a_dense_one) {
         "--threads 4 --idle 4 --dtype fp32",
         "--threads 2 --tokens 0",
         "--threads 2 --tokens 1 --dtype fp32 --top-k 16",
+        "--threads 4 --layers 4",
+        "--threads 2 --mesh fsdp=2 --layers 3 --quant fp8 --blocks rows --uneven",
     };
     char line[320];
     for (int i = 0; i < LENGTH(lines); i++) {
@@ -84,6 +86,8 @@ SoloTest(tools_moe, faults_are_found) {
     setenv("LIBEP_TEST_MOE_FAULT", "reduce_w2", 1);
     check_tool("ep_moe", SMALL "--threads 2 --quant fp8 -c 0 --experts 4 --hidden 8 --ffn 2", 1,
                "\n# wrong: grad_w2: expected at most 0.0884 off", "off the layer without --quant");
+    setenv("LIBEP_TEST_MOE_FAULT", "gemm1_grad_weight", 1);
+    check_tool("ep_moe", SMALL "--threads 2 --layers 3", 1, "\n#wrong ", "elements are wrong");
     unsetenv("LIBEP_TEST_MOE_FAULT");
 }
 
@@ -103,6 +107,9 @@ static const BadOptions bad_options[] = {
     {"--dtype fp8", "\"fp8\""},
     {"--weights often", "\"often\""},
     {"--blocks tiles", "--quant"},
+    {"--layers 0", "\"0\""},
+    {"--layers 2 --quant fp8 --compare 1", "--compare: expected one layer with it, got --layers 2"},
+    {"--threads 2 --layers 2 --hidden 8192 --ffn 1048576 --experts 64", "--layers: expected room"},
     {"--gemms two", "\"two\""},
     {"--compare 1", "--compare: expected --quant"},
     {"--wgrad dtype", "--wgrad: expected --quant and --backend cuda"},
@@ -178,6 +185,9 @@ SoloTest(tools_moe, memory_is_as_promised) {
     CHECK(taken > 0 && taken == number_of(text, "\"promised_bytes\": "), "%s", text);
     /* The router is the same on four ranks, which divide its gradient's sum: 16 x 64 in fp32. */
     CHECK(number_of(text, "\"workspace_bytes\": ") >= 16 * 64, "%s", text);
+    text = run_json("ep_moe", SMALL "--threads 2 --mesh fsdp=2 --layers 3", "\n# stack: 3 layers");
+    taken = number_of(text, "\"buffers_taken_bytes\": ");
+    CHECK(taken > 0 && taken == number_of(text, "\"buffers_promised_bytes\": "), "%s", text);
 }
 
 /* Without a check nothing is claimed. */

@@ -26,7 +26,8 @@ enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, NUM_SCRATCH };
 
 /* The products of all groups as one call takes them, each array [..., count]. */
 typedef struct Batch {
-    const void *a, *b, *c; /* of the first product; NULL: free */
+    const void *a, *b, *c; /* of the first product */
+    struct Batch *next;
     int count;
     int *numbers;                  /* m, n, k, the pitches of a and b, and 1 */
     float *factors;                /* 1 and 0 */
@@ -34,8 +35,7 @@ typedef struct Batch {
     void **matrices;               /* addresses of a, b and c, in the GPU's memory */
 } Batch;
 
-/* A layer has six products of the experts. */
-enum { NUM_NUMBERS = 6, NUM_BATCHES = 8 };
+enum { NUM_NUMBERS = 6 };
 
 typedef struct Cublas {
     void *library;
@@ -47,7 +47,7 @@ typedef struct Cublas {
     __typeof__(&cublasGemmEx) gemm;
     __typeof__(&cublasGemmGroupedBatchedEx) grouped; /* NULL: older than cuBLAS 12.5 */
     Scratch scratch[NUM_SCRATCH];
-    Batch batches[NUM_BATCHES];
+    Batch *batches; /* six for a layer */
 } Cublas;
 
 static bool cublas_ok(cublasStatus_t status, const char *call) {
@@ -79,12 +79,15 @@ static bool find_grouped(const MoeDevice *d, Cublas *c) {
            bench_refuse("--gemms one: expected cuBLAS 12.5 or newer");
 }
 
-static void release_batch(Batch *b) {
-    free(b->numbers);
-    free(b->factors);
-    free(b->operations);
-    cudaFree((void *)b->matrices);
-    *b = (Batch){.a = NULL};
+static void release_batches(Cublas *c) {
+    for (Batch *b = c->batches, *next; b; b = next) {
+        next = b->next;
+        free(b->numbers);
+        free(b->factors);
+        free(b->operations);
+        cudaFree((void *)b->matrices);
+        free(b);
+    }
 }
 
 /* The library stays loaded: its threads may outlive the handle. */
@@ -105,8 +108,7 @@ void cublas_close(MoeDevice *d) {
     Cublas *c = cuda_state(d)->cublas;
     for (int i = 0; c && i < NUM_SCRATCH; i++)
         cudaFree(c->scratch[i].data);
-    for (int i = 0; c && i < NUM_BATCHES; i++)
-        release_batch(&c->batches[i]);
+    if (c) release_batches(c);
     if (c && c->handle) c->destroy(c->handle);
     free(c);
 }
@@ -177,16 +179,14 @@ static bool fill_batch(MoeDevice *d, const Gemm *gemms, int count, Batch *b) {
 static Batch *find_batch(MoeDevice *d, const Gemm *gemms, int count) {
     Cublas *cublas = cuda_state(d)->cublas;
     const size_t n = (size_t)count;
-    Batch *b = cublas->batches, *end = b + NUM_BATCHES;
-    for (; b < end && b->a; b++)
+    for (Batch *b = cublas->batches; b; b = b->next)
         if (b->a == gemms->a.data && b->b == gemms->b.data && b->c == gemms->c.data &&
             b->count == count)
             return b;
-    if (b == end) {
-        bench_fail("more than %d grouped products", NUM_BATCHES);
-        return NULL;
-    }
+    Batch *b = bench_alloc(1, sizeof(Batch), "a grouped product");
+    if (!b) return NULL;
     *b = (Batch){.a = gemms->a.data, .b = gemms->b.data, .c = gemms->c.data, .count = count};
+    b->next = cublas->batches, cublas->batches = b;
     b->numbers = bench_alloc(NUM_NUMBERS * n, sizeof(int), "sizes of products");
     b->factors = bench_alloc(2 * n, sizeof(float), "factors of products");
     b->operations = bench_alloc(2 * n, sizeof(*b->operations), "operations of products");

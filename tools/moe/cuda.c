@@ -34,6 +34,12 @@ static void *cuda_alloc(MoeDevice *d, size_t bytes, const char *what) {
     return NULL;
 }
 
+static int64_t cuda_room(MoeDevice *d) {
+    size_t left = 0, total = 0;
+    (void)d;
+    return cudaMemGetInfo(&left, &total) == cudaSuccess ? (int64_t)left : 0;
+}
+
 static void cuda_release(MoeDevice *d, void *memory) {
     (void)d;
     cudaFree(memory);
@@ -148,6 +154,7 @@ bool moe_cuda_create(MoeDevice *out, Grouping grouping) {
                        .release = cuda_release,
                        .upload = cuda_upload,
                        .download = cuda_download,
+                       .room = cuda_room,
                        .copy = cuda_copy,
                        .finish = cuda_finish,
                        .fork = cuda_fork,

@@ -69,6 +69,8 @@ struct MoeDevice {
     /** Between the host's memory and the device's, complete on return. */
     bool (*upload)(MoeDevice *d, void *to, const void *from, size_t bytes);
     bool (*download)(MoeDevice *d, void *to, const void *from, size_t bytes);
+    /** Bytes of memory that are free. */
+    int64_t (*room)(MoeDevice *d);
     /** Within the device's memory. */
     bool (*copy)(MoeDevice *d, void *to, const void *from, size_t bytes);
     /** Wait for all that was queued on `stream`. */

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "tools/common/data.h"
 #include "tools/common/time.h"
@@ -166,6 +167,11 @@ static void *host_alloc(MoeDevice *d, size_t bytes, const char *what) {
     return bench_alloc(1, bytes, what);
 }
 
+static int64_t host_room(MoeDevice *d) {
+    (void)d;
+    return (int64_t)sysconf(_SC_AVPHYS_PAGES) * sysconf(_SC_PAGESIZE);
+}
+
 static void host_release(MoeDevice *d, void *memory) {
     (void)d;
     free(memory);
@@ -211,6 +217,7 @@ bool moe_host_create(MoeDevice *out, int threads) {
                        .release = host_release,
                        .upload = host_copy,
                        .download = host_copy,
+                       .room = host_room,
                        .copy = host_copy,
                        .finish = host_finish,
                        .fork = host_finish,

@@ -30,9 +30,14 @@ static bool make_token_tensors(Layer *layer) {
     const MoeOptions *o = layer->options;
     const EpType type = (EpType)o->type;
     const int64_t t = layer->tokens;
-    return make(layer, T_TOKENS, type, t, o->hidden) &&
-           make(layer, T_GRAD_OUT, type, t, o->hidden) && make(layer, T_OUT, type, t, o->hidden) &&
-           make(layer, T_GRAD_TOKENS, type, t, o->hidden) &&
+    if (layer->below) {
+        layer->tensors[T_TOKENS] = layer->below->tensors[T_OUT];
+        layer->tensors[T_GRAD_TOKENS] = layer->below->tensors[T_GRAD_OUT];
+    } else if (!make(layer, T_TOKENS, type, t, o->hidden) ||
+               !make(layer, T_GRAD_TOKENS, type, t, o->hidden)) {
+        return false;
+    }
+    return make(layer, T_GRAD_OUT, type, t, o->hidden) && make(layer, T_OUT, type, t, o->hidden) &&
            make(layer, T_ROUTED, EP_TYPE_FP32, t, o->hidden) &&
            make(layer, T_PROBS, EP_TYPE_FP32, t, o->experts) &&
            make(layer, T_GRAD_LOGITS, EP_TYPE_FP32, t, o->experts) &&
@@ -117,8 +122,19 @@ static EpHandleConfig handle_config(const Layer *layer) {
     return config;
 }
 
+static bool create_handle(Layer *layer) {
+    const Layer *below = layer->below;
+    layer->ep = below->ep, layer->group = below->group;
+    layer->group_config = below->group_config, layer->handle_config = handle_config(layer);
+    layer->num_local = below->num_local;
+    bool ok = bench_ok(ep_handle_create(layer->group, &layer->handle_config, &layer->handle),
+                       "ep_handle_create");
+    return world_all(layer->world, ok);
+}
+
 static bool create_group(Layer *layer) {
     World *world = layer->world;
+    if (layer->below) return create_handle(layer);
     EpGroupConfig config = group_config(layer->options, layer->device.backend);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     layer->group_config = config, layer->handle_config = handle_config(layer);
@@ -199,8 +215,18 @@ static bool create_cuda(Layer *layer) {
     return moe_cuda_create(&layer->device, (Grouping)layer->options->grouping);
 }
 
+static bool share_device(Layer *layer) {
+    layer->device = layer->below->device;
+    layer->device.gemm_calls = 0;
+    layer->weights_stream = layer->device.stream;
+    layer->multiplies_e4m3 = layer->below->multiplies_e4m3;
+    layer->overlaps = layer->below->overlaps;
+    return true;
+}
+
 /* Collective, since ranks of a node divide its GPUs. */
 static bool create_device(Layer *layer) {
+    if (layer->below) return share_device(layer);
     const MoeOptions *o = layer->options;
     const bool cuda = o->backend == EP_BACKEND_CUDA;
     if (cuda && !gpu_select(layer->world)) return false;
@@ -217,13 +243,14 @@ static bool create_device(Layer *layer) {
     return world_all(layer->world, ok);
 }
 
-bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, Layer *out) {
-    *out = (Layer){.world = world, .options = options, .mesh = *mesh};
+bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, const Layer *below,
+                  Layer *out) {
+    *out = (Layer){.world = world, .options = options, .mesh = *mesh, .below = below};
     out->tokens = moe_tokens_of(options, world->size, world->rank);
     out->all[1] = (int32_t)out->tokens;
     out->all_tokens = (Groups){1, &out->all[0], &out->all[1], NULL};
     if (!create_device(out) || !create_group(out) || !weights_create(out)) return false;
-    bool ok = make_token_tensors(out) && fill_tokens(out, T_TOKENS, INPUT_TOKENS) &&
+    bool ok = make_token_tensors(out) && (below || fill_tokens(out, T_TOKENS, INPUT_TOKENS)) &&
               fill_tokens(out, T_GRAD_OUT, INPUT_GRAD_OUT);
     ok = world_all(world, ok) && find_rows(out);
     if (!world_all(world, ok && make_slot_tensors(out) && make_scaled_tensors(out))) return false;
@@ -247,20 +274,29 @@ static void release_gathered(Layer *layer, Gathered *g) {
     release(layer, &g->workspace);
 }
 
-void layer_destroy(Layer *layer) {
-    ep_mesh_comm_destroy(layer->comm);
-    ep_handle_destroy(layer->handle);
+static void release_weight(Layer *layer, Weight *w) {
+    release(layer, &w->shard);
+    release(layer, &w->grad_shard);
+    if (layer->below && layer->below->below) return; /* the rest is the second one's below */
+    release(layer, &w->grad);
+    release(layer, &w->reduce_workspace);
+    if (w->two_forms) release_gathered(layer, &w->backward);
+    release_gathered(layer, &w->forward);
+}
+
+/* The weights end with their communicator. */
+static void release_shared(Layer *layer) {
     ep_group_destroy(layer->group);
     ep_bootstrap_destroy(&layer->ep);
-    for (int i = 0; i < NUM_WEIGHTS; i++) {
-        Weight *w = &layer->weights[i];
-        release(layer, &w->shard);
-        release(layer, &w->grad);
-        release(layer, &w->grad_shard);
-        release(layer, &w->reduce_workspace);
-        if (w->two_forms) release_gathered(layer, &w->backward);
-        release_gathered(layer, &w->forward);
-    }
+    if (layer->device.destroy) layer->device.destroy(&layer->device);
+}
+
+void layer_destroy(Layer *layer) {
+    if (!layer->below) ep_mesh_comm_destroy(layer->comm);
+    if (layer->below) layer->tensors[T_TOKENS].data = layer->tensors[T_GRAD_TOKENS].data = NULL;
+    ep_handle_destroy(layer->handle);
+    for (int i = 0; i < NUM_WEIGHTS; i++)
+        release_weight(layer, &layer->weights[i]);
     for (int i = 0; i < NUM_TENSORS; i++) {
         release(layer, &layer->tensors[i]);
         release_scaled(layer, &layer->scaled[i]);
@@ -269,5 +305,5 @@ void layer_destroy(Layer *layer) {
     release(layer, &layer->places);
     free(layer->first);
     free(layer->count);
-    if (layer->device.destroy) layer->device.destroy(&layer->device);
+    if (!layer->below) release_shared(layer);
 }

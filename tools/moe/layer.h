@@ -63,6 +63,7 @@ typedef enum TensorId {
 
 typedef struct Layer {
     World *world;
+    const struct Layer *below; /**< in a stack, whose output this one takes; NULL: none */
     const MoeOptions *options;
     MoeMesh mesh;
     int64_t tokens, rows;
@@ -76,6 +77,7 @@ typedef struct Layer {
     EpHandle *handle;
     EpMeshComm *comm;
     Weight weights[NUM_WEIGHTS];
+    int64_t buffer_bytes; /**< that it has itself of weights_buffers */
     EpTensor tensors[NUM_TENSORS];
     /* Of the tensors of slots that products take as e4m3: their rows, for sums over a row, and
      * transposed, for sums over rows. */
@@ -92,8 +94,14 @@ typedef struct Layer {
     EpStream weights_stream; /**< of all weights' calls: the device's stream, or its second one */
 } Layer;
 
-/** Collective. False on every rank, with a message, if any rank fails. */
-bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, Layer *out);
+/**
+ * Collective. False on every rank, with a message, if any rank fails. A layer of a stack shares the
+ * device, the EP group and the communicators with the one below, and with the second one below what
+ * is gathered and the gradients of that. The one below has computed its output, and is destroyed
+ * later.
+ */
+bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, const Layer *below,
+                  Layer *out);
 void layer_destroy(Layer *layer);
 
 /** Collective: create the mesh's communicators and the weights, with their shards' contents. */
@@ -102,6 +110,10 @@ bool weights_create(Layer *layer);
 /** Fill what calls of weights write with NaN, so that a step that reads it too early is wrong.
  * Later steps find what the one before has written, which is the same. */
 bool weights_spoil(Layer *layer);
+
+/** Bytes of what is gathered, of its gradients, and of workspaces: what a layer shares with the
+ *  second one below. */
+int64_t weights_buffers(const Layer *layer);
 
 /** Bytes of the largest workspace that one call of a weight takes: on one stream all may share it.
  */

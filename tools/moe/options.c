@@ -50,6 +50,10 @@ static const Option specs[] = {
      "of --dtype (default fp8)"},
     {0, "compare", "0|1", OPTION_SWITCH(compare), NULL, NOT_GIVEN,
      "run the layer without --quant, too, and compare (default 1 with --quant)"},
+    {0, "layers", "N", OPTION_INT(layers, 1, 1024), "layers", 1,
+     "a stack of N layers with buffers for the weights of two: those of the next layer travel "
+     "while "
+     "one computes (default 1)"},
     {0, "regather", "0|1", OPTION_SWITCH(regather), "regather", 0,
      "gather w1 and w2 again for backward, into the same memory (default 0; --blocks rows always "
      "gathers for each direction)"},
@@ -110,6 +114,9 @@ static bool validate_e4m3(const MoeOptions *o) {
 }
 
 static bool validate(const MoeOptions *o) {
+    if (o->compare == 1 && o->layers > 1)
+        return bench_refuse("--compare: expected one layer with it, got --layers %lld",
+                            (long long)o->layers);
     if (o->compare == 1 && !quant_format(o->quant)->bits)
         return bench_refuse("--compare: expected --quant with it, got none");
     if (o->blocks && !quant_format(o->quant)->bits)
@@ -132,7 +139,8 @@ bool moe_options_check(void *options) {
     const QuantFormat *format = quant_format(o->quant);
     bool rows = format->bits && !format->has_tiles;
     if (!o->blocks) o->blocks = rows ? EP_BLOCKS_ROWS : EP_BLOCKS_TILES;
-    if (o->compare == NOT_GIVEN) o->compare = format->bits > 0;
+    if (o->compare == NOT_GIVEN) o->compare = format->bits > 0 && o->layers == 1;
+    if (o->layers > 1) o->regather = 1; /* what was gathered is overwritten before backward */
     if (!o->wgrad && moe_multiplies_e4m3(o)) o->wgrad = MOE_WGRAD_FP8;
     if (!o->alignment) o->alignment = o->wgrad == MOE_WGRAD_FP8 ? 128 : 1;
     return true;

@@ -29,6 +29,7 @@ typedef struct MoeOptions {
     int64_t weights_at; /**< WeightsAt */
     int64_t quant;      /**< EpQuant of gathered weights */
     int64_t blocks;     /**< EpBlocks of gathered weights; 0 until defaults are filled in */
+    int64_t layers;     /**< of a stack; 1: one layer, which is checked against a dense one */
     int64_t grouping;   /**< Grouping, on GPUs */
     int64_t wgrad;      /**< MoeWgrad; 0 where no product takes e4m3 */
     int64_t compare;    /**< 1: the layer is compared with one without --quant */

@@ -5,6 +5,7 @@
 #include "tools/common/data.h"
 #include "tools/common/util.h"
 #include "tools/moe/measure.h"
+#include "tools/moe/stack.h"
 
 /* ---- the head ------------------------------------------------------------------------------ */
 
@@ -151,6 +152,23 @@ void moe_report_result(const MoeResult *result) {
     report_checks(result);
 }
 
+void moe_report_stack(const StackResult *r) {
+    const double hidden = moe_stack_hidden(r);
+    report_line("step", r->step, 0, 0, -1, r->wrong);
+    report_line("apart", r->apart, 0, 0, -1, -1);
+    report_line("weights", r->weights, 0, 0, -1, -1);
+    printf("# stack: %lld layers; apart: each gathers and reduces by itself, on one stream; "
+           "weights: all of this alone\n",
+           (long long)r->layers);
+    if (!isnan(hidden)) printf("# stack: hidden: %.0f %% of weights\n", 100 * hidden);
+    printf("# memory: buffers of two layers' weights, promised %lld bytes, taken %lld\n",
+           (long long)r->promised_bytes, (long long)r->taken_bytes);
+    if (r->wrong >= 0)
+        printf("# check: %lld elements of the output and all gradients, against the step apart\n",
+               (long long)r->elements);
+    report_wrong(r->wrong >= 0, r->wrong);
+}
+
 /* ---- JSON ---------------------------------------------------------------------------------- */
 
 static void put_config(Json *j, const MoeReport *report) {
@@ -277,6 +295,25 @@ bool moe_json_write(const MoeReport *report, const MoeResult *result, const char
     json_put_int(&j, "gemm_calls", result->gemm_calls);
     put_checks(&j, result);
     put_comparison(&j, &result->comparison);
+    json_close(&j);
+    return output_commit(&file);
+}
+
+bool moe_json_write_stack(const MoeReport *report, const StackResult *r, const char *path) {
+    OutputFile file;
+    if (!output_open(&file, path)) return false;
+    Json j = json_open(file.stream, "ep_moe 1");
+    json_put_count(&j, "wrong", r->wrong);
+    put_config(&j, report);
+    json_put_machine(&j, &report->machine);
+    json_begin(&j, "step", '{');
+    put_times(&j, r->step, -1);
+    json_put_real(&j, "apart_us", r->apart.median_us);
+    json_put_real(&j, "weights_us", r->weights.median_us);
+    json_put_real(&j, "hidden", moe_stack_hidden(r));
+    json_end(&j, '}');
+    json_put_int(&j, "buffers_promised_bytes", r->promised_bytes);
+    json_put_int(&j, "buffers_taken_bytes", r->taken_bytes);
     json_close(&j);
     return output_commit(&file);
 }

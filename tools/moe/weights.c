@@ -59,25 +59,41 @@ static void describe_blocks(Gathered *g) {
     g->block_columns = block, g->block_rows = tiles ? block : 1;
 }
 
-static bool create_gathered(Layer *layer, WeightId id, Gathered *g) {
+static bool describe_gathered(const Layer *layer, WeightId id, Gathered *g) {
     const Weight *w = &layer->weights[id];
     g->sizes = (EpWeightSizes)EP_WEIGHT_SIZES_INIT;
     if (!bench_ok(ep_weight_sizes(w->weight, &g->form, &g->sizes), "ep_weight_sizes")) return false;
-    if (w->whole) g->values = w->shard;
-    if (w->whole) return true;
     g->full = tensor_of(g->sizes.type, g->sizes.ndim, g->sizes.shape);
     g->scales = tensor_of(g->sizes.scale_type, g->sizes.ndim, g->sizes.scale_shape);
     g->workspace = workspace_of(g->sizes.gather_workspace);
-    if (!tensor_alloc(layer, &g->full, "a gathered weight") ||
-        !tensor_alloc(layer, &g->workspace, "a workspace"))
-        return false;
     g->values = g->full;
     if (!quant_format(g->form.quant)->bits) return true;
     describe_blocks(g);
     g->values.type = EP_TYPE_FP32;
-    g->values.data = NULL;
-    return tensor_alloc(layer, &g->scales, "scales") &&
-           (layer->multiplies_e4m3 || tensor_alloc(layer, &g->values, "a dequantised weight"));
+    return true;
+}
+
+/* Memory of its own, or that of the second layer below. */
+static bool place(Layer *layer, EpTensor *t, const EpTensor *lent, const char *what) {
+    if (lent) t->data = lent->data;
+    if (lent) return true;
+    layer->buffer_bytes += tensor_bytes(t);
+    return tensor_alloc(layer, t, what);
+}
+
+#define LENT(member) (lent ? &lent->member : NULL)
+
+static bool create_gathered(Layer *layer, const Weight *w, const Gathered *lent, Gathered *g) {
+    if (w->whole) g->values = w->shard;
+    if (w->whole) return true;
+    if (!place(layer, &g->full, LENT(full), "a gathered weight") ||
+        !place(layer, &g->workspace, LENT(workspace), "a workspace"))
+        return false;
+    if (!quant_format(g->form.quant)->bits) g->values = g->full;
+    if (!quant_format(g->form.quant)->bits) return true;
+    return place(layer, &g->scales, LENT(scales), "scales") &&
+           (layer->multiplies_e4m3 ||
+            place(layer, &g->values, LENT(values), "a dequantised weight"));
 }
 
 /* Blocks of a row, and operands of e4m3, lie along the dimension that the product sums over:
@@ -97,15 +113,7 @@ static void choose_forms(const Layer *layer, WeightId id, Weight *w) {
     w->forward.form.transposed = w->two_forms;
 }
 
-/* Weights in one form are gathered into one place, for both directions. */
-static bool create_forms(Layer *layer, WeightId id, Weight *w) {
-    if (!create_gathered(layer, id, &w->forward)) return false;
-    if (w->two_forms) return create_gathered(layer, id, &w->backward);
-    w->backward = w->forward;
-    return true;
-}
-
-static bool create_weight(Layer *layer, WeightId id) {
+static bool describe_weight(Layer *layer, WeightId id) {
     Weight *w = &layer->weights[id];
     const EpWeightConfig *config = &layer->mesh.weights[id];
     EpSharding *s = &w->sharding;
@@ -119,25 +127,80 @@ static bool create_weight(Layer *layer, WeightId id) {
     w->shard = tensor_of(config->type, s->ndim, s->stored);
     w->grad = tensor_of(config->grad_type, s->ndim, s->used);
     w->grad_shard = tensor_of(config->reduced_type, s->ndim, s->stored);
-    if (!tensor_alloc(layer, &w->shard, "a weight's shard") ||
-        !tensor_alloc(layer, &w->grad, "a weight's gradient") ||
-        !tensor_alloc(layer, &w->grad_shard, "a shard's gradient") || !create_forms(layer, id, w))
-        return false;
+    if (!describe_gathered(layer, id, &w->forward)) return false;
+    if (w->two_forms && !describe_gathered(layer, id, &w->backward)) return false;
     w->reduce_workspace = workspace_of(w->forward.sizes.reduce_workspace);
-    return tensor_alloc(layer, &w->reduce_workspace, "a workspace") && fill_shard(layer, id);
+    return true;
+}
+
+/* Weights in one form are gathered into one place, for both directions. */
+static bool create_forms(Layer *layer, Weight *w, const Weight *lent) {
+    if (!create_gathered(layer, w, LENT(forward), &w->forward)) return false;
+    if (w->two_forms) return create_gathered(layer, w, LENT(backward), &w->backward);
+    w->backward = w->forward;
+    return true;
+}
+
+static bool create_weight(Layer *layer, WeightId id) {
+    Weight *w = &layer->weights[id];
+    const Layer *second = layer->below ? layer->below->below : NULL;
+    const Weight *lent = second ? &second->weights[id] : NULL;
+    return tensor_alloc(layer, &w->shard, "a weight's shard") &&
+           tensor_alloc(layer, &w->grad_shard, "a shard's gradient") &&
+           place(layer, &w->grad, LENT(grad), "a weight's gradient") &&
+           place(layer, &w->reduce_workspace, LENT(reduce_workspace), "a workspace") &&
+           create_forms(layer, w, lent) && fill_shard(layer, id);
+}
+
+static bool create_comm(Layer *layer) {
+    EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
+    config.backend = layer->device.backend;
+    if (layer->below) layer->comm = layer->below->comm;
+    return layer->below || bench_ok(ep_mesh_comm_create(&layer->world->boot, &layer->mesh.mesh,
+                                                        &config, &layer->comm),
+                                    "ep_mesh_comm_create");
+}
+
+static int64_t gathered_bytes(const Layer *layer, const Gathered *g) {
+    const bool quantised = quant_format(g->form.quant)->bits;
+    const bool values = quantised && !layer->multiplies_e4m3;
+    return tensor_bytes(&g->full) + tensor_bytes(&g->workspace) +
+           (quantised ? tensor_bytes(&g->scales) : 0) + (values ? tensor_bytes(&g->values) : 0);
+}
+
+int64_t weights_buffers(const Layer *layer) {
+    int64_t bytes = 0;
+    for (int i = 0; i < NUM_WEIGHTS; i++) {
+        const Weight *w = &layer->weights[i];
+        bytes += tensor_bytes(&w->grad) + tensor_bytes(&w->reduce_workspace);
+        if (!w->whole) bytes += gathered_bytes(layer, &w->forward);
+        if (!w->whole && w->two_forms) bytes += gathered_bytes(layer, &w->backward);
+    }
+    return bytes;
+}
+
+/* Of a stack, whose layers share the buffers of two: the lowest layer asks for all. */
+static bool fits(Layer *layer) {
+    const int64_t layers = layer->options->layers;
+    int64_t bytes = 2 * weights_buffers(layer), room = layer->device.room(&layer->device);
+    if (layers < 2 || layer->below) return true;
+    for (int i = 0; i < NUM_WEIGHTS; i++)
+        bytes += layers * (tensor_bytes(&layer->weights[i].shard) +
+                           tensor_bytes(&layer->weights[i].grad_shard));
+    return bytes <= room ||
+           bench_refuse("--layers: expected room for %lld bytes, of the shards of %lld layers and "
+                        "the buffers of two, got %lld",
+                        (long long)bytes, (long long)layers, (long long)room);
 }
 
 bool weights_create(Layer *layer) {
-    EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
-    config.backend = layer->device.backend;
-    if (!world_all(layer->world,
-                   bench_ok(ep_mesh_comm_create(&layer->world->boot, &layer->mesh.mesh, &config,
-                                                &layer->comm),
-                            "ep_mesh_comm_create")))
-        return false;
+    if (!world_all(layer->world, create_comm(layer))) return false;
     for (int i = 0; i < NUM_WEIGHTS; i++)
-        if (!world_all(layer->world, create_weight(layer, (WeightId)i))) return false;
-    return true;
+        if (!world_all(layer->world, describe_weight(layer, (WeightId)i))) return false;
+    bool ok = fits(layer);
+    for (int i = 0; ok && i < NUM_WEIGHTS; i++)
+        ok = create_weight(layer, (WeightId)i);
+    return world_all(layer->world, ok);
 }
 
 /* Bytes of all ones are NaN in every type of weights and scales. */
