@@ -31,6 +31,7 @@ typedef struct Stack {
     World *world;
     int64_t num;
     Layer *layers;
+    MoeOptions *options; /* of each layer, whose seed is its own: so its weights are, too */
     int64_t created;
 } Stack;
 
@@ -146,7 +147,10 @@ static bool create(Stack *s, const MoeOptions *o, const MoeMesh *mesh) {
     bool ok = true;
     for (; ok && s->created < s->num; s->created++) {
         Layer *layer = &s->layers[s->created];
-        ok = layer_create(s->world, o, mesh, s->created ? layer - 1 : NULL, layer);
+        s->options[s->created] = *o;
+        s->options[s->created].run.seed += s->created;
+        ok = layer_create(s->world, &s->options[s->created], mesh, s->created ? layer - 1 : NULL,
+                          layer);
         if (!ok) break;
         ok = compute(layer, MOE_ROUTER, MOE_DISPATCH) &&
              gather_forward(layer, layer->device.stream) &&
@@ -193,23 +197,21 @@ static bool compare(Stack *s, int64_t i, const char *want, StackResult *out) {
     return ok;
 }
 
-static void set_options(Stack *s, const MoeOptions *o) {
+static void plant_fault(Stack *s, int fault) {
     for (int64_t i = 0; i < s->num; i++)
-        s->layers[i].options = o;
+        s->options[i].fault = fault;
 }
 
 /* Without the faults that tests plant. */
 static bool take_apart(Stack *s, char **want) {
-    const MoeOptions *o = s->layers[0].options;
-    MoeOptions quiet = *o;
-    quiet.fault = -1;
-    set_options(s, &quiet);
+    const int fault = s->options[0].fault;
+    plant_fault(s, -1);
     bool ok = run_apart(s) && device_of(s)->finish(device_of(s));
     for (int64_t i = 0; ok && i < count_results(s); i++)
         ok = take(s, i, &want[i]);
     for (int64_t i = 0; ok && i < s->num; i++)
         ok = weights_spoil(&s->layers[i]);
-    set_options(s, o);
+    plant_fault(s, fault);
     return ok;
 }
 
@@ -279,7 +281,8 @@ bool moe_stack_run(World *world, const MoeOptions *options, const MoeMesh *mesh,
     Stack s = {.world = world, .num = options->layers};
     StackResult result = {.layers = options->layers, .wrong = -1};
     s.layers = bench_alloc((size_t)s.num, sizeof(Layer), "layers");
-    bool ok = world_all(world, s.layers != NULL) && create(&s, options, mesh);
+    s.options = bench_alloc((size_t)s.num, sizeof(MoeOptions), "layers");
+    bool ok = world_all(world, s.layers && s.options) && create(&s, options, mesh);
     if (ok) {
         report->layer = &s.layers[0];
         result.overlaps = s.layers[0].overlaps;
@@ -288,5 +291,6 @@ bool moe_stack_run(World *world, const MoeOptions *options, const MoeMesh *mesh,
     }
     if (s.layers && !world->broken) destroy(&s);
     free(s.layers);
+    free(s.options);
     return ok;
 }
