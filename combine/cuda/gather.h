@@ -35,7 +35,7 @@ typedef struct EpGatherArgs {
     int32_t schedulers; /**< warps of a block that schedule */
     int32_t chunk;      /**< most tokens that each of them claims at a time */
     int32_t owners;     /**< ranks, and nodes if their sums are terms; entries of others are none */
-    int32_t rounds; /**< whether this rank's own partial sum is rounded to the rows' type, too, as
+    int32_t rounds; /**< sums by entry: whether rows are passed on to another node. Else: whether this rank's own partial sum is rounded to the rows' type, too, as
                          those of the other ranks are: the sum of a node for another one. Where
                          sums are packed: that one is, and the total travels packed */
     EpTarget target;
@@ -44,6 +44,8 @@ typedef struct EpGatherArgs {
     EpNodeSums nodes;
     EpMarks marks; /**< of the messages that these lie in; watch NULL: there are none */
     int32_t top_k;
+    int32_t carries_weights; /**< sums by entry: whether the values that travel are weights; then no
+                                  launch has t.weighs, since rows travel as they are */
     int32_t
         packed_stride; /**< where sums are quantised: bytes from one packed fragment to the next */
     EpStatistics stats;

@@ -606,7 +606,7 @@ __device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, in
                                       : others + __popc(all & ~with_row & below);
         if (valid)
             workspace()->to[at] =
-                latency_record(a.latency, a.latency.window[r], g.rank, g.size, token, flag);
+                latency_record(a.latency, a.latency.window[r], g.rank, token, flag);
         listed += __popc(with_row), others += __popc(all & ~with_row);
     }
     if (lane == 0) workspace()->num_to = num_to;
@@ -723,7 +723,7 @@ __device__ __forceinline__ HeaderWords header_words(const uint4 &unit, int has_w
     return HeaderWords{k & 2 ? (k & 1 ? w : z) : (k & 1 ? y : x), 0};
 }
 
-/* Returns the slot of an entry, or -1 beyond the capacity. `before` is the number of the source's
+/* Returns the slot of an entry, or a negative number beyond the capacity. `before` is the number of the source's
  * earlier entries for the expert (if rows have one slot: of its earlier rows). */
 __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int source, int local,
                                          int before) {
@@ -732,7 +732,7 @@ __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int sour
     if (a.route.shape.has_rows) return slot < ep_row_limit(&a.route.shape) ? (int)slot : -1;
     slot = (int64_t)before + workspace_offset(a)[local] +
            workspace_counts(a)[source * num_local + local];
-    return slot < ep_slot_limit(&a.route.shape, local) ? (int)slot : -1;
+    return slot < ep_slot_limit(&a.route.shape, local) ? (int)slot : a.lost_slot;
 }
 
 /* Read a record's header from this lane's unit of its first step. By a warp. */
@@ -868,7 +868,7 @@ typedef struct Fetched {
 
 __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a, const Record &r,
                                                    uint64_t flag) {
-    return latency_record(a.latency, a.latency.own, r.source, a.route.group.size, r.token, flag);
+    return latency_record(a.latency, a.latency.own, r.source, r.token, flag);
 }
 
 __device__ __forceinline__ void fetch_steps(const Record &r, const char *from,

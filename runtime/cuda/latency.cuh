@@ -254,9 +254,11 @@ __device__ __forceinline__ char *latency_head(const EpLatency &l, char *window, 
     return window + l.layout.heads + (int64_t)index * l.layout.head_bytes;
 }
 
+/* Returns the record of a token from `source`; with sums by entry, in a combine, of its entry k. */
 __device__ __forceinline__ char *latency_record(const EpLatency &l, char *window, int source,
-                                                int size, int token, uint64_t flag) {
-    uint32_t index = (uint32_t)(EP_FLAG_BUFFER(flag) * size + source) * l.layout.max_tokens + token;
+                                                int token, uint64_t flag) {
+    int place = EP_FLAG_BUFFER(flag) * l.layout.places + source;
+    uint32_t index = (uint32_t)place * l.layout.max_tokens + token;
     return window + l.layout.records + (uint64_t)index * (uint32_t)l.layout.record_bytes;
 }
 
