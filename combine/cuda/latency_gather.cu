@@ -367,7 +367,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
         if (!w.alive) return 0;
         t.weight = w.weight;
     }
-    char *to = latency_record(l, l.window[s.source], g.rank, s.token, flag);
+    char *to = latency_record(l, l.window[s.source], g.rank, g.size, s.token, flag);
     constexpr int STEPS = SumShape<T, PACKED>::STEPS, PARTS = SumShape<T, PACKED>::PARTS;
     constexpr int UNITS = SumShape<T, PACKED>::UNITS;
 #pragma unroll 1
@@ -453,7 +453,15 @@ __device__ __forceinline__ float *kept_weights(const EpLatencyGatherArgs &a, int
     return (float *)(l.own + l.layout.sums + (int64_t)row * l.layout.sum_bytes);
 }
 
-/* Send a part of a row's entries. By a warp. */
+/* Returns the address of a unit of a slot's row; without either, one that may be read all the same:
+ * no load is conditional, see sum_slots. */
+__device__ __forceinline__ const char *unit_address(const EpLatencyGatherArgs &a, int slot,
+                                                    int unit) {
+    uint64_t at = (uint64_t)(uint32_t)slot * (uint32_t)a.t.row_bytes + 16 * (uint32_t)max(unit, 0);
+    return slot >= 0 ? a.t.rows + at : (const char *)a.plan.begins;
+}
+
+/* Send a part of a row's entries; a lost one's elements have no meaning. By a warp. */
 __device__ void send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
                              uint64_t flag) {
     const EpLatency &l = a.latency;
@@ -471,7 +479,6 @@ __device__ void send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
         int unit = entry_unit(a, step, a.steps);
-        const char *from = a.t.rows + 16 * max(unit, 0);
 #pragma unroll 1
         for (unsigned left = lanes; left;) {
             uint4 x[ENTRIES_AT_ONCE];
@@ -481,10 +488,7 @@ __device__ void send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int
                 k[i] = left ? __ffs((int)left) - 1 : -1;
                 left &= left - 1;
                 int row = __shfl_sync(~0u, slot, max(k[i], 0));
-                x[i] = make_uint4(0, 0, 0, 0);
-                if (k[i] >= 0 && row >= 0 && unit >= 0)
-                    x[i] = ep_load_unchanging(from + (uint64_t)(uint32_t)row *
-                                                         (uint32_t)a.t.row_bytes);
+                x[i] = ep_load_unchanging(unit_address(a, k[i] < 0 ? -1 : row, unit));
             }
 #pragma unroll
             for (int i = 0; i < ENTRIES_AT_ONCE; i++) {
@@ -492,7 +496,7 @@ __device__ void send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int
                 if (k[i] < 0) continue;
                 if (step_unit() == EP_ENTRY_STEP_UNITS)
                     x[i] = make_uint4(__float_as_uint(given), kept >> k[i] & 1, 0, 0);
-                char *to = latency_record(l, l.window[s.source], k[i], s.token, flag);
+                char *to = latency_entry(l, l.window[s.source], k[i], s.token, flag);
                 step_store(to + step * EP_STEP_BYTES, step_pack(x[i], flag), l.whole);
             }
         }
@@ -500,7 +504,7 @@ __device__ void send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int
         step_fence();
 #pragma unroll 1
         for (unsigned left = lanes; left; left &= left - 1) {
-            char *to = latency_record(l, l.window[s.source], __ffs((int)left) - 1, s.token, flag);
+            char *to = latency_entry(l, l.window[s.source], __ffs((int)left) - 1, s.token, flag);
             step_store_flag(to + step * EP_STEP_BYTES, flag);
         }
     }
@@ -724,13 +728,14 @@ template <int STEPS> __device__ __forceinline__ unsigned incoming_bit(int r, int
 template <int STEPS>
 __device__ __forceinline__ void find_incoming(const EpLatencyGatherArgs &a, const TokenPart &s,
                                               int last, uint64_t flag, Incoming<STEPS> *c) {
+    const EpCudaGroup &g = a.group;
     c->awaited = 0;
 #pragma unroll
     for (int r = 0; r < AWAITED_AT_ONCE; r++) {
         c->rank[r] = last = next_rank(s.owner, last);
         if (last == RANK_NONE) continue;
-        c->from[r] =
-            latency_record(a.latency, a.latency.own, last, s.token, flag) + s.step * EP_STEP_BYTES;
+        c->from[r] = latency_record(a.latency, a.latency.own, last, g.size, s.token, flag) +
+                     s.step * EP_STEP_BYTES;
 #pragma unroll
         for (int i = 0; i < STEPS; i++)
             if (s.step + i < s.end) c->awaited |= incoming_bit<STEPS>(r, i);
@@ -898,7 +903,7 @@ __device__ __noinline__ int await_missing(const EpLatencyGatherArgs &a, TokenPar
     for (int r = 0; r <= at / STEPS; r++)
         rank = next_rank(s.owner, rank);
     int step = s.step + at % STEPS;
-    const char *from = latency_record(a.latency, a.latency.own, rank, s.token, flag) +
+    const char *from = latency_record(a.latency, a.latency.own, rank, g.size, s.token, flag) +
                        step * EP_STEP_BYTES;
     ulonglong2 x = step_load(from);
     return step_await(g, a.latency, from, flag, &x, StepOrigin{rank, EP_AWAIT_LINES, s.token});
@@ -941,10 +946,13 @@ typedef struct MissingEntry {
     int k, step; /* k -1: none */
 } MissingEntry;
 
-/* Returns this lane's unit of a step of a row that lies on this rank. */
-__device__ __forceinline__ uint4 load_own_unit(const EpLatencyGatherArgs &a, int slot, int unit) {
-    uint64_t at = (uint64_t)(uint32_t)slot * (uint32_t)a.t.row_bytes + 16 * (uint32_t)unit;
-    return unit >= 0 ? ep_load_unchanging(a.t.rows + at) : make_uint4(0, 0, 0, 0);
+/* A unit in the registers of a step that is loaded. */
+__device__ __forceinline__ ulonglong2 as_pair(const uint4 &x) {
+    return ulonglong2{x.x | (unsigned long long)x.y << 32, x.z | (unsigned long long)x.w << 32};
+}
+
+__device__ __forceinline__ uint4 as_unit(const ulonglong2 &x) {
+    return make_uint4((uint32_t)x.x, (uint32_t)(x.x >> 32), (uint32_t)x.y, (uint32_t)(x.y >> 32));
 }
 
 /* Sum up and write some steps of a token, or return one that has not arrived in time. By a warp. */
@@ -960,7 +968,6 @@ __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a
 #pragma unroll 1
     for (unsigned left = s.entries; left;) {
         Incoming<STEPS> c;
-        uint4 own[AWAITED_AT_ONCE][STEPS];
         int slot[AWAITED_AT_ONCE];
         c.awaited = 0;
 #pragma unroll
@@ -970,7 +977,7 @@ __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a
             slot[r] = __shfl_sync(~0u, s.slot, k & 31);
             if (k == RANK_NONE || slot[r] >= 0) continue;
             c.from[r] =
-                latency_record(a.latency, a.latency.own, k, s.token, flag) + s.step * EP_STEP_BYTES;
+                latency_entry(a.latency, a.latency.own, k, s.token, flag) + s.step * EP_STEP_BYTES;
 #pragma unroll
             for (int i = 0; i < STEPS; i++)
                 if (s.step + i < s.end) c.awaited |= incoming_bit<STEPS>(r, i);
@@ -980,8 +987,9 @@ __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a
             for (int r = 0; r < AWAITED_AT_ONCE; r++)
 #pragma unroll
                 for (int i = 0; i < STEPS; i++)
-                    if (c.rank[r] != RANK_NONE && slot[r] >= 0)
-                        own[r][i] = load_own_unit(a, slot[r], unit[i]);
+                    if (slot[r] >= 0)
+                        c.x[r][i] =
+                            as_pair(ep_load_unchanging(unit_address(a, slot[r], unit[i])));
         });
         if (missing) {
             int at = __ffs((int)missing) - 1, k = c.rank[0];
@@ -997,7 +1005,7 @@ __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a
             int is_here = 1;
 #pragma unroll
             for (int i = 0; i < STEPS; i++) {
-                uint4 x = own[r][i];
+                uint4 x = as_unit(c.x[r][i]);
                 if (slot[r] < 0 && s.step + i < s.end) {
                     x = step_unpack(c.x[r][i]);
                     int from = lane_of_unit(EP_ENTRY_STEP_UNITS);
@@ -1026,7 +1034,7 @@ __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a
 __device__ __noinline__ int await_entry(const EpLatencyGatherArgs &a, int rank, int token,
                                         MissingEntry m, uint64_t flag) {
     const char *from =
-        latency_record(a.latency, a.latency.own, m.k, token, flag) + m.step * EP_STEP_BYTES;
+        latency_entry(a.latency, a.latency.own, m.k, token, flag) + m.step * EP_STEP_BYTES;
     ulonglong2 x = step_load(from);
     return step_await(a.group, a.latency, from, flag, &x,
                       StepOrigin{rank, EP_AWAIT_LINES, token});

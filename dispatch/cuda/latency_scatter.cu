@@ -606,7 +606,7 @@ __device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, in
                                       : others + __popc(all & ~with_row & below);
         if (valid)
             workspace()->to[at] =
-                latency_record(a.latency, a.latency.window[r], g.rank, token, flag);
+                latency_record(a.latency, a.latency.window[r], g.rank, g.size, token, flag);
         listed += __popc(with_row), others += __popc(all & ~with_row);
     }
     if (lane == 0) workspace()->num_to = num_to;
@@ -868,7 +868,7 @@ typedef struct Fetched {
 
 __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a, const Record &r,
                                                    uint64_t flag) {
-    return latency_record(a.latency, a.latency.own, r.source, r.token, flag);
+    return latency_record(a.latency, a.latency.own, r.source, a.route.group.size, r.token, flag);
 }
 
 __device__ __forceinline__ void fetch_steps(const Record &r, const char *from,

@@ -61,8 +61,9 @@ EP_HOST_DEVICE static inline int32_t ep_weight_lines(int32_t top_k) {
 typedef struct EpBufferLayout {
     int64_t state;   /**< EpLatencyState: this rank's own */
     int64_t heads;   /**< [2 * sets, R] heads, by buffer (EP_FLAG_BUFFER) and by source */
-    int64_t records; /**< [2 * sets, places, max_tokens] records: of each source; with sums by entry,
-                          in a combine, of each k */
+    int64_t records; /**< [2 * sets, R, max_tokens] records */
+    int64_t entries; /**< [2 * sets, K, max_tokens] entry_bytes: sums by entry: what comes of each
+                          entry of this rank's tokens in a combine */
     int64_t weights; /**< [2 * sets, R, max_tokens] topk_weights of each source's tokens, for a
                           combine: one or two lines of EP_LINE_WEIGHTS floats each */
     int64_t sums;    /**< float [sets, max_tokens, sum_bytes]: between the phases of a combine, this
@@ -70,7 +71,8 @@ typedef struct EpBufferLayout {
                           tokens' topk_weights */
     int64_t bytes;
     int32_t head_bytes, record_bytes, weight_bytes, sum_bytes;
-    int32_t max_tokens, places;
+    int32_t max_tokens;
+    int32_t entry_bytes, entry_places; /**< sums by entry: of a record of one entry; K */
 } EpBufferLayout;
 
 /** Returns the layout for a group of this configuration. */
