@@ -62,7 +62,9 @@ enum { EXPERTS = 32, TOP_K = 6, HIDDEN = 136, TOKENS = 48, ROWS = TOKENS * TOP_K
 
 /* A step of TOKENS tokens, how it is divided, and what comes of it. */
 typedef struct Whole {
-    int ranks;
+    EpSums sums;
+    int ranks, every; /* the tokens that take part: each `every`-th */
+    const char *nodes;
     EpMode mode;
     EpLayout layout;
     int32_t index[TOKENS][TOP_K];
@@ -70,7 +72,7 @@ typedef struct Whole {
     _Alignas(16) uint16_t out[TOKENS][HIDDEN];
 } Whole;
 
-/* What expert `e` makes of token `t`. */
+/* What expert `e` makes of token `t`; where rows have one slot, what rank `e` does. */
 static float made_of(int t, int e, int h) {
     Random random = random_stream((uint64_t)t, (uint64_t)e, (uint64_t)h);
     return number_round(EP_TYPE_BF16, (float)((int)random_below(&random, 2048) - 1024) / 37);
@@ -95,57 +97,104 @@ static int first_token(int rank, int ranks) {
     return TOKENS * rank * (rank + 1) / (ranks * (ranks + 1));
 }
 
+static int has_rows(const Whole *w) {
+    return w->layout == EP_LAYOUT_FLAT || w->layout == EP_LAYOUT_RANK_MAJOR;
+}
+
+/* Blocks of the receive tensors, and the rows of each; 0: no blocks. */
+static int blocks_of(const Whole *w) {
+    int blocks[] = {0, 0, 0, EXPERTS / w->ranks, w->ranks};
+    return blocks[w->layout];
+}
+
+static int rows_of(const Whole *w) {
+    return w->layout == EP_LAYOUT_RANK_MAJOR ? TOKENS : ROWS;
+}
+
 static EpHandle *open_layer(const EpBootstrap *bootstrap, const Whole *w, EpGroup **group) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     EpHandleConfig layer = EP_HANDLE_CONFIG_INIT;
     config.num_experts = EXPERTS, config.max_tokens = TOKENS, config.max_top_k = TOP_K;
-    config.max_row_bytes = HIDDEN * 2, config.backend = TEST_BACKEND;
-    config.sums = EP_SUMS_BY_ENTRY, config.latency_sets = w->mode == EP_MODE_LATENCY;
+    config.max_row_bytes = HIDDEN * 2, config.backend = TEST_BACKEND, config.max_recv_rows = ROWS;
+    config.sums = w->sums, config.latency_sets = w->mode == EP_MODE_LATENCY;
     layer.layout = w->layout, layer.mode = (int32_t)w->mode;
-    if (w->layout == EP_LAYOUT_BATCHED)
-        layer.rows_per_expert = ROWS;
-    else
-        layer.max_recv_rows = ROWS;
+    if (w->layout == EP_LAYOUT_BATCHED) layer.rows_per_expert = ROWS;
     *group = open_group_with(bootstrap, &config);
     return open_handle_with(*group, &layer);
 }
 
-/* Dispatch tokens that say their number, and combine what experts make of them. */
+/* Let the experts of a rank work on rows that say their token's number, from 1. */
+static void run_experts(const Whole *w, int rank, const int32_t *offset, const int32_t *count,
+                        uint16_t (*rows)[HIDDEN]) {
+    int local = EXPERTS / w->ranks, all = rows_of(w) * (blocks_of(w) ? blocks_of(w) : 1);
+    for (int i = 0; i < all && has_rows(w); i++)
+        if (rows[i][0]) make_row(rows[i][0] - 1, rank, rows[i]);
+    for (int e = 0; e < local && !has_rows(w); e++)
+        for (int i = offset[e]; i < offset[e] + count[e]; i++)
+            make_row(rows[i][0] - 1, rank * local + e, rows[i]);
+}
+
+static EpTensor slots_of(const Whole *w, const void *rows) {
+    int blocks = blocks_of(w);
+    return blocks ? ep_tensor_3d(rows, EP_TYPE_BF16, blocks, rows_of(w), HIDDEN)
+                  : ep_tensor_2d(rows, EP_TYPE_BF16, ROWS, HIDDEN);
+}
+
+/* What a rank brings and gets. */
+typedef struct Part {
+    int32_t index[TOKENS][TOP_K], count[EXPERTS], offset[EXPERTS + 1];
+    float weight[TOKENS][TOP_K], slot_weight[EXPERTS * ROWS];
+    _Alignas(16) uint16_t sent[TOKENS][HIDDEN], out[TOKENS][HIDDEN], rows[EXPERTS * ROWS][HIDDEN];
+} Part;
+
 static void combine_part(const EpBootstrap *bootstrap, void *arg) {
     Whole *w = arg;
     EpGroup *group;
     EpHandle *handle = open_layer(bootstrap, w, &group);
-    int first = first_token(bootstrap->rank, w->ranks), is_batched = w->layout == EP_LAYOUT_BATCHED;
-    int tokens = first_token(bootstrap->rank + 1, w->ranks) - first;
-    int local = EXPERTS / w->ranks, blocks = is_batched ? local : 1;
-    uint16_t(*sent)[HIDDEN] = aligned_alloc(16, sizeof(*sent) * TOKENS);
-    uint16_t(*rows)[HIDDEN] = aligned_alloc(16, sizeof(*rows) * (size_t)(blocks * ROWS));
-    float *weights = calloc((size_t)(blocks * ROWS), sizeof(float));
-    int32_t count[EXPERTS], offset[EXPERTS + 1];
-    REQUIRE(sent && rows && weights, "no memory");
-    for (int t = 0; t < tokens; t++)
-        sent[t][0] = (uint16_t)(first + t);
-    EpTensor topk_idx = ep_tensor_2d(w->index[first], EP_TYPE_INT32, tokens, TOP_K);
-    EpTensor topk_weights = ep_tensor_2d(w->weight[first], EP_TYPE_FP32, tokens, TOP_K);
-    EpTensor in = ep_tensor_2d(sent, EP_TYPE_BF16, tokens, HIDDEN);
-    EpTensor out = ep_tensor_2d(w->out[first], EP_TYPE_BF16, tokens, HIDDEN);
-    EpTensor slots = is_batched ? ep_tensor_3d(rows, EP_TYPE_BF16, local, ROWS, HIDDEN)
-                                : ep_tensor_2d(rows, EP_TYPE_BF16, ROWS, HIDDEN);
-    EpTensor slot_weights = is_batched ? ep_tensor_2d(weights, EP_TYPE_FP32, local, ROWS)
-                                       : ep_tensor_1d(weights, EP_TYPE_FP32, ROWS);
-    EpTensor counts = ep_tensor_1d(count, EP_TYPE_INT32, local);
-    EpTensor offsets = ep_tensor_1d(offset, EP_TYPE_INT32, local + 1);
+    Part *part = calloc(1, sizeof(*part));
+    int rank = bootstrap->rank, end = first_token(rank + 1, w->ranks), tokens = 0;
+    int local = EXPERTS / w->ranks, blocks = blocks_of(w), slabs = !has_rows(w);
+    REQUIRE(part, "no memory");
+    for (int t = first_token(rank, w->ranks); t < end; t++) {
+        if (t % w->every) continue;
+        memcpy(part->index[tokens], w->index[t], sizeof(w->index[t]));
+        memcpy(part->weight[tokens], w->weight[t], sizeof(w->weight[t]));
+        part->sent[tokens++][0] = (uint16_t)(1 + t);
+    }
+    EpTensor topk_idx = ep_tensor_2d(part->index, EP_TYPE_INT32, tokens, TOP_K);
+    EpTensor topk_weights = ep_tensor_2d(part->weight, EP_TYPE_FP32, tokens, TOP_K);
+    EpTensor in = ep_tensor_2d(part->sent, EP_TYPE_BF16, tokens, HIDDEN);
+    EpTensor out = ep_tensor_2d(part->out, EP_TYPE_BF16, tokens, HIDDEN);
+    EpTensor slots = slots_of(w, part->rows);
+    EpTensor slot_weights = blocks ? ep_tensor_2d(part->slot_weight, EP_TYPE_FP32, local, ROWS)
+                                   : ep_tensor_1d(part->slot_weight, EP_TYPE_FP32, ROWS);
+    EpTensor counts = ep_tensor_1d(part->count, EP_TYPE_INT32, local);
+    EpTensor offsets = ep_tensor_1d(part->offset, EP_TYPE_INT32, local + 1);
     EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
     plan.expert_counts = &counts, plan.expert_offsets = &offsets;
     CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, &plan));
-    CHECK_OK(ep_dispatch(handle, NULL, NULL, &in, &topk_weights, NULL, NULL, &slots, &slot_weights,
-                         NULL, NULL));
-    for (int e = 0; e < local; e++)
-        for (int i = offset[e]; i < offset[e] + count[e]; i++)
-            make_row(rows[i][0], bootstrap->rank * local + e, rows[i]);
-    CHECK_OK(ep_combine(handle, NULL, &slots, &slot_weights, NULL, NULL, &out));
+    CHECK_OK(ep_dispatch(handle, NULL, NULL, &in, slabs ? &topk_weights : NULL, NULL, NULL, &slots,
+                         slabs ? &slot_weights : NULL, NULL, NULL));
+    run_experts(w, rank, part->offset, part->count, part->rows);
+    CHECK_OK(
+        ep_combine(handle, NULL, &slots, slabs ? &slot_weights : NULL, NULL, NULL, &out));
+    for (int i = 0; i < tokens; i++)
+        memcpy(w->out[part->sent[i][0] - 1], part->out[i], sizeof(part->out[i]));
     ep_group_destroy(group);
-    free(sent), free(rows), free(weights);
+    free(part);
+}
+
+/* Combine a step as it is divided. Returns 0 where there is no such division. */
+static int combine_whole(Whole *w) {
+    int has_nodes = w->nodes[0] != '1', is_late = w->mode == EP_MODE_LATENCY;
+    if (GPU_RANKS(w->ranks) < w->ranks) return 0;
+    if (is_late && (!TESTS_HAVE_LATENCY || (TESTS_ON_GPU && has_nodes))) return 0;
+    setenv("LIBEP_TOPOLOGY", w->nodes, 1);
+    check_note("%d ranks on %s nodes, mode %d, layout %d, sums %d", w->ranks, w->nodes,
+               (int)w->mode, (int)w->layout, (int)w->sums);
+    memset(w->out, 0xee, sizeof(w->out));
+    run_ranks(w->ranks, combine_part, w);
+    return 1;
 }
 
 static void check_whole(const Whole *w) {
@@ -157,8 +206,8 @@ static void check_whole(const Whole *w) {
                 if (w->index[t][k] >= 0)
                     sum = fmaf(w->weight[t][k], made_of(t, w->index[t][k], h), sum);
             number_set(&expected, EP_TYPE_BF16, 0, sum);
-            CHECK(w->out[t][h] == expected, "%d ranks, token %d, element %d: %04x, not %04x",
-                  w->ranks, t, h, w->out[t][h], expected);
+            CHECK(w->out[t][h] == expected, "token %d, element %d: %04x, not %04x", t, h,
+                  w->out[t][h], expected);
         }
 }
 
@@ -168,22 +217,33 @@ Test(combine_entries, the_same_bits_everywhere, .timeout = 240) {
     static const struct {
         int ranks;
         const char *nodes;
-    } divisions[] = {{1, "1"}, {2, "1"}, {2, "2"}, {4, "1"}, {4, "2"}, {4, "4"},
+    } divisions[] = {{1, "1"}, {2, "1"}, {2, "2"}, {4, "1"},  {4, "2"},  {4, "4"},
                      {8, "1"}, {8, "2"}, {8, "4"}, {16, "1"}, {16, "2"}, {16, "4"}};
-    static Whole whole;
-    make_whole(&whole);
+    static Whole w = {.sums = EP_SUMS_BY_ENTRY, .every = 1};
+    make_whole(&w);
     for (int i = 0; i < 4 * LENGTH(divisions); i++) {
-        whole.ranks = divisions[i / 4].ranks;
-        whole.mode = i % 2 ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
-        whole.layout = i / 2 % 2 ? EP_LAYOUT_BATCHED : EP_LAYOUT_EXPERT_MAJOR;
-        int has_nodes = divisions[i / 4].nodes[0] != '1', is_late = i % 2;
-        if (GPU_RANKS(whole.ranks) < whole.ranks) continue;
-        if (is_late && (!TESTS_HAVE_LATENCY || (TESTS_ON_GPU && has_nodes))) continue;
-        setenv("LIBEP_TOPOLOGY", divisions[i / 4].nodes, 1);
-        check_note("%d ranks on %s nodes", whole.ranks, divisions[i / 4].nodes);
-        memset(whole.out, 0xee, sizeof(whole.out));
-        run_ranks(whole.ranks, combine_part, &whole);
-        check_whole(&whole);
+        w.ranks = divisions[i / 4].ranks, w.nodes = divisions[i / 4].nodes;
+        w.mode = i % 2 ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
+        w.layout = i / 2 % 2 ? EP_LAYOUT_BATCHED : EP_LAYOUT_EXPERT_MAJOR;
+        if (combine_whole(&w)) check_whole(&w);
+    }
+}
+
+/* A token's sum has the same bits with other tokens beside it, with fewer of them, and at another
+ * place among them: with either kind of sums, in every layout and mode, on one node and on two. */
+Test(combine_entries, the_same_bits_beside_others, .timeout = 240) {
+    static Whole all, some;
+    make_whole(&all);
+    all.ranks = 4, all.every = 1;
+    for (int i = 0; i < 32; i++) {
+        all.sums = i % 2 ? EP_SUMS_BY_ENTRY : EP_SUMS_BY_RANK;
+        all.mode = i / 2 % 2 ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
+        all.layout = (EpLayout)(1 + i / 4 % 4), all.nodes = i / 16 ? "2" : "1";
+        if ((all.sums == EP_SUMS_BY_ENTRY && has_rows(&all)) || !combine_whole(&all)) continue;
+        some = all, some.every = 3;
+        combine_whole(&some);
+        for (int t = 0; t < TOKENS; t += 3)
+            CHECK(!memcmp(all.out[t], some.out[t], sizeof(all.out[t])), "token %d", t);
     }
 }
 
