@@ -68,8 +68,7 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
 /* Let rows travel as they are, in records of all of a token's entries. */
 static void take_entries(EpGatherArgs *args) {
     EpWindowLayout *layout = &args->group.layout;
-    args->record =
-        ep_entries_record(args->t.row_bytes, args->top_k, args->t.carries_values);
+    args->record = ep_entries_record(args->t.row_bytes, args->top_k, args->t.carries_values);
     layout->depth = layout->entries_depth, layout->record_bytes = layout->entries_bytes;
     args->t.weighs = 0;
 }

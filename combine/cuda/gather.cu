@@ -226,9 +226,14 @@ __device__ __forceinline__ void post_entries(const EpGatherArgs &a, Pipeline *p,
         if (valid && t.k == 0) {
             if (!terms) p->from[cell] = NULL; /* an item without rows needs a stage, too */
             int32_t bytes = fragment_bytes(a.pipeline, a.t.row_bytes, fragment);
-            p->item[j] = WorkItem{(int16_t)max(1, terms), (int16_t)terms, (int16_t)terms,
-                                  (int16_t)terms,         bytes,          0,
-                                  0,                      0};
+            p->item[j] = WorkItem{(int16_t)max(1, terms),
+                                  (int16_t)terms,
+                                  (int16_t)terms,
+                                  (int16_t)terms,
+                                  bytes,
+                                  0,
+                                  0,
+                                  0};
             p->signals[j] = pipeline_signals(signals, fragment, fragments, is_last);
             p->fragment[j] = fragment, p->index[j] = index, p->source[j] = source;
         }
@@ -624,9 +629,8 @@ __device__ __forceinline__ void find_weight(const EpGatherArgs &a, const Team &t
     else if (a.carries_weights && e.owner == a.group.rank)
         held->term.weight = a.t.slot_values[e.slot];
     else if (a.carries_weights)
-        held->weight_at = (const float *)(held->term.from - t.k * a.t.row_bytes +
-                                          a.record.weights) +
-                          t.k;
+        held->weight_at =
+            (const float *)(held->term.from - t.k * a.t.row_bytes + a.record.weights) + t.k;
 }
 
 /* Count a lane's entry: one that stays here, or is passed on to the rank that has its token. */
@@ -744,8 +748,8 @@ __device__ void receive_values(const EpGatherArgs &a, Pipeline *p, int warp) {
     });
 }
 
-/* The metadata warps of a receiving block that passes entries on: their values or weights, and which
- * of them have rows. */
+/* The metadata warps of a receiving block that passes entries on: their values or weights, and
+ * which of them have rows. */
 __device__ void pass_values(const EpGatherArgs &a, Pipeline *p, int warp) {
     int k = threadIdx.x % 32;
     pipeline_metadata(p, warp, METADATA_WARPS, [&](int j, uint32_t) {

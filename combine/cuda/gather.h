@@ -35,9 +35,10 @@ typedef struct EpGatherArgs {
     int32_t schedulers; /**< warps of a block that schedule */
     int32_t chunk;      /**< most tokens that each of them claims at a time */
     int32_t owners;     /**< ranks, and nodes if their sums are terms; entries of others are none */
-    int32_t rounds; /**< sums by entry: whether rows are passed on to another node. Else: whether this rank's own partial sum is rounded to the rows' type, too, as
+    int32_t rounds; /**< whether this rank's own partial sum is rounded to the rows' type, too, as
                          those of the other ranks are: the sum of a node for another one. Where
-                         sums are packed: that one is, and the total travels packed */
+                         sums are packed: that one is, and the total travels packed. Sums by entry:
+                         whether rows are passed on to another node */
     EpTarget target;
     EpStamp *stamp; /**< where records are filled for other nodes: this rank's, which goes with
                        them; else NULL */

@@ -54,8 +54,9 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
                               weights,  g->t.format.quant, g->t.block_rows};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 6);
     args.latency.awaits_weights = g->t.weighs_entries && !g->t.by_entry;
-    int blocks = ep_latency_blocks(&args.group, g->phase, tokens, args.steps,
-                                   percent_of_senders(group, g->top_k), &args.latency);
+    int percent = g->t.by_entry ? SENDERS_PERCENT : percent_of_senders(group, g->top_k);
+    int blocks =
+        ep_latency_blocks(&args.group, g->phase, tokens, args.steps, percent, &args.latency);
     args.latency.token = g->place.token;
     args.stats = g->stats, args.counts = ep_counts_any(&g->stats);
     partition(handle, tokens, blocks, &args);

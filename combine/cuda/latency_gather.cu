@@ -433,8 +433,9 @@ __device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, in
 
 /*
  * Sums by entry: for each row that a rank has sent, the row of each of its slots here as it is, in
- * the record of its k. Unit 29 of each step has the entry's weight, and whether the entry has a slot
- * (runtime/cuda/latency.h). A send phase stores this rank's own rows in its own window likewise.
+ * the record of its k. Unit 29 of each step has the entry's weight, and whether the entry has a
+ * slot (runtime/cuda/latency.h). A send phase stores this rank's own rows in its own window
+ * likewise.
  */
 
 #define ENTRIES_AT_ONCE 4
@@ -468,8 +469,7 @@ __device__ void send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int
     int lane = threadIdx.x % 32, slot = ep_check_slot(a.plan, s.slot);
     int is_own = s.source == a.group.rank, is_first = s.step == 0;
     if (is_own && is_first && a.t.weighs_entries && lane < a.top_k)
-        kept_weights(a, s.token, flag)[lane] =
-            __ldg(a.t.topk_weights + (s.token * a.top_k + lane));
+        kept_weights(a, s.token, flag)[lane] = __ldg(a.t.topk_weights + (s.token * a.top_k + lane));
     if (s.row == EP_ROW_NONE) return;
     float weight = a.carries_weights && slot >= 0 ? __ldg(a.t.slot_values + slot) : 1;
     unsigned lanes = __ballot_sync(~0u, s.slot != -1 && lane < a.top_k);
@@ -988,8 +988,7 @@ __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a
 #pragma unroll
                 for (int i = 0; i < STEPS; i++)
                     if (slot[r] >= 0)
-                        c.x[r][i] =
-                            as_pair(ep_load_unchanging(unit_address(a, slot[r], unit[i])));
+                        c.x[r][i] = as_pair(ep_load_unchanging(unit_address(a, slot[r], unit[i])));
         });
         if (missing) {
             int at = __ffs((int)missing) - 1, k = c.rank[0];
@@ -1013,8 +1012,7 @@ __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a
                     is_here = __shfl_sync(~0u, x.y, from) != 0;
                     if (!a.t.weighs_entries) weight = __uint_as_float(sent);
                 }
-                if (is_here && unit[i] >= 0)
-                    ep_add_weighted(&sum[i], weight, ep_unpack<T>(x));
+                if (is_here && unit[i] >= 0) ep_add_weighted(&sum[i], weight, ep_unpack<T>(x));
             }
         }
     }
@@ -1036,8 +1034,7 @@ __device__ __noinline__ int await_entry(const EpLatencyGatherArgs &a, int rank, 
     const char *from =
         latency_entry(a.latency, a.latency.own, m.k, token, flag) + m.step * EP_STEP_BYTES;
     ulonglong2 x = step_load(from);
-    return step_await(a.group, a.latency, from, flag, &x,
-                      StepOrigin{rank, EP_AWAIT_LINES, token});
+    return step_await(a.group, a.latency, from, flag, &x, StepOrigin{rank, EP_AWAIT_LINES, token});
 }
 
 /* Find the entries of a token. A launch that also sends reads this rank's own rows where they lie;

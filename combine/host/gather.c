@@ -14,10 +14,10 @@
  * Sums by entry (EpSums): every entry's row is stored as it is, and the token's rank adds those of
  * all ranks in ascending k.
  *
- * Where a combine is weighted at the tokens' ranks, and sums are not by entry, two rounds alternate: in the first each rank
- * sends the weights of the rows that a peer has from it in that chunk of tokens, packed in the same
- * order, and in the second the peer sums with them. It reads them in place, and releases both
- * rounds together.
+ * Where a combine is weighted at the tokens' ranks, and sums are not by entry, two rounds
+ * alternate: in the first each rank sends the weights of the rows that a peer has from it in that
+ * chunk of tokens, packed in the same order, and in the second the peer sums with them. It reads
+ * them in place, and releases both rounds together.
  *
  * Bytes per rank: every slot read once; R * T * (fraction received) rows written to and read from
  * staging, which stays in cache; T rows written.
@@ -44,7 +44,7 @@ typedef struct Gather {
     const int32_t *nodes;        /* [size] node of each rank */
     int32_t order[EP_MAX_RANKS]; /* the ranks in the order of summation */
     int64_t top_k;
-    EpRecord record;             /* by entry: of all K rows */
+    EpRecord record;                    /* by entry: of all K rows */
     int64_t chunk;                      /* tokens of each source in one round */
     int32_t summed[EP_MAX_RANKS];       /* rows of each source already summed */
     int32_t returned[EP_MAX_RANKS];     /* this rank's rows whose sums each rank has returned */
@@ -398,8 +398,7 @@ static void zero_unused_rows(const Gather *x) {
 static EpStatus run_rounds(Gather *x) {
     zero_unused_rows(x);
     for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk) {
-        if (x->g->weighs_entries && !x->g->by_entry)
-            EP_TRY(run_weights_round(x, begin + x->chunk));
+        if (x->g->weighs_entries && !x->g->by_entry) EP_TRY(run_weights_round(x, begin + x->chunk));
         EP_TRY(run_round(x, begin));
     }
     return ep_exchange_flush(x->exchange, x->call->op);

@@ -29,8 +29,7 @@ EpBufferLayout ep_latency_layout(const EpGroupConfig *config, int32_t num_ranks)
         &arena, ep_saturated_product(sources * b.max_tokens, (int64_t)b.record_bytes));
     if (by_entry) {
         b.entry_places = k;
-        b.entry_bytes =
-            EP_STEP_BYTES * (int32_t)ep_entry_steps(ep_units(config->max_row_bytes));
+        b.entry_bytes = EP_STEP_BYTES * (int32_t)ep_entry_steps(ep_units(config->max_row_bytes));
         b.entries = ep_arena_offset(
             &arena, ep_saturated_product(2 * sets * k * b.max_tokens, (int64_t)b.entry_bytes));
     }

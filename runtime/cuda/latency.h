@@ -164,10 +164,11 @@ typedef struct EpLatency {
     char *own; /**< this rank's window */
 } EpLatency;
 
+#define EP_SLOT_LOST (-2) /* in routes, with sums by entry: the capacity has no slot */
+
 /** In latency mode, a plan's begins hold one word for each token of a rank: the row's slot (FLAT,
  *  RANK_MAJOR), 0, or one of these. */
 #define EP_ROW_NONE (-1)
-#define EP_SLOT_LOST (-2) /* in routes, with sums by entry: the capacity has no slot for the entry */
 #define EP_ROW_LOST (-2) /* the row arrives, and the capacity has no slot for it */
 
 /** Returns the 16-byte units, and the steps, that hold so many bytes or units. */

@@ -9,8 +9,9 @@
  *
  *     scheduler warps  produce work items: claim rows, wait for other ranks, fill an entry
  *     load warp        bulk copies: global memory -> stages
- *     compute warps    (all but WORK_COPY, WORK_MOVE) stages -> stages, in place; all of them on one
- *                      item, so that its stages are soon free: bytes in flight limit the speed
+ *     compute warps    (all but WORK_COPY and WORK_MOVE) stages -> stages, in place; all of them
+ *                      on one item, so that its stages are soon free: bytes in flight limit the
+ *                      speed
  *     store warps      bulk copies: stages -> global memory, here or on a peer; they take turns
  *     metadata warps   (optional) weights and scales, too small for bulk copies; they take turns
  *     signal warp      stores heads of written records, or credits for records that were read
@@ -451,7 +452,8 @@ __device__ __forceinline__ void pipeline_store(Pipeline *p, int warp, PipelineWo
     const Stages s = pipeline_stages(p);
     char *const *to = p->to.begin();
     int width = p->shape.width, shrink = p->shape.shrink;
-    int computes = work != WORK_COPY && work != WORK_MOVE, pending = -1; /* last item's entry until it is written */
+    int computes = work != WORK_COPY && work != WORK_MOVE;
+    int pending = -1; /* last item's entry until it is written */
     for (uint32_t n = warp;; n += STORE_WARPS) {
         int j = n % PIPELINE_ENTRIES, cell = j * width;
         /* Never block while the last item is unsignaled: the next item may wait for its signal. */

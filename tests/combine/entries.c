@@ -176,8 +176,7 @@ static void combine_part(const EpBootstrap *bootstrap, void *arg) {
     CHECK_OK(ep_dispatch(handle, NULL, NULL, &in, slabs ? &topk_weights : NULL, NULL, NULL, &slots,
                          slabs ? &slot_weights : NULL, NULL, NULL));
     run_experts(w, rank, part->offset, part->count, part->rows);
-    CHECK_OK(
-        ep_combine(handle, NULL, &slots, slabs ? &slot_weights : NULL, NULL, NULL, &out));
+    CHECK_OK(ep_combine(handle, NULL, &slots, slabs ? &slot_weights : NULL, NULL, NULL, &out));
     for (int i = 0; i < tokens; i++)
         memcpy(w->out[part->sent[i][0] - 1], part->out[i], sizeof(part->out[i]));
     ep_group_destroy(group);

@@ -178,8 +178,9 @@ static void add_node(Check *check, int lowest, int64_t token, bool weighted) {
     data_add(check->total, check->of_node, c->options->hidden);
 }
 
-/* The sum that ep_combine defines: by entry in ascending k; or per rank; over the ranks of each other node, which stands where
- * its lowest rank does; then over this node's ranks and the other nodes. */
+/* The sum that ep_combine defines: by entry in ascending k; or per rank; over the ranks of each
+ * other node, which stands where its lowest rank does; then over this node's ranks and the other
+ * nodes. */
 static void expect_sum(Check *check, int64_t token, bool weighted) {
     const Case *c = check->c;
     bool by_entry = c->options->sums == EP_SUMS_BY_ENTRY;

@@ -66,7 +66,8 @@ static int64_t dispatch_bytes(const Case *c, const Counts *n) {
     return bytes;
 }
 
-/* Slots are read once, other ranks' sums, or rows and weights by entry, are written by them and read here, tokens are written. */
+/* Slots are read once, other ranks' sums, or rows and weights by entry, are written by them and
+ * read here, tokens are written. */
 static int64_t combine_bytes(const Case *c, const Counts *n, bool backward) {
     const int64_t number = (int64_t)sizeof(float);
     const int64_t rows = (n->slots + n->tokens) * (int64_t)c->row_bytes;
