@@ -625,7 +625,7 @@ __device__ __forceinline__ void find_weight(const EpGatherArgs &a, const Team &t
                                             HeldToken *held) {
     if (!held->term.from) return;
     if (a.t.weighs_entries)
-        held->term.weight = a.t.topk_weights[held->token * a.top_k + t.k];
+        held->term.weight = a.t.topk_weights[(int64_t)held->token * a.top_k + t.k];
     else if (a.carries_weights && e.owner == a.group.rank)
         held->term.weight = a.t.slot_values[e.slot];
     else if (a.carries_weights)

@@ -30,6 +30,7 @@ static EpStatus sum_chunk(Operation *o, int32_t chunk) {
     args.t.out_rows = records, args.t.out_values = (float *)(records + args.record.weights);
     args.target = (EpTarget){args.record.bytes, args.record.bytes};
     args.t.num_biases = 0;
+    args.t.weighs_entries = 0; /* they are of this rank's own tokens */
     args.rounds = 1, args.stamp = o->run.relay->stamp;
     const EpMarks marks = ep_relay_marks(&o->run, chunk, EP_TO_RELAYS);
     args.sources = marks.peers, args.num_sources = marks.num_peers;
