@@ -141,17 +141,17 @@ static EpTensor slots_of(const Whole *w, const void *rows) {
 }
 
 /* What a rank brings and gets. */
-typedef struct Part {
+typedef struct Share {
     int32_t index[TOKENS][TOP_K], count[EXPERTS], offset[EXPERTS + 1];
     float weight[TOKENS][TOP_K], slot_weight[EXPERTS * ROWS];
     _Alignas(16) uint16_t sent[TOKENS][HIDDEN], out[TOKENS][HIDDEN], rows[EXPERTS * ROWS][HIDDEN];
-} Part;
+} Share;
 
 static void combine_part(const EpBootstrap *bootstrap, void *arg) {
     Whole *w = arg;
     EpGroup *group;
     EpHandle *handle = open_layer(bootstrap, w, &group);
-    Part *part = calloc(1, sizeof(*part));
+    Share *part = calloc(1, sizeof(*part));
     int rank = bootstrap->rank, end = first_token(rank + 1, w->ranks), tokens = 0;
     int local = EXPERTS / w->ranks, blocks = blocks_of(w), slabs = !has_rows(w);
     REQUIRE(part, "no memory");
