@@ -108,7 +108,7 @@ static int blocks_of(const Whole *w) {
 }
 
 static int rows_of(const Whole *w) {
-    return w->layout == EP_LAYOUT_RANK_MAJOR ? TOKENS : ROWS;
+    return blocks_of(w) ? TOKENS : ROWS;
 }
 
 static EpHandle *open_layer(const EpBootstrap *bootstrap, const Whole *w, EpGroup **group) {
@@ -118,7 +118,7 @@ static EpHandle *open_layer(const EpBootstrap *bootstrap, const Whole *w, EpGrou
     config.max_row_bytes = HIDDEN * 2, config.backend = TEST_BACKEND, config.max_recv_rows = ROWS;
     config.sums = w->sums, config.latency_sets = w->mode == EP_MODE_LATENCY;
     layer.layout = w->layout, layer.mode = (int32_t)w->mode;
-    if (w->layout == EP_LAYOUT_BATCHED) layer.rows_per_expert = ROWS;
+    if (w->layout == EP_LAYOUT_BATCHED) layer.rows_per_expert = rows_of(w);
     *group = open_group_with(bootstrap, &config);
     return open_handle_with(*group, &layer);
 }
@@ -143,8 +143,8 @@ static EpTensor slots_of(const Whole *w, const void *rows) {
 /* What a rank brings and gets. */
 typedef struct Share {
     int32_t index[TOKENS][TOP_K], count[EXPERTS], offset[EXPERTS + 1];
-    float weight[TOKENS][TOP_K], slot_weight[EXPERTS * ROWS];
-    _Alignas(16) uint16_t sent[TOKENS][HIDDEN], out[TOKENS][HIDDEN], rows[EXPERTS * ROWS][HIDDEN];
+    float weight[TOKENS][TOP_K], slot_weight[EXPERTS * TOKENS];
+    _Alignas(16) uint16_t sent[TOKENS][HIDDEN], out[TOKENS][HIDDEN], rows[EXPERTS * TOKENS][HIDDEN];
 } Share;
 
 static void combine_part(const EpBootstrap *bootstrap, void *arg) {
@@ -166,7 +166,7 @@ static void combine_part(const EpBootstrap *bootstrap, void *arg) {
     EpTensor in = ep_tensor_2d(part->sent, EP_TYPE_BF16, tokens, HIDDEN);
     EpTensor out = ep_tensor_2d(part->out, EP_TYPE_BF16, tokens, HIDDEN);
     EpTensor slots = slots_of(w, part->rows);
-    EpTensor slot_weights = blocks ? ep_tensor_2d(part->slot_weight, EP_TYPE_FP32, local, ROWS)
+    EpTensor slot_weights = blocks ? ep_tensor_2d(part->slot_weight, EP_TYPE_FP32, local, TOKENS)
                                    : ep_tensor_1d(part->slot_weight, EP_TYPE_FP32, ROWS);
     EpTensor counts = ep_tensor_1d(part->count, EP_TYPE_INT32, local);
     EpTensor offsets = ep_tensor_1d(part->offset, EP_TYPE_INT32, local + 1);

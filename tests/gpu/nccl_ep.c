@@ -4,6 +4,7 @@
 #include "bindings/nccl_ep/adapter.h"
 #include "handles/handle.h"
 #include "tests/gpu/nccl_ep_step.h"
+#include "tests/harness/ranked.h"
 
 enum { PAGE = 4096, MICRO_BATCHES = 3, REPLAYS = 20 };
 enum { FULL = 2 }; /* every eighth step from this one on has all its tokens */
