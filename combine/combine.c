@@ -20,6 +20,9 @@ static EpGatherTensors describe_inputs(const EpOperation *o, const EpTensor *exp
                              .row_bytes = ep_tensor_row_bytes(expert_out),
                              .row_elements = ep_tensor_row_elements(expert_out),
                              .format = ep_quant_format(handle->shape.sum_quant),
+                             .by_entry = handle->shape.by_entry,
+                             .carries_values = handle->shape.by_entry && slot_weights,
+                             .slot_values = slot_weights ? slot_weights->data : NULL,
                              .weighs = slot_weights || topk_weights,
                              .weighs_entries = topk_weights != NULL,
                              .slot_weights = slot_weights ? slot_weights->data : NULL,
@@ -27,13 +30,14 @@ static EpGatherTensors describe_inputs(const EpOperation *o, const EpTensor *exp
 }
 
 /* Check the weights at the token's rank. A row with one slot stands for several k, which
- * its expert side has weighted and added before. */
+ * its expert side has weighted and added before. Sums by entry are made at the token's rank, where
+ * these weights are. */
 static EpStatus check_topk_weights(EpOperation *o, const EpTensor *slot_weights,
                                    const EpTensor *topk_weights) {
-    if (!ep_handle_is_latency(o->handle))
+    if (!ep_handle_is_latency(o->handle) && !o->handle->shape.by_entry)
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "topk_weights",
-                         "expected NULL in throughput mode, where dispatch takes them, got a "
-                         "tensor");
+                         "expected NULL in throughput mode, where dispatch takes them, unless sums "
+                         "are by entry (EpGroupConfig.sums), got a tensor");
     if (o->handle->shape.has_rows)
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "topk_weights",
                          "expected NULL in the %s layouts, where a row stands for several experts, "

@@ -361,6 +361,7 @@ static EpStatus dispatch_backward(const char *name, EpHandle *handle, const EpTe
                                .row_bytes = ep_tensor_row_bytes(grad_recv_tokens),
                                .row_elements = ep_tensor_row_elements(grad_recv_tokens),
                                .format = ep_quant_format(handle->shape.sum_quant),
+                               .by_entry = handle->shape.by_entry,
                                .carries_values = grad_slot_weights != NULL,
                                .slot_values = grad_slot_weights ? grad_slot_weights->data : NULL,
                                .out_rows = grad_tokens->data,

@@ -205,13 +205,16 @@ typedef struct EpGatherTensors {
     int64_t row_elements;
     EpQuantFormat format;      /**< of partial sums on their way; without bits: they have the rows'
                                     type. Equal on all ranks */
+    int32_t by_entry;          /**< whether each entry's row travels, and the token's rank adds
+                                    them all: see EpSums */
     int32_t weighs;            /**< whether weights multiply each row before it is added */
     int32_t weighs_entries;    /**< whether these are topk_weights, at the token's rank; equal on
                                     all ranks. Else slot_weights */
     const float *slot_weights; /**< [rows] */
     const float *topk_weights; /**< [T, K] */
     int32_t carries_values;    /**< whether slot_values travel; equal on all ranks */
-    const float *slot_values;  /**< [rows] ([rows, K] if flat): carried back to [T, K] */
+    const float *slot_values;  /**< [rows] ([rows, K] if flat): carried back to [T, K]. Sums by
+                                    entry: or the slot_weights, for which there is no output */
     char *out_rows;            /**< [out_num_rows, row_bytes]; zero past the step's tokens */
     int64_t out_num_rows;
     float *out_values;               /**< [T, K] */
@@ -232,9 +235,16 @@ typedef struct EpGather {
     EpStatistics stats;
 } EpGather;
 
-/** Returns the bytes of a partial sum as it travels: with its scales, and its K values. */
+/** Returns whether the values that travel are the weights of sums by entry. */
+EP_HOST_DEVICE static inline int ep_carries_weights(const EpGatherTensors *t) {
+    return t->by_entry && t->carries_values && t->weighs;
+}
+
+/** Returns the bytes of a partial sum as it travels: with its scales, and its K values. Of sums by
+ *  entry: of an entry's row, with its value. */
 static inline int64_t ep_gather_row_bytes(const EpGatherTensors *t, int64_t top_k) {
-    int64_t values = t->carries_values ? top_k * (int64_t)sizeof(float) : 0;
+    int64_t each = t->by_entry ? 1 : top_k;
+    int64_t values = t->carries_values ? each * (int64_t)sizeof(float) : 0;
     if (!t->format.bits) return t->row_bytes + values;
     int64_t scales = ep_quant_scales(t->format, t->row_elements) * (int64_t)sizeof(float);
     return ep_quant_bytes(t->format, t->row_elements) + scales + values;

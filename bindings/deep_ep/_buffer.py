@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._abi import Mode, Quant, Status
+from .._abi import Mode, Quant, Status, Sums
 from .._bootstrap import Bootstrap
 from .._group import Group as CoreGroup
 from .._library import EpError, OfProcess
@@ -49,6 +49,10 @@ class Buffer(OfProcess):
 
     num_sms: int = 20
     """Multiprocessors of dispatch and combine where no config is given. See set_num_sms."""
+
+    low_latency_sums: Sums = Sums.BY_RANK
+    """How low_latency_combine adds. BY_ENTRY: all of a token's rows on its own rank, in the order of
+    topk_idx, as DeepEP does: more bytes travel. Set it on all ranks before their first call."""
 
     def __init__(
         self,
@@ -135,6 +139,7 @@ class Buffer(OfProcess):
             max_top_k=min(_HINT_TOP_K, num_experts),
             max_row_bytes=2 * hidden,
             mode=Mode.LATENCY,
+            sums=Buffer.low_latency_sums,
         )
         return memory.shared_bytes + memory.private_bytes
 
@@ -494,6 +499,7 @@ class Buffer(OfProcess):
                 x.dtype,
                 num_max_dispatch_tokens_per_rank,
                 x.device,
+                Buffer.low_latency_sums,
             )
         )
 

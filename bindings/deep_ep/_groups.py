@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._abi import DEFAULT, Backend, Layout, Mode, Quant, ScaleOrder, Status, Tail
+from .._abi import DEFAULT, Backend, Layout, Mode, Quant, ScaleOrder, Status, Sums, Tail
 from .._library import EpError
 from ..torch import Handle, create_group
 from ._keywords import refuse
@@ -54,6 +54,7 @@ class LatencyKey(NamedTuple):
     dtype: torch.dtype
     max_tokens: int
     device: torch.device
+    sums: Sums
 
 
 class HostNumbers:
@@ -164,6 +165,7 @@ class LatencyGroup:
             dtype=key.dtype,
             top_k=key.top_k,
             mode=Mode.LATENCY,
+            sums=key.sums,
             backend=_backend(key.device),
             device=_ordinal(key.device),
         )

@@ -697,7 +697,8 @@ def combine(
     weights       [rows] float32, bfloat16 or float16, by which rows are multiplied:
                   Received.topk_weights of an expert-major or batched dispatch. None: 1, for rows
                   that are weighted already.
-    topk_weights  [T, K], in latency mode in place of `weights`: those of this rank's tokens
+    topk_weights  [T, K], in latency mode or in a group with sums by entry, in place of `weights`:
+                  those of this rank's tokens
     bias          [T, H] of the rows' type, or up to two of them, such as what a shared expert
                   returns: added to the sums in float32, in order, before they are rounded. None: no
                   bias. Its gradient is that of the result.
@@ -726,8 +727,8 @@ def combine(
     if handle.is_latency or topk_weights is not None:
         raise EpError(
             Status.UNSUPPORTED,
-            "combine: expected tensors without gradient in latency mode: call it under "
-            "torch.no_grad(), or detach them",
+            "combine: expected tensors without gradient in latency mode, or with topk_weights: call "
+            "it under torch.no_grad(), or detach them",
         )
     if type(which) is Handle and bias is None and not counted and not _count_modes():
         made = handle.make_fast(

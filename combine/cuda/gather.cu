@@ -32,11 +32,21 @@ enum Form {
     ONE_NODE,
     NODES,  /* of this node for another one; and with the sums of other nodes */
     PACKED, /* either, with sums that travel packed */
-    PACKED_BIASED
+    PACKED_BIASED,
+    ENTRIES, /* sums by entry, on one node */
+    ENTRIES_NODES
 };
 
 __device__ constexpr int is_packed_form(Form form) {
     return form == PACKED || form == PACKED_BIASED;
+}
+
+__device__ constexpr int is_entries_form(Form form) {
+    return form == ENTRIES || form == ENTRIES_NODES;
+}
+
+__device__ constexpr int has_nodes(Form form) {
+    return form != ONE_NODE && form != ENTRIES;
 }
 
 /* Load VECTORS vectors of a stage; each has an element for each compute thread. */
@@ -193,6 +203,48 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, con
         }
         if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);
     }
+}
+
+/* Post the work items of a token's entries, which are moved as they are: entry k's row to its place
+ * in the record `to`. */
+__device__ __forceinline__ void post_entries(const EpGatherArgs &a, Pipeline *p, const Team &t,
+                                             uint32_t number, const Term &term, char *to, int index,
+                                             int source, int valid) {
+    int terms, signals, fragments = a.pipeline.fragments;
+    team_rank(t, term.from != NULL, &terms);
+    int signal = team_rank(t, term.peer >= 0, &signals), is_last = team_is_last(t, valid);
+    for (int fragment = 0; fragment < fragments; fragment++) {
+        uint32_t n = number + fragment;
+        int j = n % PIPELINE_ENTRIES, cell = j * a.pipeline.width;
+        int64_t offset = (int64_t)fragment * a.pipeline.stage_bytes;
+        if (valid) pipeline_await_entry(p, n);
+        if (valid && term.from)
+            p->from[cell + term.at] = term.from + offset,
+                           p->to[cell + term.at] = to + t.k * a.t.row_bytes + offset;
+        if (valid && term.peer >= 0)
+            p->peer[cell + signal] = term.peer, p->row[cell + signal] = term.row;
+        if (valid && t.k == 0) {
+            if (!terms) p->from[cell] = NULL; /* an item without rows needs a stage, too */
+            int32_t bytes = fragment_bytes(a.pipeline, a.t.row_bytes, fragment);
+            p->item[j] = WorkItem{(int16_t)max(1, terms),
+                                  (int16_t)terms,
+                                  (int16_t)terms,
+                                  (int16_t)terms,
+                                  bytes,
+                                  0,
+                                  0,
+                                  0};
+            p->signals[j] = pipeline_signals(signals, fragment, fragments, is_last);
+            p->fragment[j] = fragment, p->index[j] = index, p->source[j] = source;
+        }
+        if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);
+    }
+}
+
+/* Returns whether the caller counts rows. With sums by entry each entry is one, which the plan does
+ * not count. */
+__device__ __forceinline__ int counts_rows(const EpGatherArgs &a) {
+    return a.stats.peer_rows || a.stats.peer_bytes;
 }
 
 /* ---- values -------------------------------------------------------------------------------- */
@@ -425,7 +477,11 @@ __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, c
     char *to = r.valid ? ep_ring(a.group, r.source, a.group.rank, r.row) : NULL;
     int fragments = a.pipeline.fragments;
     uint32_t number = pipeline_take(p, r.count * fragments) + t.index * fragments;
-    post_sum<FORM>(a, p, t, number, term, to, r.row, r.source, 0, r.valid);
+    if constexpr (!is_entries_form(FORM))
+        return post_sum<FORM>(a, p, t, number, term, to, r.row, r.source, 0, r.valid);
+    if (counts_rows(a) && term.peer >= 0)
+        ep_count_row(a.stats, ep_member(a.group, r.source), terms);
+    post_entries(a, p, t, number, term, to, r.row, r.source, r.valid);
 }
 
 /* A scheduler warp. */
@@ -459,7 +515,9 @@ __device__ void send_values(const EpGatherArgs &a, Pipeline *p, Gate *gate, int 
 template <Form FORM>
 __device__ void send(const EpGatherArgs &a, Pipeline *p, Sending *s, const FirstClaim &first_claim,
                      uint32_t epoch, int blocks) {
-    constexpr PipelineWork work = is_packed_form(FORM) ? WORK_PACKED : WORK_COMPUTE;
+    constexpr PipelineWork work = is_packed_form(FORM)    ? WORK_PACKED
+                                  : is_entries_form(FORM) ? WORK_MOVE
+                                                          : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch, blocks);
@@ -482,7 +540,7 @@ __device__ void send(const EpGatherArgs &a, Pipeline *p, Sending *s, const First
 
 /* Returns the place of a rank, or of another node, in the order of summation. */
 template <Form FORM> __device__ __forceinline__ int place_of(const EpGatherArgs &a, int owner) {
-    return FORM != ONE_NODE && a.nodes.order && owner >= 0 ? a.nodes.order[owner] : owner;
+    return has_nodes(FORM) && a.nodes.order && owner >= 0 ? a.nodes.order[owner] : owner;
 }
 
 /* Returns the position of a lane's term in its team's sum: by place, and within this rank by k.
@@ -510,7 +568,7 @@ __device__ __forceinline__ const char *node_sum(const EpGatherArgs &a, int owner
 template <Form FORM>
 __device__ __forceinline__ int is_elsewhere(const EpGatherArgs &a, const EpEntry &e) {
     if (e.owner < 0 || e.owner == a.group.rank) return 0;
-    return FORM == ONE_NODE || e.owner < a.group.size ||
+    return !has_nodes(FORM) || e.owner < a.group.size ||
            (uint32_t)e.row < (uint32_t)a.nodes.message_slots;
 }
 
@@ -532,13 +590,58 @@ __device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, 
     return term;
 }
 
+/* Returns a lane's term of sums by entry: its own entry's row, from wherever it is, in ascending k.
+ * The leader of the entries on another rank waits for them. */
+template <Form FORM>
+__device__ __forceinline__ Term make_entry(const EpGatherArgs &a, const Team &t, const EpEntry &e) {
+    const EpCudaGroup &g = a.group;
+    int is_own = e.owner == g.rank && e.slot >= 0, is_other = is_elsewhere<FORM>(a, e), terms;
+    Term term = {NULL, 0, 1, -1, e.row, 0, 0};
+    if (is_own) term.from = a.t.rows + e.slot * a.t.row_bytes;
+    if (has_nodes(FORM) && is_other && e.owner >= g.size) {
+        const char *record = node_sum(a, e.owner, e.row);
+        uint32_t mask = __ldcg((const uint32_t *)(record + a.record.scales));
+        if (mask >> t.k & 1) term.from = record + t.k * a.t.row_bytes;
+    } else if (is_other) {
+        if (e.slot >= 0) term.from = ep_ring(g, g.rank, e.owner, e.row) + t.k * a.t.row_bytes;
+        if (e.leader) term.peer = e.owner;
+    }
+    term.at = team_rank(t, term.from != NULL, &terms);
+    term.run_end = terms;
+    return term;
+}
+
 /* ---- the scheduler warps ------------------------------------------------------------------- */
 
 /* A token that a team holds until all its sums are here; -1: none. */
 typedef struct HeldToken {
     int token;
-    Term term; /* of this lane */
+    Term term;              /* of this lane */
+    const float *weight_at; /* sums by entry: where its weight is once its row is here, or NULL */
 } HeldToken;
+
+/* Give a lane its entry's weight, or the place where it will be. */
+__device__ __forceinline__ void find_weight(const EpGatherArgs &a, const Team &t, const EpEntry &e,
+                                            HeldToken *held) {
+    if (!held->term.from) return;
+    if (a.t.weighs_entries)
+        held->term.weight = a.t.topk_weights[(int64_t)held->token * a.top_k + t.k];
+    else if (a.carries_weights && e.owner == a.group.rank)
+        held->term.weight = a.t.slot_values[e.slot];
+    else if (a.carries_weights)
+        held->weight_at =
+            (const float *)(held->term.from - t.k * a.t.row_bytes + a.record.weights) + t.k;
+}
+
+/* Count a lane's entry: one that stays here, or is passed on to the rank that has its token. */
+__device__ __forceinline__ void count_entry(const EpGatherArgs &a, const EpEntry &e,
+                                            const HeldToken &held) {
+    if (!held.term.from || !counts_rows(a)) return;
+    if (e.owner == a.group.rank) ep_count_row(a.stats, ep_member(a.group, a.group.rank), 1);
+    if (!a.rounds) return;
+    int source = held.token / max(1, a.shape.nodes.chunk);
+    if (source < a.num_sources) ep_count_row(a.stats, a.sources[source], 1);
+}
 
 /* Give the next chunk's tokens to teams that hold none: `free` are the first lanes of such teams. A
  * weight is only begun to load. */
@@ -547,10 +650,16 @@ __device__ __forceinline__ void hold_chunk(const EpGatherArgs &a, const Team &t,
                                            unsigned free, HeldToken *held) {
     int i = __popc(free & ((1u << t.index * t.width) - 1)), token = walk->first + i;
     EpEntry e = check_entry(a, shuffle_entry(walk->entry, (i * t.width + t.k) % 32));
-    Term term = make_term<FORM>(a, t, e);
+    Term term;
+    if constexpr (is_entries_form(FORM))
+        term = make_entry<FORM>(a, t, e);
+    else
+        term = make_term<FORM>(a, t, e);
     if (held->token < 0 && t.index < t.count && i < walk->size && token < walk->tokens) {
-        *held = HeldToken{token, term};
-        if (a.t.weighs && e.owner == a.group.rank && e.slot >= 0)
+        *held = HeldToken{token, term, NULL};
+        if constexpr (is_entries_form(FORM))
+            find_weight(a, t, e, held), count_entry(a, e, *held);
+        else if (a.t.weighs && e.owner == a.group.rank && e.slot >= 0)
             held->term.weight = a.t.slot_weights[e.slot];
     }
     next_tokens(a, t, walk);
@@ -571,7 +680,7 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstC
     TokenWalk walk = open_tokens(a, t, first_claim, RECEIVERS, blocks);
     int leads = t.k == 0 && t.index < t.count;
     int is_whole = t.count < 2 * walk.size;
-    HeldToken held = {-1, {NULL, 0, 1, -1, 0, 0, 0}};
+    HeldToken held = {-1, {NULL, 0, 1, -1, 0, 0, 0}, NULL};
     EpTimeout timeout = {0, 0};
     for (;;) {
         unsigned free = __ballot_sync(~0u, leads && held.token < 0);
@@ -592,9 +701,16 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstC
         int before = __popc(posted & ((1u << t.index * t.width) - 1)),
             fragments = a.pipeline.fragments;
         uint32_t number = pipeline_take(p, __popc(posted) * fragments) + before * fragments;
-        post_sum<FORM>(a, p, t, number, held.term,
-                       a.t.out_rows + (int64_t)held.token * a.target.row_stride, held.token, g.rank,
-                       FORM == PACKED ? 0 : a.t.num_biases, ready);
+        char *to = a.t.out_rows + (int64_t)held.token * a.target.row_stride;
+        if constexpr (is_entries_form(FORM)) {
+            __syncwarp(); /* the leader has seen that the rows and their weights are here */
+            if (ready && held.weight_at) held.term.weight = __ldcg(held.weight_at);
+        }
+        if (FORM == ENTRIES_NODES && a.rounds)
+            post_entries(a, p, t, number, held.term, to, held.token, g.rank, ready);
+        else
+            post_sum<FORM>(a, p, t, number, held.term, to, held.token, g.rank,
+                           FORM == PACKED ? 0 : a.t.num_biases, ready);
         if (ready) held.token = -1;
         timeout = EpTimeout{0, 0};
     }
@@ -632,6 +748,24 @@ __device__ void receive_values(const EpGatherArgs &a, Pipeline *p, int warp) {
     });
 }
 
+/* The metadata warps of a receiving block that passes entries on: their values or weights, and
+ * which of them have rows. */
+__device__ void pass_values(const EpGatherArgs &a, Pipeline *p, int warp) {
+    int k = threadIdx.x % 32;
+    pipeline_metadata(p, warp, METADATA_WARPS, [&](int j, uint32_t) {
+        int64_t token = p->index[j];
+        char *record = a.t.out_rows + token * a.target.row_stride;
+        EpEntry e = {-1, 0, -1, 0, 0};
+        if (k < a.top_k) e = a.plan.entries[token * a.top_k + k];
+        float value = a.t.carries_values ? returned_value(a, e, k) : 0;
+        if (a.t.carries_values && k < a.top_k) ((float *)(record + a.record.weights))[k] = value;
+        int slot = e.owner == a.group.rank ? ep_check_slot(a.plan, e.slot) : e.slot;
+        int is_here = e.owner >= 0 && e.owner < a.owners && slot >= 0;
+        uint32_t mask = __ballot_sync(~0u, is_here);
+        if (k == 0) *(uint32_t *)(record + a.record.scales) = mask;
+    });
+}
+
 /* Zero the rows of a fixed-shape buffer past this step's tokens, which have no slots. By the
  * compute warps. */
 __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thread) {
@@ -639,7 +773,8 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
     for (int64_t t = tokens + role.index; t < a.t.out_num_rows; t += role.count) {
         for (int64_t at = thread * 16; at < a.t.row_bytes; at += COMPUTE_THREADS * 16)
             *(uint4 *)(a.t.out_rows + t * a.t.row_bytes + at) = make_uint4(0, 0, 0, 0);
-        if (a.t.carries_values && thread < a.top_k) a.t.out_values[t * a.top_k + thread] = 0;
+        if (a.t.carries_values && !a.carries_weights && thread < a.top_k)
+            a.t.out_values[t * a.top_k + thread] = 0;
     }
 }
 
@@ -648,12 +783,23 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
 /* Add to the caller's counters. By the signal warp of the first receiving block, before its first
  * item: until all ranks are here there is none. */
 template <Form FORM> __device__ __forceinline__ void count(const EpGatherArgs &a, uint32_t epoch) {
+    constexpr int counts = !is_entries_form(FORM); /* else entries are counted one by one */
     if (blockIdx.x != 1) return;
-    ep_count_rows(a.group, a.stats, a.plan.rows_from);
-    for (int i = threadIdx.x % 32; FORM != ONE_NODE && i < a.num_sources; i += 32)
+    if (counts) ep_count_rows(a.group, a.stats, a.plan.rows_from);
+    for (int i = threadIdx.x % 32; counts && has_nodes(FORM) && i < a.num_sources; i += 32)
         ep_count_row(a.stats, a.sources[i],
                      min(max(a.plan.rows_to[a.group.size + i], 0), a.group.layout.max_tokens));
     ep_measure_arrivals(a.group, a.stats, epoch);
+}
+
+/* Whether receiving blocks pass entries on as they are. */
+template <Form FORM> __device__ __forceinline__ int passes_on(const EpGatherArgs &a) {
+    return FORM == ENTRIES_NODES && a.rounds;
+}
+
+/* Whether they write values that have travelled. */
+template <Form FORM> __device__ __forceinline__ int receives_values(const EpGatherArgs &a) {
+    return a.t.carries_values && !(is_entries_form(FORM) && a.carries_weights);
 }
 
 template <Form FORM>
@@ -664,12 +810,15 @@ __device__ void receive(const EpGatherArgs &a, Pipeline *p, const FirstClaim &fi
     if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_tokens<FORM>(a, p, first_claim, epoch, blocks);
     else if (warp == LOAD_WARP)
-        pipeline_load(p, work);
+        pipeline_load(p, passes_on<FORM>(a) ? WORK_MOVE : work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, is_packed_form(FORM) && a.rounds, 0);
+        pipeline_store(p, warp - FIRST_STORE_WARP, passes_on<FORM>(a) ? WORK_MOVE : work, 0,
+                       is_packed_form(FORM) && a.rounds, 0);
     else if (warp == SIGNAL_WARP)
         count<FORM>(a, epoch), pipeline_signal(p, a.group, epoch, CREDITS);
-    else if (warp >= FIRST_METADATA_WARP && a.t.carries_values)
+    else if (warp >= FIRST_METADATA_WARP && passes_on<FORM>(a))
+        pass_values(a, p, warp - FIRST_METADATA_WARP);
+    else if (warp >= FIRST_METADATA_WARP && receives_values<FORM>(a))
         receive_values(a, p, warp - FIRST_METADATA_WARP);
 }
 
@@ -704,15 +853,18 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     int warp = (int)threadIdx.x / 32;
     if (warp == SCHEDULER_WARP) first_claim = claim_first(a, role, &shared->sending, warp);
     if (threadIdx.x == SCHEDULER_WARP * 32) init_gate(&shared->sending.gate);
-    pipeline_open(&shared->pipeline, a.pipeline, memory, COMPUTE_WARPS, a.t.carries_values,
-                  a.schedulers, a.top_k);
-    int reads_messages = FORM != ONE_NODE && a.marks.watch != NULL;
+    int has_metadata = a.t.carries_values;
+    if (is_entries_form(FORM) && role.receives)
+        has_metadata = passes_on<FORM>(a) || receives_values<FORM>(a);
+    pipeline_open(&shared->pipeline, a.pipeline, memory, COMPUTE_WARPS, has_metadata, a.schedulers,
+                  a.top_k);
+    int reads_messages = has_nodes(FORM) && a.marks.watch != NULL;
     if (reads_messages) ep_compare_stamps(a.marks, &header);
     if (!ep_begin_operation(a.group, a.plan, header, &epoch)) {
         if (reads_messages) ep_report_stamps(a.group, a.marks);
         ep_report_plan(a.group, a.plan);
         ep_end_operation(a.group, epoch, 0);
-        if (FORM != ONE_NODE && a.stamp) ep_seal_stamp(a.group, a.stamp);
+        if (has_nodes(FORM) && a.stamp) ep_seal_stamp(a.group, a.stamp);
         return;
     }
     if (reads_messages) ep_take_messages(a.marks);
@@ -721,8 +873,10 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
         first_claim = claim_first(a, role, &shared->sending, warp);
     /* First, since nothing has been loaded yet that could be summed. */
     if (thread >= 0 && role.receives && a.plan.use.fills_rest) zero_extra_rows(a, role, thread);
-    int rounds = FORM != ONE_NODE && role.receives && a.rounds;
-    if (thread >= 0 && is_packed_form(FORM))
+    int rounds = has_nodes(FORM) && !is_entries_form(FORM) && role.receives && a.rounds;
+    if (thread >= 0 && is_entries_form(FORM) && (!role.receives || passes_on<FORM>(a)))
+        ; /* nothing to add */
+    else if (thread >= 0 && is_packed_form(FORM))
         sum_packed<FORM>(a, &shared->pipeline, rounds, !role.receives || rounds, thread);
     else if (thread >= 0)
         sum(a, &shared->pipeline, rounds, thread);
@@ -731,21 +885,24 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     else
         send<FORM>(a, &shared->pipeline, &shared->sending, first_claim, epoch, role.count);
     ep_end_operation(a.group, epoch, 0);
-    if (FORM != ONE_NODE && a.stamp) ep_seal_stamp(a.group, a.stamp);
+    if (has_nodes(FORM) && a.stamp) ep_seal_stamp(a.group, a.stamp);
 }
 
 extern "C" int ep_cuda_open_gather(int shared_bytes) {
     int error = ep_open_kernel(gather_kernel<ONE_NODE>, shared_bytes);
     if (!error) error = ep_open_kernel(gather_kernel<NODES>, shared_bytes);
     if (!error) error = ep_open_kernel(gather_kernel<PACKED>, shared_bytes);
+    if (!error) error = ep_open_kernel(gather_kernel<ENTRIES>, shared_bytes);
+    if (!error) error = ep_open_kernel(gather_kernel<ENTRIES_NODES>, shared_bytes);
     return error ? error : ep_open_kernel(gather_kernel<PACKED_BIASED>, shared_bytes);
 }
 
 extern "C" int ep_cuda_launch_gather(const void *args, int blocks, void *stream) {
     const EpGatherArgs *a = (const EpGatherArgs *)args;
-    int has_nodes = a->rounds || a->nodes.order || a->nodes.records;
+    int on_nodes = a->rounds || a->nodes.order || a->nodes.records;
     auto packed = a->t.num_biases ? gather_kernel<PACKED_BIASED> : gather_kernel<PACKED>;
-    auto rounded = has_nodes ? gather_kernel<NODES> : gather_kernel<ONE_NODE>;
-    auto kernel = a->t.format.bits ? packed : rounded;
+    auto rounded = on_nodes ? gather_kernel<NODES> : gather_kernel<ONE_NODE>;
+    auto entries = on_nodes ? gather_kernel<ENTRIES_NODES> : gather_kernel<ENTRIES>;
+    auto kernel = a->t.by_entry ? entries : a->t.format.bits ? packed : rounded;
     return ep_launch(kernel, blocks, GATHER_THREADS, pipeline_bytes(a->pipeline), stream, *a);
 }

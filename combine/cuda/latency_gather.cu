@@ -17,12 +17,18 @@
  * behind a fence (runtime/cuda/latency.cuh). The first blocks send; see EpLatency for those that
  * receive.
  *
+ * Sums by entry: the rows themselves are sent, each into a record of its k, and the token's rank
+ * adds them all.
+ *
  * Without a plan to read, a launch that receives takes the heads of an operation that was dropped.
  */
 #include "combine/cuda/latency_gather.h"
 
 #include "runtime/cuda/latency.cuh"
 #include "runtime/cuda/rows.cuh"
+
+/* The forms of the kernel: sums in the rows' type, packed sums, sums by entry. */
+enum { ENTRIES = 2 };
 
 /* ==== weights =============================================================================== */
 
@@ -423,6 +429,87 @@ __device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, in
     }
 }
 
+/* ---- entries ------------------------------------------------------------------------------- */
+
+/*
+ * Sums by entry: for each row that a rank has sent, the row of each of its slots here as it is, in
+ * the record of its k. Unit 29 of each step has the entry's weight, and whether the entry has a
+ * slot (runtime/cuda/latency.h). A send phase stores this rank's own rows in its own window
+ * likewise.
+ */
+
+#define ENTRIES_AT_ONCE 4
+
+/* Returns this lane's unit of a step of an entry's row, -1: none. */
+__device__ __forceinline__ int entry_unit(const EpLatencyGatherArgs &a, int step, int end) {
+    int own = step_unit(), unit = step * EP_ENTRY_STEP_UNITS + own;
+    return own >= 0 && own < EP_ENTRY_STEP_UNITS && step < end && unit < a.row_units ? unit : -1;
+}
+
+/* Returns where the topk_weights of one of this rank's tokens lie between the phases. */
+__device__ __forceinline__ float *kept_weights(const EpLatencyGatherArgs &a, int token,
+                                               uint64_t flag) {
+    const EpLatency &l = a.latency;
+    int row = EP_FLAG_SET(flag) * l.layout.max_tokens + token;
+    return (float *)(l.own + l.layout.sums + (int64_t)row * l.layout.sum_bytes);
+}
+
+/* Returns the address of a unit of a slot's row; without either, one that may be read all the same:
+ * no load is conditional, see sum_slots. */
+__device__ __forceinline__ const char *unit_address(const EpLatencyGatherArgs &a, int slot,
+                                                    int unit) {
+    uint64_t at = (uint64_t)(uint32_t)slot * (uint32_t)a.t.row_bytes + 16 * (uint32_t)max(unit, 0);
+    return slot >= 0 ? a.t.rows + at : (const char *)a.plan.begins;
+}
+
+/* Send a part of a row's entries; a lost one's elements have no meaning. By a warp. */
+__device__ void send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
+                             uint64_t flag) {
+    const EpLatency &l = a.latency;
+    int lane = threadIdx.x % 32, slot = ep_check_slot(a.plan, s.slot);
+    int is_own = s.source == a.group.rank, is_first = s.step == 0;
+    if (is_own && is_first && a.t.weighs_entries && lane < a.top_k)
+        kept_weights(a, s.token, flag)[lane] = __ldg(a.t.topk_weights + (s.token * a.top_k + lane));
+    if (s.row == EP_ROW_NONE) return;
+    float weight = a.carries_weights && slot >= 0 ? __ldg(a.t.slot_values + slot) : 1;
+    unsigned lanes = __ballot_sync(~0u, s.slot != -1 && lane < a.top_k);
+    unsigned kept = __ballot_sync(~0u, slot >= 0);
+    if (a.counts && is_first && lane == 0)
+        ep_count_row(a.stats, ep_member(a.group, s.source), __popc(kept));
+#pragma unroll 1
+    for (int step = s.step; step < a.steps; step += stride) {
+        int unit = entry_unit(a, step, a.steps);
+#pragma unroll 1
+        for (unsigned left = lanes; left;) {
+            uint4 x[ENTRIES_AT_ONCE];
+            int k[ENTRIES_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < ENTRIES_AT_ONCE; i++) {
+                k[i] = left ? __ffs((int)left) - 1 : -1;
+                left &= left - 1;
+                int row = __shfl_sync(~0u, slot, max(k[i], 0));
+                x[i] = ep_load_unchanging(unit_address(a, k[i] < 0 ? -1 : row, unit));
+            }
+#pragma unroll
+            for (int i = 0; i < ENTRIES_AT_ONCE; i++) {
+                float given = __shfl_sync(~0u, weight, max(k[i], 0));
+                if (k[i] < 0) continue;
+                if (step_unit() == EP_ENTRY_STEP_UNITS)
+                    x[i] = make_uint4(__float_as_uint(given), kept >> k[i] & 1, 0, 0);
+                char *to = latency_entry(l, l.window[s.source], k[i], s.token, flag);
+                step_store(to + step * EP_STEP_BYTES, step_pack(x[i], flag), l.whole);
+            }
+        }
+        if (l.whole) continue;
+        step_fence();
+#pragma unroll 1
+        for (unsigned left = lanes; left; left &= left - 1) {
+            char *to = latency_entry(l, l.window[s.source], __ffs((int)left) - 1, s.token, flag);
+            step_store_flag(to + step * EP_STEP_BYTES, flag);
+        }
+    }
+}
+
 /* ---- all ----------------------------------------------------------------------------------- */
 
 /* Send the heads. They are the last work item, since no sum waits for them: a block without other
@@ -496,7 +583,7 @@ __device__ __forceinline__ void push_item(const EpLatencyGatherArgs &a, const in
 }
 
 /* Send or store the sums of all rows. tokens[R]: of each rank. */
-template <typename T, int PACKED>
+template <typename T, int FORM>
 __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const SumPart &first,
                           const LatencyOp &op) {
     int rows = count_sums(a, tokens), expected = rows <= a.sent.rows;
@@ -515,10 +602,12 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
         if (item != known) s = find_sum(a, item - pushes, partition.each);
         if (!alive || s.token * a.targets.by >= rows || s.token >= tokens[s.source]) return;
         if (item != known) load_sum(a, &s);
-        if (s.source != a.group.rank)
-            alive = send_sum<T, PACKED>(a, s, stride, op.flag);
+        if constexpr (FORM == ENTRIES)
+            send_entries(a, s, stride, op.flag);
+        else if (s.source != a.group.rank)
+            alive = send_sum<T, FORM>(a, s, stride, op.flag);
         else
-            store_own_sum<T, PACKED>(a, s, stride, op.flag);
+            store_own_sum<T, FORM>(a, s, stride, op.flag);
     });
 }
 
@@ -841,6 +930,150 @@ __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int to
     return 1;
 }
 
+/* ---- a part of sums by entry --------------------------------------------------------------- */
+
+/* Some steps of a token. Lane k has entry k: the rank of its expert, -1 for none; its slot, if its
+ * row is read where it lies on this rank, else -1; and its weight, if it is known here. */
+typedef struct EntriesPart {
+    int token, step, end;
+    int owner, slot;
+    float weight;
+    unsigned entries; /* whose rows are to be added, or come as lost */
+} EntriesPart;
+
+/* The first step that has not arrived. */
+typedef struct MissingEntry {
+    int k, step; /* k -1: none */
+} MissingEntry;
+
+/* A unit in the registers of a step that is loaded. */
+__device__ __forceinline__ ulonglong2 as_pair(const uint4 &x) {
+    return ulonglong2{x.x | (unsigned long long)x.y << 32, x.z | (unsigned long long)x.w << 32};
+}
+
+__device__ __forceinline__ uint4 as_unit(const ulonglong2 &x) {
+    return make_uint4((uint32_t)x.x, (uint32_t)(x.x >> 32), (uint32_t)x.y, (uint32_t)(x.y >> 32));
+}
+
+/* Sum up and write some steps of a token, or return one that has not arrived in time. By a warp. */
+template <typename T>
+__device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a,
+                                                    const EntriesPart &s, uint64_t flag) {
+    constexpr int STEPS = EP_REDUCED_AT_ONCE;
+    EpVector<T> sum[STEPS] = {};
+    int unit[STEPS];
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+        unit[i] = entry_unit(a, s.step + i, s.end);
+#pragma unroll 1
+    for (unsigned left = s.entries; left;) {
+        Incoming<STEPS> c;
+        int slot[AWAITED_AT_ONCE];
+        c.awaited = 0;
+#pragma unroll
+        for (int r = 0; r < AWAITED_AT_ONCE; r++) {
+            int k = c.rank[r] = left ? __ffs((int)left) - 1 : RANK_NONE;
+            left &= left - 1;
+            slot[r] = __shfl_sync(~0u, s.slot, k & 31);
+            if (k == RANK_NONE || slot[r] >= 0) continue;
+            c.from[r] =
+                latency_entry(a.latency, a.latency.own, k, s.token, flag) + s.step * EP_STEP_BYTES;
+#pragma unroll
+            for (int i = 0; i < STEPS; i++)
+                if (s.step + i < s.end) c.awaited |= incoming_bit<STEPS>(r, i);
+        }
+        unsigned missing = receive_incoming(a, &c, flag, [&]() {
+#pragma unroll
+            for (int r = 0; r < AWAITED_AT_ONCE; r++)
+#pragma unroll
+                for (int i = 0; i < STEPS; i++)
+                    if (slot[r] >= 0)
+                        c.x[r][i] = as_pair(ep_load_unchanging(unit_address(a, slot[r], unit[i])));
+        });
+        if (missing) {
+            int at = __ffs((int)missing) - 1, k = c.rank[0];
+#pragma unroll
+            for (int r = 1; r < AWAITED_AT_ONCE; r++)
+                if (at / STEPS == r) k = c.rank[r];
+            return MissingEntry{k, s.step + at % STEPS};
+        }
+#pragma unroll
+        for (int r = 0; r < AWAITED_AT_ONCE; r++) {
+            if (c.rank[r] == RANK_NONE) break;
+            float weight = __shfl_sync(~0u, s.weight, c.rank[r] & 31);
+            int is_here = 1;
+#pragma unroll
+            for (int i = 0; i < STEPS; i++) {
+                uint4 x = as_unit(c.x[r][i]);
+                if (slot[r] < 0 && s.step + i < s.end) {
+                    x = step_unpack(c.x[r][i]);
+                    int from = lane_of_unit(EP_ENTRY_STEP_UNITS);
+                    uint32_t sent = __shfl_sync(~0u, x.x, from);
+                    is_here = __shfl_sync(~0u, x.y, from) != 0;
+                    if (!a.t.weighs_entries) weight = __uint_as_float(sent);
+                }
+                if (is_here && unit[i] >= 0) ep_add_weighted(&sum[i], weight, ep_unpack<T>(x));
+            }
+        }
+    }
+    EpVector<T> total[STEPS] = {};
+    add_own<T, STEPS>(sum, total); /* zeros become positive, as in other sums */
+    if (a.t.num_biases) add_biases<T, STEPS>(a, s.token, unit, total);
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+        if (unit[i] >= 0)
+            *((uint4 *)a.t.out_rows + ((int64_t)s.token * a.row_units + unit[i])) =
+                ep_pack(total[i]);
+    return MissingEntry{-1, 0};
+}
+
+/* Wait for a missing step. By a warp, which keeps nothing in registers meanwhile. Returns 0 on
+ * timeout. */
+__device__ __noinline__ int await_entry(const EpLatencyGatherArgs &a, int rank, int token,
+                                        MissingEntry m, uint64_t flag) {
+    const char *from =
+        latency_entry(a.latency, a.latency.own, m.k, token, flag) + m.step * EP_STEP_BYTES;
+    ulonglong2 x = step_load(from);
+    return step_await(a.group, a.latency, from, flag, &x, StepOrigin{rank, EP_AWAIT_LINES, token});
+}
+
+/* Find the entries of a token. A launch that also sends reads this rank's own rows where they lie;
+ * otherwise the send phase has put them where other ranks' come. By a warp. */
+__device__ __forceinline__ EntriesPart find_entries(const EpLatencyGatherArgs &a, int token,
+                                                    int step, const TokenWords &w, uint64_t flag) {
+    int lane = threadIdx.x % 32, end = min(step + a.latency.received.steps, a.steps);
+    int owner = w.owner < a.group.size ? w.owner : -1;
+    int reads = owner == a.group.rank && a.latency.senders, slot = -1;
+    if (reads) slot = ep_check_slot(a.plan, w.slot);
+    EntriesPart s = {token, step, end, owner, slot, 1, 0};
+    s.entries = __ballot_sync(~0u, owner >= 0 && (!reads || slot >= 0));
+    if (a.t.weighs_entries && owner >= 0)
+        s.weight = a.latency.senders ? __ldg(a.t.topk_weights + (token * a.top_k + lane))
+                                     : kept_weights(a, token, flag)[lane];
+    else if (a.carries_weights && slot >= 0)
+        s.weight = __ldg(a.t.slot_values + slot);
+    unsigned own = __ballot_sync(~0u, slot >= 0);
+    if (a.counts && step == 0 && own && lane == 0)
+        ep_count_row(a.stats, ep_member(a.group, a.group.rank), __popc(own));
+    return s;
+}
+
+/* Receive a part of a token of sums by entry; see receive_part. */
+template <typename T>
+__device__ __forceinline__ int receive_entries(const EpLatencyGatherArgs &a, int token, int step,
+                                               const TokenWords &w, uint64_t flag) {
+    EntriesPart s = find_entries(a, token, step, w, flag);
+#pragma unroll 1
+    while (s.step < s.end) {
+        MissingEntry missing = add_entries<T>(a, s, flag);
+        if (missing.k < 0)
+            s.step += EP_REDUCED_AT_ONCE;
+        else if (!await_entry(a, __shfl_sync(~0u, s.owner, missing.k), token, missing, flag))
+            return 0;
+    }
+    return 1;
+}
+
 /* ---- all tokens ---------------------------------------------------------------------------- */
 
 /* Wait for all heads, which show that every rank has sent its sums and is in the same operation. By
@@ -855,7 +1088,7 @@ __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 
 /* Receive all tokens. By the receiving blocks. A warp loads the plan's words for its next part
  * while it works on one. */
-template <typename T, int PACKED>
+template <typename T, int FORM>
 __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &role, int tokens,
                              uint64_t flag) {
     int warps = role.blocks * LATENCY_WARPS, i = (int)(threadIdx.x / 32) * role.blocks + role.block;
@@ -866,7 +1099,12 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
         int token = ep_quotient(i, partition.each), part = i - token * partition.each.by;
         TokenWords words = next;
         next = load_token(a, tokens, ep_quotient(i + warps, partition.each));
-        if (!receive_part<T, PACKED>(a, token, part * a.latency.received.steps, words, flag)) break;
+        int step = part * a.latency.received.steps, alive;
+        if constexpr (FORM == ENTRIES)
+            alive = receive_entries<T>(a, token, step, words, flag);
+        else
+            alive = receive_part<T, FORM>(a, token, step, words, flag);
+        if (!alive) break;
     }
     if (role.block == role.blocks - 1) take_heads(a, flag);
 }
@@ -879,14 +1117,15 @@ __device__ __forceinline__ int observes(const EpLatency &l) {
     return l.receives && blockIdx.x == (l.first_receiver ? 0 : gridDim.x - 1);
 }
 
-/* Add to the caller's counters. */
+/* Add to the caller's counters; entries are counted one by one. */
+template <int FORM>
 __device__ __forceinline__ void count(const EpLatencyGatherArgs &a, uint64_t flag) {
-    if (blockIdx.x + threadIdx.x / 32 == 0 && a.latency.senders)
+    if (FORM != ENTRIES && blockIdx.x + threadIdx.x / 32 == 0 && a.latency.senders)
         ep_count_rows(a.group, a.stats, a.plan.rows_from);
     if (observes(a.latency)) latency_measure_heads(a.group, a.latency, a.stats, flag);
 }
 
-template <typename T, int PACKED>
+template <typename T, int FORM>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
     __shared__ int tokens[EP_CUDA_MAX_RANKS];
@@ -903,16 +1142,17 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
         latency_pass(a.group, a.latency, op, latency_ticket(a.latency, op));
         return;
     }
-    if (role.sends) send_sums<T, PACKED>(a, tokens, first, op);
+    if (role.sends) send_sums<T, FORM>(a, tokens, first, op);
     uint32_t ticket = latency_ticket(a.latency, op);
-    if (a.counts) count(a, op.flag);
-    if (role.receives) receive_sums<T, PACKED>(a, role, tokens[a.group.rank], op.flag);
+    if (a.counts) count<FORM>(a, op.flag);
+    if (role.receives) receive_sums<T, FORM>(a, role, tokens[a.group.rank], op.flag);
     latency_pass(a.group, a.latency, op, ticket);
 }
 
 /* Each type has kernels of its own: the instruction caches hold the code of one. */
 template <typename T> static int open_kernels(int shared_bytes) {
     int error = ep_open_kernel(latency_gather_kernel<T, 0>, shared_bytes);
+    if (!error) error = ep_open_kernel(latency_gather_kernel<T, ENTRIES>, shared_bytes);
     return error ? error : ep_open_kernel(latency_gather_kernel<T, 1>, shared_bytes);
 }
 
@@ -923,7 +1163,8 @@ extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
 }
 
 template <typename T> static int launch(const EpLatencyGatherArgs &a, int blocks, void *stream) {
-    auto kernel = a.t.format.bits ? latency_gather_kernel<T, 1> : latency_gather_kernel<T, 0>;
+    auto packed = a.t.format.bits ? latency_gather_kernel<T, 1> : latency_gather_kernel<T, 0>;
+    auto kernel = a.t.by_entry ? latency_gather_kernel<T, ENTRIES> : packed;
     return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
 }
 

@@ -744,8 +744,8 @@ __device__ __forceinline__ HeaderWords header_words(const uint4 &unit, int has_w
     return HeaderWords{k & 2 ? (k & 1 ? w : z) : (k & 1 ? y : x), 0};
 }
 
-/* Returns the slot of an entry, or -1 beyond the capacity. `before` is the number of the source's
- * earlier entries for the expert (if rows have one slot: of its earlier rows). */
+/* Returns the slot of an entry, or a negative number beyond the capacity. `before` is the number of
+ * the source's earlier entries for the expert (if rows have one slot: of its earlier rows). */
 __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int source, int local,
                                          int before) {
     int num_local = a.route.shape.num_local;
@@ -753,7 +753,7 @@ __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int sour
     if (a.route.shape.has_rows) return slot < ep_row_limit(&a.route.shape) ? (int)slot : -1;
     slot = (int64_t)before + workspace_offset(a)[local] +
            workspace_counts(a)[source * num_local + local];
-    return slot < ep_slot_limit(&a.route.shape, local) ? (int)slot : -1;
+    return slot < ep_slot_limit(&a.route.shape, local) ? (int)slot : a.lost_slot;
 }
 
 /* Returns the byte offset of a slot's first scale. */

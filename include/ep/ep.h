@@ -365,6 +365,14 @@ typedef enum EpDuplicates {
                                  "no expert", and their weights are not used */
 } EpDuplicates;
 
+/** How the sums of ep_combine and ep_dispatch_backward are made: see ep_combine. */
+typedef enum EpSums {
+    EP_SUMS_BY_RANK = 1, /**< each rank adds up its slots of a token, and one sum travels */
+    EP_SUMS_BY_ENTRY = 2 /**< every entry's row travels, and the token's rank adds them all: the
+                              bits depend on no division into ranks or nodes, for K rows per token
+                              on the way back. EXPERT_MAJOR and BATCHED only, without sum_quant */
+} EpSums;
+
 /**
  * Configuration of a group. Fields marked = must have the same value on every rank. ep_group_create
  * compares them; EP_ERR_MISMATCH names the field, the ranks and both values.
@@ -400,6 +408,9 @@ typedef struct EpGroupConfig {
     int32_t num_nodes;       /**< = nodes (EpGroupInfo.num_nodes) that the ranks are on; a group of
                                   other nodes is refused. 0: any. ep_group_memory counts with as
                                   many, of equal size; 0: with those of LIBEP_TOPOLOGY, or one */
+    EpSums sums;             /**< = how the sums of a token's rows are made. BY_ENTRY takes more
+                                  memory that peers reach: ep_group_memory counts it */
+    int32_t reserved;        /**< 0 */
 } EpGroupConfig;
 
 #define EP_MAX_LATENCY_SETS 16
@@ -429,7 +440,7 @@ typedef struct EpGroupConfig {
     {                                                                                         \
         sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,       \
             EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT, EP_DEFAULT, EP_DUPLICATES_KEEP, \
-            EP_DEFAULT, 0                                                                     \
+            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0                                                 \
     }
 
 /**
@@ -1165,12 +1176,13 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *pr
  *               FP16 or FP32. Padding and rows past the last slab are never read.
  * slot_weights  [rows] FP32 (BATCHED: [L, rows_per_expert]), as dispatch delivered them, or NULL
  *               for w = 1. FLAT and RANK_MAJOR ([R, N]): one weight per row.
- * topk_weights  latency mode, expert-major or batched, instead of slot_weights: [T, K] FP32, the
- *               weights at the token's rank, for a dispatch that carried none; or NULL. All ranks
- *               give them or none does (EP_ERR_ORDER). Weights of entries without a slot are not
- *               used. The bytes are those of a combine with the same weights as slot_weights. No
- *               derivative. In throughput mode, FLAT and RANK_MAJOR: EP_ERR_UNSUPPORTED; with
- *               slot_weights: EP_ERR_NULL.
+ * topk_weights  expert-major or batched, instead of slot_weights: [T, K] FP32, the weights at the
+ *               token's rank, for a dispatch that carried none; or NULL. In latency mode, and with
+ *               EP_SUMS_BY_ENTRY in both modes. All ranks give them or none does (EP_ERR_ORDER).
+ *               Weights of entries without a slot are not used. The bytes are those of a combine
+ *               with the same weights as slot_weights. No derivative. In FLAT and RANK_MAJOR, and
+ *               in throughput mode without EP_SUMS_BY_ENTRY: EP_ERR_UNSUPPORTED; with slot_weights:
+ *               EP_ERR_NULL.
  * out           [T, H] of the same type. Every one of the T rows is written: exact zero for a
  *               token without live slots.
  *
@@ -1185,6 +1197,14 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *pr
  * rounded once more to the rows' type. The token's rank adds it in the place of the node's lowest
  * rank: the lowest of all ranks there, with a slot of the token or not. So sums depend on routing,
  * placement of experts and nodes.
+ *
+ * In a group with EP_SUMS_BY_ENTRY (EpGroupConfig.sums) no partial sum exists. Every entry's row
+ * travels as it is, with its weight if slot_weights are given, which all ranks or none then do
+ * (EP_ERR_ORDER). The token's rank adds its entries that have a slot, on whatever rank, in
+ * ascending k: acc = fmaf(w, x, acc) from acc = +0, or acc + x. It adds the biases and rounds once.
+ * So sums depend on routing, weights and rows alone: not on ranks, nodes, placement, mode, layout
+ * or backend, as long as no row is lost. ep_dispatch_backward adds in this order, too, and the
+ * derivatives are those of other groups. docs/same_bits.md says more.
  *
  * With EpHandleConfig.sum_quant = EP_QUANT_FP8 sums are not rounded to the rows' type where they
  * travel. They are quantised from FP32, as ep_dispatch quantises a row of FP32, and each receiver
@@ -1257,6 +1277,8 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
  *                two. The rank's own place counts the rows that stay. Every pair of a token and a
  *                rank with experts of it is a row, in every layout. Taken by the four data
  *                operations and the send phases.
+ *                With EP_SUMS_BY_ENTRY, ep_combine and ep_dispatch_backward count a row for each
+ *                entry that has a slot.
  * peer_bytes     [R] their bytes on the way: elements, or the codes of rows and sums that are
  *                quantised, scales, and the K weights (ep_dispatch_backward: values) of each row.
  *                Without headers and padding of messages, and without the topk_weights of

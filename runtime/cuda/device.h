@@ -100,6 +100,8 @@ typedef struct EpWindowLayout {
     int32_t depth; /**< records of a ring: a power of two */
     int32_t max_tokens;
     int64_t record_bytes; /**< of the largest record */
+    int32_t entries_depth; /**< sums by entry: in a gather the rings have as many records */
+    int64_t entries_bytes; /**< of this size, each with the rows of all of a token's entries */
 } EpWindowLayout;
 
 #define EP_SENT_WORDS 64

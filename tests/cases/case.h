@@ -55,8 +55,9 @@ typedef struct Case {
     int64_t rows_per_expert; /**< BATCHED: enough for any routing */
     EpOverflow overflow;     /**< ERROR */
     int weighted;            /**< dispatch sends topk_weights, and combine is weighted */
-    int weights_at_combine;  /**< latency mode, unless case_has_rows: combine gets topk_weights, and
-                                  the case is not `weighted` */
+    int by_entry;            /**< EP_SUMS_BY_ENTRY; not where case_has_rows */
+    int weights_at_combine;  /**< latency mode or by_entry, unless case_has_rows: combine gets
+                                  topk_weights, and the case is not `weighted` */
     int scale_bytes;         /**< per row; 0: no scales */
     int counted;             /**< num_tokens is given, and input tensors have max_tokens rows */
     int spare_rows;          /**< rows of the receive buffers beyond those needed */

@@ -67,6 +67,7 @@ static int64_t row_bytes(const Step *step, StepOp op) {
     if (op & (STEP_DISPATCH | STEP_DISPATCH_SEND))
         return (int64_t)(case_recv_bytes(c) + case_recv_scale_bytes(c)) + weights;
     if (op == STEP_COMBINE_BACKWARD) return sum;
+    if (c->by_entry) return sum + (c->weighted ? 4 : 0);
     if (c->sum_quant == EP_QUANT_FP8) sum = c->hidden + (c->hidden + 127) / 128 * 4;
     return op == STEP_DISPATCH_BACKWARD ? sum + weights : sum;
 }
@@ -75,7 +76,8 @@ static int64_t row_bytes(const Step *step, StepOp op) {
 static int64_t rows_sent(const Step *step, StepOp op, int peer, int relays) {
     int back = !!(op & (STEP_COMBINE | STEP_COMBINE_SEND | STEP_DISPATCH_BACKWARD));
     int from = back ? peer : step->rank, to = back ? step->rank : peer;
-    return (relays ? expect_relayed_rows : expect_rows)(step->world, from, to);
+    int entries = back && step->world->c.by_entry;
+    return (relays ? expect_relayed_rows : expect_rows)(step->world, from, to, entries);
 }
 
 static int64_t added(const Step *step, StepOp op, StepCounter counter, int i, int relays) {

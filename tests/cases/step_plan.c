@@ -20,10 +20,10 @@ static void check_info_traffic(const Step *step, const EpHandleInfo *info) {
     int64_t sent = 0, received = 0;
     for (int peer = 0; peer < step->world->c.ranks; peer++) {
         if (peer == step->rank) continue;
-        sent += expect_rows(step->world, step->rank, peer);
-        received += expect_rows(step->world, peer, step->rank);
+        sent += expect_rows(step->world, step->rank, peer, 0);
+        received += expect_rows(step->world, peer, step->rank, 0);
     }
-    int64_t local = expect_rows(step->world, step->rank, step->rank);
+    int64_t local = expect_rows(step->world, step->rank, step->rank, 0);
     CHECK(info->remote_rows_sent == sent, "%lld instead of %lld", (long long)info->remote_rows_sent,
           (long long)sent);
     CHECK(info->remote_rows_received == received, "%lld instead of %lld",

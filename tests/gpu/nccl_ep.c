@@ -4,6 +4,7 @@
 #include "bindings/nccl_ep/adapter.h"
 #include "handles/handle.h"
 #include "tests/gpu/nccl_ep_step.h"
+#include "tests/harness/ranked.h"
 
 enum { PAGE = 4096, MICRO_BATCHES = 3, REPLAYS = 20 };
 enum { FULL = 2 }; /* every eighth step from this one on has all its tokens */
@@ -243,6 +244,19 @@ LatencyTest(gpu_nccl_ep, decode_expert_major_1, 1, run_decoding(bootstrap, DECOD
 LatencyTest(gpu_nccl_ep, decode_expert_major_2, 2, run_decoding(bootstrap, DECODING(BATCHED)));
 LatencyTest(gpu_nccl_ep, decode_rank_major_2, 2, run_decoding(bootstrap, DECODING(RANK_MAJOR)));
 LatencyTest(gpu_nccl_ep, decode_rank_major_4, 4, run_decoding(bootstrap, DECODING(RANK_MAJOR)));
+
+/* LIBEP_SUMS=entry: NCCL EP's own order of summation in low latency, bit for bit. */
+static void run_by_entry(const EpBootstrap *bootstrap, Case c) {
+    set_on_ranks(bootstrap, "LIBEP_SUMS", "entry");
+    c.by_entry = 1;
+    if (c.mode == EP_MODE_LATENCY)
+        run_decoding(bootstrap, c);
+    else
+        run_steps(bootstrap, c, (Steps){.count = 2});
+}
+
+RankTest(gpu_nccl_ep, sums_by_entry, 2, run_by_entry(bootstrap, TRAINING));
+LatencyTest(gpu_nccl_ep, decode_by_entry_2, 2, run_by_entry(bootstrap, DECODING(BATCHED)));
 
 /* One handle, whose dispatches quantise in turn or do not; at last they carry scales. */
 static void run_quantised(const EpBootstrap *bootstrap, Case c) {

@@ -85,7 +85,7 @@ static size_t vector_bytes(const NcclEpStep *s) {
 
 static void open_half(NcclEpStep *s, int half, DeviceStep *gpu, int number, void *memory) {
     Case c = s->c;
-    c.weighted = !half, c.weights_at_combine = half || c.mode == EP_MODE_LATENCY;
+    c.weighted = !half, c.weights_at_combine = c.mode == EP_MODE_LATENCY;
     c = case_complete(c);
     s->world[half] = device_step_world(&c, number);
     device_step_open(gpu, NULL, NULL, &c, s->rank->rank.harness->rank, s->rank->rank.stream,

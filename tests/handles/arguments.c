@@ -171,14 +171,22 @@ static EpStatus call_with_config(void *context, const char *call) {
     return ep_handle_memory(c->group, &c->config, &c->bytes);
 }
 
-FixtureTest(handles_arguments, wrong_configs, "sets=1") {
+static void refuse_configs(Fixture *f, const char *group) {
     static const char *const calls[] = {"ep_handle_create", "ep_handle_memory", "ep_handle_cost",
                                         NULL};
     static const Member members[] = {MEMBER("", config_fields, Configured, config)};
     static const Subject subject = {members, 1, sizeof(Configured), call_with_config,
                                     .calls = calls};
-    check_refusals("handle_config", &subject,
+    check_refusals(group, &subject,
                    &(Configured){f->group, EP_HANDLE_CONFIG_INIT, NULL, EP_HANDLE_COST_INIT, 123});
+}
+
+FixtureTest(handles_arguments, wrong_configs, "sets=1") {
+    refuse_configs(f, "handle_config");
+}
+
+FixtureTest(handles_arguments, wrong_configs_by_entry, "by_entry=1") {
+    refuse_configs(f, "handle_config_by_entry");
 }
 
 /* ---- others ---- */

@@ -24,6 +24,7 @@ static const TextField config_fields[] = {
     TEXT_FIELD(EpGroupConfig, mode, TEXT_MODES),
     TEXT_FIELD(EpGroupConfig, num_sms, NULL),
     TEXT_FIELD(EpGroupConfig, duplicates, "|keep|merge"),
+    TEXT_FIELD(EpGroupConfig, sums, "|rank|entry"),
 };
 
 typedef struct Configured {
@@ -133,6 +134,7 @@ static const char *const differences[][5] = {
     {"backend", "auto", "host", "EP_BACKEND_AUTO", "EP_BACKEND_HOST"},
     {"mode", "auto", "latency", "EP_MODE_AUTO", "EP_MODE_LATENCY"},
     {"duplicates", "keep", "merge", "EP_DUPLICATES_KEEP", "EP_DUPLICATES_MERGE"},
+    {"sums", "rank", "entry", "EP_SUMS_BY_RANK", "EP_SUMS_BY_ENTRY"},
 };
 
 ThreadTest(runtime_group, ranks_that_disagree, 3) {

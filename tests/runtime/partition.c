@@ -317,6 +317,24 @@ SoloTest(runtime_partition, blocks_that_pack) {
     CHECK(plain.pipeline.active == 6, "%d under way", plain.pipeline.active);
 }
 
+/* Sums by entry: senders copy rows, so the least part of the blocks sends. A sender's item has a
+ * stage for each of a token's rows on a rank. */
+SoloTest(runtime_partition, blocks_of_entries) {
+    static const struct {
+        int32_t ranks, blocks, top_k, receivers;
+    } cases[] = {{2, 24, 8, 10},  {2, 132, 8, 76}, {4, 24, 8, 6},
+                 {4, 132, 8, 76}, {8, 132, 8, 76}, {4, 132, 32, 76}};
+    for (int i = 0; i < LENGTH(cases); i++) {
+        EpGatherArgs a = {.group = {.size = cases[i].ranks, .blocks = cases[i].blocks},
+                          .top_k = cases[i].top_k,
+                          .t = {.type = EP_TYPE_BF16, .row_bytes = 14336, .by_entry = 1}};
+        CHECK(ep_partition_gather(&a, H200_SHARED_BYTES), "refused");
+        check_note("%d ranks, %d blocks, top-%d", a.group.size, a.group.blocks, a.top_k);
+        CHECK(a.receivers == cases[i].receivers && a.pipeline.stages >= a.top_k,
+              "%d receive, with %d stages", a.receivers, a.pipeline.stages);
+    }
+}
+
 /* Quantised rows need as many sending blocks as large rows do. */
 SoloTest(runtime_partition, senders_of_quantised_rows) {
     EpScatterArgs s = {.group = {.size = 4, .blocks = H200_BLOCKS}, .top_k = 8, .zero_copy = 1};

@@ -69,6 +69,7 @@ static Case draw_case(uint64_t seed) {
     c.biases = PICK(&random, 0, 0, 1, 2);
     c.counters = PICK(&random, 0, 1, 2, 3);
     c.spare_tokens = PICK(&random, 0, 0, 1, 7);
+    c.by_entry = PICK(&random, 0, 0, 1);
     return c;
 }
 

@@ -378,7 +378,8 @@ class Handle(OfProcess):
 
         expert_out    [rows, H] BF16, FP16 or FP32, shaped like recv_tokens
         slot_weights  [rows] FP32, as dispatch delivered them, or None for 1
-        topk_weights  latency mode, in place of slot_weights: [T, K] FP32 at the token's rank
+        topk_weights  latency mode or sums by entry, in place of slot_weights: [T, K] FP32 at the
+                      token's rank
         out           output [T, H] of the same type: sum of weight times row over the token's slots
         extras        biases that are added to the sums, and counters; or None
         """

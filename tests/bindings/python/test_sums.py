@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from base import run_threads
 from face import config
-from libep import EpError, Extras, Group, Handle, Padding, Quant
+from libep import EpError, Extras, Group, Handle, Padding, Quant, Sums
 from reference import World, expert_major
 from test_quantise import e4m3_values, quantise
 
@@ -66,6 +66,31 @@ def test_sums_and_padding(seed):
     for case in range(4):
         world = World(seed + case, size=1 + (seed + case) % 4, hidden=16 * (1 + 5 * case))
         run_threads(world.size, body)
+
+
+def test_sums_by_entry(seed):
+    """A token's rows one after another, each term fused, with the weights of its own rank."""
+    world = World(seed, size=3, top_k=4, hidden=32, tokens=[6, 0, 5])
+
+    def body(bootstrap):
+        rank = bootstrap.rank
+        rows = np.zeros((expert_major(world, rank, 4)[1][-1], world.hidden), np.float32)
+        weights = np.random.default_rng(seed).random(world.idx[rank].shape, np.float32)
+        fields = dict(config(world), alignment=4, sums="by_entry")
+        with Group(bootstrap, **fields) as group, Handle(group) as handle:
+            done = dispatched(world, rank, handle, rows, np.zeros(len(rows), np.float32))
+            out = np.full_like(world.x[rank], np.nan)
+            handle.combine(done, topk_weights=weights, out=out)
+            expected = np.zeros_like(out)
+            for t, k, expert in world.entries(rank):  # exact in doubles
+                row = (world.factor(expert) * world.x[rank][t]).astype(np.float64)
+                expected[t] = (weights[t, k] * row + expected[t]).astype(np.float32)
+            np.testing.assert_array_equal(out, expected)
+            with pytest.raises(EpError, match="in a group with EP_SUMS_BY_ENTRY"):
+                Handle(group, layout="flat")
+
+    assert Sums.BY_ENTRY == 2
+    run_threads(3, body)
 
 
 def test_biases_of_gradients(seed):

@@ -14,7 +14,7 @@ from reference import expert_major
 from test_deep_ep_normal import make_worlds, send_world, small, with_buffer  # noqa: F401
 from test_quant import assert_same_bytes, quantise, quantise_fp4
 
-from libep import Quant
+from libep import Quant, Sums
 from libep.deep_ep import Buffer
 
 MAX_TOKENS = 8  # of a rank
@@ -95,6 +95,28 @@ def test_step(buffer, rank, world, is_split, nodes):
             assert_equal(got, world.forward(rank))
         assert waits[rank] == 7 and bool((waits >= 7).all())
     buffer.clean_low_latency_buffer(MAX_TOKENS, world.hidden, world.experts)
+
+
+@pytest.fixture
+def by_entry(monkeypatch):
+    monkeypatch.setattr(Buffer, "low_latency_sums", Sums.BY_ENTRY)
+
+
+@splits
+@pytest.mark.usefixtures("by_entry")
+@with_buffer(top_k=4, hidden=64, max_tokens=MAX_TOKENS, tokens=[8, 7, 8])
+def test_sums_by_entry(buffer, rank, world, seed, is_split):
+    """DeepEP's order of summation: a token's rows one after another, each term fused."""
+    x, idx, _ = inputs_of(world, rank)
+    weights = torch.rand(idx.shape, generator=torch.Generator().manual_seed(seed + rank))
+    rx, counts, handle, _ = dispatch(buffer, world, x.bfloat16(), idx, is_split)
+    given = by_experts(world, rank, rx).bfloat16(), idx, weights.to(DEVICE), handle
+    got, _ = run(buffer.low_latency_combine, is_split, *given)
+    expected = torch.zeros(x.shape)
+    for t, k, expert in world.entries(rank):
+        row = float(world.factor(expert)) * torch.from_numpy(world.x[rank][t]).double()
+        expected[t] = (weights[t, k].double() * row + expected[t]).float()  # exact in doubles
+    assert_same_bytes(got, expected.bfloat16())
 
 
 def as_rows(scales, hidden):
