@@ -53,6 +53,7 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     args.latency.awaits_weights = g->t.weighs_entries;
     int blocks = ep_latency_blocks(&args.group, g->phase, tokens, args.steps,
                                    percent_of_senders(group, g->top_k), &args.latency);
+    if (g->t.done.words) args.latency.releases = 0; /* who produces rows needs the room */
     args.latency.token = g->place.token;
     args.stats = g->stats, args.counts = ep_counts_any(&g->stats);
     partition(handle, tokens, blocks, &args);

@@ -10,6 +10,9 @@
  * Weights come with the slots, or are given at the tokens' ranks. Then sending blocks first push
  * them to the ranks that have the tokens' slots, and sums await them.
  *
+ * Rows may still be produced while this runs (EpExtras.done): then a warp that sums slots first
+ * waits for the words of their blocks.
+ *
  * Who waits on whom: sending blocks wait for no rank, or only for the weights of other ranks, which
  * every rank sends before it waits; receiving blocks wait for the sums and heads of
  * other ranks. runtime/cuda/latency.h says why no wait is circular. Memory order: every line
@@ -292,11 +295,24 @@ __device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int so
     return Terms{slot, __ldg(weight), __ballot_sync(~0u, slot >= 0)};
 }
 
+/* Wait until the blocks of all slots of a row are done, a slot in a lane. Returns 0 if they will
+ * not be. By a warp. */
+__device__ __forceinline__ int await_done(const EpLatencyGatherArgs &a, int slot) {
+    int alive = slot < 0 || ep_await_done(a.group, a.t.done, slot);
+    __syncwarp();
+    return __all_sync(~0u, alive);
+}
+
+/* Load 16 bytes of a row of slots. DONE: another kernel may have stored them meanwhile. */
+template <int DONE> __device__ __forceinline__ uint4 load_row_unit(const char *from) {
+    return DONE ? ep_load_global(from) : ep_load_unchanging(from);
+}
+
 /* Sum units unit[] of a row's slots: ascending k, each term by one fused operation. By a warp;
  * skips a negative unit. No load is conditional: compilers would load to other registers there and
  * wait before they copy, so that one load waits for another. A load that is not needed repeats an
  * address that is. */
-template <typename T, int UNITS, int AT_ONCE>
+template <typename T, int DONE, int UNITS, int AT_ONCE>
 __device__ __forceinline__ void sum_slots(const EpLatencyGatherArgs &a, const Terms &t,
                                           const int unit[UNITS], EpVector<T> sum[UNITS]) {
     const char *from[UNITS];
@@ -315,7 +331,7 @@ __device__ __forceinline__ void sum_slots(const EpLatencyGatherArgs &a, const Te
             left &= left - 1;
 #pragma unroll
             for (int u = 0; u < UNITS; u++)
-                x[i][u] = ep_load_unchanging(from[u] + slot * (uint32_t)a.t.row_bytes);
+                x[i][u] = load_row_unit<DONE>(from[u] + slot * (uint32_t)a.t.row_bytes);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
@@ -348,7 +364,7 @@ typedef struct SumPart {
 } SumPart;
 
 /* Send a part of a sum. Returns 0 if the row's weights do not come. */
-template <typename T, int PACKED>
+template <typename T, int PACKED, int DONE>
 __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride, uint64_t flag) {
     const EpCudaGroup &g = a.group;
     const EpLatency &l = a.latency;
@@ -361,6 +377,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
         if (!w.alive) return 0;
         t.weight = w.weight;
     }
+    if (DONE && !await_done(a, t.slot)) return 0;
     char *to = latency_record(l, l.window[s.source], g.rank, g.size, s.token, flag);
     constexpr int STEPS = SumShape<T, PACKED>::STEPS, PARTS = SumShape<T, PACKED>::PARTS;
     constexpr int UNITS = SumShape<T, PACKED>::UNITS;
@@ -369,7 +386,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
         EpVector<T> sum[UNITS] = {};
         int unit[UNITS];
         find_units<T, PACKED, UNITS>(a, step, stride, 1, unit);
-        sum_slots<T, UNITS, SumShape<T, PACKED>::TERMS>(a, t, unit, sum);
+        sum_slots<T, DONE, UNITS, SumShape<T, PACKED>::TERMS>(a, t, unit, sum);
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             int at = step + i * stride;
@@ -399,18 +416,20 @@ __device__ __forceinline__ uint4 *own_sum_unit(const EpLatencyGatherArgs &a, int
     return (uint4 *)(stored + unit * (int)sizeof(EpVector<T>));
 }
 
-/* Store this rank's own sum for one of its tokens, not rounded, for the receive phase. */
-template <typename T, int PACKED>
-__device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
-                              uint64_t flag) {
+/* Store this rank's own sum for one of its tokens, not rounded, for the receive phase. Returns 0 if
+ * its blocks are not done in time. */
+template <typename T, int PACKED, int DONE>
+__device__ int store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
+                             uint64_t flag) {
     constexpr int PARTS = StepParts<T, PACKED>::COUNT;
     Terms t = find_terms(a, a.group.rank, s.slot, s.token);
+    if (DONE && !await_done(a, t.slot)) return 0;
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
         EpVector<T> sum[PARTS] = {};
         int unit[PARTS];
         find_units<T, PACKED, PARTS>(a, step, stride, 0, unit);
-        sum_slots<T, PARTS, 2>(a, t, unit, sum);
+        sum_slots<T, DONE, PARTS, 2>(a, t, unit, sum);
 #pragma unroll
         for (int u = 0; u < PARTS; u++) {
             if (unit[u] < 0) continue;
@@ -421,6 +440,7 @@ __device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, in
                     {sum[u].at[i], sum[u].at[i + 1], sum[u].at[i + 2], sum[u].at[i + 3]}});
         }
     }
+    return 1;
 }
 
 /* ---- all ----------------------------------------------------------------------------------- */
@@ -496,7 +516,7 @@ __device__ __forceinline__ void push_item(const EpLatencyGatherArgs &a, const in
 }
 
 /* Send or store the sums of all rows. tokens[R]: of each rank. */
-template <typename T, int PACKED>
+template <typename T, int PACKED, int DONE>
 __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const SumPart &first,
                           const LatencyOp &op) {
     int rows = count_sums(a, tokens), expected = rows <= a.sent.rows;
@@ -516,9 +536,9 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
         if (!alive || s.token * a.targets.by >= rows || s.token >= tokens[s.source]) return;
         if (item != known) load_sum(a, &s);
         if (s.source != a.group.rank)
-            alive = send_sum<T, PACKED>(a, s, stride, op.flag);
+            alive = send_sum<T, PACKED, DONE>(a, s, stride, op.flag);
         else
-            store_own_sum<T, PACKED>(a, s, stride, op.flag);
+            alive = store_own_sum<T, PACKED, DONE>(a, s, stride, op.flag);
     });
 }
 
@@ -766,7 +786,7 @@ __device__ __forceinline__ void add_biases(const EpLatencyGatherArgs &a, int tok
 /* Sum up and write some steps of a token, or return those that have not arrived in time. This
  * rank's own sum is computed while other ranks' sums are loaded. Ranks beyond the first few have a
  * loop of their own, so that no total takes registers meanwhile. */
-template <typename T, int PACKED>
+template <typename T, int PACKED, int DONE>
 __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, const TokenPart &s,
                                                  int slot, uint64_t flag) {
     constexpr int STEPS = ReducedShape<T, PACKED>::STEPS, UNITS = ReducedShape<T, PACKED>::UNITS;
@@ -780,8 +800,8 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
         if (s.step + u / (UNITS / STEPS) >= s.end) unit[u] = -1;
     find_incoming(a, s, last, flag, &c);
     if (s.has_own && !a.latency.senders) load_own_sum<T, UNITS>(a, s.token, unit, flag, own);
-    unsigned missing =
-        receive_incoming(a, &c, flag, [&]() { sum_slots<T, UNITS, OWN_AT_ONCE>(a, t, unit, own); });
+    unsigned missing = receive_incoming(
+        a, &c, flag, [&]() { sum_slots<T, DONE, UNITS, OWN_AT_ONCE>(a, t, unit, own); });
     if (missing) return Missing{last, missing};
     EpVector<T> sum[UNITS] = {};
     add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, s.step, own, &has_own, sum);
@@ -822,7 +842,7 @@ __device__ __noinline__ int await_missing(const EpLatencyGatherArgs &a, TokenPar
 
 /* Receive a part of a token. It has more steps than are reduced at a time only if rows are so long
  * that the host has made longer parts. By a warp. Returns 0 on timeout. */
-template <typename T, int PACKED>
+template <typename T, int PACKED, int DONE>
 __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int token, int step,
                                             const TokenWords &w, uint64_t flag) {
     constexpr int STEPS = ReducedShape<T, PACKED>::STEPS;
@@ -830,9 +850,10 @@ __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int to
     int has_own = __any_sync(~0u, owner == a.group.rank);
     int end = min(step + a.latency.received.steps, a.steps);
     TokenPart s = {token, step, end, owner == a.group.rank ? -1 : owner, has_own};
+    if (DONE && !await_done(a, find_terms(a, a.group.rank, w.slot, token).slot)) return 0;
 #pragma unroll 1
     while (s.step < s.end) {
-        Missing missing = receive_steps<T, PACKED>(a, s, w.slot, flag);
+        Missing missing = receive_steps<T, PACKED, DONE>(a, s, w.slot, flag);
         if (!missing.bits)
             s.step += STEPS;
         else if (!await_missing<STEPS>(a, s, missing, flag))
@@ -855,7 +876,7 @@ __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 
 /* Receive all tokens. By the receiving blocks. A warp loads the plan's words for its next part
  * while it works on one. */
-template <typename T, int PACKED>
+template <typename T, int PACKED, int DONE>
 __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &role, int tokens,
                              uint64_t flag) {
     int warps = role.blocks * LATENCY_WARPS, i = (int)(threadIdx.x / 32) * role.blocks + role.block;
@@ -866,7 +887,8 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
         int token = ep_quotient(i, partition.each), part = i - token * partition.each.by;
         TokenWords words = next;
         next = load_token(a, tokens, ep_quotient(i + warps, partition.each));
-        if (!receive_part<T, PACKED>(a, token, part * a.latency.received.steps, words, flag)) break;
+        if (!receive_part<T, PACKED, DONE>(a, token, part * a.latency.received.steps, words, flag))
+            break;
     }
     if (role.block == role.blocks - 1) take_heads(a, flag);
 }
@@ -886,7 +908,7 @@ __device__ __forceinline__ void count(const EpLatencyGatherArgs &a, uint64_t fla
     if (observes(a.latency)) latency_measure_heads(a.group, a.latency, a.stats, flag);
 }
 
-template <typename T, int PACKED>
+template <typename T, int PACKED, int DONE>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
     __shared__ int tokens[EP_CUDA_MAX_RANKS];
@@ -903,17 +925,19 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
         latency_pass(a.group, a.latency, op, latency_ticket(a.latency, op));
         return;
     }
-    if (role.sends) send_sums<T, PACKED>(a, tokens, first, op);
+    if (role.sends) send_sums<T, PACKED, DONE>(a, tokens, first, op);
     uint32_t ticket = latency_ticket(a.latency, op);
     if (a.counts) count(a, op.flag);
-    if (role.receives) receive_sums<T, PACKED>(a, role, tokens[a.group.rank], op.flag);
+    if (role.receives) receive_sums<T, PACKED, DONE>(a, role, tokens[a.group.rank], op.flag);
     latency_pass(a.group, a.latency, op, ticket);
 }
 
 /* Each type has kernels of its own: the instruction caches hold the code of one. */
 template <typename T> static int open_kernels(int shared_bytes) {
-    int error = ep_open_kernel(latency_gather_kernel<T, 0>, shared_bytes);
-    return error ? error : ep_open_kernel(latency_gather_kernel<T, 1>, shared_bytes);
+    int error = ep_open_kernel(latency_gather_kernel<T, 0, 0>, shared_bytes);
+    if (!error) error = ep_open_kernel(latency_gather_kernel<T, 0, 1>, shared_bytes);
+    if (!error) error = ep_open_kernel(latency_gather_kernel<T, 1, 0>, shared_bytes);
+    return error ? error : ep_open_kernel(latency_gather_kernel<T, 1, 1>, shared_bytes);
 }
 
 extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
@@ -922,8 +946,12 @@ extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
     return error ? error : open_kernels<float>(shared_bytes);
 }
 
+/* Words of blocks are stored while the kernel runs, so it starts after all that is before it. */
 template <typename T> static int launch(const EpLatencyGatherArgs &a, int blocks, void *stream) {
-    auto kernel = a.t.format.bits ? latency_gather_kernel<T, 1> : latency_gather_kernel<T, 0>;
+    auto kernel = a.t.format.bits ? latency_gather_kernel<T, 1, 0> : latency_gather_kernel<T, 0, 0>;
+    auto waiting =
+        a.t.format.bits ? latency_gather_kernel<T, 1, 1> : latency_gather_kernel<T, 0, 1>;
+    if (a.t.done.words) return ep_launch(waiting, blocks, LATENCY_THREADS, 0, stream, a);
     return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
 }
 

@@ -32,6 +32,7 @@ typedef struct EpLatencyScatterArgs {
     int32_t first_expert; /**< of this rank */
     int32_t team_shift;   /**< 1 << team_shift lanes hold a token's entries */
     EpScatterTensors t;
+    uint64_t *block_counters; /**< [sets, EP_MAX_BLOCK_WORDS]: see EpBlockCounters */
 } EpLatencyScatterArgs;
 
 #ifdef __cplusplus
