@@ -1,0 +1,320 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * A GEMM of experts in plain CUDA, as an example of a kernel on both sides of a row's words.
+ *
+ * Blocks are persistent and take tiles of 128 x 128 in turn: all columns of a tile of rows, then
+ * the next rows. Before a block loads rows it waits for their ready words (await_rows); when it has
+ * stored its columns it adds to their done words (release_rows). So `expected` of a combine is the
+ * number of tiles of columns. Copies to shared memory are cp.async, which are ordinary accesses: a
+ * kernel that loads by bulk copies executes fence.proxy.async.global after the acquire.
+ */
+#include "tools/overlap/gemm.h"
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+enum { THREADS = 256, STEP = 64, STAGES = 4, STAGE_BYTES = 2 * GEMM_TILE * STEP * 2 };
+
+/* ---- words --------------------------------------------------------------------------------- */
+
+__device__ __forceinline__ int load_acquire(const int32_t *word) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ unsigned long long now(void) {
+    unsigned long long time;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+    return time;
+}
+
+/* Wait until the rows from `row` on are there, a thread for each of their blocks. Returns 0 if they
+ * do not come in time. By all threads: the barrier orders the others' loads behind the acquires. */
+__device__ int await_rows(const GemmArgs &a, int row) {
+    int alive = 1;
+    if (a.ready && threadIdx.x < GEMM_TILE / a.block_rows) {
+        const int32_t *word = a.ready + row / a.block_rows + threadIdx.x;
+        unsigned long long start = now();
+        while (alive && !load_acquire(word))
+            alive = now() - start < a.deadline_ns;
+    }
+    alive = __syncthreads_and(alive);
+    if (!alive && threadIdx.x == 0) *a.late = 1;
+    return alive;
+}
+
+/* Let others read the rows from `row` on, of which this block has stored its columns. The fence
+ * releases the stores of all threads, which the barrier has ordered before it. */
+__device__ void release_rows(const GemmArgs &a, int row) {
+    __syncthreads();
+    if (!a.done || threadIdx.x >= GEMM_TILE / a.block_rows) return;
+    __threadfence();
+    atomicAdd(a.done + row / a.block_rows + threadIdx.x, 1);
+}
+
+/* ---- a tile -------------------------------------------------------------------------------- */
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* Rows of STEP elements are 8 chunks of 16 bytes, in another order in each row: so neither stores
+ * nor loads of 8 rows meet in a bank. */
+__device__ __forceinline__ uint32_t chunk_at(uint32_t base, int row, int chunk) {
+    return base + (uint32_t)(row * STEP * 2 + (chunk ^ (row & 7)) * 16);
+}
+
+__device__ __forceinline__ void load_operand(uint32_t to, const __nv_bfloat16 *from, int k) {
+    for (int i = threadIdx.x; i < GEMM_TILE * 8; i += THREADS) {
+        const void *source = from + (int64_t)(i / 8) * k + i % 8 * 8;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(chunk_at(to, i / 8, i % 8)),
+                     "l"(source)
+                     : "memory");
+    }
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t at, uint32_t x[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+__device__ __forceinline__ void multiply(float c[4], const uint32_t a[4], const uint32_t *b) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* Multiply what a stage holds. A warp has 64 x 32 of the tile. */
+__device__ __forceinline__ void multiply_stage(uint32_t stage, float sum[4][4][4]) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int row = warp / 4 * 64 + lane % 16, column = warp % 4 * 32 + lane % 8 + lane / 16 * 8;
+    uint32_t second = stage + STAGE_BYTES / 2;
+#pragma unroll
+    for (int k = 0; k < STEP / 16; k++) {
+        uint32_t a[4][4], b[2][4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            load_matrices(chunk_at(stage, row + i * 16, k * 2 + lane / 16), a[i]);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            load_matrices(chunk_at(second, column + j * 16, k * 2 + lane / 8 % 2), b[j]);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                multiply(sum[i][j], a[i], &b[j / 2][j % 2 * 2]);
+    }
+}
+
+__device__ __forceinline__ float activate(float x, int squares) {
+    return squares ? (x > 0 ? x * x : 0) : x;
+}
+
+__device__ __forceinline__ void store_tile(const GemmArgs &a, int row, int column,
+                                           const float sum[4][4][4]) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __nv_bfloat16 *out = (__nv_bfloat16 *)a.out;
+    row += warp / 4 * 64 + lane / 4, column += warp % 4 * 32 + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float *x = &sum[i][j][half * 2];
+                *(__nv_bfloat162 *)(out + (int64_t)(row + i * 16 + half * 8) * a.n + column +
+                                    j * 8) =
+                    __floats2bfloat162_rn(activate(x[0], a.squares), activate(x[1], a.squares));
+            }
+}
+
+__device__ void compute_tile(const GemmArgs &a, int expert, int row, int column) {
+    extern __shared__ __align__(128) char memory[];
+    uint32_t base = shared_address(memory);
+    const __nv_bfloat16 *rows = (const __nv_bfloat16 *)a.in + (int64_t)row * a.k;
+    const __nv_bfloat16 *weights =
+        (const __nv_bfloat16 *)a.weights + ((int64_t)expert * a.n + column) * a.k;
+    float sum[4][4][4] = {};
+    int steps = a.k / STEP;
+    auto load = [&](int step) {
+        uint32_t to = base + step % STAGES * STAGE_BYTES;
+        if (step < steps) load_operand(to, rows + step * STEP, a.k);
+        if (step < steps) load_operand(to + STAGE_BYTES / 2, weights + step * STEP, a.k);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    for (int step = 0; step < STAGES - 1; step++)
+        load(step);
+    for (int step = 0; step < steps; step++) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        __syncthreads();
+        load(step + STAGES - 1);
+        multiply_stage(base + step % STAGES * STAGE_BYTES, sum);
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    store_tile(a, row, column, sum);
+}
+
+__device__ __forceinline__ int expert_of(const GemmArgs &a, int row) {
+    int low = 0, high = a.experts - 1;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (a.offsets[middle + 1] > row)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+__global__ void __launch_bounds__(THREADS, 1) gemm(const __grid_constant__ GemmArgs a) {
+    /* In latency mode the dispatch makes the plan: it is there before any word is. */
+    if (!await_rows(a, 0)) return;
+    int columns = a.n / GEMM_TILE, items = a.offsets[a.experts] / GEMM_TILE * columns;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        int row = a.order[item / columns] * GEMM_TILE;
+        if (!await_rows(a, row)) return;
+        compute_tile(a, expert_of(a, row), row, item % columns * GEMM_TILE);
+        release_rows(a, row);
+    }
+}
+
+/* ---- the order of tiles -------------------------------------------------------------------- */
+
+/* Returns the part, 0 .. waves - 1, of its source's tokens that the last row of a tile has, at most
+ * over its sources: when the tile can be complete. Padding belongs to nobody. */
+__device__ int wave_of(const int32_t *offsets, const int32_t *source_counts, int expert, int ranks,
+                       int waves, int row) {
+    int begin = offsets[expert], most = 0;
+    for (int s = 0; s < ranks; s++) {
+        int count = source_counts[expert * ranks + s];
+        int last = min(row + GEMM_TILE, begin + count) - begin; /* rows of this source until then */
+        if (last > 0 && begin + count > row) most = max(most, (last - 1) * waves / count);
+        begin += count;
+    }
+    return most;
+}
+
+/* By one block. */
+__global__ void order_tiles(const int32_t *offsets, const int32_t *source_counts, int experts,
+                            int ranks, int waves, int32_t *order) {
+    int tiles = offsets[experts] / GEMM_TILE;
+    GemmArgs a = {};
+    a.offsets = offsets, a.experts = experts;
+    for (int t = threadIdx.x; t < tiles; t += blockDim.x)
+        order[tiles + t] = wave_of(offsets, source_counts, expert_of(a, t * GEMM_TILE), ranks,
+                                   waves, t * GEMM_TILE);
+    __syncthreads();
+    for (int t = threadIdx.x; t < tiles; t += blockDim.x) {
+        int before = 0, own = order[tiles + t];
+        for (int i = 0; i < tiles; i++)
+            before += order[tiles + i] < own || (order[tiles + i] == own && i < t);
+        order[before] = t;
+    }
+}
+
+/* ---- a watcher ----------------------------------------------------------------------------- */
+
+/* A thread for each row looks at four of its words, the last thread at the block's word. */
+__global__ void watch(const WatchArgs a) {
+    unsigned long long start = now(), time = 0;
+    int is_word = threadIdx.x == blockDim.x - 1;
+    volatile const uint32_t *row = a.rows + (int64_t)threadIdx.x * a.row_words;
+    while (!time && now() - start < a.deadline_ns) {
+        int here = is_word && load_acquire(a.word);
+        if (!is_word && (int)threadIdx.x < a.num_rows) {
+            here = 1;
+            for (int i = 1; i <= 4; i++)
+                here &= row[a.row_words * i / 4 - 1] != a.poison;
+        }
+        if (here) time = now();
+        if (!is_word && (int)threadIdx.x >= a.num_rows) return;
+    }
+    atomicMax(&a.times[is_word], time);
+}
+
+/* ---- contents ------------------------------------------------------------------------------ */
+
+__device__ __forceinline__ uint32_t hash(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return (uint32_t)(x >> 32);
+}
+
+__global__ void fill(__nv_bfloat16 *out, int64_t count, uint64_t seed) {
+    int64_t stride = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += stride)
+        out[i] = __float2bfloat16((float)(hash(seed + i) >> 8) * 0x1p-23f - 1);
+}
+
+/* Distinct experts: an odd step through a power of two, past those that are none. */
+__global__ void route(int32_t *topk_idx, float *weights, int64_t tokens, int top_k, int experts,
+                      uint64_t seed) {
+    int64_t stride = (int64_t)gridDim.x * blockDim.x;
+    uint32_t all = 1;
+    while (all < (uint32_t)experts)
+        all *= 2;
+    for (int64_t t = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; t < tokens; t += stride) {
+        uint32_t at = hash(seed + 2 * t), step = hash(seed + 2 * t + 1) | 1;
+        for (int k = 0; k < top_k; at += step) {
+            if ((at & (all - 1)) >= (uint32_t)experts) continue;
+            topk_idx[t * top_k + k] = (int32_t)(at & (all - 1));
+            weights[t * top_k + k++] = 1.f / (float)top_k;
+        }
+    }
+}
+
+__global__ void compare(const uint32_t *a, const uint32_t *b, int64_t words,
+                        unsigned long long *wrong) {
+    int64_t stride = (int64_t)gridDim.x * blockDim.x;
+    unsigned long long count = 0;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < words; i += stride)
+        count += a[i] != b[i];
+    if (count) atomicAdd(wrong, count);
+}
+
+/* ---- launches ------------------------------------------------------------------------------ */
+
+extern "C" int overlap_open(void) {
+    return cudaFuncSetAttribute(gemm, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                STAGES * STAGE_BYTES);
+}
+
+extern "C" int overlap_gemm(const GemmArgs *args, int blocks, void *stream) {
+    gemm<<<blocks, THREADS, STAGES * STAGE_BYTES, (cudaStream_t)stream>>>(*args);
+    return cudaGetLastError();
+}
+
+extern "C" int overlap_watch(const WatchArgs *args, void *stream) {
+    watch<<<1, 1 + args->num_rows, 0, (cudaStream_t)stream>>>(*args);
+    return cudaGetLastError();
+}
+
+extern "C" int overlap_order(const int32_t *offsets, const int32_t *source_counts, int experts,
+                             int ranks, int waves, int32_t *order, void *stream) {
+    order_tiles<<<1, 1024, 0, (cudaStream_t)stream>>>(offsets, source_counts, experts, ranks, waves,
+                                                      order);
+    return cudaGetLastError();
+}
+
+extern "C" int overlap_fill(void *out, int64_t count, uint64_t seed, void *stream) {
+    fill<<<264, 256, 0, (cudaStream_t)stream>>>((__nv_bfloat16 *)out, count, seed << 32);
+    return cudaGetLastError();
+}
+
+extern "C" int overlap_route(int32_t *topk_idx, float *weights, int64_t tokens, int top_k,
+                             int experts, uint64_t seed, void *stream) {
+    route<<<264, 256, 0, (cudaStream_t)stream>>>(topk_idx, weights, tokens, top_k, experts,
+                                                 seed << 32);
+    return cudaGetLastError();
+}
+
+extern "C" int overlap_compare(const void *a, const void *b, int64_t words,
+                               unsigned long long *wrong, void *stream) {
+    compare<<<264, 256, 0, (cudaStream_t)stream>>>((const uint32_t *)a, (const uint32_t *)b, words,
+                                                   wrong);
+    return cudaGetLastError();
+}
