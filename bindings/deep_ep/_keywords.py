@@ -20,7 +20,6 @@ _REFUSED = {
     "use_nvfp4": "libep dispatches bf16 or fp8 rows",
     "x_global_scale": "it belongs to nvfp4 rows, and libep dispatches bf16 or fp8 rows",
     "sf_scale_for_nvfp4": "it belongs to nvfp4 rows, and libep dispatches bf16 or fp8 rows",
-    "overlap": "libep's combine does not wait for signals of single blocks of a GEMM",
 }
 _seen: set[tuple[str, str]] = set()
 

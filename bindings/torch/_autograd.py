@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ._counters import Counters, Given
+    from ._counters import Blocks, Counters, Given
 
     Shape = tuple[int, ...]
     _Shapes = tuple[Shape, Optional[Shape], Optional[Shape]]
@@ -374,6 +374,7 @@ def dispatch(
     num_tokens: Optional[Tensor] = None,
     recv_tokens: Optional[Tensor] = None,
     counters: Optional[Counters] = None,
+    ready: Optional[Blocks] = None,
 ) -> Received:
     """Send token rows, and their weights, to the ranks that own their experts. Collective.
 
@@ -390,6 +391,7 @@ def dispatch(
                   shares this memory. With exact sizing it may have more rows than come.
     counters      what it adds to, and its prepare to the waits; its derivative to nothing. None: not
                   counted
+    ready         words that it stores as the rows of their blocks come. None: none
 
     Returns a Received. Its tensors are new, except tokens in recv_tokens. Differentiable with
     respect to tokens and topk_weights in throughput mode, without scales and quantising.
@@ -403,7 +405,7 @@ def dispatch(
             "dispatch: expected tensors without gradient in latency mode, and where rows are "
             "quantised or have scales: call it under torch.no_grad(), or detach them",
         )
-    counted = as_given(counters)
+    counted = as_given(counters, ready)
     if is_latency:
         return _dispatch_routed(
             handle, which, tokens, routing, topk_weights, scales, num_tokens, recv_tokens, counted
@@ -665,6 +667,7 @@ def combine(
     topk_weights: Optional[Tensor] = None,
     bias: Bias = None,
     counters: Optional[Counters] = None,
+    done: Optional[Blocks] = None,
 ) -> Tensor:
     """Return the experts' rows to the ranks of their tokens, and sum them. Collective.
 
@@ -679,6 +682,8 @@ def combine(
                   bias. Its gradient is that of the result.
     counters      what it adds to, without expert_tokens; its derivative to nothing. None: not
                   counted
+    done          words that it waits for, before it reads the rows of their blocks; their derivative
+                  waits for nothing. None: all rows are there
 
     Returns a new tensor [T, H], zero plus bias for tokens without a slot; zero for those past
     num_tokens. Differentiable with respect to expert_out, weights and bias in throughput mode.
@@ -688,7 +693,7 @@ def combine(
         block, num_tokens = plan.bytes, plan.num_tokens
     except AttributeError:
         _checks.refuse_plan(plan)
-    counted = as_given(counters)
+    counted = as_given(counters, done)
     biases = _NO_BIASES if bias is None else take_biases(bias)
     if not needs_grad(expert_out, weights, topk_weights, *biases):
         if type(which) is Handle and topk_weights is None and not counted:
