@@ -51,7 +51,7 @@ static const Option specs[] = {
      "deadline of every wait (default 20)"},
     OPTION_TIMING,
     {'c', "check", "0|1", OPTION_SWITCH(run.check), "check", 1,
-     "compare the sums of both ways, bit by bit (default 1)"},
+     "compare the sums of both ways, bit by bit, and check samples of the GEMMs (default 1)"},
     OPTION_JSON,
     {0, "seed", "N", OPTION_INT(run.seed, 0, INT32_MAX), "seed", 1,
      "seed of all contents (default 1)"},
@@ -95,7 +95,7 @@ typedef struct Rank {
     int32_t *topk_idx, *offsets, *source_counts, *order, *ready, *done, *late;
     float *topk_weights, *slot_weights;
     void *tokens, *recv, *middle, *expert_out, *w1, *w2, *out[2];
-    unsigned long long *wrong, *times; /* pinned */
+    unsigned long long *wrong, *times;
     cudaStream_t stream, side;
     cudaEvent_t begin, end, fork, join;
 } Rank;
@@ -137,7 +137,8 @@ static bool allocate(Rank *r) {
                     &r->w2,
                     &r->out[0],
                     &r->out[1],
-                    (void **)&r->wrong};
+                    (void **)&r->wrong,
+                    (void **)&r->times};
     const int64_t bytes[] = {t * o->top_k * 4,
                              t * o->top_k * 4,
                              (l + 1) * 4,
@@ -155,10 +156,11 @@ static bool allocate(Rank *r) {
                              l * h * f * 2,
                              t * h * 2,
                              t * h * 2,
-                             8};
+                             8,
+                             16};
     for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++)
         if (!(*all[i] = device_memory(r, bytes[i]))) return false;
-    return cuda_ok(cudaMallocHost((void **)&r->times, 2 * sizeof(*r->times)), "cudaMallocHost");
+    return true;
 }
 
 static bool fill(Rank *r) {
@@ -209,7 +211,6 @@ static void close_rank(Rank *r) {
     ep_group_destroy(r->group);
     for (int i = 0; i < r->num_blocks; i++)
         cudaFree(r->blocks[i]);
-    if (r->times) cudaFreeHost(r->times);
 }
 
 /* ---- a step -------------------------------------------------------------------------------- */
@@ -257,8 +258,9 @@ static bool combine(Rank *r, EpHandle *handle, int block_rows, void *to) {
                     "ep_combine_with");
 }
 
-/* Both GEMMs. In latency mode the dispatch makes the plan, so offsets are there once a word is. */
-static bool multiply(Rank *r, int block_rows, int blocks, cudaStream_t stream) {
+/* The first GEMM or the second. In latency mode the dispatch makes the plan, so offsets are there
+ * once a word is. */
+static GemmArgs gemm_args(const Rank *r, int which, int block_rows) {
     GemmArgs a = {.in = r->recv,
                   .weights = r->w1,
                   .out = r->middle,
@@ -272,11 +274,20 @@ static bool multiply(Rank *r, int block_rows, int blocks, cudaStream_t stream) {
                   .ready = block_rows ? r->ready : NULL,
                   .deadline_ns = (uint64_t)r->o->timeout * 1000000000u,
                   .late = r->late};
-    if (!cuda_ok(overlap_gemm(&a, blocks, stream), "GEMM")) return false;
+    if (!which) return a;
     a.in = r->middle, a.weights = r->w2, a.out = r->expert_out, a.squares = 0;
     a.n = (int32_t)r->o->hidden, a.k = (int32_t)r->o->ffn;
     a.ready = NULL, a.done = block_rows ? r->done : NULL;
-    return cuda_ok(overlap_gemm(&a, blocks, stream), "GEMM");
+    return a;
+}
+
+static bool multiply(Rank *r, int block_rows, int blocks, cudaStream_t stream) {
+    bool ok = true;
+    for (int i = 0; ok && i < 2; i++) {
+        const GemmArgs a = gemm_args(r, i, block_rows);
+        ok = cuda_ok(overlap_gemm(&a, blocks, stream), "GEMM");
+    }
+    return ok;
 }
 
 static bool run_plain(Rank *r, const Setting *s) {
@@ -337,11 +348,17 @@ static double took_us(void *context) {
     return cuda_ok(cudaEventElapsedTime(&ms, r->begin, r->end), "elapsed") ? (double)ms * 1e3 : 0;
 }
 
+enum { SAMPLES = 10000 };
+
+/* The last call was an overlapped one. */
 static bool compare(Rank *r, Setting *s) {
     unsigned long long wrong = 0;
     const int64_t words = r->o->tokens * r->o->hidden / 2;
+    const GemmArgs first = gemm_args(r, 0, 0), second = gemm_args(r, 1, 0);
     bool ok =
         cuda_ok(cudaMemsetAsync(r->wrong, 0, sizeof(wrong), r->stream), "memset") &&
+        cuda_ok(overlap_check(&first, SAMPLES, r->wrong, r->stream), "check") &&
+        cuda_ok(overlap_check(&second, SAMPLES, r->wrong, r->stream), "check") &&
         cuda_ok(overlap_compare(r->out[0], r->out[1], words, r->wrong, r->stream), "compare") &&
         finish(r) &&
         cuda_ok(cudaMemcpy(&wrong, r->wrong, sizeof(wrong), cudaMemcpyDeviceToHost), "copy");
@@ -361,8 +378,8 @@ static bool watch_block(Rank *r, const Setting *s, int rows) {
                    .deadline_ns = (uint64_t)r->o->timeout * 1000000000u,
                    .times = r->times};
     size_t bytes = (size_t)s->block_rows * (size_t)r->o->hidden * 2;
-    r->times[0] = r->times[1] = 0;
     return clear_words(r, s->block_rows) &&
+           cuda_ok(cudaMemsetAsync(r->times, 0, 2 * sizeof(*r->times), r->stream), "memset") &&
            cuda_ok(cudaMemsetAsync(r->recv, POISON, bytes, r->stream), "memset") &&
            prepare(r, s->overlapped) && follow(r->stream, r->side, r->fork) &&
            cuda_ok(overlap_watch(&a, r->side), "watch") &&
@@ -378,8 +395,11 @@ static bool measure_word(Rank *r, Setting *s) {
     Quantiles q;
     for (int64_t i = 0; i < count; i++) {
         if (!world_all(r->world, ok)) return false;
-        ok = word < 2 || watch_block(r, s, word - 1);
-        samples[i] = word < 2 ? 0 : ((double)r->times[1] - (double)r->times[0]) * 1e-3;
+        unsigned long long times[2] = {0, 0};
+        ok = word < 2 ||
+             (watch_block(r, s, word - 1) &&
+              cuda_ok(cudaMemcpy(times, r->times, sizeof(times), cudaMemcpyDeviceToHost), "copy"));
+        samples[i] = ((double)times[1] - (double)times[0]) * 1e-3;
     }
     if (!time_median_rank(r->world, ok, samples, count, &q)) return false;
     s->word_us = q.median_us;

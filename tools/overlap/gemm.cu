@@ -267,6 +267,26 @@ __global__ void route(int32_t *topk_idx, float *weights, int64_t tokens, int top
     }
 }
 
+/* A thread adds up one element, drawn at random: within the rounding of bf16 it is the GEMM's. */
+__global__ void check(const __grid_constant__ GemmArgs a, int samples, unsigned long long *wrong) {
+    int i = (int)(blockIdx.x * blockDim.x + threadIdx.x), rows = a.offsets[a.experts];
+    if (i >= samples || !rows) return;
+    int row = (int)(hash(2 * i) % (uint32_t)rows), column = (int)(hash(2 * i + 1) % (uint32_t)a.n);
+    const __nv_bfloat16 *x = (const __nv_bfloat16 *)a.in + (int64_t)row * a.k;
+    const __nv_bfloat16 *w =
+        (const __nv_bfloat16 *)a.weights + ((int64_t)expert_of(a, row) * a.n + column) * a.k;
+    double sum = 0, size = 0;
+    for (int k = 0; k < a.k; k++) {
+        double term = (double)__bfloat162float(x[k]) * (double)__bfloat162float(w[k]);
+        sum += term, size += fabs(term);
+    }
+    double expected = activate((float)sum, a.squares), slack = 1e-5 * size;
+    if (a.squares) slack *= 2 * fabs(sum) + slack;
+    double got =
+        (double)__bfloat162float(((const __nv_bfloat16 *)a.out)[(int64_t)row * a.n + column]);
+    if (!(fabs(got - expected) <= 0.005 * fabs(expected) + slack)) atomicAdd(wrong, 1ull);
+}
+
 __global__ void compare(const uint32_t *a, const uint32_t *b, int64_t words,
                         unsigned long long *wrong) {
     int64_t stride = (int64_t)gridDim.x * blockDim.x;
@@ -309,6 +329,12 @@ extern "C" int overlap_route(int32_t *topk_idx, float *weights, int64_t tokens, 
                              int experts, uint64_t seed, void *stream) {
     route<<<264, 256, 0, (cudaStream_t)stream>>>(topk_idx, weights, tokens, top_k, experts,
                                                  seed << 32);
+    return cudaGetLastError();
+}
+
+extern "C" int overlap_check(const GemmArgs *args, int samples, unsigned long long *wrong,
+                             void *stream) {
+    check<<<(samples + 127) / 128, 128, 0, (cudaStream_t)stream>>>(*args, samples, wrong);
     return cudaGetLastError();
 }
 

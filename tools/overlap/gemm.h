@@ -52,6 +52,8 @@ int overlap_order(const int32_t *offsets, const int32_t *source_counts, int expe
 int overlap_fill(void *out, int64_t count, uint64_t seed, void *stream);
 int overlap_route(int32_t *topk_idx, float *weights, int64_t tokens, int top_k, int experts,
                   uint64_t seed, void *stream);
+/** Add to *wrong how many of `samples` elements of a GEMM's output are not near plain sums. */
+int overlap_check(const GemmArgs *args, int samples, unsigned long long *wrong, void *stream);
 /** Add the number of 32-bit words that differ to *wrong. */
 int overlap_compare(const void *a, const void *b, int64_t words, unsigned long long *wrong,
                     void *stream);
