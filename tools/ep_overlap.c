@@ -15,6 +15,11 @@ const char *const bench_program = "ep_overlap";
 
 /* ---- options ------------------------------------------------------------------------------- */
 
+enum { MOST_WAVES = 64, MOST_PIECES = 4 /* of a tile */, LEAST_PIECE = 32 };
+
+/* Launches with tiles of their own. */
+enum { FIRST_GEMM, SECOND_GEMM, LAST_WAVE, GEMMS };
+
 typedef struct OverlapOptions {
     RunOptions run;
     int64_t tokens, hidden, ffn, experts, top_k, mode;
@@ -40,13 +45,14 @@ static const Option specs[] = {
     {0, "mode", "throughput|latency", OPTION_CHOICE(mode, modes), "mode", EP_MODE_THROUGHPUT,
      "mode of the handles (default throughput)"},
     {0, "block-rows", "N", OPTION_INT(block_rows, 0, GEMM_TILE), "block_rows", 0,
-     "rows of a block, a divisor of 128 (default 0: 32, 64 and 128)"},
+     "rows of a block: 32, 64 or 128 (default 0: all of them)"},
     {0, "num-sms", "N", OPTION_INT(num_sms, 0, 1024), "num_sms", 0,
      "multiprocessors of dispatch and combine beside the GEMMs (default 0: 8, 16, 24 and 32)"},
     {0, "gemm-sms", "N", OPTION_INT(gemm_sms, 0, 1024), "gemm_sms", 0,
      "those of the GEMMs beside them (default 0: the rest; all of them: both end at the deadline)"},
-    {0, "waves", "N", OPTION_INT(waves, 1, 64), "waves", 2,
-     "parts of the tokens' order in which tiles are taken, one part after another (default 2)"},
+    {0, "waves", "N", OPTION_INT(waves, 1, MOST_WAVES), "waves", 4,
+     "parts of the tokens' order in which tiles are taken; combine begins with the last (default "
+     "4)"},
     {0, "timeout", "SECONDS", OPTION_INT(timeout, 1, 1000), NULL, 20,
      "deadline of every wait (default 20)"},
     OPTION_TIMING,
@@ -71,8 +77,8 @@ static bool complete(void *options) {
     if (o->hidden % GEMM_TILE || o->ffn % GEMM_TILE)
         return bench_refuse("--hidden, --ffn: expected multiples of %d, got %lld and %lld",
                             GEMM_TILE, (long long)o->hidden, (long long)o->ffn);
-    if (o->block_rows && GEMM_TILE % o->block_rows)
-        return bench_refuse("--block-rows: expected a divisor of %d, got %lld", GEMM_TILE,
+    if (o->block_rows && (GEMM_TILE % o->block_rows || o->block_rows < LEAST_PIECE))
+        return bench_refuse("--block-rows: expected %d, 64 or %d, got %lld", LEAST_PIECE, GEMM_TILE,
                             (long long)o->block_rows);
     if (o->top_k > o->experts)
         return bench_refuse("--top-k: expected at most the %lld experts, got %lld",
@@ -92,12 +98,13 @@ typedef struct Rank {
     int64_t rows; /* of the receive buffers */
     void *blocks[32];
     int num_blocks;
-    int32_t *topk_idx, *offsets, *source_counts, *order, *ready, *done, *late;
+    int32_t *topk_idx, *offsets, *source_counts, *ready, *done, *late, *taken;
+    GemmOrder order;
     float *topk_weights, *slot_weights;
     void *tokens, *recv, *middle, *expert_out, *w1, *w2, *out[2];
     unsigned long long *wrong, *times;
-    cudaStream_t stream, side;
-    cudaEvent_t begin, end, fork, join;
+    cudaStream_t stream, side, helper;
+    cudaEvent_t begin, end, fork, dispatched, helped, last_wave, join;
 } Rank;
 
 /* What is measured: both ways, with blocks of some size and some multiprocessors. */
@@ -119,12 +126,11 @@ static void *device_memory(Rank *r, int64_t bytes) {
 static bool allocate(Rank *r) {
     const OverlapOptions *o = r->o;
     const int64_t h = o->hidden, f = o->ffn, t = o->tokens, slots = r->rows, l = r->num_local;
-    const int64_t words = slots / 16 + 1;
+    const int64_t words = slots / LEAST_PIECE + 1;
     void **all[] = {(void **)&r->topk_idx,
                     (void **)&r->topk_weights,
                     (void **)&r->offsets,
                     (void **)&r->source_counts,
-                    (void **)&r->order,
                     (void **)&r->ready,
                     (void **)&r->done,
                     (void **)&r->late,
@@ -138,12 +144,15 @@ static bool allocate(Rank *r) {
                     &r->out[0],
                     &r->out[1],
                     (void **)&r->wrong,
-                    (void **)&r->times};
+                    (void **)&r->times,
+                    (void **)&r->taken,
+                    (void **)&r->order.pieces,
+                    (void **)&r->order.wave_end,
+                    (void **)&r->order.scratch};
     const int64_t bytes[] = {t * o->top_k * 4,
                              t * o->top_k * 4,
                              (l + 1) * 4,
                              l * r->world->size * 4,
-                             2 * (slots / GEMM_TILE + 1) * 4,
                              words * 4,
                              words * 4,
                              4,
@@ -157,10 +166,14 @@ static bool allocate(Rank *r) {
                              t * h * 2,
                              t * h * 2,
                              8,
-                             16};
+                             16,
+                             GEMMS * 4,
+                             (words + MOST_WAVES * l * MOST_PIECES) * 4,
+                             (MOST_WAVES + 1) * 4,
+                             2 * words * 4};
     for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++)
         if (!(*all[i] = device_memory(r, bytes[i]))) return false;
-    return true;
+    return cuda_ok(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 static bool fill(Rank *r) {
@@ -176,13 +189,20 @@ static bool fill(Rank *r) {
            cuda_ok(cudaStreamSynchronize(r->stream), "cudaStreamSynchronize");
 }
 
+static bool open_events(Rank *r) {
+    cudaEvent_t *const all[] = {&r->fork, &r->dispatched, &r->helped, &r->last_wave, &r->join};
+    bool ok = true;
+    for (int i = 0; ok && i < 5; i++)
+        ok = cuda_ok(cudaEventCreateWithFlags(all[i], cudaEventDisableTiming), "event");
+    return ok;
+}
+
 static bool open_streams(Rank *r) {
     return cuda_ok(cudaStreamCreateWithFlags(&r->stream, cudaStreamNonBlocking), "stream") &&
            cuda_ok(cudaStreamCreateWithFlags(&r->side, cudaStreamNonBlocking), "stream") &&
+           cuda_ok(cudaStreamCreateWithFlags(&r->helper, cudaStreamNonBlocking), "stream") &&
            cuda_ok(cudaEventCreate(&r->begin), "event") &&
-           cuda_ok(cudaEventCreate(&r->end), "event") &&
-           cuda_ok(cudaEventCreateWithFlags(&r->fork, cudaEventDisableTiming), "event") &&
-           cuda_ok(cudaEventCreateWithFlags(&r->join, cudaEventDisableTiming), "event") &&
+           cuda_ok(cudaEventCreate(&r->end), "event") && open_events(r) &&
            cuda_ok(overlap_open(), "overlap_open") && gpu_multiprocessors(&r->sms);
 }
 
@@ -235,7 +255,7 @@ static bool dispatch(Rank *r, EpHandle *handle, int block_rows) {
     EpTensor weights = tensor(r->topk_weights, EP_TYPE_FP32, o->tokens, o->top_k);
     EpTensor recv = tensor(r->recv, EP_TYPE_BF16, r->rows, o->hidden);
     EpTensor slots = tensor(r->slot_weights, EP_TYPE_FP32, r->rows, 0);
-    EpTensor ready = tensor(r->ready, EP_TYPE_INT32, r->rows / 16, 0);
+    EpTensor ready = tensor(r->ready, EP_TYPE_INT32, r->rows / LEAST_PIECE, 0);
     EpExtras extras = EP_EXTRAS_INIT;
     if (block_rows) extras.ready = &ready, extras.block_rows = block_rows;
     return bench_ok(ep_dispatch_with(handle, NULL, NULL, &tokens, &weights, NULL, r->stream, &recv,
@@ -248,7 +268,7 @@ static bool combine(Rank *r, EpHandle *handle, int block_rows, void *to) {
     EpTensor rows = tensor(r->expert_out, EP_TYPE_BF16, r->rows, o->hidden);
     EpTensor slots = tensor(r->slot_weights, EP_TYPE_FP32, r->rows, 0);
     EpTensor out = tensor(to, EP_TYPE_BF16, o->tokens, o->hidden);
-    EpTensor done = tensor(r->done, EP_TYPE_INT32, r->rows / 16, 0);
+    EpTensor done = tensor(r->done, EP_TYPE_INT32, r->rows / LEAST_PIECE, 0);
     EpExtras extras = EP_EXTRAS_INIT;
     if (block_rows) {
         extras.done = &done, extras.block_rows = block_rows;
@@ -258,40 +278,49 @@ static bool combine(Rank *r, EpHandle *handle, int block_rows, void *to) {
                     "ep_combine_with");
 }
 
-/* The first GEMM or the second. In latency mode the dispatch makes the plan, so offsets are there
- * once a word is. */
-static GemmArgs gemm_args(const Rank *r, int which, int block_rows) {
+/* A launch of a GEMM. `signals`: it waits for words, or sets them. In latency mode the dispatch
+ * makes the plan, so offsets are there once a word is. */
+static GemmArgs gemm_args(const Rank *r, int which, int block_rows, bool signals) {
+    const int32_t waves = (int32_t)r->o->waves;
     GemmArgs a = {.in = r->recv,
                   .weights = r->w1,
                   .out = r->middle,
                   .offsets = r->offsets,
                   .order = r->order,
+                  .last_wave = waves,
+                  .taken = r->taken + which,
                   .experts = r->num_local,
                   .n = (int32_t)r->o->ffn,
                   .k = (int32_t)r->o->hidden,
                   .squares = 1,
-                  .block_rows = block_rows ? block_rows : GEMM_TILE,
-                  .ready = block_rows ? r->ready : NULL,
+                  .block_rows = block_rows,
+                  .ready = signals ? r->ready : NULL,
                   .deadline_ns = (uint64_t)r->o->timeout * 1000000000u,
                   .late = r->late};
-    if (!which) return a;
+    if (which == FIRST_GEMM) return a;
     a.in = r->middle, a.weights = r->w2, a.out = r->expert_out, a.squares = 0;
     a.n = (int32_t)r->o->hidden, a.k = (int32_t)r->o->ffn;
-    a.ready = NULL, a.done = block_rows ? r->done : NULL;
+    a.ready = NULL, a.done = signals ? r->done : NULL;
+    if (signals && which == SECOND_GEMM) a.last_wave = waves - 1;
+    if (which == LAST_WAVE) a.first_wave = waves - 1;
     return a;
 }
 
-static bool multiply(Rank *r, int block_rows, int blocks, cudaStream_t stream) {
-    bool ok = true;
-    for (int i = 0; ok && i < 2; i++) {
-        const GemmArgs a = gemm_args(r, i, block_rows);
-        ok = cuda_ok(overlap_gemm(&a, blocks, stream), "GEMM");
-    }
-    return ok;
+static bool multiply(Rank *r, int which, const Setting *s, bool signals, int blocks,
+                     cudaStream_t stream) {
+    const GemmArgs a = gemm_args(r, which, s->block_rows, signals);
+    return cuda_ok(overlap_gemm(&a, blocks, stream), "GEMM");
+}
+
+static bool clear(Rank *r, int32_t *words, int64_t count) {
+    return cuda_ok(cudaMemsetAsync(words, 0, (size_t)count * sizeof(*words), r->stream),
+                   "cudaMemsetAsync");
 }
 
 static bool run_plain(Rank *r, const Setting *s) {
-    return prepare(r, s->plain) && dispatch(r, s->plain, 0) && multiply(r, 0, r->sms, r->stream) &&
+    return clear(r, r->taken, GEMMS) && prepare(r, s->plain) && dispatch(r, s->plain, 0) &&
+           multiply(r, FIRST_GEMM, s, false, r->sms, r->stream) &&
+           multiply(r, SECOND_GEMM, s, false, r->sms, r->stream) &&
            combine(r, s->plain, 0, r->out[0]);
 }
 
@@ -302,20 +331,34 @@ static bool follow(cudaStream_t before, cudaStream_t after, cudaEvent_t event) {
 
 /* The words are 0 before the operation and before the GEMMs. */
 static bool clear_words(Rank *r, int block_rows) {
-    size_t bytes = (size_t)(r->rows / block_rows) * sizeof(int32_t);
-    return cuda_ok(cudaMemsetAsync(r->ready, 0, bytes, r->stream), "cudaMemsetAsync") &&
-           cuda_ok(cudaMemsetAsync(r->done, 0, bytes, r->stream), "cudaMemsetAsync");
+    return clear(r, r->ready, r->rows / block_rows) && clear(r, r->done, r->rows / block_rows) &&
+           clear(r, r->taken, GEMMS);
+}
+
+/* The first GEMM beside the dispatch. Once that is done, blocks on its multiprocessors help. */
+static bool run_first(Rank *r, const Setting *s) {
+    bool crowded = s->gemm_sms + s->sms > r->sms;
+    bool ok = follow(r->stream, r->side, r->fork);
+    ok = ok && (!crowded || multiply(r, FIRST_GEMM, s, true, s->gemm_sms, r->side)) &&
+         dispatch(r, s->overlapped, s->block_rows);
+    ok = ok && (crowded || multiply(r, FIRST_GEMM, s, true, s->gemm_sms, r->side));
+    return ok && follow(r->stream, r->helper, r->dispatched) &&
+           multiply(r, FIRST_GEMM, s, true, s->sms, r->helper) &&
+           follow(r->helper, r->side, r->helped);
+}
+
+/* The second GEMM: its last wave beside the combine, which waits for no words of the others. */
+static bool run_second(Rank *r, const Setting *s) {
+    return multiply(r, SECOND_GEMM, s, true, r->sms, r->side) &&
+           follow(r->side, r->stream, r->last_wave) &&
+           multiply(r, LAST_WAVE, s, true, s->gemm_sms, r->side) &&
+           combine(r, s->overlapped, s->block_rows, r->out[1]) &&
+           follow(r->side, r->stream, r->join);
 }
 
 static bool run_overlapped(Rank *r, const Setting *s) {
-    bool crowded = s->gemm_sms + s->sms > r->sms;
-    bool ok = clear_words(r, s->block_rows) && prepare(r, s->overlapped) &&
-              follow(r->stream, r->side, r->fork);
-    ok = ok && (!crowded || multiply(r, s->block_rows, s->gemm_sms, r->side)) &&
-         dispatch(r, s->overlapped, s->block_rows);
-    ok = ok && (crowded || multiply(r, s->block_rows, s->gemm_sms, r->side));
-    return ok && combine(r, s->overlapped, s->block_rows, r->out[1]) &&
-           follow(r->side, r->stream, r->join);
+    return clear_words(r, s->block_rows) && prepare(r, s->overlapped) && run_first(r, s) &&
+           run_second(r, s);
 }
 
 /* ---- measuring ----------------------------------------------------------------------------- */
@@ -354,7 +397,8 @@ enum { SAMPLES = 10000 };
 static bool compare(Rank *r, Setting *s) {
     unsigned long long wrong = 0;
     const int64_t words = r->o->tokens * r->o->hidden / 2;
-    const GemmArgs first = gemm_args(r, 0, 0), second = gemm_args(r, 1, 0);
+    const GemmArgs first = gemm_args(r, FIRST_GEMM, s->block_rows, false);
+    const GemmArgs second = gemm_args(r, SECOND_GEMM, s->block_rows, false);
     bool ok =
         cuda_ok(cudaMemsetAsync(r->wrong, 0, sizeof(wrong), r->stream), "memset") &&
         cuda_ok(overlap_check(&first, SAMPLES, r->wrong, r->stream), "check") &&
@@ -415,9 +459,9 @@ static bool open_handle(Rank *r, int num_sms, EpHandle **out) {
 
 /* The routing is the same in all steps, so tiles are put in order once. */
 static bool order_tiles(Rank *r, const Setting *s) {
-    return run_plain(r, s) && finish(r) &&
+    return prepare(r, s->plain) && dispatch(r, s->plain, 0) && finish(r) &&
            cuda_ok(overlap_order(r->offsets, r->source_counts, r->num_local, r->world->size,
-                                 (int)r->o->waves, r->order, r->stream),
+                                 s->block_rows, (int)r->o->waves, &r->order, r->stream),
                    "order") &&
            finish(r);
 }

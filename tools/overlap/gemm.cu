@@ -2,11 +2,12 @@
 /*
  * A GEMM of experts in plain CUDA, as an example of a kernel on both sides of a row's words.
  *
- * Blocks are persistent and take tiles of 128 x 128 in turn: all columns of a tile of rows, then
- * the next rows. Before a block loads rows it waits for their ready words (await_rows); when it has
- * stored its columns it adds to their done words (release_rows). So `expected` of a combine is the
- * number of tiles of columns. Copies to shared memory are cp.async, which are ordinary accesses: a
- * kernel that loads by bulk copies executes fence.proxy.async.global after the acquire.
+ * Blocks are persistent and take tiles of 128 x 128: all columns of a tile of rows, then the next
+ * rows. A tile's rows are pieces of one expert (GemmOrder). Before a block loads them it waits for
+ * their ready words (await_pieces); when it has stored its columns it adds to their done words
+ * (release_pieces). So `expected` of a combine is the number of tiles of columns. Copies to shared
+ * memory are cp.async, which are ordinary accesses: a kernel that loads by bulk copies executes
+ * fence.proxy.async.global after the acquire.
  */
 #include "tools/overlap/gemm.h"
 
@@ -29,28 +30,40 @@ __device__ __forceinline__ unsigned long long now(void) {
     return time;
 }
 
-/* Wait until the rows from `row` on are there, a thread for each of their blocks. Returns 0 if they
- * do not come in time. By all threads: the barrier orders the others' loads behind the acquires. */
-__device__ int await_rows(const GemmArgs &a, int row) {
-    int alive = 1;
-    if (a.ready && threadIdx.x < GEMM_TILE / a.block_rows) {
-        const int32_t *word = a.ready + row / a.block_rows + threadIdx.x;
+#define MOST_PIECES 4 /* of a tile */
+
+/* Take the next tile and its pieces, a thread for each, and wait until their rows are there.
+ * Returns 0 if none is left, or if rows do not come in time. By all threads: the barrier orders the
+ * others' loads behind the acquires. */
+__device__ int take_tile(const GemmArgs &a, int *pieces, int *column) {
+    __shared__ int taken;
+    int columns = a.n / GEMM_TILE, each = GEMM_TILE / a.block_rows, alive = 1;
+    if (threadIdx.x == 0) taken = atomicAdd(a.taken, 1);
+    __syncthreads();
+    int tile = a.order.wave_end[a.first_wave] + taken / columns;
+    *column = taken % columns * GEMM_TILE;
+    if (tile >= a.order.wave_end[a.last_wave]) return 0;
+    if ((int)threadIdx.x < each) {
+        int piece = a.order.pieces[tile * each + threadIdx.x];
         unsigned long long start = now();
-        while (alive && !load_acquire(word))
+        while (a.ready && piece >= 0 && alive && !load_acquire(a.ready + piece))
             alive = now() - start < a.deadline_ns;
+        pieces[threadIdx.x] = piece;
     }
     alive = __syncthreads_and(alive);
     if (!alive && threadIdx.x == 0) *a.late = 1;
     return alive;
 }
 
-/* Let others read the rows from `row` on, of which this block has stored its columns. The fence
- * releases the stores of all threads, which the barrier has ordered before it. */
-__device__ void release_rows(const GemmArgs &a, int row) {
+/* Let others read the pieces, of which this block has stored its columns. The fence releases the
+ * stores of all threads, which the barrier has ordered before it. */
+__device__ void release_pieces(const GemmArgs &a, const int *pieces) {
     __syncthreads();
-    if (!a.done || threadIdx.x >= GEMM_TILE / a.block_rows) return;
-    __threadfence();
-    atomicAdd(a.done + row / a.block_rows + threadIdx.x, 1);
+    int each = GEMM_TILE / a.block_rows, piece = -1;
+    if (a.done && (int)threadIdx.x < each) piece = pieces[threadIdx.x];
+    if (piece >= 0) __threadfence();
+    if (piece >= 0) atomicAdd(a.done + piece, 1);
+    __syncthreads();
 }
 
 /* ---- a tile -------------------------------------------------------------------------------- */
@@ -65,11 +78,17 @@ __device__ __forceinline__ uint32_t chunk_at(uint32_t base, int row, int chunk) 
     return base + (uint32_t)(row * STEP * 2 + (chunk ^ (row & 7)) * 16);
 }
 
-__device__ __forceinline__ void load_operand(uint32_t to, const __nv_bfloat16 *from, int k) {
-    for (int i = threadIdx.x; i < GEMM_TILE * 8; i += THREADS) {
-        const void *source = from + (int64_t)(i / 8) * k + i % 8 * 8;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(chunk_at(to, i / 8, i % 8)),
-                     "l"(source)
+#define LOADS (GEMM_TILE * 8 / THREADS) /* of a thread, of 16 bytes, for each operand of a step */
+
+/* Load a step of an operand. Load i of a thread is of row threadIdx.x / 8 + i * (THREADS / 8), from
+ * from[i] on. */
+__device__ __forceinline__ void load_operand(uint32_t to, const __nv_bfloat16 *const from[LOADS],
+                                             int step) {
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+        uint32_t at = chunk_at(to, (int)threadIdx.x / 8 + i * (THREADS / 8), threadIdx.x % 8);
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at),
+                     "l"(from[i] + step * STEP)
                      : "memory");
     }
 }
@@ -114,36 +133,47 @@ __device__ __forceinline__ float activate(float x, int squares) {
     return squares ? (x > 0 ? x * x : 0) : x;
 }
 
-__device__ __forceinline__ void store_tile(const GemmArgs &a, int row, int column,
+/* Returns the row of slabs that row i of a tile is; negative: none. */
+__device__ __forceinline__ int row_of(const GemmArgs &a, const int *pieces, int i) {
+    return pieces[i / a.block_rows] * a.block_rows + i % a.block_rows;
+}
+
+__device__ __forceinline__ void store_tile(const GemmArgs &a, const int *pieces, int column,
                                            const float sum[4][4][4]) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __nv_bfloat16 *out = (__nv_bfloat16 *)a.out;
-    row += warp / 4 * 64 + lane / 4, column += warp % 4 * 32 + lane % 4 * 2;
+    column += warp % 4 * 32 + lane % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 8; i++) {
+        int row = row_of(a, pieces, warp / 4 * 64 + lane / 4 + i * 8);
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float *x = &sum[i][j][half * 2];
-                *(__nv_bfloat162 *)(out + (int64_t)(row + i * 16 + half * 8) * a.n + column +
-                                    j * 8) =
+        for (int j = 0; j < 4; j++) {
+            const float *x = &sum[i / 2][j][i % 2 * 2];
+            if (row >= 0)
+                *(__nv_bfloat162 *)(out + (int64_t)row * a.n + column + j * 8) =
                     __floats2bfloat162_rn(activate(x[0], a.squares), activate(x[1], a.squares));
-            }
+        }
+    }
 }
 
-__device__ void compute_tile(const GemmArgs &a, int expert, int row, int column) {
+__device__ void compute_tile(const GemmArgs &a, int expert, const int *pieces, int column) {
     extern __shared__ __align__(128) char memory[];
     uint32_t base = shared_address(memory);
-    const __nv_bfloat16 *rows = (const __nv_bfloat16 *)a.in + (int64_t)row * a.k;
-    const __nv_bfloat16 *weights =
-        (const __nv_bfloat16 *)a.weights + ((int64_t)expert * a.n + column) * a.k;
+    const __nv_bfloat16 *rows[LOADS], *weights[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+        int row = (int)threadIdx.x / 8 + i * (THREADS / 8), chunk = (int)threadIdx.x % 8 * 8;
+        int64_t in = (int64_t)max(0, row_of(a, pieces, row)) * a.k + chunk;
+        rows[i] = (const __nv_bfloat16 *)a.in + in;
+        in = ((int64_t)expert * a.n + column + row) * a.k + chunk;
+        weights[i] = (const __nv_bfloat16 *)a.weights + in;
+    }
     float sum[4][4][4] = {};
     int steps = a.k / STEP;
     auto load = [&](int step) {
         uint32_t to = base + step % STAGES * STAGE_BYTES;
-        if (step < steps) load_operand(to, rows + step * STEP, a.k);
-        if (step < steps) load_operand(to + STAGE_BYTES / 2, weights + step * STEP, a.k);
+        if (step < steps) load_operand(to, rows, step);
+        if (step < steps) load_operand(to + STAGE_BYTES / 2, weights, step);
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
     for (int step = 0; step < STAGES - 1; step++)
@@ -155,7 +185,7 @@ __device__ void compute_tile(const GemmArgs &a, int expert, int row, int column)
         multiply_stage(base + step % STAGES * STAGE_BYTES, sum);
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
-    store_tile(a, row, column, sum);
+    store_tile(a, pieces, column, sum);
 }
 
 __device__ __forceinline__ int expert_of(const GemmArgs &a, int row) {
@@ -171,48 +201,63 @@ __device__ __forceinline__ int expert_of(const GemmArgs &a, int row) {
 }
 
 __global__ void __launch_bounds__(THREADS, 1) gemm(const __grid_constant__ GemmArgs a) {
-    /* In latency mode the dispatch makes the plan: it is there before any word is. */
-    if (!await_rows(a, 0)) return;
-    int columns = a.n / GEMM_TILE, items = a.offsets[a.experts] / GEMM_TILE * columns;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        int row = a.order[item / columns] * GEMM_TILE;
-        if (!await_rows(a, row)) return;
-        compute_tile(a, expert_of(a, row), row, item % columns * GEMM_TILE);
-        release_rows(a, row);
+    __shared__ int pieces[MOST_PIECES];
+    int column;
+    while (take_tile(a, pieces, &column)) {
+        compute_tile(a, expert_of(a, pieces[0] * a.block_rows), pieces, column);
+        release_pieces(a, pieces);
     }
 }
 
 /* ---- the order of tiles -------------------------------------------------------------------- */
 
-/* Returns the part, 0 .. waves - 1, of its source's tokens that the last row of a tile has, at most
- * over its sources: when the tile can be complete. Padding belongs to nobody. */
+/* Returns the part, 0 .. waves - 1, of its source's tokens that the last row of a piece has, at
+ * most over its sources: when the piece can be complete. Padding belongs to nobody. */
 __device__ int wave_of(const int32_t *offsets, const int32_t *source_counts, int expert, int ranks,
-                       int waves, int row) {
+                       int waves, int row, int rows) {
     int begin = offsets[expert], most = 0;
     for (int s = 0; s < ranks; s++) {
         int count = source_counts[expert * ranks + s];
-        int last = min(row + GEMM_TILE, begin + count) - begin; /* rows of this source until then */
+        int last = min(row + rows, begin + count) - begin; /* rows of this source until then */
         if (last > 0 && begin + count > row) most = max(most, (last - 1) * waves / count);
         begin += count;
     }
     return most;
 }
 
-/* By one block. */
-__global__ void order_tiles(const int32_t *offsets, const int32_t *source_counts, int experts,
-                            int ranks, int waves, int32_t *order) {
-    int tiles = offsets[experts] / GEMM_TILE;
+/* By one block. A piece's key is its wave and expert; pieces of a key are dealt to tiles in turn.
+ */
+__global__ void order_pieces(const int32_t *offsets, const int32_t *source_counts, int experts,
+                             int ranks, int rows, int waves, const GemmOrder order) {
+    int pieces = offsets[experts] / rows, each = GEMM_TILE / rows;
+    int32_t *key = order.scratch, *place = key + pieces;
     GemmArgs a = {};
     a.offsets = offsets, a.experts = experts;
-    for (int t = threadIdx.x; t < tiles; t += blockDim.x)
-        order[tiles + t] = wave_of(offsets, source_counts, expert_of(a, t * GEMM_TILE), ranks,
-                                   waves, t * GEMM_TILE);
+    for (int i = threadIdx.x; i < pieces; i += blockDim.x) {
+        int expert = expert_of(a, i * rows);
+        int wave = wave_of(offsets, source_counts, expert, ranks, waves, i * rows, rows);
+        key[i] = wave * experts + expert;
+    }
     __syncthreads();
-    for (int t = threadIdx.x; t < tiles; t += blockDim.x) {
-        int before = 0, own = order[tiles + t];
-        for (int i = 0; i < tiles; i++)
-            before += order[tiles + i] < own || (order[tiles + i] == own && i < t);
-        order[before] = t;
+    for (int i = threadIdx.x; i < pieces; i += blockDim.x) {
+        place[i] = 0;
+        for (int other = 0; other < i; other++)
+            place[i] += key[other] == key[i];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < pieces + waves + 1; i += blockDim.x) {
+        int own = i < pieces ? key[i] : (i - pieces) * experts, tiles = 0, last = 1;
+        for (int other = 0; other < pieces; other++) {
+            int is_before = key[other] < own || (i < pieces && key[other] == own && other <= i);
+            tiles += is_before && place[other] % each == 0;
+            last &= !(i < pieces && key[other] == own && other > i);
+        }
+        if (i >= pieces) order.wave_end[i - pieces] = tiles;
+        if (i >= pieces) continue;
+        int32_t *at = order.pieces + (tiles - 1) * each + place[i] % each;
+        *at = i;
+        for (int more = 1; last && place[i] % each + more < each; more++)
+            at[more] = -1;
     }
 }
 
@@ -314,9 +359,10 @@ extern "C" int overlap_watch(const WatchArgs *args, void *stream) {
 }
 
 extern "C" int overlap_order(const int32_t *offsets, const int32_t *source_counts, int experts,
-                             int ranks, int waves, int32_t *order, void *stream) {
-    order_tiles<<<1, 1024, 0, (cudaStream_t)stream>>>(offsets, source_counts, experts, ranks, waves,
-                                                      order);
+                             int ranks, int block_rows, int waves, const GemmOrder *order,
+                             void *stream) {
+    order_pieces<<<1, 1024, 0, (cudaStream_t)stream>>>(offsets, source_counts, experts, ranks,
+                                                       block_rows, waves, *order);
     return cudaGetLastError();
 }
 
