@@ -15,7 +15,7 @@ from .._abi import Status, Type
 from .._handle import Handle as CoreHandle
 from .._handle import Extras, PlanTensors, Prepare
 from .._library import EpError
-from .._operations import COUNTERS, OPERATIONS, compile_call
+from .._operations import COUNTERS, OPERATIONS, SCALED, compile_call
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
 from . import _checks, _fast
@@ -155,11 +155,13 @@ def _extras(
     bias0: Optional[Tensor],
     bias1: Optional[Tensor],
     *counters: Optional[Tensor],
+    global_scale: Optional[Tensor] = None,
     words: Optional[Tensor] = None,
     block_rows: int = 0,
     expected: int = 0,
 ) -> Optional[Extras]:
-    """The biases of a sum, which PyTorch may make anywhere in its memory, and counters, if any.
+    """The biases of a sum, which PyTorch may make anywhere in its memory, counters, and the scale
+    of a dispatch, if any.
 
     words  of blocks of rows: done if some value is expected, else ready
     """
@@ -169,6 +171,8 @@ def _extras(
         for name, tensor in zip(COUNTERS, counters)
         if tensor is not None
     }
+    if global_scale is not None:
+        given["global_scale"] = _given(handle, global_scale, "global_scale", 4)
     if words is not None:
         given["done" if expected else "ready"] = _given(handle, words, "words")
         given.update(block_rows=block_rows, expected=expected)
@@ -239,9 +243,7 @@ _CONVERTERS = {
 def _make_slow(operation: Operation) -> Callable[..., None]:
     """The way tensor by tensor, through the core's Handle."""
     arguments = operation.inputs + operation.outputs
-    given = {
-        each.name: f"to_{each.kind}(handle, {each.name}, '{each.name}')" for each in arguments
-    }
+    given = {each.name: f"to_{each.kind}(handle, {each.name}, '{each.name}')" for each in arguments}
     taken = ["handle", *given, *(f"{name}=None" for name in COUNTERS)]
     taken += ["words=None", "block_rows=0", "expected=0"]
     if operation.of_kind("indices"):
@@ -250,30 +252,32 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
     elif operation.of_kind("kept"):
         given["out"] = given.pop("numbers")
     biases = [name if given.pop(name, None) else "None" for name in ("bias0", "bias1")]
-    blocks = ", ".join(f"{name}={name}" for name in ("words", "block_rows", "expected"))
-    given["extras"] = f"extras(handle, {', '.join((*biases, *COUNTERS))}, {blocks})"
+    blocks = [f"{name}={name}" for name in ("words", "block_rows", "expected")]
+    scaled = ["global_scale=global_scale"] if operation.name in SCALED else []
+    taken += ["global_scale=None"] if scaled else []
+    given["extras"] = f"extras(handle, {', '.join((*biases, *COUNTERS, *blocks, *scaled))})"
     given["stream"] = "handle.stream()"
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     run = getattr(CoreHandle, operation.function)
-    call: Callable[..., None] = compile_call(
-        taken, f"run(handle, {text})", run=run, extras=_extras, Prepare=Prepare, **_CONVERTERS
-    )
+    names = dict(run=run, extras=_extras, Prepare=Prepare)
+    call: Callable[..., None] = compile_call(taken, f"run(handle, {text})", **names, **_CONVERTERS)
     return call
 
 
 def _make(name: str) -> Callable[..., None]:
     """The call of an operation: its arguments are a handle, what the table says, and perhaps
-    counters, and behind these words of blocks, their rows, and what is expected of them."""
+    counters, and behind these words of blocks, their rows, and what is expected of them. Those of
+    SCALED also take a global_scale, by its name."""
     operation = OPERATIONS[name]
     slow, form = _make_slow(operation), _fast.FORMS.get(name)
     if form is None:
         return slow
     keeps = bool(operation.of_kind("kept"))
 
-    def call(handle: Handle, *tensors: Any) -> None:
+    def call(handle: Handle, *tensors: Any, **scaled: Optional[Tensor]) -> None:
         # In latency mode prepare records the tensors, which somebody must keep.
-        if keeps and handle.is_latency or not handle.call_fast(form, tensors):
-            slow(handle, *tensors)
+        if keeps and handle.is_latency or scaled or not handle.call_fast(form, tensors):
+            slow(handle, *tensors, **scaled)
 
     return call
 

@@ -29,12 +29,18 @@
 
 /* Weights, scales and local experts on the way to a row's slots, in blocks of both kinds. */
 
-/* What becomes of rows. Each form has a kernel of its own: code that does not run is not free. */
-enum Form {
-    COPIED,
-    MULTIPLIED,
-    COUNTED /* copied, and counted for the words of their blocks */
-};
+/* What becomes of rows. Each form has a kernel of its own: code that does not run is not free.
+ * TILED: as COPIED, where ep_scatter_is_tiled. COUNTED: likewise, and counted for the words of
+ * their blocks. */
+enum Form { COPIED, MULTIPLIED, TILED, COUNTED, TILED_COUNTED };
+
+__device__ constexpr int is_tiled(Form form) {
+    return form == TILED || form == TILED_COUNTED;
+}
+
+__device__ constexpr int is_counted(Form form) {
+    return form == COUNTED || form == TILED_COUNTED;
+}
 
 /* Whether rows have metadata. */
 __device__ __forceinline__ int has_metadata(const EpScatterArgs &a) {
@@ -65,15 +71,32 @@ __device__ __forceinline__ void spread_column(const EpScaleMap &map, char *to, c
                        [=](int i) { return i / per * step + i % per * (int64_t)sizeof(Word); });
 }
 
-/* Copy a row of scales to columns. These are aligned to 4 bytes and no more: an element of 8 bytes
- * is two words. By a warp. */
+/* Copy a row of scales to tiles, a word for each. By a warp. */
+__device__ __forceinline__ void spread_tiles(const EpScaleMap &map, char *to, const char *from) {
+    spread_each<uint32_t>(
+        to, (int)(map.count + EP_TILE_SCALES - 1) / EP_TILE_SCALES,
+        [&](int i) { return ep_swizzled_word(&map, i, __ldcg((const uint32_t *)from + i)); },
+        [](int i) { return i * (int64_t)EP_TILE_BYTES; });
+}
+
+/* Copy a row of scales to columns, or to tiles. Columns are aligned to 4 bytes and no more: an
+ * element of 8 bytes is two words. By a warp. */
+template <Form FORM>
 __device__ __forceinline__ void spread_columns(const EpScaleMap &map, char *to, const char *from) {
-    if (map.element_bytes == 1)
+    if (is_tiled(FORM) && map.swizzled)
+        spread_tiles(map, to, from);
+    else if (map.element_bytes == 1)
         spread_column<uint8_t>(map, to, from, 1);
     else if (map.element_bytes == 2)
         spread_column<uint16_t>(map, to, from, 1);
     else
         spread_column<uint32_t>(map, to, from, map.element_bytes / 4);
+}
+
+/* Returns the byte offset of a slot's first scale. */
+template <Form FORM>
+__device__ __forceinline__ int64_t scale_at(const EpScaleMap &map, int64_t slot) {
+    return is_tiled(FORM) ? ep_scale_at(&map, slot, 0) : ep_plain_scale_at(&map, slot, 0);
 }
 
 /* Entry k of a row, in lane k of a warp. */
@@ -85,6 +108,7 @@ typedef struct MetadataEntry {
 } MetadataEntry;
 
 /* Copy the weights and scales of a row to its slots and records. By a warp. */
+template <Form FORM>
 __device__ __forceinline__ void spread_metadata(const EpScatterArgs &a, const MetadataEntry &e,
                                                 const char *scales) {
     int lane = threadIdx.x % 32;
@@ -101,13 +125,13 @@ __device__ __forceinline__ void spread_metadata(const EpScatterArgs &a, const Me
     }
     if (!a.t.scale_bytes) return;
     char *to = e.record ? e.record + a.record.scales : NULL, *out = NULL;
-    if (e.slot >= 0) out = a.t.out_scales + ep_scale_at(&a.t.scale_map, e.slot, 0);
-    if (!a.t.scale_map.by_column) {
+    if (e.slot >= 0) out = a.t.out_scales + scale_at<FORM>(a.t.scale_map, e.slot);
+    if (!a.t.scale_map.by_column && !(is_tiled(FORM) && a.t.scale_map.swizzled)) {
         spread_scales(out ? out : to, scales, a.t.scale_bytes);
         return;
     }
     if (record_lanes) spread_scales(to, scales, a.t.scale_bytes);
-    if (slot_lanes) spread_columns(a.t.scale_map, out, scales);
+    if (slot_lanes) spread_columns<FORM>(a.t.scale_map, out, scales);
 }
 
 /* ==== sending blocks ======================================================================== */
@@ -191,7 +215,7 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, 
                                            uint32_t number, int token, int valid, char *to, int row,
                                            int peer, int slot) {
     int stores, slots = 0, place = 0;
-    if (FORM == COUNTED) place = team_rank(t, slot >= 0, &slots);
+    if (is_counted(FORM)) place = team_rank(t, slot >= 0, &slots);
     int signals, at = team_rank(t, to != NULL, &stores);
     int signal = team_rank(t, peer >= 0, &signals), is_last = team_is_last(t, valid);
     for (int fragment = 0; fragment < a.send.fragments; fragment++) {
@@ -201,7 +225,7 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, 
         if (valid) pipeline_await_entry(p, n);
         if (valid && to) p->to[cell + at] = to + (offset >> a.send.shrink);
         if (valid && peer >= 0) p->peer[cell + signal] = peer, p->row[cell + signal] = row;
-        if (FORM == COUNTED && valid && slot >= 0) p->slot[cell + place] = slot;
+        if (is_counted(FORM) && valid && slot >= 0) p->slot[cell + place] = slot;
         if (valid && t.k == 0) {
             p->from[cell] = a.t.rows + token * a.source.row_stride + offset;
             p->item[j] = WorkItem{1,
@@ -231,7 +255,7 @@ __device__ void schedule_tokens(const EpScatterArgs &a, Pipeline *p, ReceiveRows
         int peer;
         if (!__all_sync(~0u, choose_target<FORM>(a, receivers, epoch, e, &to, &peer))) return 0;
         uint32_t number = pipeline_take(p, count * a.send.fragments) + t.index * a.send.fragments;
-        int slot = FORM == COUNTED && e.owner == a.group.rank ? e.slot : -1;
+        int slot = is_counted(FORM) && e.owner == a.group.rank ? e.slot : -1;
         post_token<FORM>(a, p, t, number, token, valid, to, e.row, peer, slot);
         return 1;
     };
@@ -262,7 +286,7 @@ __device__ __forceinline__ void send_metadata(const EpScatterArgs &a, int64_t to
     if (e.owner >= 0 && e.owner != g.rank && e.leader)
         metadata.record = ep_ring(g, e.owner, g.rank, e.row);
     await_scales();
-    spread_metadata(a, metadata, a.t.scales + token * a.source.scale_stride);
+    spread_metadata<FORM>(a, metadata, a.t.scales + token * a.source.scale_stride);
 }
 
 template <Form FORM>
@@ -280,8 +304,8 @@ __device__ void send_all_metadata(const EpScatterArgs &a, Pipeline *p, int warp,
 
 /* Quantise a fragment of a row in place. The codes of unit u go where an earlier unit was, in this
  * round or an earlier one, so all threads read their units first. */
-template <typename T>
-__device__ __forceinline__ void quantise_fragment(EpQuantFormat format, uint32_t stage, int bytes,
+template <typename T, typename Format>
+__device__ __forceinline__ void quantise_fragment(Format format, uint32_t stage, int bytes,
                                                   void *scales, int thread) {
     int units = bytes / (int)sizeof(EpUnit<T>);
     for (int base = 0; base < units; base += COMPUTE_THREADS) {
@@ -298,29 +322,32 @@ __device__ __forceinline__ void quantise_fragment(EpQuantFormat format, uint32_t
 }
 
 /* Quantise the rows of all work items; a fragment is whole blocks. By the compute warps. */
-template <typename T>
+template <typename T, int IS_NVFP4>
 __device__ void quantise_rows(const EpScatterArgs &a, Pipeline *p, int thread) {
     int blocks = p->shape.stage_bytes / (int)sizeof(T) / a.t.format.block; /* of a fragment */
-    int scale_bytes = ep_quant_scale_type(a.t.format) == EP_TYPE_FP32 ? (int)sizeof(float) : 1;
+    const auto &format = ep_format_of<IS_NVFP4>(a.t.format, a.t.global_scale);
+    int is_byte = IS_NVFP4 || a.t.format.scaling == EP_SCALE_EXPONENT;
+    int scale_bytes = is_byte ? 1 : (int)sizeof(float);
     for (uint32_t n = 0;; n++) {
         int j = n % PIPELINE_ENTRIES;
         pipeline_wait(p->barrier[ITEM_LOADED], n);
         WorkItem item = p->item[j];
         if (item.loads == PIPELINE_END) return;
         char *scales = a.made_scales + p->index[j] * a.source.scale_stride;
-        quantise_fragment<T>(a.t.format, p->first[j], item.bytes,
+        quantise_fragment<T>(format, p->first[j], item.bytes,
                              scales + p->fragment[j] * blocks * scale_bytes, thread);
         pipeline_computed(p, n);
     }
 }
 
+template <int IS_NVFP4>
 __device__ __forceinline__ void quantise(const EpScatterArgs &a, Pipeline *p, int thread) {
     if (a.t.source_type == EP_TYPE_BF16)
-        quantise_rows<__nv_bfloat16>(a, p, thread);
+        quantise_rows<__nv_bfloat16, IS_NVFP4>(a, p, thread);
     else if (a.t.source_type == EP_TYPE_FP16)
-        quantise_rows<__half>(a, p, thread);
+        quantise_rows<__half, IS_NVFP4>(a, p, thread);
     else
-        quantise_rows<float>(a, p, thread);
+        quantise_rows<float, IS_NVFP4>(a, p, thread);
 }
 
 /* ==== receiving blocks ====================================================================== */
@@ -391,11 +418,11 @@ __device__ __forceinline__ void post_rows(const EpScatterArgs &a, Pipeline *p, c
                 a.t.takes_dots ? a.t.slot_rows + slot * a.t.row_bytes + offset : NULL;
             p->slot[cell + at] = slot, p->weight[cell + at] = weight;
         }
-        if (FORM == COUNTED && valid && slot >= 0) p->slot[cell + at] = slot;
+        if (is_counted(FORM) && valid && slot >= 0) p->slot[cell + at] = slot;
         if (valid && t.k == 0) {
             p->from[cell] = from ? from + offset : NULL;
             write_item(a, p, n, r.source, r.row, fragment, loads, loaded, stores,
-                       FORM == COUNTED ? slots : stores);
+                       is_counted(FORM) ? slots : stores);
         }
         if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);
     }
@@ -458,6 +485,7 @@ __device__ __forceinline__ void schedule_rows(const EpScatterArgs &a, Pipeline *
 /* ---- weights and scales -------------------------------------------------------------------- */
 
 /* Copy a record's weights and scales to its row's slots. By a warp. */
+template <Form FORM>
 __device__ __forceinline__ void receive_metadata(const EpScatterArgs &a, int source, int row) {
     const EpCudaGroup &g = a.group;
     int lane = threadIdx.x % 32;
@@ -468,12 +496,14 @@ __device__ __forceinline__ void receive_metadata(const EpScatterArgs &a, int sou
     if (lane < a.top_k) metadata.slot = ep_slot(a.plan, g, a.top_k, source, row, lane);
     if (lane < a.top_k && a.shape.has_rows)
         metadata.expert = ep_flat_expert(a.plan, g, a.top_k, source, row, lane);
-    spread_metadata(a, metadata, record + a.record.scales);
+    spread_metadata<FORM>(a, metadata, record + a.record.scales);
 }
 
+template <Form FORM>
 __device__ void receive_all_metadata(const EpScatterArgs &a, Pipeline *p, int warp) {
-    pipeline_metadata(p, warp, ALL_METADATA_WARPS,
-                      [&](int j, uint32_t) { receive_metadata(a, p->source[j], p->index[j]); });
+    pipeline_metadata(p, warp, ALL_METADATA_WARPS, [&](int j, uint32_t) {
+        receive_metadata<FORM>(a, p->source[j], p->index[j]);
+    });
 }
 
 /* ---- multiplying --------------------------------------------------------------------------- */
@@ -608,10 +638,22 @@ __device__ void zero_bytes(char *out, int64_t bytes, ZeroThreads z) {
         zero_words<uint8_t>(out, bytes, z);
 }
 
+/* Zero the swizzled scales of slots. */
+__device__ void zero_tiles(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
+    const EpScaleMap &map = a.t.scale_map;
+    int64_t words = (map.count + EP_TILE_SCALES - 1) / EP_TILE_SCALES;
+    for (int64_t i = z.index; i < (end - begin) * words; i += z.count) {
+        int64_t at = ep_swizzled_at(&map, begin + i / words) + i % words * EP_TILE_BYTES;
+        *(uint32_t *)(a.t.out_scales + at) = 0;
+    }
+}
+
 /* Zero the scales of slots of one slab; by column, these are a range in each column. */
+template <Form FORM>
 __device__ void zero_scales(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
     const EpScaleMap &map = a.t.scale_map;
-    char *out = a.t.out_scales + ep_scale_at(&map, begin, 0);
+    if (is_tiled(FORM) && map.swizzled) return zero_tiles(a, begin, end, z);
+    char *out = a.t.out_scales + scale_at<FORM>(map, begin);
     int64_t step = ep_scale_step(&map), rows = end - begin;
     if (!map.by_column) zero_bytes(out, rows * a.t.scale_bytes, z);
     for (int64_t i = 0; map.by_column && i < map.count; i++)
@@ -627,6 +669,7 @@ __device__ void set_no_experts(const EpScatterArgs &a, int64_t begin, int64_t en
     }
 }
 
+template <Form FORM>
 __device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
     begin = max(begin, (int64_t)0), end = min(end, a.t.out_capacity);
     if (begin >= end) return;
@@ -636,11 +679,12 @@ __device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, Z
     int64_t values = a.shape.has_rows && a.t.carries_weights ? a.top_k : 1;
     if (a.t.out_weights)
         zero_bytes((char *)(a.t.out_weights + begin * values), (end - begin) * values * 4, z);
-    if (a.t.scale_bytes) zero_scales(a, begin, end, z);
+    if (a.t.scale_bytes) zero_scales<FORM>(a, begin, end, z);
 }
 
 /* Zero a receiving block's part of all slabs' padding. Where slabs are few, each is divided, so
  * that every block has a part, or two of half the size. */
+template <Form FORM>
 __device__ void zero_slabs(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
     const EpPlanShape &s = a.shape;
     int parts = max(1, 2 * role.count / max(s.num_local, 1));
@@ -651,33 +695,35 @@ __device__ void zero_slabs(const EpScatterArgs &a, const Role &role, ZeroThreads
         int64_t end = ep_padding_end(&s, a.plan.expert_offsets, a.plan.expert_padded, e);
         int64_t rows = (max(end - begin, (int64_t)0) + parts - 1) / parts;
         begin += i % parts * rows;
-        zero_slots(a, begin, min(begin + rows, end), z);
+        zero_slots<FORM>(a, begin, min(begin + rows, end), z);
     }
 }
 
 /* Zero a receiving block's part of the rows behind those of each source. The plan knows where each
  * source's rows would begin if they followed one another. */
+template <Form FORM>
 __device__ void zero_source_tails(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
     int end = a.plan.header->rows_received + a.plan.header->rows_kept, all = a.plan.use.block_rows;
 #pragma unroll 1
     for (int r = a.shape.num_ranks - 1; r >= 0; r--) {
         int begin = a.plan.flat_begin[r], rows = min(max(end - begin, 0), all);
         int part = (all - rows + role.count - 1) / role.count, first = rows + role.index * part;
-        zero_slots(a, (int64_t)r * all + first, (int64_t)r * all + min(first + part, all), z);
+        zero_slots<FORM>(a, (int64_t)r * all + first, (int64_t)r * all + min(first + part, all), z);
         end = begin;
     }
 }
 
 /* Zero a receiving block's part of all padding. */
+template <Form FORM>
 __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
     const EpPlanShape &s = a.shape;
-    if (!s.has_rows) zero_slabs(a, role, z);
-    if (ep_has_source_blocks(&s) && s.tail != EP_TAIL_KEEP) zero_source_tails(a, role, z);
+    if (!s.has_rows) zero_slabs<FORM>(a, role, z);
+    if (ep_has_source_blocks(&s) && s.tail != EP_TAIL_KEEP) zero_source_tails<FORM>(a, role, z);
     int64_t tail = a.plan.header->recv_rows, rows = a.t.out_capacity - tail;
     if (s.is_fixed || s.tail == EP_TAIL_KEEP || rows <= 0) return;
     rows = (rows + role.count - 1) / role.count;
     int64_t begin = tail + role.index * rows;
-    zero_slots(a, begin, min(begin + rows, a.t.out_capacity), z);
+    zero_slots<FORM>(a, begin, min(begin + rows, a.t.out_capacity), z);
 }
 
 /* ==== counting ============================================================================== */
@@ -705,24 +751,27 @@ __device__ __forceinline__ void count_rows(const EpScatterArgs &a, const Pipelin
 
 /* Zero rows `zero_begin` to before `zero_end` of rows `begin` to before `end`, none of which holds
  * a token, and count them all. By all threads of `z`. */
+template <Form FORM>
 __device__ void finish_rest(const EpScatterArgs &a, int64_t begin, int64_t end, int64_t zero_begin,
                             int64_t zero_end, ZeroThreads z) {
     if (begin >= end) return;
-    zero_slots(a, max(begin, zero_begin), min(end, zero_end), z);
+    zero_slots<FORM>(a, max(begin, zero_begin), min(end, zero_end), z);
     ep_barrier(REST_BARRIER, z.count);
     ep_add_rest(a.t.ready, a.blocks.counter, begin, end, 1, 0, z.index, z.count);
 }
 
 /* Divide rows that hold no token among the receiving blocks. */
+template <Form FORM>
 __device__ void finish_part(const EpScatterArgs &a, const Role &role, int64_t begin, int64_t end,
                             int64_t zero_begin, int64_t zero_end, ZeroThreads z) {
     int64_t part = (max(end - begin, (int64_t)0) + role.count - 1) / role.count;
     begin += role.index * part;
-    finish_rest(a, begin, min(begin + part, end), zero_begin, zero_end, z);
+    finish_rest<FORM>(a, begin, min(begin + part, end), zero_begin, zero_end, z);
 }
 
 /* Zero a receiving block's part of all padding, as zero_padding does, and count all rows that hold
  * no token. */
+template <Form FORM>
 __device__ void finish_padding(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
     const EpPlanShape &s = a.shape;
     const int32_t *offsets = a.plan.expert_offsets, *padded = a.plan.expert_padded;
@@ -736,19 +785,19 @@ __device__ void finish_padding(const EpScatterArgs &a, const Role &role, ZeroThr
         int64_t end = offsets[s.is_fixed ? e + 1 : e] + (int64_t)(s.is_fixed ? 0 : padded[e]);
         int64_t part = (max(end - begin, (int64_t)0) + parts - 1) / parts;
         begin += i % parts * part;
-        finish_rest(a, begin, min(begin + part, end),
-                    ep_padding_begin(&s, offsets, a.plan.expert_counts, padded, e),
-                    ep_padding_end(&s, offsets, padded, e), z);
+        finish_rest<FORM>(a, begin, min(begin + part, end),
+                          ep_padding_begin(&s, offsets, a.plan.expert_counts, padded, e),
+                          ep_padding_end(&s, offsets, padded, e), z);
     }
     int end = a.plan.header->rows_received + a.plan.header->rows_kept, all = a.plan.use.block_rows;
 #pragma unroll 1
     for (int r = s.num_ranks - 1; r >= 0 && ep_has_source_blocks(&s); r--) {
         int begin = a.plan.flat_begin[r];
         int64_t first = (int64_t)r * all, filled = first + min(max(end - begin, 0), all);
-        finish_part(a, role, filled, first + all, 0, zeroed, z);
+        finish_part<FORM>(a, role, filled, first + all, 0, zeroed, z);
         end = begin;
     }
-    if (!s.is_fixed) finish_part(a, role, a.plan.header->recv_rows, rows, 0, zeroed, z);
+    if (!s.is_fixed) finish_part<FORM>(a, role, a.plan.header->recv_rows, rows, 0, zeroed, z);
 }
 
 /* Leave counters for the next operation as this one has found them. By all threads of the last
@@ -789,13 +838,15 @@ __device__ void send(const EpScatterArgs &a, Shared *s, const FirstClaim &first_
                       WORK_COPY); /* for either work: all stages are held until they are stored */
     else if (pipeline_is_store_warp(warp) && lane == 0)
         pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, 0, 0);
-    else if (warp == SIGNAL_WARP && FORM == COUNTED)
+    else if (warp == SIGNAL_WARP && is_counted(FORM))
         pipeline_signal(p, a.group, epoch, HEADS,
                         [&](uint32_t n, uint32_t items) { count_rows(a, p, n, items); });
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, HEADS);
+    else if (warp >= FIRST_COMPUTE_WARP && is_tiled(FORM) && a.t.global_scale)
+        quantise<1>(a, p, threadIdx.x - FIRST_COMPUTE_WARP * 32);
     else if (warp >= FIRST_COMPUTE_WARP && work == WORK_CONVERT)
-        quantise(a, p, threadIdx.x - FIRST_COMPUTE_WARP * 32);
+        quantise<0>(a, p, threadIdx.x - FIRST_COMPUTE_WARP * 32);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
              has_metadata(a))
         send_all_metadata<FORM>(a, p, warp - FIRST_METADATA_WARP, work);
@@ -830,17 +881,17 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const FirstClaim &fir
         (moves_metadata ? FIRST_METADATA_WARP + ALL_METADATA_WARPS : FIRST_COMPUTE_WARP) * 32;
     ZeroThreads zero_threads = {(int)threadIdx.x - first_free, SCATTER_THREADS - first_free};
     /* Warps that multiply do this first, while the first rows are still on their way. */
-    if (zero_threads.index >= 0 && a.plan.use.fills_rest && FORM == COUNTED)
-        finish_padding(a, role, zero_threads);
+    if (zero_threads.index >= 0 && a.plan.use.fills_rest && is_counted(FORM))
+        finish_padding<FORM>(a, role, zero_threads);
     else if (zero_threads.index >= 0 && a.plan.use.fills_rest)
-        zero_padding(a, role, zero_threads);
+        zero_padding<FORM>(a, role, zero_threads);
     if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch, role.count);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, FORM == COUNTED, 0, 0);
-    else if (warp == SIGNAL_WARP && FORM == COUNTED)
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, is_counted(FORM), 0, 0);
+    else if (warp == SIGNAL_WARP && is_counted(FORM))
         count(a, role, epoch),
             pipeline_signal(p, a.group, epoch, CREDITS,
                             [&](uint32_t n, uint32_t items) { count_rows(a, p, n, items); });
@@ -848,7 +899,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const FirstClaim &fir
         count(a, role, epoch), pipeline_signal(p, a.group, epoch, CREDITS);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
              moves_metadata)
-        receive_all_metadata(a, p, warp - FIRST_METADATA_WARP);
+        receive_all_metadata<FORM>(a, p, warp - FIRST_METADATA_WARP);
     else if (FORM == MULTIPLIED && warp >= FIRST_MULTIPLY_WARP)
         multiply(a, p, &s->dots, threadIdx.x - FIRST_MULTIPLY_WARP * 32);
 }
@@ -879,8 +930,10 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
                   role.receives ? has_metadata_to_receive<FORM>(a) : has_metadata(a), a.schedulers,
                   a.top_k);
     if (READS_RECORDS) ep_compare_stamps(a.marks, &header);
-    if (!ep_begin_operation(a.group, a.plan, header, &epoch)) {
+    int has_global = !is_tiled(FORM) || ep_has_global(a.t.global_scale);
+    if (!ep_begin_operation(a.group, a.plan, header, &epoch) || !has_global) {
         if (READS_RECORDS) ep_report_stamps(a.group, a.marks);
+        if (is_tiled(FORM)) ep_report_global(a.group, a.t.global_scale);
         ep_report_plan(a.group, a.plan);
         ep_end_operation(a.group, epoch, 0);
         return;
@@ -894,16 +947,20 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     else
         send<FORM>(a, shared, first_claim, epoch, role.count);
     int is_last = ep_end_operation(a.group, epoch, 0) != EP_NOT_LAST;
-    if (FORM == COUNTED && is_last && a.blocks.clears) clear_counters(a);
+    if (is_counted(FORM) && is_last && a.blocks.clears) clear_counters(a);
+}
+
+template <Form FORM> static int open(int shared_bytes) {
+    int error = ep_open_kernel(scatter_kernel<FORM, 0>, shared_bytes);
+    return error ? error : ep_open_kernel(scatter_kernel<FORM, 1>, shared_bytes);
 }
 
 extern "C" int ep_cuda_open_scatter(int shared_bytes) {
-    int error = ep_open_kernel(scatter_kernel<COPIED, 0>, shared_bytes);
-    if (!error) error = ep_open_kernel(scatter_kernel<COPIED, 1>, shared_bytes);
-    if (!error) error = ep_open_kernel(scatter_kernel<COUNTED, 0>, shared_bytes);
-    if (!error) error = ep_open_kernel(scatter_kernel<COUNTED, 1>, shared_bytes);
-    if (!error) error = ep_open_kernel(scatter_kernel<MULTIPLIED, 0>, shared_bytes);
-    return error ? error : ep_open_kernel(scatter_kernel<MULTIPLIED, 1>, shared_bytes);
+    int error = open<COPIED>(shared_bytes);
+    if (!error) error = open<MULTIPLIED>(shared_bytes);
+    if (!error) error = open<TILED>(shared_bytes);
+    if (!error) error = open<COUNTED>(shared_bytes);
+    return error ? error : open<TILED_COUNTED>(shared_bytes);
 }
 
 template <Form FORM> static int launch(const EpScatterArgs &a, int blocks, void *stream) {
@@ -914,7 +971,9 @@ template <Form FORM> static int launch(const EpScatterArgs &a, int blocks, void 
 
 extern "C" int ep_cuda_launch_scatter(const void *args, int blocks, void *stream) {
     const EpScatterArgs *a = (const EpScatterArgs *)args;
+    int tiled = ep_scatter_is_tiled(&a->t), counts = a->t.ready.words != NULL;
     if (a->multiplied) return launch<MULTIPLIED>(*a, blocks, stream);
-    return a->t.ready.words ? launch<COUNTED>(*a, blocks, stream)
-                            : launch<COPIED>(*a, blocks, stream);
+    if (tiled && counts) return launch<TILED_COUNTED>(*a, blocks, stream);
+    if (tiled) return launch<TILED>(*a, blocks, stream);
+    return counts ? launch<COUNTED>(*a, blocks, stream) : launch<COPIED>(*a, blocks, stream);
 }

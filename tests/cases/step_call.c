@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The calls of a step. */
 #include "tests/cases/step.h"
+#include "tests/oracle/quant.h"
 
 static int gives(const Case *c, StepInput input) {
     const int left_out[INPUTS] = {[IN_COUNT] = !c->counted,
                                   [IN_WEIGHTS] = !c->weighted,
                                   [IN_SCALES] = !c->scale_bytes,
+                                  [IN_GLOBAL_SCALE] = !quant_form(c->quant)->is_global,
                                   [IN_SLOT_WEIGHTS] = !c->weighted,
                                   [IN_COMBINE_WEIGHTS] = !c->weights_at_combine,
                                   [IN_GRAD_SLOT_WEIGHTS] = !c->weighted,
@@ -21,8 +23,13 @@ static EpPlanTensors plan_outputs(const EpTensor *const *a) {
                            a[OUT_SOURCE_ROWS]};
 }
 
-static int any_extras(const Step *step, const EpTensor *const *a) {
-    int any = a[IN_BIAS0] || a[IN_BIAS1] || step->block_rows || step->expected;
+/* Only a dispatch takes the scale, which a step has for all of its calls. */
+static const EpTensor *scale_of(const EpTensor *const *a, StepOp op) {
+    return op & (STEP_DISPATCH | STEP_DISPATCH_SEND) ? a[IN_GLOBAL_SCALE] : NULL;
+}
+
+static int any_extras(const Step *step, const EpTensor *const *a, StepOp op) {
+    int any = a[IN_BIAS0] || a[IN_BIAS1] || scale_of(a, op) || step->block_rows || step->expected;
     for (int i = EXPERT_TOKENS; i < STEP_ARRAYS; i++)
         any |= a[i] != NULL;
     return any;
@@ -33,9 +40,10 @@ static EpStatus call_with_extras(const Step *step, const EpTensor *const *a,
     EpHandle *h = step->handle;
     const EpTensor *plan = step->plan;
     int has_words = a[READY_WORDS] || a[DONE_WORDS];
-    EpExtras x = {sizeof(x),      a[IN_BIAS0],   a[IN_BIAS1],      a[EXPERT_TOKENS],
-                  a[PEER_ROWS],   a[PEER_BYTES], a[PEER_WAIT],     a[LONGEST_WAIT],
-                  a[READY_WORDS], a[DONE_WORDS], step->block_rows, step->expected};
+    EpExtras x = {sizeof(x),       a[IN_BIAS0],    a[IN_BIAS1],   a[EXPERT_TOKENS],
+                  a[PEER_ROWS],    a[PEER_BYTES],  a[PEER_WAIT],  a[LONGEST_WAIT],
+                  scale_of(a, op), a[READY_WORDS], a[DONE_WORDS], step->block_rows,
+                  step->expected};
     if (!x.block_rows && has_words) x.block_rows = step->world->c.block_rows;
     if (!x.expected && a[DONE_WORDS]) x.expected = 1;
     const EpPlanTensors numbers = plan_outputs(a);
@@ -76,7 +84,8 @@ EpStatus step_call_with(const Step *step, const EpTensor *const a[STEP_ARRAYS], 
     EpPlanTensors numbers = plan_outputs(a);
     EpPrepare prepare = EP_PREPARE_INIT;
     prepare.out = &numbers;
-    if (any_extras(step, a)) return call_with_extras(step, a, again ? &prepare : NULL, op, stream);
+    if (any_extras(step, a, op))
+        return call_with_extras(step, a, again ? &prepare : NULL, op, stream);
     switch (op) {
     case STEP_PREPARE:
         return ep_prepare(h, plan, a[IN_INDEX], a[IN_COUNT], stream, &numbers);
