@@ -32,6 +32,8 @@ CasesTest(handles_blocks, sums_of_fp8,
           run_all_layouts("ranks=2 top_k=4 hidden=1200 sum_quant=fp8"));
 LayoutsTest(handles_blocks, rows_of_fp8,
             "ranks=2 top_k=4 hidden=1200 quant=fp8 weighted=1 block_rows=8 alignment=8");
+LayoutsTest(handles_blocks, rows_of_nvfp4,
+            "ranks=2 top_k=4 hidden=1216 quant=nvfp4 weighted=1 block_rows=8 alignment=8");
 CasesTest(handles_blocks, nodes, setenv("LIBEP_NODE_CHUNK", "3000", 1);
           run_all_layouts("ranks=4 nodes=0110 experts=12 top_k=5 max_tokens=25"));
 
