@@ -72,7 +72,8 @@ static EpStatus combine(const char *name, EpHandle *handle, const EpTensor *plan
     EpOperation o;
     EpExtras extras;
     EP_TRY(ep_operation_begin(&o, name, handle, plan));
-    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS | EP_TAKES_ROWS | EP_TAKES_WAITS, &extras));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS | EP_TAKES_ROWS | EP_TAKES_WAITS | EP_TAKES_DONE,
+                          &extras));
     EP_TRY(ep_arg_summed_rows(&o, "expert_out", expert_out, "out", out));
     EP_TRY(ep_arg_sum_elements(&o, "expert_out", expert_out));
     EP_TRY(check_weights(&o, slot_weights, topk_weights));
@@ -80,6 +81,7 @@ static EpStatus combine(const char *name, EpHandle *handle, const EpTensor *plan
     gather.t = describe_inputs(&o, expert_out, slot_weights, topk_weights);
     gather.t.out_rows = out->data, gather.t.out_num_rows = out->shape[0];
     EP_TRY(ep_extras_bias(&o, &extras, out, &gather.t));
+    EP_TRY(ep_extras_blocks(&o, &extras, EP_TAKES_DONE, expert_out, &gather.t.done));
     EP_TRY(describe_statistics(&o, &extras, &gather));
     return ep_run_gather(&o, &gather);
 }
@@ -107,7 +109,7 @@ static EpStatus combine_send(const char *name, EpHandle *handle, const EpTensor 
     EP_TRY(ep_operation_begin_plan(&o, name, handle, plan));
     EP_TRY(ep_handle_check_phases(&o.call, handle));
     EP_TRY(ep_handle_read(&o.call, handle, o.plan, &o.step));
-    EP_TRY(ep_extras_read(&o, given, EP_TAKES_ROWS | EP_TAKES_WAITS, &extras));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_ROWS | EP_TAKES_WAITS | EP_TAKES_DONE, &extras));
     EP_TRY(ep_arg_blocks(&o, "expert_out", expert_out));
     EP_TRY(ep_arg_slot_rows(&o, "expert_out", expert_out, -1, NULL));
     EP_TRY(ep_arg_summable(&o.call, "expert_out", expert_out));
@@ -117,6 +119,7 @@ static EpStatus combine_send(const char *name, EpHandle *handle, const EpTensor 
     EpGather gather = {.op = &ep_op_combine_send, .phase = EP_PHASE_SEND, .stream = stream};
     gather.t = describe_inputs(&o, expert_out, slot_weights, topk_weights);
     gather.t.out_num_rows = o.step.num_rows;
+    EP_TRY(ep_extras_blocks(&o, &extras, EP_TAKES_DONE, expert_out, &gather.t.done));
     EP_TRY(describe_statistics(&o, &extras, &gather));
     return ep_run_gather(&o, &gather);
 }

@@ -57,6 +57,38 @@ static inline int ep_counts_any(const EpStatistics *s) {
            s->peer_longest_wait;
 }
 
+/**
+ * Blocks of receive rows, each with a word: EpExtras.ready and .done. Rows lie in sections, and
+ * each section is cut into blocks by itself: an expert's rows or a source's where they have a fixed
+ * number, else all rows.
+ */
+typedef struct EpRowBlocks {
+    int32_t *words;   /**< [sections, per_section]; NULL: none */
+    int32_t expected; /**< done: the least value of a word */
+    int32_t rows;     /**< of a block; the last one of a section may have fewer */
+    int32_t sections;
+    int32_t section_rows;
+    int32_t per_section; /**< blocks */
+} EpRowBlocks;
+
+/** Returns the block of a row. */
+EP_HOST_DEVICE static inline int32_t ep_row_block(const EpRowBlocks *b, int32_t row) {
+    uint32_t section = (uint32_t)row / (uint32_t)b->section_rows;
+    uint32_t in_section = (uint32_t)row - section * (uint32_t)b->section_rows;
+    return (int32_t)(section * (uint32_t)b->per_section + in_section / (uint32_t)b->rows);
+}
+
+/** Returns the first row of a block, and their number. */
+EP_HOST_DEVICE static inline int32_t ep_block_first(const EpRowBlocks *b, int32_t block) {
+    int32_t section = block / b->per_section;
+    return section * b->section_rows + block % b->per_section * b->rows;
+}
+
+EP_HOST_DEVICE static inline int32_t ep_block_size(const EpRowBlocks *b, int32_t block) {
+    int32_t left = b->section_rows - block % b->per_section * b->rows;
+    return left < b->rows ? left : b->rows;
+}
+
 /** A step's routing, checked. */
 typedef struct EpRouting {
     EpPlanRef plan;       /**< to write */
@@ -164,6 +196,7 @@ typedef struct EpScatterTensors {
     int32_t weighs;            /**< whether slot_weights multiply */
     int32_t takes_dots;        /**< whether dot products are computed */
     const float *global_scale; /**< EP_SCALE_GLOBAL: of the rows; else NULL */
+    EpRowBlocks ready;         /**< blocks whose words are stored */
 } EpScatterTensors;
 
 /** Whether a scatter quantises to NVFP4 or swizzles scales. GPUs have kernels of their own for it,
@@ -221,6 +254,7 @@ typedef struct EpGatherTensors {
     const char *bias[EP_MAX_BIASES]; /**< [num_biases]: rows like out_rows, added to the sums last
                                           and in this order */
     int32_t num_biases;
+    EpRowBlocks done; /**< blocks whose words are waited for */
 } EpGatherTensors;
 
 typedef struct EpGather {

@@ -169,12 +169,12 @@ class LatencyGroup:
             backend=_backend(key.device),
             device=_ordinal(key.device),
         )
-        self._idle: dict[Quant, list[Handle]] = {}
+        self._idle: dict[tuple[Quant, int], list[Handle]] = {}
         self._combine_buffer: Optional[Tensor] = None
 
-    def take(self, quant: Quant) -> Handle:
+    def take(self, quant: Quant, num_sms: int = DEFAULT) -> Handle:
         """A handle without a pending operation. give_back() it after the receive phase."""
-        idle = self._idle.setdefault(quant, [])
+        idle = self._idle.setdefault((quant, num_sms), [])
         if idle:
             return idle.pop()
         return Handle(
@@ -183,6 +183,7 @@ class LatencyGroup:
             rows_per_expert=self.rows_per_expert,
             quant=quant,
             scale_order=_ORDERS.get(quant, ScaleOrder.BY_COLUMN),
+            num_sms=num_sms,
         )
 
     def read_sources(self, plan: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,9 +193,9 @@ class LatencyGroup:
         self.give_back(handle)
         return found
 
-    def give_back(self, handle: Handle) -> None:
+    def give_back(self, handle: Handle, num_sms: int = DEFAULT) -> None:
         """Let others take the handle."""
-        self._idle[Quant(handle.quant)].append(handle)
+        self._idle[Quant(handle.quant), num_sms].append(handle)
 
     def combine_buffer(self) -> Tensor:
         """[L, rows, H]: memory for the experts' outputs, always the same."""

@@ -14,7 +14,7 @@ tree is the manual.
 
 from ._autograd import Received, combine, dispatch, prepare
 from ._bootstrap import from_process_group, from_store
-from ._counters import Counters
+from ._counters import Blocks, Counters
 from ._group import Group, create_group
 from ._handle import Handle, Plan
 from ._ops import EXCHANGES
@@ -23,6 +23,7 @@ from ._quant import quantise_rows
 from ._receive import ReceiveMemory
 
 __all__ = [
+    "Blocks",
     "Counters",
     "EXCHANGES",
     "Group",

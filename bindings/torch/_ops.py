@@ -31,13 +31,15 @@ _library = torch.library.Library("libep", "DEF")
 
 
 def _schema(operation: Operation) -> str:
-    """The op's arguments: outputs and counters are what it mutates."""
+    """The op's arguments: outputs, counters and words are what it mutates. Words that are expected
+    to be something are only read: but then the op must stay behind what changes them."""
     inputs = [f"Tensor{_mark(each)} {each.name}" for each in operation.inputs]
     outputs = zip("abcdefgh", operation.outputs)
     mutated = [f"Tensor({letter}!){_mark(each)} {each.name}" for letter, each in outputs]
     mutated += [f"Tensor({letter}!)? {name}=None" for letter, name in zip("vwxyz", COUNTERS)]
+    blocks = "Tensor(u!)? words=None", "int block_rows=0", "int expected=0"
     named = ["*", "Tensor? global_scale=None"] if operation.name in SCALED else []
-    return ", ".join(["int handle", *inputs, *mutated, *named])
+    return ", ".join(["int handle", *inputs, *mutated, *blocks, *named])
 
 
 def _mark(argument: Argument) -> str:

@@ -11,9 +11,12 @@
  * runtime/cuda/pipeline.cuh describes the warps of a block; runtime/cuda/device.h how blocks divide
  * the work, why there is no circular wait, and the memory order of records, heads and credits.
  *
+ * Rows may still be produced while this runs (EpExtras.done): scheduler warps then wait for a word
+ * of the rows' block before they post what loads them. Tokens stay in their order.
+ *
  * Who waits on whom: a receiving block waits for the heads of a token's rows; a sending block waits
  * for all ranks' arrivals and for credits, that is, until the other rank's receiving block has
- * emptied a record of the ring.
+ * emptied a record of the ring. Either waits for done blocks, whose producer waits for no rank.
  */
 #include "combine/cuda/gather.h"
 
@@ -152,6 +155,7 @@ typedef struct Term {
     float weight;
     int peer, row;    /* rank to signal, and the record to signal it about; peer -1: none */
     int run, run_end; /* of the item's terms, as in WorkItem; the same in all lanes of the team */
+    int slot;         /* receiving blocks: of this rank that `from` is, -1: none */
 } Term;
 
 /* Returns the 16-byte units of a packed fragment. */
@@ -471,7 +475,7 @@ template <Form FORM>
 __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, const Team &t,
                                            const RowBatch &r, float weight) {
     int terms, at = team_rank(t, r.slot >= 0, &terms);
-    Term term = {NULL, at, weight, -1, r.row, 0, terms};
+    Term term = {NULL, at, weight, -1, r.row, 0, terms, r.slot};
     if (r.slot >= 0) term.from = a.t.rows + r.slot * a.t.row_bytes;
     if (r.valid && t.k == 0) term.peer = r.source;
     char *to = r.valid ? ep_ring(a.group, r.source, a.group.rank, r.row) : NULL;
@@ -484,8 +488,8 @@ __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, c
     post_entries(a, p, t, number, term, to, r.row, r.source, r.valid);
 }
 
-/* A scheduler warp. */
-template <Form FORM>
+/* A scheduler warp. DONE: it waits for blocks of rows. */
+template <Form FORM, int DONE>
 __device__ void schedule_rows(const EpGatherArgs &a, Pipeline *p, ChunkRows *rows,
                               const FirstClaim &first_claim, uint32_t epoch, int blocks) {
     Team t = make_team(a.top_k, a.pipeline);
@@ -494,7 +498,10 @@ __device__ void schedule_rows(const EpGatherArgs &a, Pipeline *p, ChunkRows *row
     };
     auto await = [&](const RowBatch &r, uint64_t word) {
         int waits = r.valid && t.k == 0;
-        return __all_sync(~0u, !waits || ep_await_room(a.group, epoch, r.source, r.row, word));
+        int alive = !waits || ep_await_room(a.group, epoch, r.source, r.row, word);
+        if (DONE && alive && r.slot >= 0) alive = ep_await_done(a.group, a.t.done, r.slot);
+        if (DONE) ep_fence_proxy_global();
+        return __all_sync(~0u, alive);
     };
     auto post = [&](const RowBatch &r, float weight) { post_batch<FORM>(a, p, t, r, weight); };
     walk_rows(a, rows, t, first_claim, SENDERS, blocks, 1, preload, await, post);
@@ -512,7 +519,7 @@ __device__ void send_values(const EpGatherArgs &a, Pipeline *p, Gate *gate, int 
     });
 }
 
-template <Form FORM>
+template <Form FORM, int DONE>
 __device__ void send(const EpGatherArgs &a, Pipeline *p, Sending *s, const FirstClaim &first_claim,
                      uint32_t epoch, int blocks) {
     constexpr PipelineWork work = is_packed_form(FORM)    ? WORK_PACKED
@@ -520,7 +527,8 @@ __device__ void send(const EpGatherArgs &a, Pipeline *p, Sending *s, const First
                                                           : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
-        schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch, blocks);
+        schedule_rows<FORM, DONE>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch,
+                                  blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
@@ -581,7 +589,14 @@ __device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, 
     int is_sum = is_elsewhere<FORM>(a, e) && e.leader, own, before;
     team_rank(t, is_own, &own);
     team_rank(t, is_sum && place < place_of<FORM>(a, g.rank), &before);
-    Term term = {NULL, order_term(t, is_own || is_sum, place), 1, -1, e.row, before, before + own};
+    Term term = {NULL,
+                 order_term(t, is_own || is_sum, place),
+                 1,
+                 -1,
+                 e.row,
+                 before,
+                 before + own,
+                 is_own ? e.slot : -1};
     if (FORM != ONE_NODE && is_sum && e.owner >= g.size)
         term.from = node_sum(a, e.owner, e.row);
     else if (is_sum)
@@ -596,7 +611,7 @@ template <Form FORM>
 __device__ __forceinline__ Term make_entry(const EpGatherArgs &a, const Team &t, const EpEntry &e) {
     const EpCudaGroup &g = a.group;
     int is_own = e.owner == g.rank && e.slot >= 0, is_other = is_elsewhere<FORM>(a, e), terms;
-    Term term = {NULL, 0, 1, -1, e.row, 0, 0};
+    Term term = {NULL, 0, 1, -1, e.row, 0, 0, is_own ? e.slot : -1};
     if (is_own) term.from = a.t.rows + e.slot * a.t.row_bytes;
     if (has_nodes(FORM) && is_other && e.owner >= g.size) {
         const char *record = node_sum(a, e.owner, e.row);
@@ -672,7 +687,7 @@ __device__ __forceinline__ void hold_chunk(const EpGatherArgs &a, const Team &t,
  * through this loop takes a microsecond, whatever it posts. Looking is not waiting: no token that
  * is held keeps another one from being posted.
  */
-template <Form FORM>
+template <Form FORM, int DONE>
 __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstClaim &first_claim,
                                 uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
@@ -680,7 +695,7 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstC
     TokenWalk walk = open_tokens(a, t, first_claim, RECEIVERS, blocks);
     int leads = t.k == 0 && t.index < t.count;
     int is_whole = t.count < 2 * walk.size;
-    HeldToken held = {-1, {NULL, 0, 1, -1, 0, 0, 0}, NULL};
+    HeldToken held = {-1, {NULL, 0, 1, -1, 0, 0, 0, -1}, NULL};
     EpTimeout timeout = {0, 0};
     for (;;) {
         unsigned free = __ballot_sync(~0u, leads && held.token < 0);
@@ -692,6 +707,8 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstC
         int alive = 1, here = 1;
         if (held.token >= 0 && held.term.peer >= 0)
             here = ep_poll_record(g, epoch, held.term.peer, held.term.row, &timeout, &alive);
+        if (DONE && held.token >= 0 && held.term.slot >= 0)
+            here = ep_poll_done(g, a.t.done, held.term.slot, &timeout, &alive);
         if (!__all_sync(~0u, alive)) break;
         unsigned missing = __ballot_sync(~0u, !here);
         int ready = held.token >= 0 && !(missing & t.mask);
@@ -802,13 +819,13 @@ template <Form FORM> __device__ __forceinline__ int receives_values(const EpGath
     return a.t.carries_values && !(is_entries_form(FORM) && a.carries_weights);
 }
 
-template <Form FORM>
+template <Form FORM, int DONE>
 __device__ void receive(const EpGatherArgs &a, Pipeline *p, const FirstClaim &first_claim,
                         uint32_t epoch, int blocks) {
     constexpr PipelineWork work = is_packed_form(FORM) ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
-        schedule_tokens<FORM>(a, p, first_claim, epoch, blocks);
+        schedule_tokens<FORM, DONE>(a, p, first_claim, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, passes_on<FORM>(a) ? WORK_MOVE : work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
@@ -839,7 +856,7 @@ __device__ __forceinline__ FirstClaim claim_first(const EpGatherArgs &a, const R
                          : claim_first_rows(a, &s->rows[warp - SCHEDULER_WARP], SENDERS);
 }
 
-template <Form FORM>
+template <Form FORM, int DONE>
 __global__ void __launch_bounds__(GATHER_THREADS, 1)
     gather_kernel(const __grid_constant__ EpGatherArgs a) {
     extern __shared__ __align__(128) char memory[];
@@ -881,28 +898,41 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     else if (thread >= 0)
         sum(a, &shared->pipeline, rounds, thread);
     else if (role.receives)
-        receive<FORM>(a, &shared->pipeline, first_claim, epoch, role.count);
+        receive<FORM, DONE>(a, &shared->pipeline, first_claim, epoch, role.count);
     else
-        send<FORM>(a, &shared->pipeline, &shared->sending, first_claim, epoch, role.count);
+        send<FORM, DONE>(a, &shared->pipeline, &shared->sending, first_claim, epoch, role.count);
     ep_end_operation(a.group, epoch, 0);
     if (has_nodes(FORM) && a.stamp) ep_seal_stamp(a.group, a.stamp);
 }
 
+/* With done blocks a kernel without biases is that with any. */
+static decltype(&gather_kernel<ONE_NODE, 0>) kernel_of(int is_packed, int has_nodes, int has_biases,
+                                                       int waits) {
+    if (is_packed && waits) return gather_kernel<PACKED_BIASED, 1>;
+    if (is_packed) return has_biases ? gather_kernel<PACKED_BIASED, 0> : gather_kernel<PACKED, 0>;
+    if (waits) return has_nodes ? gather_kernel<NODES, 1> : gather_kernel<ONE_NODE, 1>;
+    return has_nodes ? gather_kernel<NODES, 0> : gather_kernel<ONE_NODE, 0>;
+}
+
+static decltype(&gather_kernel<ONE_NODE, 0>) entries_kernel_of(int has_nodes, int waits) {
+    if (waits) return has_nodes ? gather_kernel<ENTRIES_NODES, 1> : gather_kernel<ENTRIES, 1>;
+    return has_nodes ? gather_kernel<ENTRIES_NODES, 0> : gather_kernel<ENTRIES, 0>;
+}
+
 extern "C" int ep_cuda_open_gather(int shared_bytes) {
-    int error = ep_open_kernel(gather_kernel<ONE_NODE>, shared_bytes);
-    if (!error) error = ep_open_kernel(gather_kernel<NODES>, shared_bytes);
-    if (!error) error = ep_open_kernel(gather_kernel<PACKED>, shared_bytes);
-    if (!error) error = ep_open_kernel(gather_kernel<ENTRIES>, shared_bytes);
-    if (!error) error = ep_open_kernel(gather_kernel<ENTRIES_NODES>, shared_bytes);
-    return error ? error : ep_open_kernel(gather_kernel<PACKED_BIASED>, shared_bytes);
+    int error = 0;
+    for (int i = 0; i < 16 && !error; i++) {
+        error = ep_open_kernel(kernel_of(i & 1, i & 2, i & 4, i & 8), shared_bytes);
+        if (!error) error = ep_open_kernel(entries_kernel_of(i & 2, i & 8), shared_bytes);
+    }
+    return error;
 }
 
 extern "C" int ep_cuda_launch_gather(const void *args, int blocks, void *stream) {
     const EpGatherArgs *a = (const EpGatherArgs *)args;
-    int on_nodes = a->rounds || a->nodes.order || a->nodes.records;
-    auto packed = a->t.num_biases ? gather_kernel<PACKED_BIASED> : gather_kernel<PACKED>;
-    auto rounded = on_nodes ? gather_kernel<NODES> : gather_kernel<ONE_NODE>;
-    auto entries = on_nodes ? gather_kernel<ENTRIES_NODES> : gather_kernel<ENTRIES>;
-    auto kernel = a->t.by_entry ? entries : a->t.format.bits ? packed : rounded;
+    int on_nodes = a->rounds || a->nodes.order || a->nodes.records, waits = !!a->t.done.words;
+    auto kernel = a->t.by_entry
+                      ? entries_kernel_of(on_nodes, waits)
+                      : kernel_of(a->t.format.bits != 0, on_nodes, a->t.num_biases, waits);
     return ep_launch(kernel, blocks, GATHER_THREADS, pipeline_bytes(a->pipeline), stream, *a);
 }

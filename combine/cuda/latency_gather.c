@@ -57,6 +57,7 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     int percent = g->t.by_entry ? SENDERS_PERCENT : percent_of_senders(group, g->top_k);
     int blocks =
         ep_latency_blocks(&args.group, g->phase, tokens, args.steps, percent, &args.latency);
+    if (g->t.done.words) args.latency.releases = 0; /* who produces rows needs the room */
     args.latency.token = g->place.token;
     args.stats = g->stats, args.counts = ep_counts_any(&g->stats);
     partition(handle, tokens, blocks, &args);

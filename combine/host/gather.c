@@ -25,6 +25,7 @@
 #include <string.h>
 
 #include "combine/host/gather.h"
+#include "handles/host/blocks.h"
 #include "handles/host/plan.h"
 #include "handles/host/statistics.h"
 #include "runtime/host/host.h"
@@ -465,6 +466,7 @@ static EpStatus run(EpHandle *handle, const void *call) {
     x.rank = handle->group->rank, x.size = handle->group->size;
     x.nodes = handle->group->nodes.of;
     order_ranks(&x);
+    EP_TRY(ep_host_await_done(handle, &named, &x.plan, &g.done));
     x.top_k = x.plan.header->top_k;
     x.record = sum_record(&g, x.top_k);
     int64_t weights = g.weighs_entries && !g.by_entry ? x.top_k * (int64_t)sizeof(float) : 0;

@@ -1300,7 +1300,38 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
  * ranks that it relays for counts there, with the sums of others. Waits are those within the node,
  * of each part of the operation by itself; what comes over the network adds nothing, and
  * ep_prepare_with adds none.
+ *
+ * ready and done let kernels of the caller's work on some rows while others still travel. Receive
+ * rows are cut into blocks of block_rows rows, the last one shorter, each with an INT32 word. In
+ * BATCHED every expert's rows are cut by themselves, in RANK_MAJOR every source's: n words for each
+ * of L or R. In EXPERT_MAJOR block_rows divides the handle's alignment (EP_ERR_ALIGNMENT), so a
+ * block lies in one slab. docs/overlap.md shows a kernel on either side of the words.
+ *
+ * ready  [words] at least one for each block of recv_tokens, at most EP_MAX_BLOCK_WORDS. The caller
+ *        sets them to 0, in stream order before the operation and before whoever reads them. A word
+ *        stays 0 until all rows of its block are there, with weights, scales and ids; padding that
+ *        is zeroed counts as there. Then it becomes 1 + the rows of the block that hold a token.
+ *        Blocks without such rows become 1. All outputs of the plan are there before any word
+ *        changes. If the operation fails, words may stay 0. A word that was not 0 before the call
+ *        tells its reader nothing. Taken by ep_dispatch_with and ep_dispatch_wait_with.
+ * done   [words] likewise for expert_out. The operation reads the rows of a block only after it has
+ *        seen a word of at least `expected`, 1 or more. The caller sets words to 0 in stream order
+ *        before the operation and before the producer of the rows. A word left from an earlier step
+ *        counts as done, and its rows are read as they are. Blocks without rows of tokens are not
+ *        waited for. A word that does not come within the group's timeout fails the group, with
+ *        EP_ERR_TIMEOUT and the block; on the host backend only the call, before it writes
+ *        anything. Rows are summed in the order of tokens, so a producer overlaps with the
+ *        operation if it completes the rows of lower tokens first. Taken by ep_combine_with and
+ *        ep_combine_send_with.
+ *
+ * On the host backend all ready words are full when the call returns, and the call waits for all
+ * done words before it begins. On the CUDA backend kernels read and write the words while the
+ * operation runs, so it starts only when the work before it on its stream is complete. It and the
+ * other kernel have to leave each other multiprocessors (num_sms): else both end at their
+ * deadlines.
  */
+#define EP_MAX_BLOCK_WORDS 65536
+
 typedef struct EpExtras {
     size_t struct_size;
     const EpTensor *bias0;
@@ -1311,10 +1342,14 @@ typedef struct EpExtras {
     const EpTensor *peer_wait_ns;
     const EpTensor *peer_longest_wait_ns;
     const EpTensor *global_scale;
+    const EpTensor *ready;
+    const EpTensor *done;
+    int32_t block_rows; /* of ready or done; 0 without them */
+    int32_t expected;   /* of done; 0 without it */
 } EpExtras;
 
 #define EP_EXTRAS_INIT \
-    { sizeof(EpExtras), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+    { sizeof(EpExtras), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0 }
 
 /** As ep_prepare. extras: may be NULL, and is refused in latency mode, where ep_dispatch waits. */
 EpStatus ep_prepare_with(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,

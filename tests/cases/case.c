@@ -109,6 +109,7 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, global_ids, NULL),
     TEXT_FIELD(Case, biases, NULL),
     TEXT_FIELD(Case, counters, NULL),
+    TEXT_FIELD(Case, block_rows, NULL),
     TEXT_FIELD(Case, all_weights, NULL),
     TEXT_FIELD(Case, seed, NULL),
 };

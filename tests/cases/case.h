@@ -77,6 +77,8 @@ typedef struct Case {
     int global_ids;  /**< recv_topk_idx has global expert ids; ignored where a layout has none */
     int biases;      /**< added to the sums of combine and dispatch_backward: 0, 1 or 2 */
     int counters;    /**< calls add to counters: 1: to all, 2 or 3: to every other one */
+    int block_rows;  /**< dispatch stores ready words, and combine reads done words, of blocks of so
+                          many rows; 0: neither */
     int all_weights; /**< rank-major rows get all K weights; ignored in other layouts */
     uint64_t seed;
 } Case;

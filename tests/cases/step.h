@@ -17,7 +17,8 @@ typedef struct Step {
     EpHandle *handle;
     const World *world;
     int rank;
-    const EpTensor *plan; /**< that calls name; NULL: the handle's own */
+    const EpTensor *plan;     /**< that calls name; NULL: the handle's own */
+    int block_rows, expected; /**< as in EpExtras; 0: what the case and the given words want */
 } Step;
 
 static inline const RankWorld *step_mine(const Step *step) {
@@ -85,13 +86,15 @@ typedef enum StepOutput {
     STEP_OUTPUTS
 } StepOutput;
 
-/** What calls add to, numbered behind the outputs. */
+/** What calls add to, and words of blocks of rows. Numbered behind the outputs. */
 typedef enum StepCounter {
     EXPERT_TOKENS = STEP_OUTPUTS,
     PEER_ROWS,
     PEER_BYTES,
     PEER_WAIT,
     LONGEST_WAIT,
+    READY_WORDS,
+    DONE_WORDS,
     STEP_ARRAYS
 } StepCounter;
 

@@ -195,8 +195,9 @@ static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *c
     *copy = *extras;
     copy->bias0 = input(m, extras->bias0), copy->bias1 = input(m, extras->bias1);
     copy->global_scale = input(m, extras->global_scale);
-    const EpTensor **counters[] = {&copy->expert_tokens, &copy->peer_rows, &copy->peer_bytes,
-                                   &copy->peer_wait_ns, &copy->peer_longest_wait_ns};
+    const EpTensor **counters[] = {
+        &copy->expert_tokens,        &copy->peer_rows, &copy->peer_bytes, &copy->peer_wait_ns,
+        &copy->peer_longest_wait_ns, &copy->ready,     &copy->done};
     for (size_t i = 0; i < sizeof(counters) / sizeof(*counters); i++)
         *counters[i] = output(m, *counters[i]);
     return copy;

@@ -337,13 +337,16 @@ def run_two(dispatcher, first, case, release, rank, device):
 def run_beside(dispatcher, first, case, release, rank, device):
     """Combine on another stream, as single-batch overlap has it. GPUs alone have streams."""
     x, topk = inputs(5, rank, device)
-    for overlap in False, True:
+    signal = torch.full((EXPERTS * 64,), 9, dtype=torch.int32, device=device)
+    by_blocks = dict(block_m=64, threshold=9)
+    words = dict(signal=signal, threshold=9, num_sms=8)
+    for overlap, more, meta in [(False, {}, {}), (True, {}, {}), (True, words, by_blocks)]:
         stream, event = torch.cuda.Stream(), torch.cuda.Event()
         output = dispatcher.dispatch(hidden_states=x, topk_output=topk)
         given = compute(output, first, case, release)
         event.record()
-        args = types.SimpleNamespace(overlap=overlap, stream=stream, wait_event=event)
-        dispatcher.set_overlap_args(args, {})
+        args = types.SimpleNamespace(overlap=overlap, stream=stream, wait_event=event, **more)
+        dispatcher.set_overlap_args(args, meta)
         check(dispatcher.combine(combine_input=given), x, topk)
         dispatcher.clear_overlap_args()
 

@@ -295,14 +295,27 @@ def test_sentences(small, caplog):  # noqa: F811
          (rx, idx, weights, (None, None, 4, 128, 4)), {}),
         ("cost_stats: expected int64, got torch.float32", combine, returned,
          dict(combine_wait_recv_cost_stats=weights[0])),
-        ("signals of single blocks", combine, returned, dict(overlap=True)),
+        ("comp_signal or src_signals with it, got neither", combine, returned, dict(overlap=True)),
+        ("comp_signal: expected .*int32.*got torch.int64", combine, returned,
+         dict(overlap=True, comp_signal=idx[0], threshold=1)),
+        ("block_rows: expected at least 1 row, got 0", combine, returned,
+         dict(overlap=True, comp_signal=idx[0].int(), block_m=0, threshold=1)),
     ]:  # fmt: skip
         with refused(f"EpError {words}"):
             call(*arguments, **options)
     assert not caplog.records
-    for _ in range(2):
-        out, _, _ = combine(*returned, use_logfmt=True, overlap=False, src_signals=None)
-    assert_equal(out, x * torch.tensor([[2.0], [1.0]], device=x.device))
+    done = torch.full((4 * 3,), 5, dtype=torch.int32, device=x.device)
+    for options in [
+        dict(use_logfmt=True, overlap=False, src_signals=None),
+        dict(use_logfmt=True, **HOOK),
+        dict(overlap=True, comp_signal=done, block_m=2, threshold=5, num_sms=3),
+        dict(overlap=True, comp_signal=done, block_m=2, threshold=4, num_sms=1, **HOOK),
+        dict(overlap=True, src_signals=done[:4].view(torch.uint32), src_signal_expect_value=5),
+    ]:
+        out, _, hook = combine(*returned, **options)
+        if hook:
+            hook()
+        assert_equal(out, x * torch.tensor([[2.0], [1.0]], device=x.device))
     sentence = "low_latency_combine: use_logfmt is ignored: rows travel in their own type"
     assert [record.getMessage() for record in caplog.records] == [sentence]
     buffer.destroy()
