@@ -237,7 +237,10 @@ void device_step_run(EpGroup *group, const Case *c, int rank, void *device) {
 /* ---- calls --------------------------------------------------------------------------------- */
 
 EpStatus device_step_try(const DeviceStep *gpu, StepOp op) {
-    return step_call(&gpu->step, &gpu->memory, op, gpu->stream);
+    gpu_only_enqueue(1);
+    EpStatus status = step_call(&gpu->step, &gpu->memory, op, gpu->stream);
+    gpu_only_enqueue(0);
+    return status;
 }
 
 /* Overwrite inputs after their send phase, to show that they are not read any more. An index of
