@@ -79,25 +79,6 @@ ThreadTest(gpu_nodes, known_to_the_group_4, 4) {
     ep_group_destroy(group);
 }
 
-/* By name latency mode is refused, and AUTO is throughput mode. */
-ThreadTest(gpu_nodes, no_latency_mode_4, 4) {
-    Case c = nodes_case();
-    EpGroupConfig config = case_group_config(&c);
-    config.mode = EP_MODE_AUTO, config.latency_sets = 2;
-    EpGroup *group = open_on_nodes(bootstrap, "2", &config);
-    EpHandleConfig handle_config = case_handle_config(&c);
-    EpHandleCost cost = EP_HANDLE_COST_INIT;
-    EpHandle *handle = NULL;
-    handle_config.mode = EP_MODE_LATENCY;
-    CHECK_REFUSED(ep_handle_create(group, &handle_config, &handle), EP_ERR_UNSUPPORTED,
-                  "config.mode", "throughput mode or AUTO", "NCCL between nodes");
-    CHECK(!handle, "a handle was made");
-    handle_config.mode = EP_MODE_AUTO;
-    CHECK_OK(ep_handle_cost(group, &handle_config, &cost));
-    CHECK(cost.mode == EP_MODE_THROUGHPUT, "mode %d", (int)cost.mode);
-    ep_group_destroy(group);
-}
-
 ThreadTest(gpu_nodes, other_nodes_than_expected_2, 2) {
     Case c = nodes_case();
     EpGroupConfig config = case_group_config(&c);

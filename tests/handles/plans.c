@@ -401,16 +401,6 @@ SoloTest(handles_plans, one_number_of_tokens) {
     }
 }
 
-/* Another number of tokens than the plan's. */
-PlansTest(other_tokens, 1, ALONE) {
-    step_prepare(&p->step[0]);
-    EpTensor rows = step_expert_out(&p->step[0]), out = step_grad_out(&p->step[0]);
-    out.shape[0]--;
-    CHECK_REFUSED(
-        outcome(&p->step[0], ep_combine(p->handle, &p->plan[0], &rows, NULL, NULL, NULL, &out)),
-        EP_ERR_SHAPE, "rank 0", "got 8");
-}
-
 PlansTest(wrong_tensors, 1, ALONE) {
     EpTensor good = p->plan[0], bad = good;
     EpHandleInfo info = EP_HANDLE_INFO_INIT;

@@ -324,11 +324,6 @@ ThreadTest(handles_weights, on_four_nodes, 8) {
         check_given(bootstrap, &eight[i], 4);
 }
 
-HostRankedTest(mpi_weights, on_eight_ranks, 8, 90, "GPUs have tests of their own") {
-    for (int i = 0; i < 3; i++)
-        check_given(bootstrap, &eight[i], 1);
-}
-
 HostRankedTest(mpi_weights, on_two_nodes, 8, 90, "GPUs have tests of their own") {
     setenv("LIBEP_TOPOLOGY", "2", 1);
     for (int i = 0; i < 3; i++)

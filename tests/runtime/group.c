@@ -346,37 +346,6 @@ ThreadTest(runtime_group, two_groups_of_the_same_ranks, 3) {
         close_step(&step[i]);
 }
 
-/* Two sets of threads, a group each, run at the same time; neither waits for the other. */
-typedef struct TwoGroups {
-    EpBootstrap bootstrap[2][3];
-    World *world[2];
-} TwoGroups;
-
-static void one_of_two_groups(const EpBootstrap *bootstrap, void *arg) {
-    TwoGroups *two = arg;
-    int set = bootstrap->rank % 2, rank = bootstrap->rank / 2;
-    for (int i = 0; i < 10; i++)
-        run_world(&two->bootstrap[set][rank], two->world[set]);
-}
-
-Test(runtime_group, two_groups_of_other_ranks_at_once, .timeout = 120) {
-    TwoGroups two;
-    Case first = {.ranks = 3, .experts = 5, .weighted = 1, .seed = 1};
-    Case second = {.ranks = 3, .experts = 11, .top_k = 5, .max_tokens = 40, .seed = 2};
-    two.world[0] = world_new(&first);
-    two.world[1] = world_new(&second);
-    for (int set = 0; set < 2; set++) {
-        two.bootstrap[set][0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
-        cr_assert(ep_bootstrap_local(3, two.bootstrap[set]) == EP_OK);
-    }
-    run_on_threads(6, one_of_two_groups, &two);
-    for (int set = 0; set < 2; set++) {
-        for (int r = 0; r < 3; r++)
-            ep_bootstrap_destroy(&two.bootstrap[set][r]);
-        world_free(two.world[set]);
-    }
-}
-
 /* One process creates and destroys many groups, one after the other. */
 ThreadTest(runtime_group, groups_come_and_go, 2) {
     int groups = TESTS_ON_GPU ? 5 : 40; /* creating communicators is slow */
