@@ -139,14 +139,6 @@ static EpGroupConfig shared_config(const CaseList *list) {
     return config;
 }
 
-/* Open a handle of a case, with what differs from the group's defaults. */
-static EpHandle *open_in_shared(EpGroup *group, const Case *c, const Case *first) {
-    EpHandleConfig config = case_handle_config(c);
-    if (c->alignment != first->alignment) config.alignment = c->alignment;
-    if (c->overflow != first->overflow) config.overflow = (int32_t)c->overflow;
-    return open_handle_with(group, &config);
-}
-
 static void cases_body(const EpBootstrap *bootstrap, void *arg) {
     CaseList *list = arg;
     EpGroupConfig config = shared_config(list);
@@ -159,8 +151,7 @@ static void cases_body(const EpBootstrap *bootstrap, void *arg) {
         if (makes) list->world = world_new(c);
         REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
         check_note("case: %s", case_describe(c));
-        run_on_handle(group, open_in_shared(group, c, &list->cases[0]), bootstrap->rank,
-                      list->world);
+        run_on_handle(group, open_handle(group, c), bootstrap->rank, list->world);
         REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
         if (makes) world_free(list->world);
     }

@@ -195,7 +195,7 @@ static void while_operations_run(const EpBootstrap *bootstrap) {
     lender_open(&l, bootstrap);
     Case c = adopt_case(bootstrap->size, 1);
     CHECK_OK(adopt(&l, 0, 7));
-    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, bootstrap->rank,
+    device_step_open(&gpu, l.group, open_handle(l.group, &c), &c, bootstrap->rank,
                      l.rank.stream, l.memory[0]);
     device_step_draw(&gpu, &c);
     meet(&l);
@@ -254,7 +254,7 @@ static void unknown_to_rank_0(const EpBootstrap *bootstrap, Unknown how) {
     int id = how == PAIRED ? EP_WINDOW_PAIRED : 9;
     if (rank || how != UNKNOWN) CHECK_OK(adopt(&l, 1, id));
     if (!rank && how == RELEASED) CHECK_OK(ep_window_release(l.group, l.memory[1]));
-    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, rank, l.rank.stream,
+    device_step_open(&gpu, l.group, open_handle(l.group, &c), &c, rank, l.rank.stream,
                      rank ? l.memory[1] : NULL);
     device_step_draw(&gpu, &c);
     device_step_issue(&gpu, STEP_PREPARE);
@@ -411,7 +411,7 @@ static void captured_before(const EpBootstrap *bootstrap) {
     DeviceStep gpu;
     lender_open(&l, bootstrap);
     Case c = adopt_case(bootstrap->size, 1);
-    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, bootstrap->rank, NULL,
+    device_step_open(&gpu, l.group, open_handle(l.group, &c), &c, bootstrap->rank, NULL,
                      l.memory[0]);
     device_step_draw_step(&gpu, 1);
     cudaGraphExec_t exec = device_step_capture(&gpu, STEP_ALL);

@@ -41,9 +41,9 @@ static void open_changed(FailingGroup *failing, Change change, DeviceStep *odd) 
     Case c = changed_case(failing->gpu.c, change), named = failing->gpu.c;
     int rank = failing->gpu.step.rank, is_new = change == THE_HANDLE || change == THE_MODE;
     EpHandle *handle = failing->gpu.step.handle;
-    if (is_new) handle = device_step_handle(failing->group, &c);
+    if (is_new) handle = open_handle(failing->group, &c);
     named.id = 1;
-    if (change == THE_HANDLE) failing->gpu.step.handle = device_step_handle(failing->group, &named);
+    if (change == THE_HANDLE) failing->gpu.step.handle = open_handle(failing->group, &named);
     device_step_open(odd, failing->group, handle, &c, rank, failing->gpu.stream, NULL);
     device_step_draw(odd, &c);
     if (change != THE_MODE) return;

@@ -122,7 +122,7 @@ static void uneven(const EpBootstrap *bootstrap) {
     cudaStream_t stream = new_stream();
     for (int step = 0; step < STEPS && !check_failure()[0]; step++) {
         Case c = process_case(bootstrap->size, step);
-        EpHandle *handle = device_step_handle(group, &c);
+        EpHandle *handle = open_handle(group, &c);
         DeviceStep gpu[2];
         for (int i = 0; i < 2; i++) {
             device_step_open(&gpu[i], group, handle, &c, bootstrap->rank, stream, NULL);

@@ -2,6 +2,7 @@
 /* Creating groups: wrong configurations, ranks that disagree, queries of a live group. */
 #include <stddef.h>
 
+#include "tests/cases/calls.h"
 #include "tests/cases/refusals.h"
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
@@ -40,10 +41,10 @@ static EpStatus call_with_config(void *context, const char *call) {
 }
 
 ThreadTest(runtime_group, wrong_configurations, 1) {
-    static const char *const calls[] = {"ep_group_create", "ep_group_memory", NULL};
+    static const char *const names[] = {"ep_group_create", "ep_group_memory", NULL};
     static const Member members[] = {MEMBER("", config_fields, Configured, config)};
     static const Subject subject = {members, 1, sizeof(Configured), call_with_config,
-                                    .calls = calls};
+                                    .calls = names};
     Configured c = {bootstrap, group_config(1), NULL, EP_GROUP_MEMORY_INIT};
     check_refusals("group_config", &subject, &c);
     ep_group_destroy(open_group_with(bootstrap, &c.config));
@@ -168,88 +169,41 @@ ThreadTest(runtime_group, mistake_of_one_rank, 3) {
     run_case(bootstrap, &(Case){.ranks = 3});
 }
 
-/* Handles are created without communication; the first prepare compares their configurations. Rank
- * 2's differs. */
-typedef struct Disagreement {
-    EpLayout layout, other_layout;
-    int alignment, other_alignment;
-    int64_t rows, other_rows; /* max_recv_rows, or rows_per_expert in the batched layout */
-    const char *field, *value, *other_value;
-    EpQuant quant, other_quant; /* 0: none */
-} Disagreement;
-
-static const Disagreement disagreements[] = {
-    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_EXPERT_MAJOR, 8, 32, 0, 0, "alignment", "8", "32", 0, 0},
-    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_FLAT, 8, 8, 0, 0, "layout", "EP_LAYOUT_EXPERT_MAJOR",
-     "EP_LAYOUT_FLAT", 0, 0},
-    {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 700, INT32_MAX, "capacity", "700", "2147483647", 0, 0},
-    {EP_LAYOUT_BATCHED, EP_LAYOUT_BATCHED, 1, 1, 40, 41, "capacity", "40", "41", 0, 0},
-    {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 9, 9, "quant", "has EP_QUANT_FP8", "EP_QUANT_MXFP8",
-     EP_QUANT_FP8, EP_QUANT_MXFP8},
-};
-
-static EpStatus create_and_prepare(EpGroup *group, const Disagreement *d, int other) {
-    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
-    EpHandle *handle = NULL;
-    config.layout = other ? d->other_layout : d->layout;
-    config.alignment = other ? d->other_alignment : d->alignment;
-    if (d->quant) config.quant = other ? d->other_quant : d->quant;
-    int64_t rows = other ? d->other_rows : d->rows;
-    *(config.layout == EP_LAYOUT_BATCHED ? &config.rows_per_expert : &config.max_recv_rows) = rows;
-    if (!CHECK_OK(ep_handle_create(group, &config, &handle))) return EP_ERR_NULL;
-    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
-    EpStatus status = ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL);
-    return TESTS_ON_GPU && status == EP_OK ? ep_group_status(group, NULL) : status;
-}
+/* Handles are created without communication; the first prepare compares their configurations, in
+ * latency mode the first dispatch. Those of rank 2 and of the others, and what sentences call them.
+ */
+static const struct {
+    const char *usual, *other, *field, *value, *other_value;
+} disagreements[] = {
+    {"alignment=8", "alignment=32", "alignment", "8", "32"},
+    {"", "layout=flat", "layout", "EP_LAYOUT_EXPERT_MAJOR", "EP_LAYOUT_FLAT"},
+    {"layout=flat capacity=700", "layout=flat capacity=70000", "capacity", "700", "2147483647"},
+    {"layout=batched rows_per_expert=40", "layout=batched rows_per_expert=41", "capacity", "40",
+     "41"},
+    {"layout=flat capacity=9 hidden=128 quant=fp8", "layout=flat capacity=9 hidden=128 quant=mxfp8",
+     "quant", "has EP_QUANT_FP8", "EP_QUANT_MXFP8"},
+    {"mode=latency layout=rank-major", "mode=latency layout=batched rows_per_expert=9",
+     "layout differs", "has EP_LAYOUT_RANK_MAJOR", "has EP_LAYOUT_BATCHED"}};
 
 ThreadTest(runtime_group, handles_that_disagree, 3) {
     /* A failed group logs a warning. */
     set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
-    Case c = case_complete((Case){.ranks = 3, .spread = SPREAD_FULL});
     for (int i = 0; i < LENGTH(disagreements); i++) {
-        const Disagreement *d = &disagreements[i];
-        check_note("%d: %s", i, d->field);
-        EpGroup *group = open_group(bootstrap, &c);
-        CHECK_REFUSED(create_and_prepare(group, d, bootstrap->rank == 2), EP_ERR_MISMATCH, d->field,
-                      d->value, d->other_value, "rank 2");
-        ep_group_destroy(group);
+        int is_other = bootstrap->rank == 2;
+        Case c = case_of("ranks=3 spread=full sets=2 %s", disagreements[i].usual), mine = c;
+        if (is_other) mine = case_of("ranks=3 spread=full sets=2 %s", disagreements[i].other);
+        if (c.mode == EP_MODE_LATENCY && !TESTS_HAVE_LATENCY) continue;
+        check_note("%d: %s", i, disagreements[i].field);
+        Step step = {.world = world_new(&mine), .rank = bootstrap->rank};
+        c = case_complete(c), step.group = open_group(bootstrap, &c);
+        step.handle = open_handle(step.group, &step.world->c);
+        EpStatus status = call_outcome(call_prepare, &step);
+        if (status == EP_OK) status = call_outcome(call_dispatch, &step);
+        CHECK_REFUSED(status, EP_ERR_MISMATCH, disagreements[i].field, disagreements[i].value,
+                      disagreements[i].other_value, "rank 2");
+        close_step(&step);
         bootstrap->barrier(bootstrap->context, 60);
     }
-}
-
-/* In latency mode the first dispatch compares them. */
-static EpStatus create_and_dispatch(EpGroup *group, const Case *c, int batched) {
-    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
-    EpHandle *handle = NULL;
-    config.mode = EP_MODE_LATENCY;
-    config.layout = batched ? EP_LAYOUT_BATCHED : EP_LAYOUT_RANK_MAJOR;
-    if (batched) config.rows_per_expert = c->max_tokens;
-    if (!CHECK_OK(ep_handle_create(group, &config, &handle))) return EP_ERR_NULL;
-    int64_t blocks = batched ? 2 : c->ranks, row = (int64_t)case_row_bytes(c);
-    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
-    void *sent = aligned_alloc(16, (size_t)row);
-    void *received = aligned_alloc(16, (size_t)(blocks * c->max_tokens * row));
-    memset(sent, 0, (size_t)row);
-    EpTensor tokens = ep_tensor_2d(sent, c->row_type, 1, c->hidden);
-    EpTensor recv = ep_tensor_3d(received, c->row_type, blocks, c->max_tokens, c->hidden);
-    EpStatus status = ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL);
-    if (status == EP_OK)
-        status =
-            ep_dispatch(handle, NULL, NULL, &tokens, NULL, NULL, NULL, &recv, NULL, NULL, NULL);
-    if (TESTS_ON_GPU && status == EP_OK) status = ep_group_status(group, NULL);
-    free(sent);
-    free(received);
-    return status;
-}
-
-ThreadTest(runtime_group, layouts_that_disagree_in_latency_mode, 3) {
-    needs_latency();
-    set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
-    Case c = case_complete((Case){.ranks = 3, .spread = SPREAD_FULL, .sets = 2});
-    EpGroup *group = open_group(bootstrap, &c);
-    CHECK_REFUSED(create_and_dispatch(group, &c, bootstrap->rank == 2), EP_ERR_MISMATCH,
-                  "layout differs", "has EP_LAYOUT_RANK_MAJOR", "has EP_LAYOUT_BATCHED", "rank 2");
-    ep_group_destroy(group);
 }
 
 /* ---- a live group ---- */
