@@ -334,9 +334,8 @@ ThreadTest(bootstrap_gpus, refused_on_every_rank, 2) {
                   "rank 0: ", but + strlen("but "));
     CHECK(group == NULL, "a group was made");
     config.backend = EP_BACKEND_AUTO;
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     CHECK(info.backend == EP_BACKEND_HOST && info.device == -1 && !info.gpu[0], "%d, %d, %s",
           (int)info.backend, info.device, info.gpu);
     CHECK(strstr(info.reason, but + strlen("but ")), "%s", info.reason);

@@ -102,8 +102,7 @@ typedef struct Crowd {
 static void crowd_body(const EpBootstrap *bootstrap, void *arg) {
     Crowd *crowd = arg;
     Step step = open_step(bootstrap, &crowd->c);
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(step.group, &info));
+    EpGroupInfo info = group_info(step.group);
     CHECK(info.num_nodes == 2, "%d nodes", info.num_nodes);
     CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
     double begin = seconds_now();

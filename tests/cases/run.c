@@ -14,6 +14,11 @@ EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c) {
     return open_group_with(bootstrap, &config);
 }
 
+EpGroup *open_group_of(const EpBootstrap *bootstrap, const char *text) {
+    Case c = case_complete(case_of("ranks=%d %s", bootstrap->size, text));
+    return open_group(bootstrap, &c);
+}
+
 EpGroupConfig group_config(int ranks) {
     Case c = case_complete((Case){.ranks = ranks});
     return case_group_config(&c);
@@ -44,6 +49,11 @@ Step open_step(const EpBootstrap *bootstrap, const Case *c) {
     step.group = open_group(bootstrap, &step.world->c);
     step.handle = open_handle(step.group, &step.world->c);
     return step;
+}
+
+Step open_step_of(const EpBootstrap *bootstrap, const char *text) {
+    Case c = case_of("ranks=%d %s", bootstrap->size, text);
+    return open_step(bootstrap, &c);
 }
 
 void close_step(Step *step) {

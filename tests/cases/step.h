@@ -171,6 +171,9 @@ void step_move(const Step *step);
 /** Prepare, step_move, step_check_status. */
 void step_all(const Step *step);
 
+/** Return what these say of themselves. */
+EpGroupInfo group_info(const EpGroup *group);
+EpHandleInfo handle_info(const EpHandle *handle);
 /** Check that ep_group_status reports what this step's routing must cause. */
 void step_check_status(const Step *step);
 /** Check that ep_handle_info describes this step's plan. */

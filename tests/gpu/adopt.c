@@ -195,8 +195,8 @@ static void while_operations_run(const EpBootstrap *bootstrap) {
     lender_open(&l, bootstrap);
     Case c = adopt_case(bootstrap->size, 1);
     CHECK_OK(adopt(&l, 0, 7));
-    device_step_open(&gpu, l.group, open_handle(l.group, &c), &c, bootstrap->rank,
-                     l.rank.stream, l.memory[0]);
+    device_step_open(&gpu, l.group, open_handle(l.group, &c), &c, bootstrap->rank, l.rank.stream,
+                     l.memory[0]);
     device_step_draw(&gpu, &c);
     meet(&l);
     CHECK_CUDA(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
@@ -389,7 +389,6 @@ ThreadTest(gpu_adopt, nothing_lent, 2) {
 /* The memory of a group that borrows a communicator is what was promised. */
 ThreadTest(gpu_adopt, memory_as_promised, 2) {
     Lender l;
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     lender_open(&l, bootstrap);
     Case c = adopt_case(2, 1);
@@ -397,7 +396,7 @@ ThreadTest(gpu_adopt, memory_as_promised, 2) {
     ep_group_config_set_nccl(&config, l.rank.comm);
     CHECK_OK(adopt(&l, 0, 0));
     CHECK_OK(ep_group_memory(&config, 2, &memory));
-    CHECK_OK(ep_group_query(l.group, &info));
+    EpGroupInfo info = group_info(l.group);
     CHECK(info.library_bytes == memory.shared_bytes + memory.private_bytes, "%lld bytes",
           (long long)info.library_bytes);
     lender_close(&l);

@@ -57,8 +57,7 @@ void nccl_ep_close(NcclEpRank *r) {
 }
 
 bool nccl_ep_is_on_one_node(const NcclEpRank *r) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(r->group->ep, &info));
+    EpGroupInfo info = group_info(r->group->ep);
     return info.num_nodes == 1;
 }
 

@@ -105,8 +105,7 @@ static void check_promise(const EpBootstrap *bootstrap) {
     EpGroupConfig config = case_group_config(&c);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     EpGroup *group = open_on_nodes(bootstrap, "2", &config);
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     config.num_nodes = 2;
     CHECK_OK(ep_group_memory(&config, bootstrap->size, &memory));
     CHECK(memory.feasible && memory.backend == EP_BACKEND_CUDA, "%s", memory.reason);

@@ -21,8 +21,7 @@ static Case process_case(int ranks, int step) {
 /* ---- shared GPUs --------------------------------------------------------------------------- */
 
 static void check_group(EpGroup *group) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     CHECK(info.backend == EP_BACKEND_CUDA && strstr(info.reason, "ranks share GPUs"), "%s",
           info.reason);
     CHECK_OK(ep_group_status(group, NULL));

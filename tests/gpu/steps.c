@@ -236,8 +236,7 @@ static Case kind_case(int ranks, int kind) {
 }
 
 static int64_t library_bytes(EpGroup *group) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     return info.library_bytes;
 }
 

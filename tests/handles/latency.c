@@ -58,8 +58,7 @@ static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int
     CHECK(cost.mode == expected, "mode %d", (int)cost.mode);
     CHECK(cost.plan_bytes == (int64_t)bytes, "%lld bytes", (long long)cost.plan_bytes);
     CHECK(cost.buffer_bytes == 0, "%lld bytes of buffers", (long long)cost.buffer_bytes);
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     if (choice->handle == EP_DEFAULT && choice->layout < EP_LAYOUT_BATCHED)
         CHECK(info.mode == expected, "the group says %d", (int)info.mode);
     ep_group_destroy(group);
@@ -87,9 +86,8 @@ static void check_mode(EpGroup *group, int layout, int mode, EpMode expected) {
  * mode there, without other settings; GPUs have none. */
 static void check_modes_on_nodes(EpGroup *group) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
     EpHandle *handle = NULL;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     CHECK(info.num_nodes == 2 && info.mode == EP_MODE_THROUGHPUT, "%d nodes, mode %d",
           info.num_nodes, (int)info.mode);
     check_mode(group, EP_LAYOUT_FLAT, EP_DEFAULT, EP_MODE_THROUGHPUT);
@@ -191,10 +189,9 @@ FixtureTest(handles_latency, there_is_no_backward, "mode=latency") {
 }
 
 static void check_dispatched(Fixture *fixture, int32_t given, int64_t tokens) {
-    EpHandleInfo info = EP_HANDLE_INFO_INIT;
     *(int32_t *)fixture->tensor[IN_COUNT].data = given;
     CHECK_OK(fixture_call(fixture, STEP_DISPATCH));
-    CHECK_OK(ep_handle_info(fixture->handle, &info));
+    EpHandleInfo info = handle_info(fixture->handle);
     CHECK(info.num_tokens == tokens, "%lld tokens instead of %lld", (long long)info.num_tokens,
           (long long)tokens);
 }

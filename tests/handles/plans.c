@@ -77,7 +77,6 @@ ThreadTest(handles_plans, own_plan_named_on_another_handle, RANKS) {
     Step own = open_step(bootstrap, &c);
     EpHandle *owner = own.handle, *other = NULL;
     EpHandleConfig config = case_handle_config(&own.world->c);
-    EpHandleInfo info = EP_HANDLE_INFO_INIT;
     EpTensor plan = {0};
     config.plans = EP_PLANS_NAMED, config.zero_tail = EP_TAIL_KEEP;
     if (owner) CHECK_OK(ep_handle_create(own.group, &config, &other));
@@ -92,7 +91,7 @@ ThreadTest(handles_plans, own_plan_named_on_another_handle, RANKS) {
     step_dispatch(&named);
     step_combine(&own);
     step_combine_backward(&named);
-    CHECK_OK(ep_handle_info(owner, &info));
+    EpHandleInfo info = handle_info(owner);
     CHECK(info.recv_rows == own.world->rank[own.rank].recv_rows, "%lld rows",
           (long long)info.recv_rows);
     ep_handle_destroy(other);

@@ -109,8 +109,7 @@ static void check_refuses(const Step *rank, EpStatus status, const char *part) {
 }
 
 static int rank_nodes(const Step *rank) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(rank->group, &info));
+    EpGroupInfo info = group_info(rank->group);
     return info.num_nodes;
 }
 
