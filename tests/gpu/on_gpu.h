@@ -115,6 +115,7 @@ const EpExtras *gpu_extras(const void *extras);
 #define GPU_RANKS(wanted) gpu_least(wanted)
 #define GPU_MISSING() gpu_missing()
 #define GPU_ROOM(bytes) gpu_reserve(bytes)
+#define GPU_ENQUEUES(only) gpu_only_enqueue(only)
 #define HOST_ONLY(why) check_left_out(why)
 
 #endif

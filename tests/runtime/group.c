@@ -196,8 +196,7 @@ ThreadTest(runtime_group, handles_that_disagree, 3) {
         Step step = {.world = world_new(&mine), .rank = bootstrap->rank};
         c = case_complete(c), step.group = open_group(bootstrap, &c);
         step.handle = open_handle(step.group, &step.world->c);
-        EpStatus status = call_outcome(call_prepare, &step);
-        if (status == EP_OK) status = call_outcome(call_dispatch, &step);
+        EpStatus status = call_ops(&step, STEP_PREPARE | STEP_DISPATCH);
         CHECK_REFUSED(status, EP_ERR_MISMATCH, disagreements[i].field, disagreements[i].value,
                       disagreements[i].other_value, "rank 2");
         close_step(&step);
