@@ -215,8 +215,7 @@ static void while_operations_run(const EpBootstrap *bootstrap) {
     lender_close(&l);
 }
 
-RankTest(gpu_adopt, while_operations_run_2, 2, while_operations_run(bootstrap));
-RankTest(gpu_adopt, while_operations_run_4, 4, while_operations_run(bootstrap));
+RankTests24(gpu_adopt, while_operations_run, while_operations_run(bootstrap));
 
 /* ---- a sender without the window ------------------------------------------------------------- */
 
@@ -292,8 +291,7 @@ static void unknown_to_rank_0(const EpBootstrap *bootstrap, Unknown how) {
     failing_check_next(bootstrap, EP_MODE_THROUGHPUT);
 }
 
-RankTest(gpu_adopt, unknown_2, 2, unknown_to_rank_0(bootstrap, UNKNOWN));
-RankTest(gpu_adopt, unknown_4, 4, unknown_to_rank_0(bootstrap, UNKNOWN));
+RankTests24(gpu_adopt, unknown, unknown_to_rank_0(bootstrap, UNKNOWN));
 RankTest(gpu_adopt, released_2, 2, unknown_to_rank_0(bootstrap, RELEASED));
 RankTest(gpu_adopt, received_elsewhere_2, 2, unknown_to_rank_0(bootstrap, PAIRED));
 

@@ -93,12 +93,9 @@ static void overwritten_memory(const EpBootstrap *bootstrap, EpMode mode) {
     failing_check_next(bootstrap, mode);
 }
 
-RankTest(gpu_faults, overwritten_memory_2, 2, overwritten_memory(bootstrap, EP_MODE_THROUGHPUT));
-RankTest(gpu_faults, overwritten_memory_4, 4, overwritten_memory(bootstrap, EP_MODE_THROUGHPUT));
-LatencyTest(gpu_latency_faults, overwritten_memory_2, 2,
-            overwritten_memory(bootstrap, EP_MODE_LATENCY));
-LatencyTest(gpu_latency_faults, overwritten_memory_4, 4,
-            overwritten_memory(bootstrap, EP_MODE_LATENCY));
+RankTests24(gpu_faults, overwritten_memory, overwritten_memory(bootstrap, EP_MODE_THROUGHPUT));
+LatencyTests24(gpu_latency_faults, overwritten_memory,
+               overwritten_memory(bootstrap, EP_MODE_LATENCY));
 
 /* ---- late ranks ---- */
 
@@ -128,8 +125,7 @@ static void both_in_turn(const EpBootstrap *bootstrap) {
     device_step_close(&other);
 }
 
-LatencyTest(gpu_latency_faults, both_in_turn_2, 2, both_in_turn(bootstrap));
-LatencyTest(gpu_latency_faults, both_in_turn_4, 4, both_in_turn(bootstrap));
+LatencyTests24(gpu_latency_faults, both_in_turn, both_in_turn(bootstrap));
 
 /* ---- too much memory ------------------------------------------------------------------------- */
 

@@ -91,10 +91,8 @@ static void replay(const EpBootstrap *bootstrap, Case c) {
 
 #define REPLAY(layout) replay(bootstrap, graph_case(bootstrap->size, EP_LAYOUT_##layout))
 RankTests(gpu_graphs, expert_major, REPLAY(EXPERT_MAJOR));
-RankTest(gpu_graphs, flat_2, 2, REPLAY(FLAT));
-RankTest(gpu_graphs, flat_4, 4, REPLAY(FLAT));
-RankTest(gpu_graphs, batched_2, 2, REPLAY(BATCHED));
-RankTest(gpu_graphs, batched_4, 4, REPLAY(BATCHED));
+RankTests24(gpu_graphs, flat, REPLAY(FLAT));
+RankTests24(gpu_graphs, batched, REPLAY(BATCHED));
 
 #define LATENCY_REPLAY(layout, phases) \
     replay(bootstrap, latency_case(bootstrap->size, EP_LAYOUT_##layout, phases))
@@ -229,6 +227,5 @@ static void two_streams(const EpBootstrap *bootstrap, int with_graph, int steps)
 }
 
 LatencyTest(gpu_replays, two_streams_1, 1, two_streams(bootstrap, 1, TURNS));
-LatencyTest(gpu_replays, two_streams_2, 2, two_streams(bootstrap, 1, LATENCY_REPLAYS));
-LatencyTest(gpu_replays, two_streams_4, 4, two_streams(bootstrap, 1, LATENCY_REPLAYS));
+LatencyTests24(gpu_replays, two_streams, two_streams(bootstrap, 1, LATENCY_REPLAYS));
 LatencyTests(gpu_latency, two_streams, two_streams(bootstrap, 0, 40));

@@ -241,8 +241,7 @@ static void run_decoding(const EpBootstrap *bootstrap, Case c) {
 
 LatencyTest(gpu_nccl_ep, decode_expert_major_1, 1, run_decoding(bootstrap, DECODING(BATCHED)));
 LatencyTest(gpu_nccl_ep, decode_expert_major_2, 2, run_decoding(bootstrap, DECODING(BATCHED)));
-LatencyTest(gpu_nccl_ep, decode_rank_major_2, 2, run_decoding(bootstrap, DECODING(RANK_MAJOR)));
-LatencyTest(gpu_nccl_ep, decode_rank_major_4, 4, run_decoding(bootstrap, DECODING(RANK_MAJOR)));
+LatencyTests24(gpu_nccl_ep, decode_rank_major, run_decoding(bootstrap, DECODING(RANK_MAJOR)));
 
 /* One handle, whose dispatches quantise in turn or do not; at last they carry scales. */
 static void run_quantised(const EpBootstrap *bootstrap, Case c) {
@@ -339,8 +338,7 @@ static void replay(const EpBootstrap *bootstrap, Case c, int send_only) {
 LatencyTests(gpu_nccl_ep_graphs, decode_expert_major, replay(bootstrap, DECODING(BATCHED), 0));
 LatencyTest(gpu_nccl_ep_graphs, decode_rank_major_2, 2, replay(bootstrap, DECODING(RANK_MAJOR), 0));
 LatencyTest(gpu_nccl_ep_graphs, decode_in_halves_2, 2, replay(bootstrap, DECODING(BATCHED), 1));
-RankTest(gpu_nccl_ep_graphs, train_2, 2, replay(bootstrap, TRAINING, 0));
-RankTest(gpu_nccl_ep_graphs, train_4, 4, replay(bootstrap, TRAINING, 0));
+RankTests24(gpu_nccl_ep_graphs, train, replay(bootstrap, TRAINING, 0));
 
 /* ---- windows --------------------------------------------------------------------------------- */
 

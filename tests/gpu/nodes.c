@@ -150,5 +150,4 @@ static void two_handles(const EpBootstrap *bootstrap) {
     ep_group_destroy(group);
 }
 
-RankTest(gpu_nodes, two_handles_2, 2, two_handles(bootstrap));
-RankTest(gpu_nodes, two_handles_4, 4, two_handles(bootstrap));
+RankTests24(gpu_nodes, two_handles, two_handles(bootstrap));

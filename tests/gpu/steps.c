@@ -148,8 +148,7 @@ static void run_random_steps(const EpBootstrap *bootstrap, int standard) {
 #define MANY_STEPS(bootstrap) (gpu_shares((bootstrap)->size) ? 1000 : 10000)
 
 RankTest(gpu_steps, random_1, 1, run_random_steps(bootstrap, 2000));
-RankTest(gpu_steps, random_2, 2, run_random_steps(bootstrap, MANY_STEPS(bootstrap)));
-RankTest(gpu_steps, random_4, 4, run_random_steps(bootstrap, MANY_STEPS(bootstrap)));
+RankTests24(gpu_steps, random, run_random_steps(bootstrap, MANY_STEPS(bootstrap)));
 
 /* ---- both modes ------------------------------------------------------------------------------ */
 

@@ -93,8 +93,7 @@ static void no_rows(const EpBootstrap *bootstrap) {
     ep_group_destroy(group);
 }
 
-RankTest(gpu_zero_copy, no_rows_2, 2, no_rows(bootstrap));
-RankTest(gpu_zero_copy, no_rows_4, 4, no_rows(bootstrap));
+RankTests24(gpu_zero_copy, no_rows, no_rows(bootstrap));
 
 /* ---- allocation ------------------------------------------------------------------------------ */
 

@@ -2,7 +2,6 @@
 /* Latency mode: which handles get it, what memory it takes, and that a dispatch reads the routing
  * when it runs. run_case_on_threads tests what its operations write. */
 #include "tests/cases/fixture.h"
-#include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
 
 /* ---- which mode ---- */
@@ -276,46 +275,4 @@ ThreadTest(handles_latency, routes_again_without_prepare, RANKS) {
         replays(bootstrap, layout, 0);
         replays(bootstrap, layout, 1);
     }
-}
-
-/* ---- many handles, delayed ranks ---- */
-
-enum { HANDLES = 5, STEPS = 60 };
-
-static void delay(Random *random) {
-    if (random_percent(random, 30)) usleep((useconds_t)random_below(random, 2000));
-}
-
-static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
-    Case c = case_of("ranks=%d experts=9 top_k=4 max_tokens=12 weighted=1 mode=latency "
-                     "scale_bytes=8 masked_percent=10",
-                     RANKS);
-    EpHandle *handles[HANDLES];
-    EpGroup *group = NULL;
-    /* Equal draws on all ranks, and this rank's delays. */
-    Random shared = random_stream(seed, 1, 0), own = random_stream(seed, 2, bootstrap->rank);
-    for (int i = 0; i < HANDLES; i++) {
-        c.layout = (EpLayout)(1 + i % 4);
-        Case full = case_complete(c);
-        if (!group) group = open_group(bootstrap, &full);
-        handles[i] = open_handle(group, &full);
-    }
-    for (int i = 0; i < STEPS; i++) {
-        int which = (int)random_below(&shared, HANDLES);
-        c.layout = (EpLayout)(1 + which % 4), c.seed = seed * 1000 + (uint64_t)i;
-        World *world = world_new(&c);
-        check_note("stress seed %llu, step %d: %s", (unsigned long long)seed, i, case_describe(&c));
-        Step step = {group, handles[which], world, bootstrap->rank, NULL};
-        delay(&own);
-        step_dispatch(&step);
-        delay(&own);
-        step_combine(&step);
-        world_free(world);
-    }
-    ep_group_destroy(group);
-}
-
-ThreadTest(handles_latency, delayed_ranks, RANKS) {
-    needs_latency();
-    stress(bootstrap, environment_number("LIBEP_TEST_SEED", 7));
 }
