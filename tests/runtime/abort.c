@@ -234,10 +234,8 @@ AbortTest(OnRanks, of_a_failed_group) {
 }
 
 /* Threads abort a rank at the same time. One of them comes first. */
-ThreadTest(runtime_abort, by_many_threads, 1) {
+GroupTest(runtime_abort, by_many_threads, 1, "") {
     enum { THREADS = 8 };
-    Case c = case_complete((Case){.ranks = 1});
-    EpGroup *group = open_group(bootstrap, &c);
     Aborter aborters[THREADS];
     char why[THREADS][64], first[512];
     for (int i = 0; i < THREADS; i++) {
@@ -251,7 +249,6 @@ ThreadTest(runtime_abort, by_many_threads, 1) {
     snprintf(first, sizeof(first), "%s", ep_last_error());
     CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_ABORTED);
     CHECK(!strcmp(first, ep_last_error()), "'%s' after '%s'", ep_last_error(), first);
-    ep_group_destroy(group);
 }
 
 /* ---- a rendezvous ---- */
@@ -422,8 +419,7 @@ ThreadTest(runtime_abort, in_a_callback_that_polls, 1) {
     EpBootstrap mine = gathers_alone(bootstrap);
     wrap_bootstrap(&mine, &wrapped);
     CHECK_OK(ep_poll_abort());
-    Case c = case_complete((Case){.ranks = 1});
-    EpGroup *group = open_group(&mine, &c);
+    EpGroup *group = open_group_of(&mine, "");
     Aborter aborter;
     void *out = &endless;
     endless = 1;
@@ -438,9 +434,8 @@ ThreadTest(runtime_abort, in_a_callback_that_polls, 1) {
 /* ---- arguments ---- */
 
 ThreadTest(runtime_abort, wrong_arguments, 1) {
-    Case c = case_complete((Case){.ranks = 1});
+    EpGroup *group = open_group_of(bootstrap, "");
     int stray[64] = {1, 2, 3};
-    EpGroup *group = open_group(bootstrap, &c);
     CHECK_REFUSED(ep_group_abort(NULL, WHY), EP_ERR_NULL, "ep_group_abort: group: ");
     CHECK_REFUSED(ep_group_abort((EpGroup *)stray, WHY), EP_ERR_FOREIGN, "ep_group_abort: group: ");
     CHECK_REFUSED(ep_group_abort(group, NULL), EP_ERR_NULL, "rank 0: ep_group_abort: sentence: ");
@@ -458,8 +453,7 @@ ThreadTest(runtime_abort, sentences, 1) {
     const char *const given[] = {"", longest, longer};
     const size_t kept[] = {strlen("no reason given"), 255, 254};
     for (int i = 0; i < 3; i++) {
-        Case c = case_complete((Case){.ranks = 1});
-        EpGroup *group = open_group(bootstrap, &c);
+        EpGroup *group = open_group_of(bootstrap, "");
         CHECK_OK(ep_group_abort(group, given[i]));
         CHECK_REFUSED(ep_group_status(group, NULL), EP_ERR_ABORTED, "was aborted: ");
         const char *said = strstr(ep_last_error(), "aborted: ");
