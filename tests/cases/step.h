@@ -193,7 +193,6 @@ void step_check_sources(const Step *step);
 
 /** Receive tensors of dispatch over the caller's memory. */
 EpTensor step_recv_tokens(const Step *step, void *data);
-EpTensor step_recv_scales(const Step *step, void *data);
 /** A tensor shaped like a receive buffer of this step, with `columns` elements of `type` per
  * row. */
 EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns);

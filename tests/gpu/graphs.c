@@ -197,7 +197,7 @@ static cudaGraphExec_t capture_two(DeviceStep *a, DeviceStep *b, int swapped) {
 static void run_two(GraphStep *a, GraphStep *b, int swapped, int step) {
     device_step_draw_step(&a->gpu, 2 * step);
     device_step_draw_step(&b->gpu, 2 * step + 1);
-    if (!a->exec || step % 5 == 4) {
+    if (step % 5 == 4) {
         interleave(&a->gpu, &b->gpu, swapped);
     } else {
         device_step_launch(&a->gpu, a->exec, STEP_PHASES);
@@ -208,7 +208,7 @@ static void run_two(GraphStep *a, GraphStep *b, int swapped, int step) {
     device_step_check(&b->gpu);
 }
 
-static void two_streams(const EpBootstrap *bootstrap, int with_graph, int steps) {
+static void two_streams(const EpBootstrap *bootstrap, int steps) {
     GraphStep a, b;
     Case c = latency_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR, 1);
     Case d = latency_case(bootstrap->size, EP_LAYOUT_BATCHED, 1);
@@ -216,7 +216,7 @@ static void two_streams(const EpBootstrap *bootstrap, int with_graph, int steps)
     EpGroup *group = open_group(bootstrap, &c);
     graph_step_open(&a, group, &c, rank);
     graph_step_open(&b, group, &d, rank);
-    if (with_graph) a.exec = capture_two(&a.gpu, &b.gpu, swapped);
+    a.exec = capture_two(&a.gpu, &b.gpu, swapped);
     meet(bootstrap);
     for (int step = 0; step < steps && !check_failure()[0]; step++)
         run_two(&a, &b, swapped, step);
@@ -226,6 +226,5 @@ static void two_streams(const EpBootstrap *bootstrap, int with_graph, int steps)
     graph_step_close(&b);
 }
 
-LatencyTest(gpu_replays, two_streams_1, 1, two_streams(bootstrap, 1, TURNS));
-LatencyTests24(gpu_replays, two_streams, two_streams(bootstrap, 1, LATENCY_REPLAYS));
-LatencyTests(gpu_latency, two_streams, two_streams(bootstrap, 0, 40));
+LatencyTest(gpu_replays, two_streams_1, 1, two_streams(bootstrap, TURNS));
+LatencyTests24(gpu_replays, two_streams, two_streams(bootstrap, LATENCY_REPLAYS));
