@@ -85,8 +85,7 @@ ThreadTest(bootstrap_bind, asked_for_without_a_gpu, 1) {
     const char *path = temporary_file();
     setenv("LIBEP_BIND", "gpu", 1);
     setenv("LIBEP_LOG_FILE", path, 1);
-    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
-    config.num_experts = 4, config.max_tokens = 4, config.max_top_k = 2, config.max_row_bytes = 64;
+    EpGroupConfig config = group_config(1);
     config.backend = EP_BACKEND_HOST;
     EpGroup *group = open_group_with(bootstrap, &config);
     EpGroupInfo info = group_info(group);

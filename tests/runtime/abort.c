@@ -40,6 +40,12 @@ TestSuite(runtime_abort, .init = set_up);
     }                                                                 \
     static void name##_body(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg)
 
+#define OnThreadsCall(name, call) \
+    OnThreads(name) {             \
+        call;                     \
+    }                             \
+    struct name##_done
+
 /* ---- a rank, and a thread that aborts it ---- */
 
 static _Thread_local double opened;
@@ -276,12 +282,8 @@ static void while_meeting(const EpBootstrap *bootstrap, int frees) {
     rank_close(&rank);
 }
 
-OnThreads(while_meeting_in_mem_alloc) {
-    while_meeting(bootstrap, 0);
-}
-OnThreads(while_meeting_in_mem_free) {
-    while_meeting(bootstrap, 1);
-}
+OnThreadsCall(while_meeting_in_mem_alloc, while_meeting(bootstrap, 0));
+OnThreadsCall(while_meeting_in_mem_free, while_meeting(bootstrap, 1));
 
 /* Rank 0 is aborted first; the others then meet without it, or destroy their groups. */
 AbortTest(OnThreads, before_the_others_meet) {
@@ -393,12 +395,8 @@ static void on_several_nodes(const EpBootstrap *bootstrap, int waits) {
     rank_close(&rank);
 }
 
-OnThreads(on_several_nodes_while_waiting) {
-    on_several_nodes(bootstrap, 1);
-}
-OnThreads(on_several_nodes_while_nobody_waits) {
-    on_several_nodes(bootstrap, 0);
-}
+OnThreadsCall(on_several_nodes_while_waiting, on_several_nodes(bootstrap, 1));
+OnThreadsCall(on_several_nodes_while_nobody_waits, on_several_nodes(bootstrap, 0));
 
 /* ---- a bootstrap of the caller ---- */
 

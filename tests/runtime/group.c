@@ -206,9 +206,7 @@ ThreadTest(runtime_group, handles_that_disagree, 3) {
 
 /* ---- a live group ---- */
 
-ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
-    Case c = case_complete((Case){.ranks = 3, .experts = 7});
-    EpGroup *group = open_group(bootstrap, &c);
+GroupTest(runtime_group, what_a_group_says_of_itself, 3, "experts=7") {
     static const int first[] = {0, 3, 5}, count[] = {3, 2, 2};
     EpGroupInfo info = group_info(group);
     CHECK(info.rank == bootstrap->rank && info.size == 3, "%d of %d", info.rank, info.size);
@@ -225,7 +223,6 @@ ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
           "%d: %s", info.device, info.gpu);
     CHECK(strstr(info.reason, TESTS_ON_GPU ? "cuda" : "host"), "%s", info.reason);
     CHECK(info.library_bytes > 0, "%lld bytes", (long long)info.library_bytes);
-    ep_group_destroy(group);
 }
 
 static void check_promise(const EpBootstrap *bootstrap, int64_t capacity) {
@@ -283,9 +280,8 @@ ThreadTest(runtime_group, two_groups_of_the_same_ranks, 3) {
     Case cases[] = {case_of("ranks=3 experts=5 hidden=16 weighted=1 seed=1"),
                     case_of("ranks=3 experts=11 top_k=5 alignment=8 seed=2")};
     Step step[2];
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2; i++)
         step[i] = open_step(bootstrap, &cases[i]);
-    }
     void (*const operations[])(const Step *) = {step_prepare, step_dispatch, step_combine,
                                                 step_combine_backward, step_dispatch_backward};
     for (int op = 0; op < 5; op++)
