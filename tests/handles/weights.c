@@ -245,9 +245,10 @@ static void check_given(const EpBootstrap *world, const Given *given, int nodes)
     Rank r = open_rank(world, comm, &s);
     check_note("%s, %s", given->mesh, given->spec);
     check_rest(&r);
-    if (nodes == 1)
+    /* Nodes and messages in rounds change how rows travel, not what is made of them. */
+    if (nodes == 1 && sharded_elements(&r.used) < 500000)
         check_all_forms(&r);
-    else /* nodes change how rows travel, not what is made of them */
+    else
         check_form(&r, EP_QUANT_FP8, EP_BLOCKS_TILES, 1);
     close_rank(&r);
     ep_mesh_comm_destroy(comm);
