@@ -225,6 +225,8 @@ EpHandleConfig case_handle_config(const Case *c) {
         config.rows_per_expert = c->rows_per_expert;
     else
         config.max_recv_rows = c->capacity;
+    config.alignment = c->alignment;
+    config.overflow = (int32_t)c->overflow;
     config.zero_tail = c->zero_tail;
     config.padding = c->padding;
     config.sum_quant = c->sum_quant;

@@ -27,6 +27,8 @@ void fixture_open_on(Fixture *fixture, const EpBootstrap *bootstrap, const Case 
     fixture->group = open_group(bootstrap, &fixture->world->c);
     fixture->handle = open_handle(fixture->group, &fixture->world->c);
     fixture->step = (Step){fixture->group, fixture->handle, fixture->world, bootstrap->rank, NULL};
+    if (c->named) open_plan(fixture->group, &fixture->world->c, &fixture->memory);
+    if (c->named) fixture->step.plan = &fixture->memory;
     fixture_reset(fixture);
 }
 
@@ -65,6 +67,7 @@ static void free_images(Fixture *fixture) {
 void fixture_close_on(Fixture *fixture) {
     free_images(fixture);
     ep_group_destroy(fixture->group);
+    free(fixture->memory.data);
     world_free(fixture->world);
 }
 
@@ -77,6 +80,7 @@ void fixture_close(Fixture *fixture) {
 void fixture_reset(Fixture *fixture) {
     const Case *c = &fixture->world->c;
     free_images(fixture);
+    fixture->named = fixture->memory, fixture->plan = c->named ? &fixture->named : NULL;
     for (int i = 0; i < STEP_ARRAYS; i++) {
         EpTensor *t = &fixture->tensor[i];
         *t = i < INPUTS         ? step_input(&fixture->step, (StepInput)i)
@@ -168,6 +172,7 @@ static Part find_argument(void *context, const char *call, const char *name) {
     int array = 0;
     (void)call;
     if (!*name) return PART(step_fields, &fixture->step);
+    if (!strcmp(name, "plan")) return part_tensor(&fixture->named, &fixture->plan, name);
     for (int i = 0; i < LENGTH(others); i++)
         if (!strcmp(others[i].name, name))
             return part_tensor(&fixture->tensor[others[i].array], &fixture->arg[others[i].array],

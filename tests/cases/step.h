@@ -175,6 +175,9 @@ void step_move(const Step *step);
 /** Prepare, step_move, step_check_status. */
 void step_all(const Step *step);
 
+/** Return what these say of themselves. */
+EpGroupInfo group_info(const EpGroup *group);
+EpHandleInfo handle_info(const EpHandle *handle);
 /** Check that ep_group_status reports what this step's routing must cause. */
 void step_check_status(const Step *step);
 /** Check that ep_handle_info describes this step's plan. */
@@ -194,7 +197,6 @@ void step_check_sources(const Step *step);
 
 /** Receive tensors of dispatch over the caller's memory. */
 EpTensor step_recv_tokens(const Step *step, void *data);
-EpTensor step_recv_scales(const Step *step, void *data);
 /** A tensor shaped like a receive buffer of this step, with `columns` elements of `type` per
  * row. */
 EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns);

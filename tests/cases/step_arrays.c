@@ -148,12 +148,6 @@ EpTensor step_recv_tokens(const Step *step, void *data) {
     return tensor;
 }
 
-EpTensor step_recv_scales(const Step *step, void *data) {
-    EpTensor tensor = step_output(step, OUT_SCALES);
-    tensor.data = data;
-    return tensor;
-}
-
 /* ---- inputs -------------------------------------------------------------------------------- */
 
 EpTensor step_input(const Step *step, StepInput input) {

@@ -93,8 +93,7 @@ int64_t *step_counters_new(const Step *step) {
 /* ---- what calls add ------------------------------------------------------------------------ */
 
 static int passes_rows_on(const Step *step) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(step->group, &info));
+    EpGroupInfo info = group_info(step->group);
     return info.backend == EP_BACKEND_CUDA && info.num_nodes > 1;
 }
 

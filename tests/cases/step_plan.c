@@ -3,6 +3,18 @@
 #include "tests/cases/step.h"
 #include "tests/oracle/expect.h"
 
+EpGroupInfo group_info(const EpGroup *group) {
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(group, &info));
+    return info;
+}
+
+EpHandleInfo handle_info(const EpHandle *handle) {
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    CHECK_OK(ep_handle_info(handle, &info));
+    return info;
+}
+
 static void check_info_arrays(const RankWorld *me, const EpHandleInfo *info) {
     for (int e = 0; e < me->num_experts; e++) {
         CHECK(info->expert_counts[e] == me->count[e], "expert %d: %d, not %lld", e,
@@ -53,8 +65,7 @@ void step_check_info(const Step *step) {
 
 /* Whether the backend tells the sources of rows: not on several nodes of GPUs. */
 static int tells_sources(const Step *step) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(step->group, &info));
+    EpGroupInfo info = group_info(step->group);
     return info.backend == EP_BACKEND_HOST || info.num_nodes == 1;
 }
 

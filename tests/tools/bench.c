@@ -6,10 +6,6 @@
 
 #include "tests/tools/run_bench.h"
 
-typedef struct BadOptions {
-    const char *line, *message;
-} BadOptions;
-
 static const BadOptions bad_options[] = {
     {"--frobnicate", "--frobnicate"},
     {"-Q", "-Q"},
@@ -107,10 +103,8 @@ static const BadOptions bad_options[] = {
     {"--threads 1 --models /tmp", "/tmp"},
 };
 
-SoloTest(tools_bench, bad_options_are_refused) {
-    for (int i = 0; i < LENGTH(bad_options); i++)
-        check_run(bad_options[i].line, 2, NULL, bad_options[i].message);
-}
+SoloCall(tools_bench, bad_options_are_refused,
+         check_bad_options("ep_bench", bad_options, LENGTH(bad_options)));
 
 SoloTest(tools_bench, help_and_version) {
     check_run("--help", 0, "--save-routing", NULL);
