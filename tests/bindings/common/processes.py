@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks as processes that share only a key-value store: here files in a folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@
 The module `face` is that of the folder: it says what the face can do, and `step` makes a step.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import face

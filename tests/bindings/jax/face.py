@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The face of libep.jax for the common suite: a program over one device for each rank."""
 
-from __future__ import annotations
-
 import contextlib
 
 import jax

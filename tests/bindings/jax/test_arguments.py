@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong arguments, closed groups, and what is not supported: an exception with a sentence."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers against a dense reference: values and gradients, scan, checkpoint, several layers."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer outside shard_map, on meshes: against one device, and what its program communicates."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong meshes, specs and shapes outside shard_map: an exception with a sentence, and no wait."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -5,8 +5,6 @@ Without an order two devices would soon wait for each other, and the program wou
 deadline.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

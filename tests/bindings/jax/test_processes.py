@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups over several processes, the example, and the programs of docs/jax.md."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

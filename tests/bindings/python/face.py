@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The face of libep itself for the common suite: its calls on NumPy arrays, through ctypes."""
 
-from __future__ import annotations
-
 import contextlib
 
 import libep

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results and traces to make reports of, and a reader of the page that shares no code with it."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """_abi.py, which make-abi makes, against the headers as the C compiler reads them."""
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong fields and outputs, closed objects, one thread at a time: a sentence, and no damage."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import threading

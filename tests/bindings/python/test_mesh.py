@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes: axes, groups, shards and plans against loops over coordinates; groups made from them."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of operations against the headers and the methods that are made from it."""
 
-from __future__ import annotations
-
 import inspect
 
 import libep

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans in memory of the caller's, phases of several handles, and what handles keep alive."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks as processes: bootstraps from Python, Ctrl-C, forks, and how processes end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

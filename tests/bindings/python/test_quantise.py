@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group.quantise_rows against NumPy, from the definition in docs/semantics.md."""
 
-from __future__ import annotations
-
 from base import refused
 import libep
 import numpy as np

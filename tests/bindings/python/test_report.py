@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports: the figures of tables and pictures against the files that they come from."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A report in a browser that is offline: it loads alone, and what it shows can be read."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

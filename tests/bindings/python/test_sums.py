@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sum_quant against NumPy, from the definition in docs/semantics.md, and padding that is kept."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from base import run_threads

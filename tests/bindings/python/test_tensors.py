@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects that become tensors, and what the package tells about itself."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

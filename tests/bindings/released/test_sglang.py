@@ -6,8 +6,6 @@ choice of row types, the environment, and the registry of hooks. Every other mod
 stood in for, and so is its Triton kernel that quantises rows.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

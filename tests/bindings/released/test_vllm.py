@@ -5,8 +5,6 @@ Experts multiply rows by a factor, and all numbers are small multiples of powers
 equals a dense one bit for bit, quantised or not.
 """
 
-from __future__ import annotations
-
 import pytest
 from conftest import need
 from wheels import RELEASES

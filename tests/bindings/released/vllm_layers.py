@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank of test_vllm.py does. Each public function is a test's."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from types import SimpleNamespace

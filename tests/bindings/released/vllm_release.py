@@ -5,8 +5,6 @@ prepare() comes first. What stands in: the configuration, the platform, process 
 where there is no GPU (quantising, the sum over top-k, expert ids of deepep_v2).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from importlib import import_module

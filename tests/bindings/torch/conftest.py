@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests share: the device, ranks as threads, seeds, and groups."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

@@ -4,8 +4,6 @@
 Read from the programs' sources at the commits named. Names are those of test_deep_ep_callers.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

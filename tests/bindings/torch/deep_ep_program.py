@@ -4,8 +4,6 @@
 deep_ep_program.py RANK SIZE PORT DEVICE [early]
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

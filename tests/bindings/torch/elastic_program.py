@@ -4,8 +4,6 @@
 elastic_program.py RANK SIZE PORT
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

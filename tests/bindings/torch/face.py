@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The face of libep.torch for the common suite: its calls under autograd."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

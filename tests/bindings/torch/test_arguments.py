@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What libep.torch refuses beside the rows of the common suite; the group goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Biases of combine that the common suite has not: what is refused, and one of two."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from base import refused

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs' calls on deep_ep: each fits our signatures, and runs."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs for DeepEP on libep: through -m, in processes of a gloo process group."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams of libep.deep_ep: their order, with streams that only record it; and on GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import weakref
@@ -23,7 +21,7 @@ from libep.deep_ep._streams import Lane, Used
 class Stream:
     """A stream that knows which operations come before its end."""
 
-    current: Stream
+    current = None
 
     def __init__(self, device=None, priority=0):
         self.before = set()

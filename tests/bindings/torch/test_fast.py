@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both ways in which libep.torch calls an operation: in one call of C, and tensor by tensor."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from base import refused

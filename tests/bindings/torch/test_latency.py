@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latency mode: dispatch takes its routing, and the receive phase is a hook."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from base import refused

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans named per call: pipelines, checkpoints, copies, and backward in any order."""
 
-from __future__ import annotations
-
 import collections
 import functools
 

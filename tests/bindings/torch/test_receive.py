@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Receive memory: rows without a copy, and memory that does not go while tensors live."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What steps of libep.torch have beside those of the common suite."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks as processes of a gloo process group."""
 
-from __future__ import annotations
-
 from conftest import DEVICE
 from processes import finish_all, free_port, spawn
 
