@@ -54,6 +54,10 @@ if len(sys.argv) > 2:
 HELPER = """
 from deep_ep.utils import EventOverlap
 from deep_ep.utils.envs import init_dist
+from deep_ep import Buffer, Config, topk_idx_t
+from deep_ep.buffer import Buffer as same, EventOverlap as event
+from deep_ep_cpp import EventHandle
+assert same is Buffer and event(EventHandle()) and Config(24, 8, 256)
 import deep_ep.utils.math, libep.deep_ep.utils.math
 assert deep_ep.utils.math is libep.deep_ep.utils.math
 def play(): pass
