@@ -79,23 +79,6 @@ def test_checkpoint(group, seed, reentrant):
         check(batch, out)
 
 
-@on_ranks()
-def test_two_layers_under_checkpoint(group, seed):
-    first, second = Layer(group), Layer(group)
-
-    def both(x, idx, weights):
-        return second(first(x, idx, weights), idx, weights)
-
-    results = []
-    for apply in both, functools.partial(checkpoint, both, use_reentrant=False):
-        x, idx, weights = micro_batch(seed, group)
-        out = apply(x, idx, weights)
-        out.sum().backward()
-        results.append((out.detach(), x.grad, weights.grad))
-    for got, expected in zip(*results):
-        assert_equal(got, expected)
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """The names of the operations that were called, in order."""
