@@ -88,8 +88,8 @@ def check_counters(world, rank, case, expert_tokens, peer_rows, peer_bytes, wait
 
     slabs, _ = expert_major(world, rank, 1)
     assert list(expert_tokens) == [case.steps * len(slab) for slab in slabs]
-    there, back = ([count(*pair) for pair in pairs] for pairs in (
-        [(rank, peer) for peer in range(world.size)], [(peer, rank) for peer in range(world.size)]))
+    there = [count(rank, peer) for peer in range(world.size)]
+    back = [count(peer, rank) for peer in range(world.size)]
     row, runs = 4 * world.hidden, case.steps * (2 if face.COUNTS_BACKWARD else 1)
     weights = [4 * world.top_k * (a + b * face.COUNTS_BACKWARD) for a, b in zip(there, back)]
     assert list(peer_rows) == [runs * (a + b) for a, b in zip(there, back)]

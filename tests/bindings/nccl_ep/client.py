@@ -161,7 +161,8 @@ def entries_of(inputs, rank):
 
 
 def check(name, got, expected, exact=True):
-    same = np.array_equal(got, expected) if exact else np.allclose(got, expected, rtol=1e-5, atol=1e-4)
+    near = dict(rtol=1e-5, atol=1e-4)
+    same = np.array_equal(got, expected) if exact else np.allclose(got, expected, **near)
     assert same, f"{name}: {np.sum(got != expected)} of {got.size} numbers are wrong"
 
 
@@ -190,8 +191,9 @@ def step(device, comm, rank, layout, is_latency, option):
                  max_token_bytes=4 * HIDDEN)
     if not is_latency:
         sizes.update(num_topk=TOP_K, max_recv_tokens_per_rank=0 if is_exact else capacity)
-    group = ep.Group.create(Communicator(comm), ep.GroupConfig(
-        algorithm=ep.Algorithm.LOW_LATENCY if is_latency else ep.Algorithm.HIGH_THROUGHPUT, **sizes))
+    modes = ep.Algorithm.HIGH_THROUGHPUT, ep.Algorithm.LOW_LATENCY
+    config = ep.GroupConfig(algorithm=modes[is_latency], **sizes)
+    group = ep.Group.create(Communicator(comm), config)
 
     def filled(shape, value, dtype=np.float32):
         return device.array(np.full(shape, value, dtype))
@@ -201,7 +203,8 @@ def step(device, comm, rank, layout, is_latency, option):
     got_counts, counts_t = filled(blocks if is_latency else local, -7, np.int32)
     if is_latency:
         name = "src_rank_counters" if per_row else "expert_counters"
-        handle, info = group.create_handle(layout, idx_t, stream=0), ep.LayoutInfo(**{name: counts_t})
+        handle = group.create_handle(layout, idx_t, stream=0)
+        info = ep.LayoutInfo(**{name: counts_t})
     else:
         got_total, total_t = filled(1, -7, np.int32)
         got_offsets, offsets_t = filled(local, -7, np.int32)
@@ -209,7 +212,8 @@ def step(device, comm, rank, layout, is_latency, option):
             layout, idx_t, stream=0, layout_info=ep.LayoutInfo(
                 expert_counters=counts_t, recv_total_counter=total_t,
                 expert_offsets=None if is_flat else offsets_t),
-            config=ep.HandleConfig(dispatch_output_per_expert_alignment=0 if is_flat else ALIGNMENT))
+            config=ep.HandleConfig(
+                dispatch_output_per_expert_alignment=0 if is_flat else ALIGNMENT))
         info = ep.LayoutInfo(recv_topk_idx_kind=ep.ExpertIdKind.GLOBAL) if is_flat else None
         device.synchronize()
         check("total", got_total, [total])

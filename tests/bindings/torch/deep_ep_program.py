@@ -43,7 +43,8 @@ def main(rank, size, port, *options):
     rank, size, group = init_dist(int(rank), int(size), 7)
     assert deep_ep.ElasticBuffer is ElasticBuffer
     if not os.environ.get("LIBEP_TOPOLOGY"):
-        assert get_logical_domain_size(group) == deep_ep.get_physical_domain_size(group) == (1, size)
+        sizes = get_logical_domain_size(group), deep_ep.get_physical_domain_size(group)
+        assert sizes == 2 * ((1, size),)
     experts, tokens = 2 * size, BOUND - 3 * rank
     hint = Buffer.get_dispatch_config(size).get_nvl_buffer_size_hint(HIDDEN, size)
     old = Buffer(group, hint, 0)

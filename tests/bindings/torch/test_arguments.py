@@ -46,8 +46,8 @@ def test_a_refused_dispatch_took_no_part(group, max_recv_rows):
 
     good = dict(tokens=x, topk_idx=idx, topk_weights=weights, recv_tokens=recv)
     changes = dict(
-        tokens=[*wrong_rows(x)[:-2], x[:2], x.repeat(1, 2), x.cpu().numpy(), torch._neg_view(x),
-                sparse(x)],
+        tokens=[*wrong_rows(x)[:-2], x[:, :8].double(), x[:2], x.repeat(1, 2), x.cpu().numpy(),
+                torch._neg_view(x), sparse(x)],
         topk_idx=[idx.to(far), sparse(idx)],
         topk_weights=[*wrong_weights(weights)[:-1], weights[:, :1].contiguous(), sparse(weights)],
         num_tokens=[torch.tensor(3)],
@@ -60,12 +60,17 @@ def test_a_refused_dispatch_took_no_part(group, max_recv_rows):
         graded = {**good, "topk_weights": weights.clone().requires_grad_()}
         for given in good, graded:
             refuse_each(call, given, changes, EITHER)
+            changes.pop("scales", None)  # travel without gradient
+            # Without rows of the caller's a quicker test comes first.
             del given["recv_tokens"]
+            plain = {name: values for name, values in changes.items() if name != "recv_tokens"}
+            refuse_each(call, given, plain, EITHER)
             with refused("EpError tokens: expected memory on a multiple of 16"):
                 call(**{**given, "tokens": off(x)})
             with refused("TypeError topk_weights: expected a dense tensor"):
                 call(**{**given, "topk_weights": sparse(weights)})
-            changes.pop("scales", None)  # travel without gradient
+        with refused("EpError tokens: expected bfloat16, float16 or float32, got torch.int32"):
+            ep.dispatch(ep.Handle(group, quant=libep.Quant.FP8), x.int(), idx)
         good["recv_tokens"] = recv
     received = call(**good)
     assert_equal(ep.combine(handle, received.plan, received.tokens), 2 * x)

@@ -389,7 +389,8 @@ def refuse_combines(buffer, good, *handles):
     """What combine refuses in either of DeepEP's forms."""
     x, rx, weights = good["bias"][0], good["x"], good["topk_weights"]
     bad = dict(
-        x=[*wrong_rows(rx), rx.to(torch.float8_e4m3fn), rx[1:]], topk_weights=wrong_weights(weights),
+        x=[*wrong_rows(rx), rx.to(torch.float8_e4m3fn), rx[1:]],
+        topk_weights=wrong_weights(weights),
         bias=[x[1:], (x, x[:, :1]), x.double(), x.to("meta"), 1, (x, x, x)],
         handle=[None, *handles],
     )  # fmt: skip

@@ -28,6 +28,11 @@ def test_first_tokens_alone(group, rank, world, mode):
     x.requires_grad_(not is_latency)
     weights = pad(world.weights[rank], np.nan)
     received = ep.dispatch(handle, x, idx, weights, num_tokens=count)
+    # Where it is counted, prepare goes another way.
+    again = ep.dispatch(
+        handle, x.detach(), idx, weights, num_tokens=count, counters=ep.Counters.zeros(handle)
+    )
+    assert_equal(again.plan.numbers, received.plan.numbers)
     rows, scale = received.tokens, Received(world, rank, "expert_major").scale[:, None]
     rows = torch.cat([rows[: len(scale)] * on_device(scale), rows[len(scale) :]])
     out = ep.combine(handle, received.plan, rows, received.topk_weights)
