@@ -105,6 +105,10 @@ OPERATIONS = {
 }
 
 
+SCALED = ("dispatch", "dispatch_routed", "dispatch_send")
+"""The operations that may be given a global scale, in Extras."""
+
+
 def _is_tensor(argument: Argument) -> bool:
     """Whether a function of ep.h has the argument by itself, and not in EpPrepare."""
     return argument.kind in ("rows", "gradient", "weights", "output")

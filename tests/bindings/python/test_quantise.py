@@ -17,14 +17,14 @@ def values_of(codes):
 @pytest.fixture
 def group():
     (bootstrap,) = libep.Bootstrap.local(1)
-    fields = dict(num_experts=2, max_tokens=4, max_top_k=1, max_row_bytes=64, alignment=128)
+    fields = dict(num_experts=2, max_tokens=4, max_top_k=1, max_row_bytes=128, alignment=128)
     with libep.Group(bootstrap, backend=Backend.HOST, **fields) as made:
         yield made
 
 
 @pytest.mark.parametrize("blocks", Blocks)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("order", ScaleOrder)
+@pytest.mark.parametrize("order", [ScaleOrder.BY_ROW, ScaleOrder.BY_COLUMN])
 def test_forms(group, blocks, transposed, order):
     """Codes times scales are the rows, and the largest of each block is 448."""
     rows = np.random.default_rng(20).standard_normal((300, 200), np.float32)
@@ -41,6 +41,26 @@ def test_forms(group, blocks, transposed, order):
     for i, j in np.ndindex(sizes):
         block = result[i * height : (i + 1) * height, j * 128 : (j + 1) * 128]
         np.testing.assert_allclose(scales[i, j], np.abs(block).max() / 448, 1e-6)
+
+
+def test_nvfp4_of_dispatch(group):
+    """The numbers of runtime/quant.c's tests: with the largest at 6 and a global scale of 1."""
+    rows, idx = np.zeros((1, 32), np.float32), np.zeros((1, 1), np.int32)
+    rows[0, :4], rows[0, 16:18] = (6, -3, 5, 2.5), (np.nan, np.inf)
+    out, scales = np.zeros((128, 16), np.uint8), np.full((128, 4), 9, np.uint8)
+    fields = dict(quant=Quant.NVFP4, scale_order=ScaleOrder.SWIZZLED, max_recv_rows=128)
+    handle = libep.Handle(group, **fields)
+    handle.prepare(idx)
+    outputs = dict(recv_tokens=out, recv_scales=scales)
+    with refused("NULL extras.global_scale"):
+        handle.dispatch(rows, **outputs)
+    with refused("RANGE extras.global_scale: expected a number from 2\\^-64 to 2\\^64, got nan"):
+        given = libep.Extras(global_scale=np.full(1, np.nan, np.float32))
+        handle.dispatch(rows, extras=given, **outputs)
+    assert (scales == 9).all()
+    handle.dispatch(rows, extras=libep.Extras(global_scale=np.ones(1, np.float32)), **outputs)
+    assert out[0, :2].tolist() == [0xD7, 0x46] and out[0, 8] == 0x77
+    assert scales[0].tolist() == [0x38, 0, 0, 0]
 
 
 def test_rows_that_are_not_there(group):

@@ -32,7 +32,7 @@ def forward(layer, x, most):
     return out
 
 
-def step(name, seed):
+def step(name, backend, seed):
     """Compare a step, and the same layer for inference, with the dense layer."""
     case = Case(name, seed)
     layer = moe_torchtitan.make_layer(dense.HIDDEN, dense.INNER, case.experts, dense.TOP_K, MOST)

@@ -26,11 +26,6 @@ class Stream:
     def __init__(self, device=None, priority=0, before=()):
         self.before, self.cuda_stream = set(before), id(self)
 
-    def wait_stream(self, other):
-        self.before |= other.before
-
-    wait_event = wait_stream
-
     def record_event(self):
         Stream.made += 1
         return Stream(before=self.before)
@@ -46,22 +41,33 @@ class Memory:
 
 @pytest.fixture
 def streams(monkeypatch):
+    made = {}
+
+    def make(*given, **options):
+        stream = Stream(*given, **options)
+        return made.setdefault(id(stream), stream)
+
     @contextlib.contextmanager
     def use(stream):
-        outer, Stream.current = Stream.current, stream
+        outer, Stream.current = Stream.current, made.setdefault(id(stream), stream)
         yield
         Stream.current = outer
 
-    Stream.current = Stream()
+    Stream.current = make()
     fakes = dict(
-        Stream=Stream, stream=use, current_stream=lambda device=None: Stream.current,
-        is_initialized=lambda: True, is_current_stream_capturing=lambda: False,
-        set_stream=lambda stream: setattr(Stream, "current", stream), current_device=lambda: 0,
+        Stream=make, stream=use, current_stream=lambda device=None: Stream.current,
+        is_initialized=lambda: True,
     )  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(_streams, "current_stream", lambda ordinal: id(Stream.current))
-    monkeypatch.setattr(_streams, "_known", {})
+    fakes = dict(
+        current_stream=lambda ordinal: id(Stream.current), _known={}, current_device=lambda: 0,
+        _is_capturing=lambda: False, _set_stream=lambda stream: setattr(Stream, "current", stream),
+        _record_event=lambda ordinal, stream: made[stream].record_event(),
+        _wait_event=lambda stream, event: made[stream].before.update(event.before),
+    )  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(_streams, name, fake)
     return use
 
 
@@ -161,7 +167,7 @@ def test_captures(streams, monkeypatch):
     lane, seen = Lane(), []
     lane.run(GPU, None, False, lambda: done(Stream.current.before.add("first")))
     with streams(Stream()), monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(_streams, "_is_capturing", lambda: True)
         for is_beside in False, True:
             _, event = lane.run(GPU, None, is_beside, lambda: done(seen.append(Stream.current)))
         assert seen == [Stream.current] * 2 and event.event is not None
