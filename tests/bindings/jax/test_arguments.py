@@ -224,9 +224,9 @@ def test_routing_errors(pair):
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda call: call])
-@pytest.mark.parametrize("which", ["rows", "weights", "bias", "mapped"])
+@pytest.mark.parametrize("which", ["rows", "weights", "bias", "mapped", "twice"])
 def test_what_is_not_supported(pair, which, jit):
-    """Forward mode with respect to each input, and vmap: in a program and eagerly."""
+    """Forward mode of each input, vmap, second derivatives: in a program and eagerly."""
     mesh, ep, x, idx = pair
 
     def layer(x, weights, bias):
@@ -237,12 +237,15 @@ def test_what_is_not_supported(pair, which, jit):
         given = {"rows": x, "weights": jnp.ones((TOKENS, TOP_K)), "bias": x}
         if which == "mapped":
             return jax.vmap(lambda x: layer(x, *[*given.values()][1:]))(x[None])[0]
+        if which == "twice":
+            square = lambda x: (layer(x, *[*given.values()][1:]) ** 2).sum()  # noqa: E731
+            return jax.grad(lambda x: jax.grad(square)(x).sum())(x)
         call = lambda value: layer(*{**given, which: value}.values())  # noqa: E731
         return jax.jvp(call, (given[which],), (2 * given[which],))[1]
 
-    mapped = "NotImplementedError Batching rule for 'ep_dispatch' not implemented"
-    forward = "EpError expected reverse mode.*got forward mode"
-    with refused(mapped if which == "mapped" else forward):
+    words = {"mapped": "UNSUPPORTED expected a call outside of jax.vmap",
+             "twice": "UNSUPPORTED combine_backward: expected first derivatives alone"}
+    with refused(words.get(which, "EpError expected reverse mode.*got forward mode")):
         jit(on_mesh(mesh, body))(x)
 
 

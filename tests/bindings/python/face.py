@@ -16,6 +16,7 @@ SIZES = (1, 2, 3, 4)
 HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = True
 BATCHED_ROWS, COUNTS_BACKWARD = 48, False
 COUNTERS = "expert_tokens peer_rows peer_bytes peer_wait_ns peer_longest_wait_ns".split()
+HAS_CHECKPOINTS = HAS_IDS_OF_TAILS = False
 
 
 def config(world, **fields):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes: axes, groups, shards and plans against loops over coordinates; groups made from them."""
 
+import pickle
+
 import numpy as np
 import pytest
 from base import refused, run_threads
@@ -34,8 +36,9 @@ def test_groups():
     assert mesh.group("expert", 9) == (1, (8, 9)) and mesh.group((), 9) == (0, (9,))
     assert mesh.group(("expert", "data"), 9) == (3, (2, 8, 3, 9))
     assert mesh.group("(fsdp,expert)", 1) == mesh.group(("fsdp", "expert"), 1) == (1, (*range(6),))
-    mesh = Mesh("fsdp=2,expert=2", grid=[3, 1, 0, 2])
-    assert mesh.coordinates(0) == (1, 0) and mesh.group("expert", 3).ranks == (3, 1)
+    made = Mesh("fsdp=2,expert=2", grid=[3, 1, 0, 2])
+    for mesh in made, pickle.loads(pickle.dumps(made)):
+        assert mesh.coordinates(0) == (1, 0) and mesh.group("expert", 3).ranks == (3, 1)
 
 
 W1 = TensorKind.EXPERT_WEIGHT

@@ -23,10 +23,10 @@ MODES = [*itertools.product([False, True], [False, True])]  # do_expand, do_cpu_
 each_mode = pytest.mark.parametrize("do_expand, do_cpu_sync", MODES)
 
 
-def with_elastic(**sizes):
+def with_elastic(*parameters, **sizes):
     """on_ranks with an ElasticBuffer and a World."""
     fields = dict(num_max_tokens_per_rank=BOUND)
-    return with_buffer(kind=ElasticBuffer, fields=fields, **sizes)
+    return with_buffer(*parameters, kind=ElasticBuffer, fields=fields, **sizes)
 
 
 def layout(do_expand):
@@ -75,7 +75,8 @@ def run_experts(expected, given):
 @each_mode
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("is_async", [False, True])
-@with_elastic()
+@pytest.mark.parametrize("tokens", [None, [4, 0, 1], [0, 0, 0]])
+@with_elastic("tokens")
 def test_step(buffer, rank, world, do_expand, do_cpu_sync, alignment, is_async):
     """A step, and the backward calls of a framework, equal the dense layer in all modes."""
     x, idx, weights = inputs_of(world, rank)
