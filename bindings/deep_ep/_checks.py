@@ -227,6 +227,8 @@ def combine(handle: NormalHandle, x: Any, topk_weights: Any, biases: tuple[Any, 
         if topk_weights.shape[1] != handle.layer.top_k:
             expected = f"{handle.layer.top_k} columns"
             _refuse(Status.SHAPE, "combine", "topk_weights", expected, topk_weights.shape[1])
+    if len(biases) > 2:
+        _refuse(Status.SHAPE, "combine", "bias", "up to 2 tensors", len(biases))
     for bias in biases:
         _tensor("combine", "bias", bias, (handle.num_tokens, x.shape[1]), (x.dtype,), device)
 

@@ -4,8 +4,6 @@
 Values are small multiples of 1/4, so that every sum is exact in FP32, in any order.
 """
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

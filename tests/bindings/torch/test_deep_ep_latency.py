@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """libep.deep_ep in low-latency mode, against the brute-force reference that sees all ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from base import refused
 from conftest import (
-    DEVICE, assert_equal, inputs_of, make_buffer, off, refuse_each, run_threads
+    DEVICE, assert_equal, inputs_of, make_buffer, off, refuse_each, run_threads, wrong_indices,
+    wrong_rows, wrong_weights
 )  # fmt: skip
 from reference import expert_major
 from test_deep_ep_normal import make_worlds, send_world, small, with_buffer  # noqa: F401
@@ -240,15 +239,15 @@ def test_both_modes_on_one_buffer(buffer, rank, world):
 def test_a_refused_call_took_no_part(buffer, rank, world):
     """One rank is refused, corrects its call, and calls again; the others notice nothing."""
     x, idx, weights = inputs_of(world, rank)
-    far, counts = "meta", torch.zeros(2, dtype=torch.int32, device=x.device)
+    counts = torch.zeros(2, dtype=torch.int32, device=x.device)
     good = dict(
         x=x, topk_idx=idx, num_max_dispatch_tokens_per_rank=MAX_TOKENS, num_experts=6,
         cumulative_local_expert_recv_stats=counts, use_fp8=False, **HOOK,
     )  # fmt: skip
     bad = dict(
-        x=[x.double(), x[None], x[:, :3].contiguous(), off(x), x.to(far), x.tolist()],
-        topk_idx=[idx.short(), idx.float(), idx[:1], idx[0], idx.to(far), idx[:, :0], None],
-        cumulative_local_expert_recv_stats=[weights[0, :2], idx.int(), idx[0].to(far)],
+        x=wrong_rows(x),
+        topk_idx=[*wrong_indices(idx), idx[:, :0], None],
+        cumulative_local_expert_recv_stats=[weights[0, :2], idx.int(), idx[0].to("meta")],
         num_max_dispatch_tokens_per_rank=[0, None],
     )
     for _ in range(2):  # before there is a group, and with one
@@ -259,9 +258,9 @@ def test_a_refused_call_took_no_part(buffer, rank, world):
     out, rows = torch.empty_like(x), by_experts(world, rank, rx)
     good = dict(x=rows, topk_idx=idx, topk_weights=weights, handle=handle, out=out, **HOOK)
     bad = dict(
-        x=[rx.double(), rx[:1], rx[0], off(rx), rx.to(far), None],
-        topk_weights=[weights.double(), weights[:1], weights[:, :1], weights.to(far), 1.0],
-        out=[out.half(), out[:1], off(out), out.to(far), torch.cat([out, out], 1)[:, ::2]],
+        x=[*wrong_rows(rx), rx[:1], rx[0]],
+        topk_weights=[*wrong_weights(weights), weights[:, :1]],
+        out=[out.half(), out[:1], off(out), out.to("meta"), torch.cat([out, out], 1)[:, ::2]],
         handle=[None, tuple(handle)],
     )
     for _ in range(2):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of docs/torch.md and of README.md, as they stand there."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer of moe_torch.py against a dense layer that has all experts, and the program itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans named per call: pipelines, checkpoints, copies, and backward in any order."""
 
-from __future__ import annotations
-
 import collections
 import functools
 
@@ -79,23 +77,6 @@ def test_checkpoint(group, seed, reentrant):
     for batch, out in zip(batches, outs):
         out.sum().backward()
         check(batch, out)
-
-
-@on_ranks()
-def test_two_layers_under_checkpoint(group, seed):
-    first, second = Layer(group), Layer(group)
-
-    def both(x, idx, weights):
-        return second(first(x, idx, weights), idx, weights)
-
-    results = []
-    for apply in both, functools.partial(checkpoint, both, use_reentrant=False):
-        x, idx, weights = micro_batch(seed, group)
-        out = apply(x, idx, weights)
-        out.sum().backward()
-        results.append((out.detach(), x.grad, weights.grad))
-    for got, expected in zip(*results):
-        assert_equal(got, expected)
 
 
 @pytest.fixture
