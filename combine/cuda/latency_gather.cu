@@ -1199,7 +1199,7 @@ extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
 
 /* Words of blocks are stored while the kernel runs, so it starts after all that is before it. */
 template <typename T> static int launch(const EpLatencyGatherArgs &a, int blocks, void *stream) {
-    int form = a.t.by_entry ? ENTRIES : a.t.format.bits != 0;
+    int form = a.t.by_entry ? (int)ENTRIES : a.t.format.bits != 0;
     auto kernel = kernel_of<T>(form, !!a.t.done.words);
     if (a.t.done.words) return ep_launch(kernel, blocks, LATENCY_THREADS, 0, stream, a);
     return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
