@@ -13,8 +13,8 @@ extern "C" {
 #endif
 int ep_cuda_launch_read_map(const EpRoutingMap *map);
 int ep_cuda_launch_write_map(const EpRoutingMap *map);
-EpStatus ep_cuda_read_routing_map(const EpCall *call, const EpRoutingMap *map);
-EpStatus ep_cuda_write_routing_map(const EpCall *call, const EpRoutingMap *map);
+EpStatus ep_cuda_read_routing_map(const struct EpCall *call, const EpRoutingMap *map);
+EpStatus ep_cuda_write_routing_map(const struct EpCall *call, const EpRoutingMap *map);
 #ifdef __cplusplus
 }
 #endif
