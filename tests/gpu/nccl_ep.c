@@ -222,17 +222,16 @@ LatencyTest(gpu_nccl_ep, decode_expert_major_2, 2, run_decoding(bootstrap, DECOD
 LatencyTests24(gpu_nccl_ep, decode_rank_major, run_decoding(bootstrap, DECODING(RANK_MAJOR)));
 
 /* LIBEP_SUMS=entry: NCCL EP's own order of summation in low latency, bit for bit. */
-static void run_by_entry(const EpBootstrap *bootstrap, Case c) {
+static void run_by_entry(const EpBootstrap *bootstrap, Case *decoding) {
     set_on_ranks(bootstrap, "LIBEP_SUMS", "entry");
-    c.by_entry = 1;
-    if (c.mode == EP_MODE_LATENCY)
-        run_decoding(bootstrap, c);
-    else
-        run_steps(bootstrap, c, (Steps){.count = 2});
+    if (!decoding) return run_steps(bootstrap, (Steps){"by_entry=1", 2});
+    decoding->by_entry = 1;
+    run_decoding(bootstrap, *decoding);
 }
 
-RankTest(gpu_nccl_ep, sums_by_entry, 2, run_by_entry(bootstrap, TRAINING));
-LatencyTest(gpu_nccl_ep, decode_by_entry_2, 2, run_by_entry(bootstrap, DECODING(BATCHED)));
+RankTest(gpu_nccl_ep, sums_by_entry, 2, run_by_entry(bootstrap, NULL));
+LatencyTest(gpu_nccl_ep, decode_by_entry_2, 2,
+            run_by_entry(bootstrap, (Case[]){DECODING(BATCHED)}));
 
 /* One handle, whose dispatches quantise in turn or do not; at last they carry scales. */
 static void run_quantised(const EpBootstrap *bootstrap, Case c) {
