@@ -17,7 +17,8 @@ from ._bootstrap import from_process_group, from_store
 from ._counters import Counters
 from ._group import Group, create_group
 from ._handle import Handle, Plan
-from ._ops import EXCHANGES
+from ._moe import MoE
+from ._ops import EXCHANGES, keep
 from ._phases import Hook, combine_send, dispatch_send
 from ._quant import quantise_rows
 from ._receive import ReceiveMemory
@@ -28,6 +29,7 @@ __all__ = [
     "Group",
     "Handle",
     "Hook",
+    "MoE",
     "Plan",
     "ReceiveMemory",
     "Received",
@@ -38,6 +40,7 @@ __all__ = [
     "dispatch_send",
     "from_process_group",
     "from_store",
+    "keep",
     "prepare",
     "quantise_rows",
 ]
