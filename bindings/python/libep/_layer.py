@@ -62,7 +62,8 @@ def check_routing(given: Routing) -> Routing:
 def count_capacity(
     factor: float, overflow: Overflow, tokens: int, top_k: int, experts: int, alignment: int
 ) -> int:
-    """Rows of a rank: `factor` times those of an even routing, and the padding of `experts` slabs."""
+    """Rows of a rank: `factor` times those of an even routing, and the padding of `experts` slabs.
+    A multiple of the alignment."""
     if not factor > 0:
         refuse(Status.RANGE, "capacity_factor", "a positive number", factor)
     if factor < 1 and overflow == Overflow.ERROR:
@@ -72,7 +73,8 @@ def count_capacity(
             "at least 1 with Overflow.ERROR, since even an even routing would lose rows",
             f"{factor}: choose Overflow.DROP to lose them",
         )
-    return math.ceil(factor * tokens * top_k) + experts * (alignment - 1)
+    rows = math.ceil(factor * tokens * top_k) + experts * (alignment - 1)
+    return -(-rows // alignment) * alignment
 
 
 def check_biases(present: Mapping[str, bool]) -> bool:
