@@ -25,12 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._abi import MAX_ROW_BYTES, MAX_TOP_K, Duplicates, Mode, Rows, Status
+from .. import _layer
+from .._abi import MAX_ROW_BYTES, MAX_TOP_K, Duplicates, Mode, Overflow, Rows, Status
 from .._config import GroupFields, HandleFields, name_members
 from .._config import max_recv_rows as worst_case_rows
 from .._library import EpError
 from . import _gradients, _program  # noqa: F401 (derivatives, and the order of calls)
 from . import _weights as sharded
+from ._moe import moe, moe_parameters
 from ._operations import ROW_TYPES, Operations, Plan, take_biases
 from ._ranks import Counters, Ranks
 from ._regions import Regions, product
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
     _: Spec = PartitionSpec()  # mypy checks here that libep.Mesh takes one
 
-__all__ = ["Counters", "Ep", "Plan", "bootstrap", "jit"]
+__all__ = ["Counters", "Ep", "Plan", "bootstrap", "jit", "moe", "moe_parameters"]
 
 # Fields of a group that bootstrap sets, and what they follow from.
 _OWN_FIELDS = {
@@ -65,6 +67,7 @@ def bootstrap(
     top_k: int,
     token_axes: Optional[tuple[str, ...]] = None,
     max_recv_rows: Optional[int] = None,
+    capacity_factor: Optional[float] = None,
     dtype: Any = jnp.float32,
     counters: bool = False,
     **fields: Any,
@@ -81,6 +84,8 @@ def bootstrap(
                    of `axis`, and others along which devices have other tokens. None: all axes
     max_recv_rows  rows of the receive buffer; None: so many that no row is ever lost, also where
                    tokens name an expert more than once, unless duplicates="merge"
+    capacity_factor
+                   in place of max_recv_rows: this many times the rows of an even routing
     counters       whether operations count what they do: see Ep.counters
     fields         more of the group's configuration (libep.GroupFields): alignment, overflow,
                    timeout_seconds, ...
@@ -115,7 +120,15 @@ def bootstrap(
         max_top_k=top_k,
         max_row_bytes=hidden * row.itemsize,
     )
-    if max_recv_rows is None:
+    if capacity_factor is not None:
+        if max_recv_rows is not None:
+            _refuse(Status.UNSUPPORTED, "capacity_factor", "none, with max_recv_rows", capacity_factor)
+        policy, alignment = fields.get("overflow", Overflow.ERROR), fields.get("alignment", 1)
+        local = num_experts // size
+        max_recv_rows = _layer.count_capacity(
+            capacity_factor, policy, max_tokens, top_k, local, alignment
+        )
+    elif max_recv_rows is None:
         merges = fields.get("duplicates") == Duplicates.MERGE
         flags = Rows(0) if merges else Rows.DUPLICATES
         max_recv_rows = worst_case_rows(size, 0, flags=flags, **config)
@@ -207,6 +220,10 @@ class Ep:
         self.top_k: int = config["max_top_k"]
         self.max_recv_rows: int = config["max_recv_rows"]
         self.max_row_bytes: int = config["max_row_bytes"]
+        self.alignment: int = config.get("alignment", 1)
+        self.axes: tuple[str, ...] = regions.axes
+        self.device: jax.Device = regions.mesh.devices.flat[0]
+        """One of the devices, for what kind they are."""
         self.plan_bytes = -(-ranks.plan_bytes // _PLAN_ALIGNMENT) * _PLAN_ALIGNMENT
         self._operations = Operations(
             key=ranks.key,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from .._abi import Status
 from .._library import EpError
@@ -20,6 +21,9 @@ from ._regions import axes_of, is_array, kind_of, vary
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, Optional
+
+DISPATCHED = "libep_dispatch"
+"""The name by which policies of jax.checkpoint save what dispatch returns, rows and weights."""
 
 ROW_TYPES = ("float32", "bfloat16", "float16")
 _PLAN_ARRAYS = ("bytes", "expert_counts", "expert_padded", "expert_offsets", "totals")
@@ -79,13 +83,14 @@ class Operations:
         plan = Plan(**arrays, num_tokens=tokens.shape[0], group=self.key)
         rows = self.max_recv_rows
         received = [((rows, tokens.shape[1]), tokens.dtype.name), ((rows,), "float32")]
-        recv_tokens, *recv_weights = self._bind(
+        found = self._bind(
             "dispatch",
             plan.bytes,
             tokens,
             *weights,
             outputs=received[: 1 + len(weights)],
         )
+        recv_tokens, *recv_weights = (checkpoint_name(array, DISPATCHED) for array in found)
         return recv_tokens, recv_weights[0] if recv_weights else None, plan
 
     def combine(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from base import refused
 from conftest import DEVICE, EXAMPLES, assert_close, make_group, run_threads
+from reference import choose_experts
 from torch.utils.checkpoint import checkpoint
 
 import libep
@@ -23,18 +24,6 @@ V3 = dict(scores="sigmoid", num_groups=4, top_groups=2, normalise=True, scale=2.
 MOST = dict(expert_bias=True, biases=True, shared=40)
 
 
-def choose(logits, bias, routing):
-    """The experts of a token, one by one, as DeepSeek-V3 chooses them. Returns scores and choice."""
-    scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
-    choice = (scores if bias is None else scores + bias).tolist()
-    size = len(choice) // routing.num_groups
-    groups = [range(g * size, (g + 1) * size) for g in range(routing.num_groups)]
-    best = 1 if bias is None else 2
-    groups.sort(key=lambda g: sum(sorted((choice[e] for e in g), reverse=True)[:best]))
-    left = [e for g in groups[-routing.top_groups :] for e in g]
-    return scores, sorted(left, key=lambda e: -choice[e])[: routing.top_k]
-
-
 def mlp(x, both, down, bias=None):
     gate, up = (x @ both + (0 if bias is None else bias[0])).chunk(2, -1)
     return (gate * torch.sigmoid(gate) * up) @ down + (0 if bias is None else bias[1])
@@ -43,8 +32,11 @@ def mlp(x, both, down, bias=None):
 def dense(p, x, routing):
     """Every expert computes every token. In float32."""
     gates = []
+    bias = p.get("expert_bias")
     for logits in x @ p["router"].t():
-        scores, chosen = choose(logits, p.get("expert_bias"), routing)
+        scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
+        choice = scores if bias is None else scores + bias
+        chosen = choose_experts(choice.tolist(), routing, bias is not None)
         weights = scores[chosen] / (scores[chosen].sum() if routing.normalise else 1)
         gates.append(torch.zeros(EXPERTS).index_put((torch.tensor(chosen),), weights))
     biases = [*zip(p["gate_up_bias"], p["down_bias"])] if "down_bias" in p else [None] * EXPERTS
