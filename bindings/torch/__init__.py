@@ -22,6 +22,7 @@ from ._ops import EXCHANGES, keep
 from ._phases import Hook, combine_send, dispatch_send
 from ._quant import quantise_rows
 from ._receive import ReceiveMemory
+from ._weights import Weight
 
 __all__ = [
     "Counters",
@@ -33,6 +34,7 @@ __all__ = [
     "Plan",
     "ReceiveMemory",
     "Received",
+    "Weight",
     "combine",
     "combine_send",
     "create_group",

@@ -52,6 +52,16 @@ def sum_slabs(rows: Tensor, plan: Plan) -> Tensor:
     return torch.stack([part.sum(0, dtype=torch.float32) for part in parts]).to(rows.dtype)
 
 
+def sum_products(rows: Tensor, grads: Tensor, plan: Plan) -> Tensor:
+    """For each local expert its rows, transposed, by the gradients of what they became."""
+    if has_grouped(rows.device, rows.dtype):
+        return F.grouped_mm(rows.t(), grads, offs=plan.expert_ends)
+    counts = plan.expert_padded.tolist()
+    sizes = [*counts, len(rows) - sum(counts)]
+    pairs = zip(torch.split(rows, sizes)[:-1], torch.split(grads, sizes))
+    return torch.stack([part.t() @ grad for part, grad in pairs])
+
+
 class _Spread(torch.autograd.Function):
     """A row of bias [L, out] for each of so many rows: that of its expert."""
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,25 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from .. import _layer
-from .._abi import Overflow, Status
+from .._abi import AxisRole, Overflow, Quant, Status
 from .._config import name_members
 from .._layer import Routing, refuse
-from ._autograd import combine, dispatch
+from ._autograd import combine, dispatch, prepare
 from ._experts import GROUPED_ALIGNMENT, add_bias, grouped_mm, has_grouped, swiglu
+from ._fp8 import (
+    ALIGNMENT,
+    Form,
+    Values,
+    dispatch_quantised,
+    multiply,
+    quantise_slabs,
+    quantise_weight,
+    require_product,
+)
 from ._group import Group
 from ._handle import Handle
+from ._quant import QUANTS, row_scales
+from ._weights import Weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +38,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ._autograd import Received
+    from .._weight import MeshComm
+    from ._handle import Plan
 
 
 def route(
@@ -76,6 +89,13 @@ class MoE(nn.Module):
     capacity_factor  receive rows: this many times those of an even routing. None: the group's
                      max_recv_rows, which is exact sizes by default
     overflow         what becomes of rows past the capacity; None: the group's policy
+    quant            how rows travel, and how rows and weights are multiplied: libep.Quant. The group
+                     has max_scale_bytes for the scales of a row. NONE: in the layer's type
+    dequantise       rows and weights are dequantised before products, where the device cannot
+                     multiply e4m3; without it such a layer is refused
+    comm             libep.MeshComm of all ranks: the experts' parameters are this rank's shards over
+                     the mesh's fsdp axes, along the dimension that products sum over. They are
+                     gathered for use, as e4m3 if the layer quantises. None: they are resident
     dtype, device    of the parameters, and of tokens; float32 or bfloat16. None: the group's device
     handle           more of the handle's configuration (libep.HandleFields): num_sms, sum_quant, ...
 
@@ -107,6 +127,9 @@ class MoE(nn.Module):
         is_early: bool = False,
         capacity_factor: Optional[float] = None,
         overflow: Optional[Overflow] = None,
+        quant: Quant = Quant.NONE,
+        dequantise: bool = False,
+        comm: Optional[MeshComm] = None,
         dtype: torch.dtype = torch.float32,
         device: Optional[torch.device] = None,
         **handle: Any,
@@ -122,6 +145,9 @@ class MoE(nn.Module):
         self.hidden, self.inner, self.shared, self.is_early = hidden, inner, shared, is_early
         if overflow is not None:
             handle["overflow"] = overflow
+        self.form = _make_form(group, hidden, inner, dtype, quant, dequantise)
+        if self.form is not None:
+            handle["quant"] = self.form.quant
         self.handle = _make_handle(group, top_k, capacity_factor, dtype, handle)
         made: dict[str, Any] = {"dtype": dtype, "device": group.device if device is None else device}
         shapes = {
@@ -133,7 +159,12 @@ class MoE(nn.Module):
             "shared_gate_up": (hidden, 2 * shared) if shared else None,
             "shared_down": (shared, hidden) if shared else None,
         }
+        self.weights: dict[str, Weight] = {}
+        """Of parameters that are shards."""
         for name, shape in shapes.items():
+            if comm is not None and shape is not None and name in self.LOCAL:
+                self.weights[name] = _make_weight(comm, name, (experts, *shape[1:]), dtype)
+                shape = self.weights[name].sharding.stored
             value = None if shape is None else nn.Parameter(torch.empty(shape, **made))
             self.register_parameter(name, value)
         bias = torch.zeros(experts, device=made["device"]) if expert_bias else None
@@ -160,32 +191,54 @@ class MoE(nn.Module):
         idx, weights = self.route(tokens)
         with self._beside(tokens):
             shared = None if self.shared_down is None else self._share(tokens)
-        received = dispatch(self.handle, tokens, idx, weights)
-        rows = self._experts(received)
+        received: Any
+        if self.form is None:
+            received = dispatch(self.handle, tokens, idx, weights)
+            plan, row_weights = received.plan, received.topk_weights
+            rows = self._experts(received.tokens, row_weights, plan)
+        else:
+            plan = prepare(self.handle, idx)
+            received, row_weights = dispatch_quantised(self.handle, plan, tokens, weights)
+            rows = self._experts(received, row_weights, plan)
         if shared is not None and self._side() is not None:
             here = torch.cuda.current_stream(tokens.device)
             here.wait_stream(self._side())
             shared.record_stream(here)
-        late = None if self.is_early else received.topk_weights
-        return combine(self.handle, received.plan, rows, late, bias=shared).view(x.shape)
+        late = None if self.is_early else row_weights
+        return combine(self.handle, plan, rows, late, bias=shared).view(x.shape)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of tokens [T, H], [T, K], and their weights, [T, K] float32."""
         logits = F.linear(tokens.float(), self.router.float())
         return route(logits, self.routing, self.expert_bias)
 
-    def _experts(self, received: Received) -> Tensor:
+    def _experts(self, rows: Union[Tensor, Values], weights: Tensor, plan: Plan) -> Tensor:
         """What the experts return for the rows that came, [rows, H]."""
-        plan, factors = received.plan, None
-        both = grouped_mm(received.tokens, self.gate_up, plan)
+        both = self._multiply(rows, "gate_up", plan)
         if self.gate_up_bias is not None:
-            both = add_bias(both, self.gate_up_bias, plan)
-        rows = swiglu(both)
+            both = add_bias(both, self._whole("gate_up_bias"), plan)
+        middle, factors = swiglu(both), None
         if self.is_early:
-            factors = received.topk_weights
-            rows = (rows * factors[:, None]).to(both.dtype)
-        rows = grouped_mm(rows, self.down, plan)
-        return rows if self.down_bias is None else add_bias(rows, self.down_bias, plan, factors)
+            factors = weights
+            middle = (middle * factors[:, None]).to(both.dtype)
+        out = self._multiply(middle, "down", plan)
+        if self.down_bias is not None:
+            out = add_bias(out, self._whole("down_bias"), plan, factors)
+        return out
+
+    def _multiply(self, rows: Union[Tensor, Values], name: str, plan: Plan) -> Tensor:
+        """Rows by a matrix of each expert, quantised if the layer quantises."""
+        if self.form is None:
+            return grouped_mm(rows, self._whole(name), plan)  # type: ignore[arg-type]
+        if not isinstance(rows, Values):
+            rows = quantise_slabs(self.form, rows, plan)
+        weight = quantise_weight(self.form, getattr(self, name), self.weights.get(name))
+        return multiply(self.form, rows, weight, plan)
+
+    def _whole(self, name: str) -> Tensor:
+        """A parameter of the experts as this rank uses it."""
+        parameter: Tensor = getattr(self, name)
+        return self.weights[name].whole(parameter) if name in self.weights else parameter
 
     def _share(self, tokens: Tensor) -> Tensor:
         return swiglu(tokens @ self.shared_gate_up) @ self.shared_down
@@ -226,6 +279,7 @@ class MoE(nn.Module):
             "down_bias": (local, hidden),
             "expert_bias": (self.routing.num_experts,),
         }
+        expected.update({name: each.sharding.stored for name, each in self.weights.items()})
         _layer.check_shapes(
             {n: (None if given[n] is None else given[n].shape, expected[n]) for n in expected}
         )
@@ -242,8 +296,9 @@ def _make_handle(
     name_members(fields)
     of_group = group.fields.get("alignment", 1)
     alignment = fields.get("alignment", of_group)
+    least = ALIGNMENT if "quant" in fields else GROUPED_ALIGNMENT
     if has_grouped(group.device, dtype):
-        fields["alignment"] = alignment = max(alignment, GROUPED_ALIGNMENT)
+        fields["alignment"] = alignment = max(alignment, least)
     most = -(-group.fields["num_experts"] // group.size)
     rows = group.fields.get("max_recv_rows", 0)
     if rows and capacity_factor is None:  # room for the additional padding
@@ -255,6 +310,38 @@ def _make_handle(
             capacity_factor, policy, tokens, top_k, most, alignment
         )
     return Handle(group, top_k=top_k, **fields)
+
+
+def _make_form(
+    group: Group,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    quant: Union[Quant, str],
+    is_dequantised: bool,
+) -> Optional[Form]:
+    """How a layer quantises; None: not. EpError for what the device cannot multiply."""
+    fields: Any = {"quant": quant}
+    name_members(fields)
+    quant = fields["quant"]
+    if quant == Quant.NONE:
+        return None
+    _layer.check_blocks(quant, {"hidden": hidden, "inner": inner}, QUANTS)
+    count, kind = row_scales(quant, hidden)
+    has, needs = group.fields.get("max_scale_bytes", 0), -(-count * kind.itemsize // 4) * 4
+    if has < needs:
+        refuse(Status.RANGE, "max_scale_bytes of the group", f"at least {needs}", has)
+    require_product(group.device, dtype, quant, is_dequantised)
+    return Form(group, quant, is_dequantised)
+
+
+def _make_weight(
+    comm: MeshComm, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> Weight:
+    """Experts along the mesh's expert axes, the next dimension along its fsdp axes."""
+    axes = comm.mesh.role_axes
+    spec = (axes(AxisRole.EXPERT), axes(AxisRole.FSDP), *[None] * (len(shape) - 2))
+    return Weight(comm, name, spec, shape, dtype)
 
 
 _sides: dict[int, torch.cuda.Stream] = {}

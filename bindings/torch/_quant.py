@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ._group import Group
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
-_QUANTS = {  # elements per scale, type of the scales
+QUANTS = {  # elements per scale, type of the scales
     Quant.FP8: (128, torch.float32),
     Quant.FP8_UE8M0: (128, _E8M0),
     Quant.MXFP8: (32, _E8M0),
@@ -29,15 +29,20 @@ _QUANTS = {  # elements per scale, type of the scales
 
 def row_scales(quant: Quant, hidden: int) -> tuple[int, torch.dtype]:
     """Scales of a row of `hidden` elements, and their type."""
-    block, dtype = _QUANTS[Quant(quant)]
+    block, dtype = QUANTS[Quant(quant)]
     return -(-hidden // block), dtype
 
 
+def scale_type(quant: Quant) -> torch.dtype:
+    """The type of a quantisation's scales."""
+    return QUANTS[Quant(quant)][1]
+
+
 def _form(quant: Quant) -> tuple[int, torch.dtype]:
-    if quant not in _QUANTS:
-        names = ", ".join(known.name for known in _QUANTS)
+    if quant not in QUANTS:
+        names = ", ".join(known.name for known in QUANTS)
         raise TypeError(f"quant: expected one of {names}, got {quant!r}")
-    return _QUANTS[quant]
+    return QUANTS[quant]
 
 
 def _require_rows(rows: Tensor) -> None:

@@ -11,12 +11,14 @@ import sys
 import pytest
 import torch
 from base import refused
-from conftest import DEVICE, EXAMPLES, assert_close, make_group, run_threads
+from conftest import BACKEND, DEVICE, EXAMPLES, assert_close, make_group, run_threads
 from reference import choose_experts
 from torch.utils.checkpoint import checkpoint
 
 import libep
 import libep.torch as ep
+from libep import Quant
+from libep._layer import BLOCKS
 
 EXPERTS, TOKENS, HIDDEN, INNER = 8, 21, 80, 72
 SIZES = dict(num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=3)
@@ -24,12 +26,37 @@ V3 = dict(scores="sigmoid", num_groups=4, top_groups=2, normalise=True, scale=2.
 MOST = dict(expert_bias=True, biases=True, shared=40)
 
 
-def mlp(x, both, down, bias=None):
-    gate, up = (x @ both + (0 if bias is None else bias[0])).chunk(2, -1)
-    return (gate * torch.sigmoid(gate) * up) @ down + (0 if bias is None else bias[1])
+def mlp(x, both, down, bias=(0, 0), quant=Quant.NONE, early=1, late=1):
+    """early, late: [T, 1] weights of the rows before or after the last matrix."""
+    gate, up = (x @ both + bias[0]).chunk(2, -1)
+    middle = rounded(gate * torch.sigmoid(gate) * up * early, quant)
+    return late * (middle @ down + early * bias[1])
 
 
-def dense(p, x, routing):
+def rounded(x, quant, tiles=False):
+    """x as it is after quantising, with the gradient of x. tiles: those of a matrix, or MXFP8's
+    blocks along its first dimension."""
+    if quant == Quant.NONE:
+        return x
+    if tiles and quant == Quant.MXFP8:
+        return rounded(x.mT, quant).mT
+    given = x.detach()
+    if tiles:
+        high, wide = (n // 128 for n in x.shape[-2:])
+        given = given.unflatten(-2, (high, 128)).unflatten(-1, (wide, 128)).transpose(-2, -3)
+        given = given.flatten(-2)
+    amax = given.abs().unflatten(-1, (-1, given.shape[-1] if tiles else BLOCKS[quant])).amax(-1)
+    scale = amax.clamp(min=2.0**-100) / 448
+    if quant != Quant.FP8:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    scale = scale.repeat_interleave(given.shape[-1] // scale.shape[-1], -1)
+    given = (given / scale).to(torch.float8_e4m3fn).float() * scale
+    if tiles:
+        given = given.unflatten(-1, (128, 128)).transpose(-2, -3).flatten(-2).flatten(-3, -2)
+    return x + (given - x.detach())
+
+
+def dense(p, x, routing, quant=Quant.NONE, is_early=False):
     """Every expert computes every token. In float32."""
     gates = []
     bias = p.get("expert_bias")
@@ -39,9 +66,12 @@ def dense(p, x, routing):
         chosen = choose_experts(choice.tolist(), routing, bias is not None)
         weights = scores[chosen] / (scores[chosen].sum() if routing.normalise else 1)
         gates.append(torch.zeros(EXPERTS).index_put((torch.tensor(chosen),), weights))
-    biases = [*zip(p["gate_up_bias"], p["down_bias"])] if "down_bias" in p else [None] * EXPERTS
-    rows = torch.stack([mlp(x, *each) for each in zip(p["gate_up"], p["down"], biases)])
-    out = routing.scale * torch.einsum("te,eth->th", torch.stack(gates), rows)
+    gates = (routing.scale * torch.stack(gates)).t()[..., None]
+    weights = [gates, torch.ones(EXPERTS)] if is_early else [torch.ones(EXPERTS), gates]
+    biases = zip(p["gate_up_bias"], p["down_bias"]) if "down_bias" in p else [(0, 0)] * EXPERTS
+    matrices = (rounded(p[name], quant, tiles=True) for name in ("gate_up", "down"))
+    given = zip(*matrices, biases, [quant] * EXPERTS, *weights)
+    out = sum(mlp(rounded(x, quant), *each) for each in given)
     return out + mlp(x, p["shared_gate_up"], p["shared_down"]) if "shared_down" in p else out
 
 
@@ -108,6 +138,54 @@ def test_layer(seed, dtype, size, apply, options):
         assert_close(total, given[name].grad, tolerance)
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("quant", ["none", "fp8", "fp8_pow2", "mxfp8"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_quantised(seed, quant, is_sharded, is_early):
+    """Rows and weights that are quantised, these resident or in shards over fsdp: the dense layer
+    rounds what they round. GPUs multiply e4m3 where they can."""
+    hidden, inner, kind = 256, 128, Quant[quant.upper()]
+    multiplies = DEVICE == "cuda" and kind in (Quant.FP8, Quant.FP8_POW2)
+    dtype = torch.bfloat16 if multiplies else torch.float32
+    generator = torch.Generator().manual_seed(seed)
+    xs, grads = torch.randn(2, 4, TOKENS, hidden, generator=generator).to(dtype)
+    mesh = libep.Mesh("fsdp=2,expert=2" if is_sharded else "expert=4")
+
+    def body(world):
+        sizes = dict(SIZES, hidden=hidden, max_scale_bytes=64, dtype=dtype)
+        with libep.MeshComm(world, mesh, backend=BACKEND) as comm, mesh.bootstrap(
+            world, "expert"
+        ) as meeting, make_group(meeting, **sizes) as group:
+            options = dict(quant=quant, dequantise=not multiplies, dtype=dtype, comm=comm if is_sharded else None)
+            layer = ep.MoE(group, hidden, inner, biases=True, is_early=is_early, **options)
+            whole = parameters(seed, ep.MoE(group, hidden, inner, biases=True, dtype=dtype))
+            mine = {n: slice(None) for n in whole}
+            for name in layer.LOCAL:
+                spec = ["expert", *(["fsdp"] if is_sharded else [])]
+                shape = whole[name].shape
+                part = mesh.shard(spec + [None] * (len(shape) - len(spec)), shape, world.rank)
+                mine[name] = tuple(slice(b, b + n) for b, n in zip(part.begin, part.shape))
+            layer.load_state_dict({n: whole[n][mine[n]] for n in whole})
+            x = xs[world.rank].to(group.device).requires_grad_()
+            y = layer(x)
+            y.backward(grads[world.rank].to(group.device))
+            made = {n: p.grad for n, p in layer.named_parameters()}
+            return layer.routing, whole, mine, dict(made, x=x.grad, y=y)
+
+    got = run_threads(4, body)
+    given = {n: v.float().requires_grad_() for n, v in got[0][1].items()}
+    x = xs.float().flatten(0, 1).requires_grad_()
+    y = dense(given, x, got[0][0], kind, is_early)
+    y.backward(grads.float().flatten(0, 1))
+    tolerance = 1e-5 if kind == Quant.NONE else 2e-2  # sums of another order round another way
+    for rank, (_, _, mine, made) in enumerate(got):
+        part = slice(rank * TOKENS, (rank + 1) * TOKENS)
+        assert_close(made["y"], y[part], tolerance)
+        assert_close(made["x"], x.grad[part], tolerance)
+        for name in ep.MoE.LOCAL[: 4 if "gate_up_bias" in made else 2]:
+            assert_close(made[name], given[name].grad[mine[name]], tolerance)
+
+
 def broken(name, shape):
     """A layer with another parameter."""
 
@@ -131,6 +209,12 @@ REFUSED = [
      lambda group: ep.MoE(group, HIDDEN, INNER)(torch.zeros(HIDDEN))),
     (dict(capacity_factor=0.9), "RANGE moe: capacity_factor: expected at least 1 with Overflow.ERR"),
     (dict(capacity_factor=0.0), "RANGE moe: capacity_factor: expected a positive number, got 0"),
+    (dict(quant="fp8"), "RANGE moe: max_scale_bytes of the group: expected at least 4, got 0",
+     lambda group, **given: ep.MoE(group, 128, 128, **given)),
+    (dict(quant="fp8"), "SHAPE moe: hidden: expected a multiple of 128, the block of FP8, got 80"),
+    (dict(quant="mxfp8"), "SHAPE moe: hidden: expected a multiple of 32, the block of MXFP8, got 80"),
+    (dict(quant="fp8"), "SHAPE moe: inner: expected a multiple of 128, the block of FP8, got 72",
+     lambda group, **given: ep.MoE(group, 128, INNER, **given)),
     (dict(scores="tanh"), "RANGE moe: scores: expected softmax or sigmoid, got 'tanh'"),
     (dict(num_groups=3), "RANGE moe: num_groups: expected a divisor of the 8 experts, got 3"),
     (dict(num_groups=4, top_groups=5), "RANGE moe: top_groups: expected 1 .. 4 .num_groups., got 5"),
@@ -146,6 +230,14 @@ def test_refused(alone, row):
         (make or [lambda group, **given: ep.MoE(group, HIDDEN, INNER, **given)])[0](
             alone(**SIZES), **options
         )
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU multiplies some of these")
+@pytest.mark.parametrize("quant", ["fp8", "fp8_pow2", "fp8_ue8m0", "mxfp8"])
+def test_quantised_where_nothing_multiplies_it(alone, quant):
+    sentence = f"UNSUPPORTED moe: quant: expected FP8 .* got {quant.upper()} with torch.float32 on cpu"
+    with refused(sentence):
+        ep.MoE(alone(**SIZES, max_scale_bytes=64), 128, 128, quant=quant)
 
 
 def test_layers_of_other_shapes():
