@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _layer
-from .._abi import MAX_ROW_BYTES, MAX_TOP_K, Duplicates, Mode, Overflow, Rows, Status
+from .._abi import MAX_ROW_BYTES, MAX_TOP_K, Blocks, Duplicates, Mode, Overflow, Quant, Rows, Status
 from .._config import GroupFields, HandleFields, name_members
 from .._config import max_recv_rows as worst_case_rows
 from .._library import EpError
@@ -308,7 +308,7 @@ class Ep:
         weights: Any,
         specs: Any,
         *,
-        quantise: bool = False,
+        quantise: Union[bool, Quant, tuple[Quant, Blocks]] = False,
     ) -> Any:
         """Apply the experts to received rows, each device its own. Return what function returns.
 
@@ -324,7 +324,8 @@ class Ep:
                   the gradient is reduce-scattered over them. Axes that do not split the tokens
                   stay.
         quantise  weights of three dimensions or more are quantised to e4m3 before they are
-                  gathered, with a float32 scale for each 128 elements along the last dimension. The
+                  gathered: by a Quant, with Blocks.ROWS along the last dimension or Blocks.TILES of
+                  the last two. True: Quant.FP8 and ROWS, a float32 scale for each 128 elements. The
                   gradient is that of the weights without quantising.
         """
         self._operations.check_plan("experts", plan)
@@ -332,9 +333,10 @@ class Ep:
         leaves, tree = jax.tree.flatten(weights)
         specs = sharded.specs_of(weights, specs)
         is_shard = self._regions.is_inside("experts")
+        form = sharded.form_of(quantise)
         gathers = [
             sharded.gather_of(
-                self._regions, name, weight.shape, spec, self.num_experts, is_shard, quantise
+                self._regions, name, weight.shape, spec, self.num_experts, is_shard, form
             )
             for name, weight, spec in zip(sharded.names_of(weights), leaves, specs)
         ]
@@ -346,6 +348,17 @@ class Ep:
 
         operands = (rows, plan.expert_padded)
         return self._regions.run("experts", body, operands, leaves, specs)
+
+    def amax(
+        self, weight: jax.Array, spec: PartitionSpec, *, per_expert: bool = False
+    ) -> jax.Array:
+        """The largest magnitude of a weight [E, ...], float32; NaN wins. Without gradient.
+
+        weight      inside shard_map a device's shard by `spec`, outside the whole weight
+        per_expert  one for each expert of the array that is given, [its first dimension]
+        """
+        is_shard = self._regions.is_inside("amax")
+        return sharded.amax(self._regions, weight, spec, per_expert, is_shard)
 
     def per_device(self, function: Callable[..., Any], *arrays: Any) -> Any:
         """Return function(*arrays), called on each device with its own part of the arrays.
