@@ -122,7 +122,8 @@ def bootstrap(
     )
     if capacity_factor is not None:
         if max_recv_rows is not None:
-            _refuse(Status.UNSUPPORTED, "capacity_factor", "none, with max_recv_rows", capacity_factor)
+            expected = "none, with max_recv_rows"
+            _refuse(Status.UNSUPPORTED, "capacity_factor", expected, capacity_factor)
         policy, alignment = fields.get("overflow", Overflow.ERROR), fields.get("alignment", 1)
         local = num_experts // size
         max_recv_rows = _layer.count_capacity(
@@ -302,8 +303,8 @@ class Ep:
 
     def experts(
         self,
-        function: Callable[[jax.Array, jax.Array, Any], Any],
-        rows: jax.Array,
+        function: Callable[[Any, jax.Array, Any], Any],
+        rows: Any,
         plan: Plan,
         weights: Any,
         specs: Any,
@@ -315,7 +316,7 @@ class Ep:
         function  function(rows, group_sizes, weights), which runs on one device: rows [rows, H],
                   group_sizes [L] int32 for jax.lax.ragged_dot, weights [L, ...]. It returns an
                   array with a leading dimension, such as [rows, H], or a tree of such.
-        rows      recv_tokens, or what was computed from it
+        rows      recv_tokens, what was computed from it, or a tree of such
         plan      of the dispatch
         weights   a tree of arrays [E, ...]
         specs     how the weights are sharded: a PartitionSpec for all, or a tree of them. The

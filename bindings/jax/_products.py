@@ -53,10 +53,10 @@ def _shape(like: jax.Array, shape: tuple[int, ...]) -> Any:
 
 
 def _call(kernel: Any, grid: int, out: Any, interpret: bool) -> Any:
-    options = {} if compiler is None else dict(
-        compiler_params=compiler.CompilerParams(num_warps=8, num_stages=4)
-    )  # fmt: skip
-    return pl.pallas_call(kernel, out_shape=out, grid=(grid,), interpret=interpret, **options)
+    options: Any = dict(out_shape=out, grid=(grid,), interpret=interpret)
+    if compiler is not None:
+        options["compiler_params"] = compiler.CompilerParams(num_warps=8, num_stages=4)
+    return pl.pallas_call(kernel, **options)
 
 
 def _multiply(
@@ -83,7 +83,9 @@ def _multiply(
         def _() -> None:
             def step(index: Any, total: Any) -> Any:
                 deep = pl.ds(index * _DEEP, _DEEP)
-                part = weights_ref[expert, wide, deep].T if turned else weights_ref[expert, deep, wide]
+                part = (
+                    weights_ref[expert, wide, deep].T if turned else weights_ref[expert, deep, wide]
+                )
                 return total + compiler.dot(rows_ref[mine, deep], part)
 
             zeros = jnp.zeros((block, _WIDE), jnp.float32)

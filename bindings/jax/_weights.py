@@ -70,7 +70,8 @@ def form_of(given: Any) -> Optional[Form]:
     if not known:
         raise EpError(
             Status.RANGE,
-            f"experts: quantise: expected a bool, a libep.Quant, or one with libep.Blocks, got {given!r}",
+            "experts: quantise: expected a bool, a libep.Quant, or one with libep.Blocks, got "
+            f"{given!r}",
         )
     if form.quant == Quant.MXFP8 and form.blocks == Blocks.TILES:
         raise EpError(

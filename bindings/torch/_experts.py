@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of experts: rows that dispatch delivers, slab after slab, by each expert's matrix."""
+"""The products of experts: rows that dispatch delivers, slab after slab, by an expert's matrix."""
 
 from __future__ import annotations
 

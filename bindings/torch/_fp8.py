@@ -129,7 +129,7 @@ def dequantise(values: Tensor, scales: Tensor, form: Form, dtype: torch.dtype) -
     block, scales = _layer.BLOCKS[form.quant], scales.float()
     if scales.shape[-2] != values.shape[-2]:
         scales = scales.repeat_interleave(block, -2)
-    blocks = values.float().unflatten(-1, (-1, block)) * scales[..., None]
+    blocks: Tensor = values.float().unflatten(-1, (-1, block)) * scales[..., None]
     return blocks.flatten(-2).to(dtype)
 
 

@@ -106,6 +106,15 @@ class MoE(nn.Module):
     EpError for arguments that are refused.
     """
 
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Optional[Tensor]
+    down_bias: Optional[Tensor]
+    shared_gate_up: Tensor
+    shared_down: Optional[Tensor]
+    expert_bias: Optional[Tensor]
+
     LOCAL = ("gate_up", "down", "gate_up_bias", "down_bias")
     """Parameters of this rank's experts. The others are replicated."""
 
@@ -127,7 +136,7 @@ class MoE(nn.Module):
         is_early: bool = False,
         capacity_factor: Optional[float] = None,
         overflow: Optional[Overflow] = None,
-        quant: Quant = Quant.NONE,
+        quant: Union[Quant, str] = Quant.NONE,
         dequantise: bool = False,
         comm: Optional[MeshComm] = None,
         dtype: torch.dtype = torch.float32,
@@ -149,8 +158,11 @@ class MoE(nn.Module):
         if self.form is not None:
             handle["quant"] = self.form.quant
         self.handle = _make_handle(group, top_k, capacity_factor, dtype, handle)
-        made: dict[str, Any] = {"dtype": dtype, "device": group.device if device is None else device}
-        shapes = {
+        made: dict[str, Any] = {
+            "dtype": dtype,
+            "device": group.device if device is None else device,
+        }
+        shapes: dict[str, Optional[tuple[int, ...]]] = {
             "router": (experts, hidden),
             "gate_up": (local, hidden, 2 * inner),
             "down": (local, inner, hidden),
@@ -200,9 +212,10 @@ class MoE(nn.Module):
             plan = prepare(self.handle, idx)
             received, row_weights = dispatch_quantised(self.handle, plan, tokens, weights)
             rows = self._experts(received, row_weights, plan)
-        if shared is not None and self._side() is not None:
+        side = self._side()
+        if shared is not None and side is not None:
             here = torch.cuda.current_stream(tokens.device)
-            here.wait_stream(self._side())
+            here.wait_stream(side)
             shared.record_stream(here)
         late = None if self.is_early else row_weights
         return combine(self.handle, plan, rows, late, bias=shared).view(x.shape)
@@ -241,6 +254,7 @@ class MoE(nn.Module):
         return self.weights[name].whole(parameter) if name in self.weights else parameter
 
     def _share(self, tokens: Tensor) -> Tensor:
+        assert self.shared_down is not None
         return swiglu(tokens @ self.shared_gate_up) @ self.shared_down
 
     # ---- the shared expert's stream -------------------------------------------------------------
@@ -317,13 +331,13 @@ def _make_form(
     hidden: int,
     inner: int,
     dtype: torch.dtype,
-    quant: Union[Quant, str],
+    given: Union[Quant, str],
     is_dequantised: bool,
 ) -> Optional[Form]:
     """How a layer quantises; None: not. EpError for what the device cannot multiply."""
-    fields: Any = {"quant": quant}
+    fields: Any = {"quant": given}
     name_members(fields)
-    quant = fields["quant"]
+    quant = Quant(fields["quant"])
     if quant == Quant.NONE:
         return None
     _layer.check_blocks(quant, {"hidden": hidden, "inner": inner}, QUANTS)
@@ -335,9 +349,7 @@ def _make_form(
     return Form(group, quant, is_dequantised)
 
 
-def _make_weight(
-    comm: MeshComm, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> Weight:
+def _make_weight(comm: MeshComm, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
     """Experts along the mesh's expert axes, the next dimension along its fsdp axes."""
     axes = comm.mesh.role_axes
     spec = (axes(AxisRole.EXPERT), axes(AxisRole.FSDP), *[None] * (len(shape) - 2))

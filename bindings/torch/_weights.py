@@ -58,9 +58,8 @@ class Weight(CoreWeight):
         The stand-in has the shape and type of the weight, but no memory. A gradient that it gets is
         that of the weight without quantising, and is reduced to the shard.
         """
-        made: tuple[Tensor, Tensor, Tensor] = _GatherQuantised.apply(  # type: ignore[no-untyped-call]
-            self, shard, (quant, blocks, transposed)
-        )
+        apply: Any = _GatherQuantised.apply
+        made: tuple[Tensor, Tensor, Tensor] = apply(self, shard, (quant, blocks, transposed))
         return made
 
     def max_(self, amax: Tensor, per_expert: bool = False) -> Tensor:
@@ -115,7 +114,7 @@ class _GatherQuantised(torch.autograd.Function):
         ctx.weight, sizes = weight, weight.sizes(form)
         _check(weight, shard)
         values = shard.new_empty(sizes.shape, dtype=torch.float8_e4m3fn)
-        scales = shard.new_empty(sizes.scale_shape, dtype=scale_type(quant))
+        scales = shard.new_empty(sizes.scale_shape or (), dtype=scale_type(quant))
         space = _space(shard, sizes.gather_workspace)
         shard = shard.contiguous()
         weight.gather(form, shard, space, out=values, scales=scales, stream=_stream(shard))

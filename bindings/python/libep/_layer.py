@@ -107,6 +107,4 @@ def check_blocks(quant: Quant, lengths: Mapping[str, int], names: Iterable[Quant
     block = BLOCKS[quant]
     for name, length in lengths.items():
         if length % block:
-            refuse(
-                Status.SHAPE, name, f"a multiple of {block}, the block of {quant.name}", length
-            )
+            refuse(Status.SHAPE, name, f"a multiple of {block}, the block of {quant.name}", length)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded weights: gathered for use, gradients reduced, magnitudes. See ep_weight.h, docs/mesh.md."""
+"""Sharded weights: gathered for use, gradients reduced, magnitudes. See ep_weight.h."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Weight:
         )
 
     @calls_library
-    def gather(  # type: ignore[empty-body]
+    def gather(
         self,
         form: Optional[_abi.EpWeightForm],
         shard: TensorLike,
@@ -169,7 +169,7 @@ class Weight:
         """
 
     @calls_library
-    def reduce(  # type: ignore[empty-body]
+    def reduce(
         self,
         grad: TensorLike,
         accumulate: bool,
@@ -188,7 +188,7 @@ class Weight:
         """
 
     @calls_library
-    def amax(  # type: ignore[empty-body]
+    def amax(
         self, scope: AmaxScope, *, amax: TensorLike, stream: int = 0
     ) -> None:
         """Reduce magnitudes to their maximum, in place. Collective over Sharding's amax axes.

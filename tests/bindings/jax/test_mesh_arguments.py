@@ -122,10 +122,10 @@ def test_specs_and_weights(bootstrap, text, spec, weights):
 
 
 @pytest.mark.parametrize("given, sentence", [
-    ("fp8", "RANGE experts: quantise: expected a bool, a libep.Quant, or one with libep.Blocks, got 'fp8'"),
-    ((Quant.MXFP8, Blocks.TILES), "UNSUPPORTED experts: quantise: expected blocks of rows with MXFP8"),
+    ("fp8", "RANGE experts: quantise: expected a bool, a libep.Quant, .* got 'fp8'"),
+    ((Quant.MXFP8, Blocks.TILES), "UNSUPPORTED quantise: expected blocks of rows with MXFP8"),
     ((Quant.FP8, Blocks.TILES), "UNSUPPORTED a multiple of 128 elements along the dimension before"),
-    (Quant.MXFP8, "UNSUPPORTED a multiple of 32 elements along the last dimension to quantise, got 8"),
+    (Quant.MXFP8, "UNSUPPORTED a multiple of 32 elements along the last dimension to quantise"),
 ])  # fmt: skip
 def test_forms(bootstrap, given, sentence):
     ep, is_tiles = bootstrap(LAYOUT.mesh, "expert"), given == (Quant.FP8, Blocks.TILES)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from base import refused
-from conftest import DEVICE, EXPERTS, HIDDEN, TOKENS, TOP_K, assert_close, make_mesh, tokens
+from conftest import EXPERTS, HIDDEN, TOKENS, TOP_K, assert_close, make_mesh, tokens
 from conftest import value_and_grads
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -110,7 +110,8 @@ def test_layer(bootstrap, capsys, size, wrap, dtype, is_inside, form):
     if wrap in ("nothing", "named"):  # receive rows are kept where a policy names them
         capsys.readouterr()
         jax.ad_checkpoint.print_saved_residuals(layer, params, x)
-        kept = re.findall(rf"\[({ep.max_recv_rows}|{size * ep.max_recv_rows})[],]", capsys.readouterr().out)
+        rows = ep.max_recv_rows
+        kept = re.findall(rf"\[({rows}|{size * rows})[],]", capsys.readouterr().out)
         assert len(kept) == (2 if wrap == "named" else 0)
 
 
@@ -120,10 +121,11 @@ def test_fsdp(bootstrap):
     ep = bootstrap(mesh, dtype=jnp.float32)
     params, x = make_parameters(ep, biases=True), tokens(7, 4)
     specs = dict(gate_up=P("ep", "fsdp"), down=P("ep", None, "fsdp"), down_bias=P("ep", "fsdp"))
-    placed = {n: jax.device_put(v, NamedSharding(mesh, specs.get(n, P()))) for n, v in params.items()}
+    place = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))  # noqa: E731
+    placed = {name: place(value, specs.get(name, P())) for name, value in params.items()}
     layer = functools.partial(libep.jax.moe, ep, specs=specs)
     reference = functools.partial(dense, Routing(EXPERTS, TOP_K))
-    got = value_and_grads(layer)(placed, jax.device_put(x, NamedSharding(mesh, P(("fsdp", "ep")))))
+    got = value_and_grads(layer)(placed, place(x, P(("fsdp", "ep"))))
     assert_close(got, value_and_grads(reference)(params, x), 1e-5)
 
 
@@ -157,12 +159,15 @@ def refuse(change, **options):
 REFUSED = [
     (lambda p: p.pop("down_bias") is None or p,
      "SHAPE moe: biases: expected all of gate_up_bias, down_bias, or none, got gate_up_bias alone"),
-    (lambda p: dict(p, expert_bias=jnp.zeros(7)), r"SHAPE moe: expert_bias: expected \[8\], got \[7\]"),
+    (lambda p: dict(p, expert_bias=jnp.zeros(7)),
+     r"SHAPE moe: expert_bias: expected \[8\], got \[7\]"),
     (lambda p: dict(p, down=p["down"][:, 1:]),
      r"SHAPE moe: gate_up: expected \[4, 16, 46\], got \[4, 16, 48\]"),
-    (lambda p: dict(p, router=p["router"][1:]), r"SHAPE moe: router: expected \[16, 8\], got \[15, 8\]"),
+    (lambda p: dict(p, router=p["router"][1:]),
+     r"SHAPE moe: router: expected \[16, 8\], got \[15, 8\]"),
     (lambda p: dict(p, gate=p["down"]), "RANGE moe: parameters: expected names of .*, got 'gate'"),
-    (lambda p: {"router": p["router"]}, "SHAPE moe: parameters: expected router, .*, got no gate_up"),
+    (lambda p: {"router": p["router"]},
+     "SHAPE moe: parameters: expected router, .*, got no gate_up"),
     (lambda p: dict(p, router=1), "TYPE moe: router: expected an array, got int"),
 ]  # fmt: skip
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded weights: gathered, reduced, quantised, and their magnitudes, on ranks that are threads."""
+"""Sharded weights: gathered, reduced, quantised, and their magnitudes; ranks are threads."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_gather_reduce_amax(seed):
 
 
 @pytest.mark.parametrize("quant, blocks, transposed", [
-    (Quant.FP8, Blocks.ROWS, True), (Quant.MXFP8, Blocks.ROWS, False), (Quant.FP8, Blocks.TILES, True),
+    (Quant.FP8, Blocks.ROWS, True), (Quant.MXFP8, Blocks.ROWS, False),
+    (Quant.FP8, Blocks.TILES, True),
 ])  # fmt: skip
 def test_quantised(seed, quant, blocks, transposed):
     """The bytes and scales of the gathered weight, quantised."""
