@@ -45,8 +45,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, plan: Plan) -> Tensor:
 def sum_slabs(rows: Tensor, plan: Plan) -> Tensor:
     """The sum of each local expert's rows, [L, out]."""
     if has_grouped(rows.device, rows.dtype):
-        ones = rows.new_ones(GROUPED_ALIGNMENT, len(rows))
-        return F.grouped_mm(ones, rows, offs=plan.expert_ends)[:, 0]
+        ones = rows.new_ones(len(rows), GROUPED_ALIGNMENT)  # 16 bytes of a row, whatever the rows
+        return F.grouped_mm(ones.t(), rows, offs=plan.expert_ends)[:, 0]
     counts = plan.expert_padded.tolist()
     parts = torch.split(rows, [*counts, len(rows) - sum(counts)])[:-1]
     return torch.stack([part.sum(0, dtype=torch.float32) for part in parts]).to(rows.dtype)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
@@ -168,6 +169,7 @@ def test_quantised(seed, quant, is_sharded, is_early):
                 mine[name] = tuple(slice(b, b + n) for b, n in zip(part.begin, part.shape))
             layer.load_state_dict({n: whole[n][mine[n]] for n in whole})
             x = xs[world.rank].to(group.device).requires_grad_()
+            layer = copy.deepcopy(layer)  # which shares what is not its parameters
             y = layer(x)
             y.backward(grads[world.rank].to(group.device))
             made = {n: p.grad for n, p in layer.named_parameters()}
