@@ -72,6 +72,10 @@ static EpStatus describe_scales(EpOperation *o, const EpTensor *scales, EpScatte
     s->scales = scales->data;
     s->scale_map.count = ep_tensor_row_elements(scales);
     s->scale_type = scales->type;
+    if (o->handle->shape.scale_order == EP_SCALES_SWIZZLED && ep_type_bytes(scales->type) != 1)
+        return ep_refuse(&o->call, EP_ERR_TYPE, "scales",
+                         "expected elements of one byte where scales are swizzled, got %s",
+                         ep_type_name(scales->type));
     return EP_OK;
 }
 
@@ -84,6 +88,7 @@ static EpStatus describe_inputs(EpOperation *o, const Inputs *in, EpScatter *sca
     EP_TRY(describe_scales(o, in->scales, s));
     s->scale_map.element_bytes = (int32_t)ep_type_bytes(s->scale_type);
     s->scale_map.by_column = o->handle->shape.scale_order == EP_SCALES_BY_COLUMN;
+    s->scale_map.swizzled = o->handle->shape.scale_order == EP_SCALES_SWIZZLED;
     s->scale_bytes = s->scale_map.count * s->scale_map.element_bytes;
     return EP_OK;
 }
@@ -120,10 +125,11 @@ static EpStatus describe_recv_scales(const EpOperation *o, const EpTensor *t, Ep
     EP_TRY(ep_arg_type(&o->call, "recv_scales", t, s->scale_type));
     EP_TRY(ep_arg_alignment(&o->call, "recv_scales", t, 4));
     s->out_scales = t->data;
-    int by_column = s->scale_map.by_column;
-    s->scale_map.slab_rows = by_column ? t->shape[t->ndim - 1] : 0;
-    int64_t rows = by_column && t->ndim == 2 ? t->shape[1] : ep_slot_capacity(o->handle, t);
+    int64_t rows = t->shape[t->ndim - (s->scale_map.by_column ? 1 : 2)];
     if (t->ndim == 2) s->out_capacity = ep_min(s->out_capacity, rows);
+    /* Tensors of tiles may have more rows than their blocks. */
+    int64_t block = s->block_rows ? s->block_rows : o->handle->shape.block_rows;
+    s->scale_map.slab_rows = t->ndim == 2 ? rows : block;
     return EP_OK;
 }
 
@@ -216,11 +222,13 @@ static void set_routing(const EpOperation *o, Route *route, EpStream stream, EpS
     scatter->routing = ep_handle_is_latency(o->handle) ? &route->routing : NULL;
 }
 
-/* Read the extras of a dispatch or one of its phases, and describe its statistics. */
-static EpStatus describe_statistics(const EpOperation *o, const EpExtras *given, unsigned takes,
-                                    EpScatter *scatter) {
+/* Read the extras of a dispatch or one of its phases, and describe them: its statistics and, where
+ * it takes rows, their global scale. */
+static EpStatus describe_extras(const EpOperation *o, const EpExtras *given, unsigned takes,
+                                EpScatter *scatter) {
     EpExtras extras;
     EP_TRY(ep_extras_read(o, given, takes | EP_TAKES_WAITS, &extras));
+    if (takes & EP_TAKES_GLOBAL_SCALE) EP_TRY(ep_extras_global_scale(o, &extras, &scatter->t));
     return ep_extras_statistics(o, &extras, ep_scatter_row_bytes(&scatter->t, o->step.info.top_k),
                                 &scatter->stats);
 }
@@ -234,7 +242,8 @@ static EpStatus dispatch(const char *name, EpHandle *handle, const EpTensor *pla
     EP_TRY(begin_dispatch(&o, name, handle, plan, prepare, &route));
     EP_TRY(describe_inputs(&o, in, &scatter));
     EP_TRY(describe_outputs(&o, out, &scatter.t));
-    EP_TRY(describe_statistics(&o, extras, EP_TAKES_EXPERTS | EP_TAKES_ROWS, &scatter));
+    EP_TRY(describe_extras(&o, extras, EP_TAKES_EXPERTS | EP_TAKES_ROWS | EP_TAKES_GLOBAL_SCALE,
+                           &scatter));
     set_routing(&o, &route, stream, &scatter);
     EP_TRY(ep_run_scatter(&o, &scatter));
     return route.publishes ? ep_run_publish(&o, &route.routing) : EP_OK;
@@ -272,7 +281,7 @@ static EpStatus dispatch_send(const char *name, EpHandle *handle, const EpTensor
     route.routing.op = &ep_op_route_send;
     o.step = ep_routing_step(&route.routing);
     EP_TRY(describe_inputs(&o, in, &scatter));
-    EP_TRY(describe_statistics(&o, extras, EP_TAKES_ROWS, &scatter));
+    EP_TRY(describe_extras(&o, extras, EP_TAKES_ROWS | EP_TAKES_GLOBAL_SCALE, &scatter));
     scatter.phase = EP_PHASE_SEND;
     set_routing(&o, &route, stream, &scatter);
     return ep_run_scatter(&o, &scatter);
@@ -298,7 +307,7 @@ static EpStatus dispatch_wait(const char *name, EpHandle *handle, EpStream strea
     EP_TRY(ep_operation_begin_receive(&o, name, handle, EP_PENDING_DISPATCH));
     EpScatter scatter = handle->pending.scatter;
     EP_TRY(describe_outputs(&o, out, &scatter.t));
-    EP_TRY(describe_statistics(&o, extras, EP_TAKES_EXPERTS, &scatter));
+    EP_TRY(describe_extras(&o, extras, EP_TAKES_EXPERTS, &scatter));
     scatter.phase = EP_PHASE_RECEIVE;
     scatter.stream = stream;
     return ep_run_scatter(&o, &scatter);

@@ -18,6 +18,7 @@ typedef struct Member {
 static const Member members[] = {
     MEMBER(bias0, EP_TAKES_BIAS),
     MEMBER(bias1, EP_TAKES_BIAS),
+    MEMBER(global_scale, EP_TAKES_GLOBAL_SCALE),
     MEMBER(expert_tokens, EP_TAKES_EXPERTS),
     MEMBER(peer_rows, EP_TAKES_ROWS),
     MEMBER(peer_bytes, EP_TAKES_ROWS),
@@ -25,7 +26,7 @@ static const Member members[] = {
     MEMBER(peer_longest_wait_ns, EP_TAKES_WAITS),
 };
 
-enum { MEMBERS = sizeof(members) / sizeof(members[0]), FIRST_COUNTER = EP_MAX_BIASES };
+enum { MEMBERS = sizeof(members) / sizeof(members[0]), FIRST_COUNTER = EP_MAX_BIASES + 1 };
 
 static const EpTensor *tensor_of(const EpExtras *extras, const Member *m) {
     return *(const EpTensor *const *)((const char *)extras + m->offset);
@@ -54,6 +55,24 @@ EpStatus ep_extras_bias(EpOperation *o, const EpExtras *extras, const EpTensor *
         EP_TRY(ep_arg_token_bytes(o, name, bias));
         t->bias[t->num_biases++] = bias->data;
     }
+    return EP_OK;
+}
+
+EpStatus ep_extras_global_scale(const EpOperation *o, const EpExtras *extras, EpScatterTensors *t) {
+    const char *const name = "extras.global_scale";
+    const EpTensor *scale = extras->global_scale;
+    int needed = t->format.scaling == EP_SCALE_GLOBAL;
+    if (scale && !needed)
+        return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, name,
+                         "expected NULL, since the handle's quant has no global scale, got a "
+                         "tensor");
+    EP_TRY(ep_arg_pair(o, name, scale, "the handle's quant", needed ? t : NULL));
+    if (!scale) return EP_OK;
+    EP_TRY(ep_arg_tensor(&o->call, name, scale, 1));
+    EP_TRY(ep_arg_float(&o->call, name, scale));
+    EP_TRY(ep_arg_dim(&o->call, name, scale, 0, 1, "one number"));
+    EP_TRY(ep_arg_memory(&o->call, o->handle->group, name, scale));
+    t->global_scale = scale->data;
     return EP_OK;
 }
 

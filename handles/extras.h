@@ -11,7 +11,8 @@ typedef enum EpTakes {
     EP_TAKES_BIAS = 1,
     EP_TAKES_EXPERTS = 2,
     EP_TAKES_ROWS = 4, /**< rows and bytes for each peer */
-    EP_TAKES_WAITS = 8
+    EP_TAKES_WAITS = 8,
+    EP_TAKES_GLOBAL_SCALE = 16
 } EpTakes;
 
 /** Copy the extras of a call (NULL: none), which may have the size of an earlier version. Refuses
@@ -21,6 +22,10 @@ EpStatus ep_extras_read(const EpOperation *o, const EpExtras *given, unsigned ta
 /** Check the biases of the rows `out` [T, H], which have been checked, and describe them. */
 EpStatus ep_extras_bias(EpOperation *o, const EpExtras *extras, const EpTensor *out,
                         EpGatherTensors *t);
+
+/** Check the global scale, which a format of EP_SCALE_GLOBAL needs and no other one takes, and
+ *  describe it. The backend checks its value. */
+EpStatus ep_extras_global_scale(const EpOperation *o, const EpExtras *extras, EpScatterTensors *t);
 
 /** Check the statistics, and describe them. `row_bytes`: of a row as it travels. */
 EpStatus ep_extras_statistics(const EpOperation *o, const EpExtras *extras, int64_t row_bytes,

@@ -140,6 +140,26 @@ static int32_t slot_dims(const EpOperation *o) {
     return o->handle->shape.is_fixed ? 2 : 1;
 }
 
+/* Check the tiles of swizzled scales, which are whole. */
+static EpStatus check_tiles(const EpOperation *o, const char *argument, const EpTensor *t,
+                            int64_t columns) {
+    const EpPlanShape *s = &o->handle->shape;
+    int row_dim = t->ndim - 2;
+    EP_TRY(ep_arg_dim(&o->call, argument, t, t->ndim - 1, ep_round_up(columns, EP_TILE_SCALES),
+                      "S, rounded up to a multiple of 4"));
+    if (s->is_fixed) {
+        RecvBlocks blocks = recv_blocks(o);
+        EP_TRY(ep_arg_dim(&o->call, argument, t, 0, blocks.count, blocks.count_name));
+        return ep_arg_dim(&o->call, argument, t, row_dim, ep_round_up(blocks.rows, EP_TILE_ROWS),
+                          "rows, rounded up to a multiple of 128");
+    }
+    if (t->shape[row_dim] % EP_TILE_ROWS)
+        return ep_refuse(&o->call, EP_ERR_SHAPE, argument,
+                         "expected a multiple of %d rows where scales are swizzled, got %lld",
+                         EP_TILE_ROWS, (long long)t->shape[row_dim]);
+    return check_rows_in(o, argument, t, row_dim);
+}
+
 /* Check the rows of a tensor whose rows are contiguous. */
 static EpStatus check_rows(const EpOperation *o, const char *argument, const EpTensor *t) {
     return check_rows_in(o, argument, t, slot_dims(o) - 1);
@@ -160,6 +180,10 @@ EpStatus ep_arg_slot_scales(const EpOperation *o, const char *argument, const Ep
     if (o->handle->shape.scale_order == EP_SCALES_BY_ROW)
         return ep_arg_slot_rows(o, argument, t, columns, "S");
     EP_TRY(ep_arg_tensor(&o->call, argument, t, ndim));
+    if (o->handle->shape.scale_order == EP_SCALES_SWIZZLED) {
+        EP_TRY(check_tiles(o, argument, t, columns));
+        return check_all(o, argument, t);
+    }
     EP_TRY(check_rows_in(o, argument, t, ndim - 1));
     EP_TRY(ep_arg_dim(&o->call, argument, t, ndim - 2, columns, "S"));
     return check_all(o, argument, t);
@@ -262,7 +286,7 @@ static void note_phase(const EpOperation *o, EpPhase phase, EpPendingKind kind, 
 static void keep_scatter(EpPending *pending, const EpScatter *scatter) {
     pending->scatter = *scatter;
     pending->scatter.t.rows = pending->scatter.t.scales = NULL;
-    pending->scatter.t.topk_weights = NULL;
+    pending->scatter.t.topk_weights = pending->scatter.t.global_scale = NULL;
     ep_routing_defer(&pending->routing, scatter->routing);
     pending->scatter.routing = &pending->routing.routing;
 }

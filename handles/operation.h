@@ -63,8 +63,8 @@ EpStatus ep_arg_blocks(EpOperation *o, const char *argument, const EpTensor *t);
 EpStatus ep_arg_slot_rows(const EpOperation *o, const char *argument, const EpTensor *t,
                           int64_t columns, const char *what);
 
-/** Check the scales of receive rows, in the handle's order: [rows, columns] or [columns, rows].
- *  If batched, L comes first; if rank-major, R. */
+/** Check the scales of receive rows, in the handle's order: [rows, columns], [columns, rows], or
+ *  whole tiles of rows and columns. If batched, L comes first; if rank-major, R. */
 EpStatus ep_arg_slot_scales(const EpOperation *o, const char *argument, const EpTensor *t,
                             int64_t columns);
 

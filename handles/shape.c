@@ -82,7 +82,7 @@ static EpStatus check_mode_and_scales(const EpCall *call, const EpHandleConfig *
         return ep_refuse(call, EP_ERR_RANGE, "config.mode",
                          "expected an EpMode or EP_DEFAULT, got %d", c->mode);
     EP_TRY(ep_arg_quant(call, "config.quant", c->quant));
-    if ((int)c->scale_order < EP_SCALES_BY_ROW || (int)c->scale_order > EP_SCALES_BY_COLUMN)
+    if ((int)c->scale_order < EP_SCALES_BY_ROW || (int)c->scale_order > EP_SCALES_SWIZZLED)
         return ep_refuse(call, EP_ERR_RANGE, "config.scale_order",
                          "expected an EpScaleOrder, got %d", (int)c->scale_order);
     if ((int)c->plans < EP_PLANS_OWNED || (int)c->plans > EP_PLANS_NAMED)
@@ -165,6 +165,20 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
                      "(EpGroupConfig.latency_sets), got EP_MODE_LATENCY");
 }
 
+/* A tile of swizzled scales has bytes, and rows of one slab. */
+static EpStatus check_swizzled(const EpCall *call, const EpPlanShape *s) {
+    EpQuantFormat format = ep_quant_format(s->quant);
+    if (format.bits && ep_quant_scale_type(format) != EP_TYPE_UINT8)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.scale_order",
+                         "expected EP_SCALES_BY_ROW or EP_SCALES_BY_COLUMN with scales of FP32, "
+                         "got EP_SCALES_SWIZZLED, which is for scales of one byte");
+    if (s->is_fixed || s->has_rows || s->alignment % EP_TILE_ROWS == 0) return EP_OK;
+    return ep_refuse(call, EP_ERR_ALIGNMENT, "config.alignment",
+                     "expected a multiple of %d with EP_SCALES_SWIZZLED, so that no tile has rows "
+                     "of two experts, got %d",
+                     EP_TILE_ROWS, s->alignment);
+}
+
 /* Set how rows are quantised and how scales lie; refuse what the backend lacks. */
 static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandleConfig *c,
                               EpPlanShape *s) {
@@ -182,7 +196,7 @@ static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandl
                          "expected EP_SCALES_BY_ROW, since this backend has no other order, got "
                          "%d",
                          (int)c->scale_order);
-    return EP_OK;
+    return s->scale_order == EP_SCALES_SWIZZLED ? check_swizzled(call, s) : EP_OK;
 }
 
 EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigned offers,

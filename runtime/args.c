@@ -45,6 +45,11 @@ EpStatus ep_arg_index_type(const EpCall *call, const char *argument, const EpTen
                      ep_type_name(t->type));
 }
 
+EpStatus ep_refuse_global_scale(const EpCall *call, float got) {
+    return ep_refuse(call, EP_ERR_RANGE, "extras.global_scale",
+                     "expected a number from 2^-64 to 2^64, got %g", (double)got);
+}
+
 EpStatus ep_arg_quant(const EpCall *call, const char *argument, EpQuant quant) {
     if (quant == EP_QUANT_NONE || ep_quant_format(quant).bits) return EP_OK;
     return ep_refuse(call, EP_ERR_RANGE, argument, "expected an EpQuant, got %d", (int)quant);
@@ -58,7 +63,12 @@ static const char *name_of(EpQuant quant) {
     return names[quant];
 }
 
-EpStatus ep_arg_tiles(const EpCall *call, EpBlocks blocks, EpQuantFormat format) {
+EpStatus ep_arg_form(const EpCall *call, EpBlocks blocks, EpQuantFormat format) {
+    if (format.scaling == EP_SCALE_GLOBAL)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "form.quant",
+                         "expected a format without a global scale, which dispatch alone takes, "
+                         "got EP_QUANT_%s",
+                         name_of(format.quant));
     if (blocks != EP_BLOCKS_TILES || format.uses & EP_FOR_TILES) return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "form.blocks",
                      "expected EP_BLOCKS_ROWS with EP_QUANT_%s, got EP_BLOCKS_TILES",

@@ -55,11 +55,15 @@ EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTens
 EpStatus ep_arg_alignment(const EpCall *call, const char *argument, const EpTensor *t,
                           int64_t unit);
 
+/** Refuse a number that is no global scale (ep_is_global_scale). */
+EpStatus ep_refuse_global_scale(const EpCall *call, float got);
+
 /** Check for a value of EpQuant. */
 EpStatus ep_arg_quant(const EpCall *call, const char *argument, EpQuant quant);
 
-/** Check that a format has tiles where `blocks`, the call's form.blocks, asks for them. */
-EpStatus ep_arg_tiles(const EpCall *call, EpBlocks blocks, EpQuantFormat format);
+/** Check that a format serves weights and rows between GEMMs, whose calls have no global scale, and
+ *  has tiles where `blocks`, the call's form.blocks, asks for them. */
+EpStatus ep_arg_form(const EpCall *call, EpBlocks blocks, EpQuantFormat format);
 
 static inline int ep_tensor_is_empty(const EpTensor *t) {
     for (int i = 0; i < t->ndim; i++)

@@ -21,6 +21,8 @@ struct EpGpuReport;
 struct EpPlanShape;
 struct EpSources;
 struct EpRowsQuant;
+struct EpRoutingCount;
+struct EpRoutingMap;
 struct EpWeightGather;
 struct EpWeightReduce;
 struct EpWeightAmax;
@@ -149,6 +151,11 @@ typedef struct EpBackendOps {
     /** Set the workspaces in view->sizes. */
     void (*measure_weight)(const struct EpWeight *weight, struct EpWeightView *view);
     EpStatus (*quantise_rows)(const struct EpRowsQuant *quant);
+    /** See handles/prepare/count.h. Without a group. */
+    EpStatus (*count_routing)(const struct EpCall *call, const struct EpRoutingCount *count);
+    /** See handles/prepare/routing_map.h. Without a group. */
+    EpStatus (*read_routing_map)(const struct EpCall *call, const struct EpRoutingMap *map);
+    EpStatus (*write_routing_map)(const struct EpCall *call, const struct EpRoutingMap *map);
     /** Optional (NULL: nothing to do). Both surround calls on a group that use the backend. They
      *  make the group's device the thread's current one, and show the activity to profilers.
      * `leave` takes what `enter` returned, or EP_STAY. */

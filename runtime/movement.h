@@ -76,26 +76,58 @@ typedef struct EpRouting {
 
 /* ---- scatter ------------------------------------------------------------------------------- */
 
-/** Layout of recv_scales. By row: [rows, count]. By column: slabs of [count, slab_rows]. */
+/** A tile of swizzled scales: 128 rows of 4 bytes, which one word of each row fills. */
+#define EP_TILE_ROWS 128
+#define EP_TILE_SCALES 4
+#define EP_TILE_BYTES (EP_TILE_ROWS * EP_TILE_SCALES)
+
+/** Layout of recv_scales. By row: [rows, count]. By column: slabs of [count, slab_rows]. Swizzled:
+ *  slabs of [tiles of slab_rows, tiles of count], elements of one byte. */
 typedef struct EpScaleMap {
     int32_t by_column;
     int32_t element_bytes;
     int64_t count;     /**< scales of a row */
-    int64_t slab_rows; /**< by column: rows of the tensor; BATCHED: rows_per_expert; RANK_MAJOR:
+    int64_t slab_rows; /**< not by row: rows of the tensor; BATCHED: rows_per_expert; RANK_MAJOR:
                             rows of a source */
+    int32_t swizzled;
 } EpScaleMap;
 
-/** Returns the byte offset of scale `i` of a receive row. */
-EP_HOST_DEVICE static inline int64_t ep_scale_at(const EpScaleMap *map, int64_t row, int64_t i) {
+/** Returns the byte offset of a receive row's first swizzled scale. Its words of four are
+ *  EP_TILE_BYTES apart. */
+EP_HOST_DEVICE static inline int64_t ep_swizzled_at(const EpScaleMap *map, int64_t row) {
+    int64_t in_slab = row % map->slab_rows, in_tile = in_slab % EP_TILE_ROWS;
+    int64_t slab_tiles = (map->slab_rows + EP_TILE_ROWS - 1) / EP_TILE_ROWS;
+    int64_t tile = row / map->slab_rows * slab_tiles + in_slab / EP_TILE_ROWS;
+    int64_t row_tiles = (map->count + EP_TILE_SCALES - 1) / EP_TILE_SCALES;
+    return tile * row_tiles * EP_TILE_BYTES + in_tile % 32 * 16 + in_tile / 32 * EP_TILE_SCALES;
+}
+
+/** Returns the byte offset of scale `i` of a receive row, where scales are not swizzled. */
+EP_HOST_DEVICE static inline int64_t ep_plain_scale_at(const EpScaleMap *map, int64_t row,
+                                                       int64_t i) {
     int64_t index = row * map->count + i;
     if (map->by_column)
         index = (row / map->slab_rows * map->count + i) * map->slab_rows + row % map->slab_rows;
     return index * map->element_bytes;
 }
 
-/** Returns the distance in bytes between consecutive scales of a receive row. */
+/** Returns the byte offset of scale `i` of a receive row. */
+EP_HOST_DEVICE static inline int64_t ep_scale_at(const EpScaleMap *map, int64_t row, int64_t i) {
+    if (!map->swizzled) return ep_plain_scale_at(map, row, i);
+    return ep_swizzled_at(map, row) + i / EP_TILE_SCALES * EP_TILE_BYTES + i % EP_TILE_SCALES;
+}
+
+/** Returns the distance in bytes between consecutive scales of a receive row that are not
+ *  swizzled. */
 EP_HOST_DEVICE static inline int64_t ep_scale_step(const EpScaleMap *map) {
     return (map->by_column ? map->slab_rows : 1) * map->element_bytes;
+}
+
+/** Returns a row's word `i` of swizzled scales: what lies behind the last scale becomes 0. */
+EP_HOST_DEVICE static inline uint32_t ep_swizzled_word(const EpScaleMap *map, int64_t i,
+                                                       uint32_t word) {
+    int64_t left = map->count - i * EP_TILE_SCALES;
+    return left < EP_TILE_SCALES ? word & ((1u << 8 * left) - 1) : word;
 }
 
 /**
@@ -131,7 +163,14 @@ typedef struct EpScatterTensors {
     const char *slot_rows;     /**< [rows, row_bytes]: dot product with each delivered row */
     int32_t weighs;            /**< whether slot_weights multiply */
     int32_t takes_dots;        /**< whether dot products are computed */
+    const float *global_scale; /**< EP_SCALE_GLOBAL: of the rows; else NULL */
 } EpScatterTensors;
+
+/** Whether a scatter quantises to NVFP4 or swizzles scales. GPUs have kernels of their own for it,
+ *  so that others do without this code. */
+static inline int ep_scatter_is_tiled(const EpScatterTensors *t) {
+    return t->format.scaling == EP_SCALE_GLOBAL || t->scale_map.swizzled;
+}
 
 typedef struct EpScatter {
     const struct EpOp *op;

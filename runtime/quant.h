@@ -15,10 +15,11 @@
  *     x * inverse  one multiplication: __fmul_rn, or plain * with -fmad=false
  *     e4m3         one rounding, of integers below; cvt.rn.satfinite.e4m3x2.f32 gives the same,
  *                  but for the sign of a NaN's code: see runtime/cuda/rows.cuh
+ *     e2m1         likewise; cvt.rn.satfinite.e2m1x2.f32 gives the same
  *
- * Powers of two need only the first division; the rest is arithmetic on exponents. The only
- * subnormal values are products x * inverse, which e4m3 rounds to zero in any case, so flushing
- * them changes nothing.
+ * Powers of two need only the first division; the rest is arithmetic on exponents. Scales that are
+ * e4m3 take three more operations: see ep_quant_global. The only subnormal values are products
+ * that e4m3 or e2m1 rounds to zero in any case, so flushing them changes nothing.
  */
 
 #include <stdint.h>
@@ -31,13 +32,14 @@
 
 /** The codes of elements. ep_encode (runtime/host/rowmath.h) and ep_unit_codes
  *  (runtime/cuda/rows.cuh) make them. */
-typedef enum EpCode { EP_CODE_E4M3 = 1 } EpCode;
+typedef enum EpCode { EP_CODE_E4M3 = 1, EP_CODE_E2M1 = 2 } EpCode;
 
 /** How a block's scale is stored. */
 typedef enum EpScaling {
     EP_SCALE_QUOTIENT, /**< FP32: amax / largest */
     EP_SCALE_POWER,    /**< FP32: that, rounded up to a power of two */
-    EP_SCALE_EXPONENT  /**< UINT8: this power's exponent, UE8M0 */
+    EP_SCALE_EXPONENT, /**< UINT8: this power's exponent, UE8M0 */
+    EP_SCALE_GLOBAL    /**< UINT8: amax / largest times the call's global scale, as e4m3 */
 } EpScaling;
 
 /** What else a format serves besides dispatch. */
@@ -54,7 +56,8 @@ typedef enum EpQuantUses {
     X(FP8, EP_TYPE_FP8_E4M3, E4M3, 8, 128, QUOTIENT, EP_FOR_SUMS | EP_FOR_TILES) \
     X(FP8_UE8M0, EP_TYPE_FP8_E4M3, E4M3, 8, 128, EXPONENT, EP_FOR_TILES)         \
     X(MXFP8, EP_TYPE_FP8_E4M3, E4M3, 8, 32, EXPONENT, 0)                         \
-    X(FP8_POW2, EP_TYPE_FP8_E4M3, E4M3, 8, 128, POWER, EP_FOR_TILES)
+    X(FP8_POW2, EP_TYPE_FP8_E4M3, E4M3, 8, 128, POWER, EP_FOR_TILES)             \
+    X(NVFP4, EP_TYPE_UINT8, E2M1, 4, 16, GLOBAL, 0)
 
 /** A line of the table. Kernels get it by value among their arguments. */
 typedef struct EpQuantFormat {
@@ -108,7 +111,7 @@ EP_HOST_DEVICE static inline int64_t ep_quant_scales(EpQuantFormat format, int64
 }
 
 EP_HOST_DEVICE static inline EpType ep_quant_scale_type(EpQuantFormat format) {
-    return format.scaling == EP_SCALE_EXPONENT ? EP_TYPE_UINT8 : EP_TYPE_FP32;
+    return format.scaling >= EP_SCALE_EXPONENT ? EP_TYPE_UINT8 : EP_TYPE_FP32;
 }
 
 /* ---- scales -------------------------------------------------------------------------------- */
@@ -117,7 +120,8 @@ EP_HOST_DEVICE static inline EpType ep_quant_scale_type(EpQuantFormat format) {
 #define EP_QUANT_LEAST_BITS 0x0d800000u
 #define EP_QUANT_INFINITY_BITS 0x7f800000u
 
-/** Returns the largest number that a code stands for. E4M3 is the only code. */
+/** Returns the largest number that an element of a format stands for, where scales are not
+ *  EP_SCALE_GLOBAL: there E4M3 is the only code. */
 EP_HOST_DEVICE static inline float ep_code_largest(int32_t code) {
     (void)code;
     return 448.0f;
@@ -144,10 +148,11 @@ EP_HOST_DEVICE static inline uint32_t ep_quant_magnitude(float value) {
 
 /** A block's scale. */
 typedef struct EpQuantScale {
-    uint32_t stored; /**< FP32 bits, or UE8M0's byte */
+    uint32_t stored; /**< FP32 bits, or the byte of UE8M0 or e4m3 */
     float inverse;   /**< elements are multiplied by it */
 } EpQuantScale;
 
+/** Returns the scale of a block of a format other than EP_SCALE_GLOBAL. */
 EP_HOST_DEVICE static inline EpQuantScale ep_quant_scale(EpQuantFormat format, uint32_t amax_bits) {
     float amax = ep_quant_float(amax_bits);
     float largest = ep_code_largest(format.code);
@@ -187,6 +192,42 @@ EP_HOST_DEVICE static inline float ep_float_from_e4m3(uint8_t code) {
     uint32_t small = ep_quant_bits((float)(int32_t)magnitude * (1.0f / 512));
     uint32_t normal = magnitude == 0x7fu ? 0x7fc00000u : (magnitude << 20) + (120u << 23);
     return ep_quant_float(sign | (magnitude < 8 ? small : normal));
+}
+
+/**
+ * Returns the e2m1 of a float, rounded to nearest even: 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with its sign.
+ * Magnitudes beyond 6, infinity included, become 6; every NaN becomes 0x7, as the instruction has
+ * it. Below 1 steps are 0.5, which is the last place of floats of 2^22: so adding 4194304 rounds to
+ * them.
+ */
+EP_HOST_DEVICE static inline uint8_t ep_e2m1_from_float(float value) {
+    uint32_t bits = ep_quant_bits(value), magnitude = bits & 0x7fffffffu;
+    uint32_t small = ep_quant_bits(ep_quant_float(magnitude) + 4194304.0f) - 0x4a800000u;
+    uint32_t normal = (magnitude - (126u << 23) + 0x1fffffu + (magnitude >> 22 & 1u)) >> 22;
+    uint32_t code = magnitude < (127u << 23) ? small : normal;
+    code = code > 7u ? 7u : code;
+    return (uint8_t)(magnitude > EP_QUANT_INFINITY_BITS ? 7u : code | (bits >> 28 & 8u));
+}
+
+/* ---- a global scale ------------------------------------------------------------------------ */
+
+/** A global scale is 2^-64 to 2^64, so that both reciprocals below are normal. */
+#define EP_GLOBAL_LEAST_BITS 0x1f800000u
+#define EP_GLOBAL_MOST_BITS 0x5f800000u
+
+/** Returns whether a number is a global scale; NaN and negative numbers are none. */
+EP_HOST_DEVICE static inline int ep_is_global_scale(float value) {
+    return ep_quant_bits(value) - EP_GLOBAL_LEAST_BITS <=
+           EP_GLOBAL_MOST_BITS - EP_GLOBAL_LEAST_BITS;
+}
+
+/** Returns the scale of a block of EP_SCALE_GLOBAL, each operation rounded by itself. A scale that
+ *  rounds to 0 stands for a block of zeros. */
+EP_HOST_DEVICE static inline EpQuantScale ep_quant_global(float global, uint32_t amax_bits) {
+    uint8_t code = ep_e4m3_from_float(global * (ep_quant_float(amax_bits) * (1.0f / 6.0f)));
+    float step = ep_float_from_e4m3(code) * (1.0f / global);
+    EpQuantScale scale = {code, code ? 1.0f / step : 0.0f};
+    return scale;
 }
 
 #endif

@@ -15,6 +15,7 @@ from ._config import Config
 from ._elastic import ElasticBuffer, EPHandle
 from ._install import folder, install
 from ._streams import EventHandle, EventOverlap
+from .hybrid_ep_buffer import HybridEPBuffer
 from .utils.envs import get_logical_domain_size, get_physical_domain_size
 
 __version__ = f"1.2.1+libep.{_libep_version}"
@@ -30,6 +31,7 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
     "folder",
     "get_logical_domain_size",
     "get_physical_domain_size",

@@ -441,6 +441,8 @@ class Buffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        use_nvfp4: bool = False,
+        x_global_scale: Optional[Tensor] = None,
         **unknown: Any,
     ) -> tuple[Tokens, Tensor, LatencyHandle, EventOverlap, Optional[Hook]]:
         """Send tokens to slabs of a fixed size, one for each local expert. Collective.
@@ -454,12 +456,19 @@ class Buffer:
         use_fp8                             quantise rows: one float32 scale per 128 elements;
                                             round_scale: powers of two; use_ue8m0: their exponents
         return_recv_hook                    send alone; the hook receives, and completes the outputs
+        use_nvfp4                           in place of use_fp8: quantise rows to e2m1, with an e4m3
+                                            scale per 16 elements; H a multiple of 32
+        x_global_scale                      [1] float32, by which use_nvfp4 multiplies, commonly
+                                            448 * 6 / (the largest magnitude); None: 1
 
         Returns
 
         recv_x  [L, R * N, H], or with use_fp8 the pair of float8_e4m3fn [L, R * N, H] and scales
                 [L, R * N, H / 128] float32 (use_ue8m0: [L, R * N, H / 512] int32), whose last two
                 dimensions are in column-major order. Rows past an expert's count are not written.
+                With use_nvfp4 the pair of uint8 [R * N, H / 2, L] and float8_e4m3fn
+                [32, 4, rm, 4, rk, L], views of [L, R * N, H / 2] and of tiles
+                [L, rm, rk, 32, 4, 4]; rm = ceil(R * N / 128), rk = ceil(H / 64).
         count   [L] int32
         handle  for low_latency_combine
         event   of the operation
@@ -471,11 +480,12 @@ class Buffer:
         _checks.latency_dispatch(
             x, topk_idx, num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats, each
         )
+        _checks.global_scale(x, use_nvfp4, x_global_scale)
         name = "dispatch_wait_recv_cost_stats"
         _checks.waits(
             "low_latency_dispatch", name, dispatch_wait_recv_cost_stats, self.group_size, x.device
         )
-        quant = _latency.choose_quant(use_fp8, round_scale, use_ue8m0, x.shape[-1])
+        quant = _latency.choose_quant(use_fp8, round_scale, use_ue8m0, use_nvfp4, x.shape[-1])
         group = self._groups.latency(
             LatencyKey(
                 each,
@@ -488,10 +498,11 @@ class Buffer:
         )
 
         def body() -> Used:
+            scale = x_global_scale
             stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-            made, operation = _latency.dispatch(group, x, topk_idx, quant, stats, waits)
+            made, operation = _latency.dispatch(group, x, topk_idx, quant, scale, stats, waits)
             (operation.send if return_recv_hook else operation.whole)()
-            inputs = x, topk_idx, stats, waits
+            inputs = x, topk_idx, scale, stats, waits
             return Used((made, operation), inputs, made.tensors)
 
         (made, operation), event = self._lane.run(x.device, None, async_finish, body)

@@ -245,6 +245,21 @@ def latency_dispatch(x: Any, topk_idx: Any, most_tokens: Any, stats: Any, num_lo
         _tensor(call, name, stats, (num_local,), _INDICES, x.device)
 
 
+def global_scale(x: Tensor, use_nvfp4: bool, scale: Any) -> None:
+    """Check x_global_scale, and the rows that it multiplies."""
+    call, name = "low_latency_dispatch", "x_global_scale"
+    if not use_nvfp4:
+        if scale is not None:
+            _refuse(Status.UNSUPPORTED, call, name, "None without use_nvfp4", "one")
+        return
+    if x.shape[1] % 32:
+        expected = "a multiple of 32 elements with use_nvfp4"
+        _refuse(Status.ROW_BYTES, call, "x", expected, x.shape[1])
+    if scale is not None:
+        shape: Shape = () if getattr(scale, "ndim", 1) == 0 else (1,)
+        _tensor(call, name, scale, shape, (torch.float32,), x.device)
+
+
 def waits(call: str, name: str, given: Any, num_ranks: int, device: torch.device) -> None:
     """Check a tensor that waits are added to, if there is one."""
     if given is not None:

@@ -249,6 +249,17 @@ class ElasticBuffer:
             )
             _checks.same_form(handle, repeated)
         self._groups.require_open("dispatch")
+
+        def change(form: Form) -> Form:
+            """The form of this dispatch, by that of its plan."""
+            if handle is None and not do_zero_padding and not use_tma_aligned_col_major_sf:
+                return form
+            return form._replace(
+                num_sms=num_sms or form.num_sms,
+                has_zero_padding=do_zero_padding,
+                is_by_column=use_tma_aligned_col_major_sf,
+            )
+
         given = self._check(x, handle, topk_idx, topk_weights)
         is_read = handle is None and do_cpu_sync in (None, True)
         if is_read:
@@ -270,27 +281,28 @@ class ElasticBuffer:
 
         def body() -> Used:
             _wait(previous_event_before_epilogue)
-            used, idx, stats = handle, topk_idx, None
+            used, idx, stats, received = handle, topk_idx, None, None
             if used is None:
                 assert plain is not None and idx is not None
                 group, form, most, bound, alignment = plain
-                plan, sizes = _steps.route(group, form, idx.contiguous(), most, alignment)
+                stats = cumulative_local_expert_recv_stats
                 kept = idx.clone() if do_handle_copy else idx
+                idx = idx.contiguous()
+                fast = None
+                if is_read and stats is None:
+                    fast = _steps.route_and_send(group, change(form), idx, given, alignment)
+                if fast is not None:
+                    plan, sizes, received = fast
+                else:
+                    plan, sizes = _steps.route(group, form, idx, most, alignment)
                 used = EPHandle(self, group, form, plan, sizes, kept, bound, alignment)
                 used.is_captured = _is_capturing(given.tokens)
-                stats = cumulative_local_expert_recv_stats
-            form = used.form
-            if handle is not None or do_zero_padding or use_tma_aligned_col_major_sf:
-                form = form._replace(
-                    num_sms=num_sms or used.num_sms,
-                    has_zero_padding=do_zero_padding,
-                    is_by_column=use_tma_aligned_col_major_sf,
-                )
-            received = _steps.send(used, form, given, stats)
+            if received is None:
+                received = _steps.send(used, change(used.form), given, stats)
             if is_read:
                 _steps.report(used.group)
             inputs = *given, idx, cumulative_local_expert_recv_stats
-            outputs = *received, used.topk_idx, used.plan.numbers
+            outputs = *received, used.topk_idx, used.plan.bytes
             return Used((received, used), inputs, outputs)
 
         (received, used), event = self._lane.run(

@@ -22,19 +22,26 @@ if TYPE_CHECKING:
     from ._checks import Shape
     from ._elastic_handle import EPHandle
 
+    Names = tuple[str, str]
+
 _SCALES = (torch.float32, torch.int32)
 _MOST_ROW_BYTES = 65536  # EP_MAX_ROW_BYTES
 
 
-def tokens(x: Any, num_tokens: Union[int, str]) -> tuple[Tensor, Optional[Tensor]]:
-    """Check the rows that dispatch sends. Returns them and their scales, or None."""
+def tokens(
+    x: Any, num_tokens: Union[int, str], call: str = "dispatch", names: Names = ("x", "scales of x")
+) -> tuple[Tensor, Optional[Tensor]]:
+    """Check the rows that dispatch sends. Returns them and their scales, or None.
+
+    names  of the arguments, as a caller knows them
+    """
     sent, scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
-    _tensor("dispatch", "x", sent, (num_tokens, "hidden"), TYPES)
-    _rows("dispatch", "x", sent, ROW_UNIT, _MOST_ROW_BYTES)
+    _tensor(call, names[0], sent, (num_tokens, "hidden"), TYPES)
+    _rows(call, names[0], sent, ROW_UNIT, _MOST_ROW_BYTES)
     if scales is not None:
         shape: Shape = sent.shape[0], "scales"
-        _tensor("dispatch", "scales of x", scales, shape, _SCALES, sent.device)
-        _rows("dispatch", "scales of x", scales, 4, 4 * -(-sent.shape[1] // SCALE_BLOCK))
+        _tensor(call, names[1], scales, shape, _SCALES, sent.device)
+        _rows(call, names[1], scales, 4, 4 * -(-sent.shape[1] // SCALE_BLOCK))
     return sent, scales
 
 
@@ -89,19 +96,26 @@ def rows_of(handle: EPHandle, sent: Tensor, scales: Optional[Tensor]) -> None:
         _rows("dispatch", "scales of x", scales, 4, key.scale_bytes)
 
 
-def combine(handle: EPHandle, x: Any, topk_weights: Any, biases: tuple[Any, ...]) -> None:
-    """Check what combine sends and adds."""
+def combine(
+    handle: EPHandle,
+    x: Any,
+    topk_weights: Any,
+    biases: tuple[Any, ...],
+    call: str = "combine",
+    names: Names = ("x", "topk_weights"),
+) -> None:
+    """Check what combine sends and adds. names: of the arguments, as a caller knows them."""
     device = handle.topk_idx.device
-    _tensor("combine", "x", x, ("rows", "hidden"), _SUMMABLE, device)
-    _rows("combine", "x", x, ROW_UNIT, handle.group.key.row_bytes)
+    _tensor(call, names[0], x, ("rows", "hidden"), _SUMMABLE, device)
+    _rows(call, names[0], x, ROW_UNIT, handle.group.key.row_bytes)
     count, least = len(x), handle.num_rows
     if count < least or count > least and not handle.do_expand:
         expected = f"{'at least ' if handle.do_expand else ''}{least} rows"
-        _refuse(Status.SHAPE, "combine", "x", expected, count)
+        _refuse(Status.SHAPE, call, names[0], expected, count)
     if topk_weights is not None:
         top_k = handle.topk_idx.shape[1]
         shape: Shape = (count,) if handle.do_expand else (count, top_k)
-        _tensor("combine", "topk_weights", topk_weights, shape, WEIGHTS, device)
+        _tensor(call, names[1], topk_weights, shape, WEIGHTS, device)
     if len(biases) > 2:
         _refuse(Status.SHAPE, "combine", "bias", "up to 2 tensors", len(biases))
     for bias in biases:

@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._abi import Layout, Padding, ScaleOrder, Status, Tail
+from .._abi import Layout, Overflow, Padding, ScaleOrder, Status, Tail
 from .._library import EpError
 from ..torch import Handle, create_group
-from ._groups import _backend, _ordinal
+from ._groups import HostNumbers, _backend, _ordinal
 from ._keywords import refuse
 
 if TYPE_CHECKING:
     from .._bootstrap import Bootstrap
     from ..torch import Group
 
+_WISH = struct.Struct("=q")  # tokens of a rank
 SCALE_BLOCK = 32  # the fewest elements that have 4 bytes of scales
 
 
@@ -43,6 +45,9 @@ class Form(NamedTuple):
     is_by_column: bool = False
     """Whether the scales lie in column-major order."""
 
+    can_lose: bool = False
+    """Whether rows past max_recv_rows are lost without an error."""
+
 
 class ElasticGroup:
     """A group with room for `capacity` tokens of each rank."""
@@ -50,6 +55,7 @@ class ElasticGroup:
     def __init__(self, bootstrap: Bootstrap, key: Key, capacity: int) -> None:
         self.key = key
         self.capacity = capacity
+        self.numbers = HostNumbers(key.experts_per_rank, bootstrap.size, key.device)
         self.group: Group = create_group(
             bootstrap,
             num_experts=key.experts_per_rank * bootstrap.size,
@@ -76,6 +82,7 @@ class ElasticGroup:
                 zero_tail=Tail.KEEP if form.do_expand else Tail.IDS,
                 padding=Padding.ZERO if form.has_zero_padding else Padding.KEEP,
                 scale_order=ScaleOrder.BY_COLUMN if form.is_by_column else ScaleOrder.BY_ROW,
+                overflow=Overflow.DROP if form.can_lose else Overflow.ERROR,
             )
         return found
 
@@ -93,8 +100,10 @@ class ElasticGroups:
         self._is_open = True
         self._all: list[ElasticGroup] = []  # in the order in which all ranks made them
 
-    def find(self, key: Key, most_tokens: int) -> ElasticGroup:
-        """A group of the key with room for so many tokens of each rank, equal on all ranks.
+    def find(self, key: Key, most_tokens: int, are_agreed: bool = True) -> ElasticGroup:
+        """A group of the key with room for so many tokens of each rank.
+
+        are_agreed  whether the number is equal on all ranks. Else the largest counts.
 
         Collective where there is none yet.
         """
@@ -107,6 +116,9 @@ class ElasticGroups:
                 "dispatch: expected a configuration that was used before, while a CUDA graph is "
                 "captured, got a new one, which allocates: run one step before the capture"
             )
+        if not are_agreed:
+            wishes = self.bootstrap.allgather(_WISH.pack(most_tokens))
+            most_tokens = max(_WISH.unpack(wish)[0] for wish in wishes)
         # A power of two, so that growing bounds make few groups.
         most = max(most_tokens, self.bootstrap.size)
         made = ElasticGroup(self.bootstrap, key, 1 << (most - 1).bit_length())

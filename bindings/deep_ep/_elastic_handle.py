@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..torch import Plan
 from ..torch._group import current_stream
 from ._keywords import refuse
 
 if TYPE_CHECKING:
-    from typing import Callable, Optional
+    from typing import Any, Callable, Optional
 
     from torch import Tensor
 
-    from ..torch import Handle, Plan
+    from ..torch import Handle
     from ._elastic_groups import ElasticGroup, Form
 
 
@@ -34,6 +35,25 @@ class Sizes(NamedTuple):
 
     counts: list[int]
     """Slots of each local expert, padding included; empty where the host has read nothing."""
+
+
+class LatePlan:
+    """A Plan whose numbers the host has. They go to the device when they are first read."""
+
+    def __init__(self, bytes: Tensor, numbers: Tensor, num_tokens: int, num_local_experts: int):
+        self.bytes = bytes
+        self.num_tokens = num_tokens
+        self.num_local_experts = num_local_experts
+        self._on_host = numbers
+
+    @functools.cached_property
+    def _whole(self) -> Plan:
+        numbers = self._on_host.to(self.bytes.device)
+        return Plan(self.bytes, numbers, self.num_tokens, self.num_local_experts)
+
+    def __getattr__(self, name: str) -> Any:
+        """The other members of Plan."""
+        return getattr(self._whole, name)
 
 
 class _FromPlan:

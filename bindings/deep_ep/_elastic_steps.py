@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from .._library import last_error, library
+from .._abi import Status
+from .._library import EpError, last_error, library
 from ..torch import _calls
 from ..torch._counters import Counters, as_given
 from ..torch._fast import FORMS
-from ._elastic_handle import EPHandle, Sizes
+from ._elastic_handle import EPHandle, LatePlan, Sizes
 from ._normal import _align, _prepare
 from ._streams import keep
 from .utils.math import align
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ..torch import Handle, Plan
     from ._elastic_groups import ElasticGroup, Form
 
+_NO_CAPACITY = 1 << 31  # rows of a rank
 _SCALE_ROWS = 4  # on whose multiples columns of scales start: 16 bytes, as TMA needs
 
 
@@ -64,16 +66,44 @@ def route(
     return plan, most if form.max_recv_rows else _read(layer, plan, form.do_expand, alignment)
 
 
+def route_and_send(
+    group: ElasticGroup, form: Form, topk_idx: Tensor, given: Given, alignment: int
+) -> Optional[tuple[Plan, Sizes, Received]]:
+    """`route` and `send` in one call of C, where the host reads the sizes. Collective.
+
+    None: it must go the slower way.
+    """
+    layer, (tokens, scales, weights) = group.layer(form), given
+    if scales is not None and form.is_by_column:
+        return None
+    limits = _NO_CAPACITY, -1, topk_idx.dtype is torch.int32
+    sent = layer.send_fast(group.numbers.address, *limits, topk_idx, tokens, weights, scales)
+    if sent is None:
+        return None
+    recv, recv_weights, recv_scales, recv_idx, plan, rows, counts, _ = sent
+    if recv is None:
+        report(group)
+        raise EpError(Status.NOT_PREPARED, "dispatch: expected a plan, got one without numbers")
+    numbers = group.numbers.tensor.clone()
+    sizes = _count_sizes(rows, _align(counts, alignment), form.do_expand)
+    received = Received(recv, recv_scales, recv_idx, recv_weights)
+    late = LatePlan(plan, numbers, len(tokens), len(counts))
+    return cast("Plan", late), sizes, received
+
+
+def _count_sizes(rows: int, counts: list[int], do_expand: bool) -> Sizes:
+    if do_expand:
+        return Sizes(rows, None, rows, counts)
+    return Sizes(rows, rows, sum(counts), counts)
+
+
 def _read(layer: Handle, plan: Plan, do_expand: bool, alignment: int) -> Sizes:
     local = plan.num_local_experts
     numbers = plan.numbers.tolist()
     rows = numbers[3 * local + 1]
     if not 0 <= rows <= layer.most_rows:
         rows = _calls.count_rows(layer, plan.numbers)  # which says why
-    counts = _align(numbers[:local], alignment)
-    if do_expand:
-        return Sizes(rows, None, rows, counts)
-    return Sizes(rows, rows, sum(counts), counts)
+    return _count_sizes(rows, _align(numbers[:local], alignment), do_expand)
 
 
 def send(handle: EPHandle, form: Form, given: Given, stats: Optional[Tensor]) -> Received:

@@ -21,7 +21,7 @@ from ..torch import Handle, create_group
 from ._keywords import refuse
 
 if TYPE_CHECKING:
-    from typing import Optional
+    from typing import Any, Optional
 
     from torch import Tensor
 
@@ -32,6 +32,7 @@ _LEAST_TOKENS = 1024  # of a group's capacity, so that small first batches do no
 _AGREED = struct.Struct("=qQ")  # tokens of a rank, and a bit for each of its groups with plans
 _SCALE_BLOCK = 128  # elements, of 4 bytes of scales
 WORDS = 4  # a row has a multiple of so many words of 4 bytes
+_ORDERS = {Quant.FP8_UE8M0: ScaleOrder.BY_ROW, Quant.NVFP4: ScaleOrder.SWIZZLED}
 
 
 class NormalKey(NamedTuple):
@@ -55,6 +56,18 @@ class LatencyKey(NamedTuple):
     device: torch.device
 
 
+class HostNumbers:
+    """Memory of the host for Plan.numbers, which the GPU reaches.
+
+    Make it before the group: later its allocation could wait for a peer's kernel.
+    """
+
+    def __init__(self, num_local_experts: int, num_ranks: int, device: torch.device) -> None:
+        count, is_pinned = 3 * num_local_experts + 4 + num_ranks, device.type == "cuda"
+        self.tensor = torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        self.address = self.tensor.data_ptr()
+
+
 class NormalGroup:
     """A group for dispatch and combine, with room for `capacity` tokens of each rank.
 
@@ -72,6 +85,8 @@ class NormalGroup:
         self.capacity = capacity
         self.has_spare = key.top_k < bootstrap.size
         """Whether every rank owns one expert more than the caller has there."""
+        local = key.experts_per_rank + self.has_spare
+        self.numbers = HostNumbers(local, bootstrap.size, key.device)
         # Rows of weights, and of the counts of ranks' experts, travel as well.
         words = -(-max(key.top_k, key.experts_per_rank) // WORDS) * WORDS
         self.group = create_group(
@@ -128,11 +143,11 @@ class NormalGroup:
             routing[:, :size] = lasts
         return routing
 
-    def is_asked_for_more(self, numbers: list[int]) -> bool:
-        """Whether a rank asks for more. By Plan.numbers; the same on all ranks."""
+    def is_asked_for_more(self, counts: list[int], source_rows: Any) -> bool:
+        """Whether a rank asks for more. By parts of Plan, on the host; equal on all ranks."""
         if self.has_spare:
-            return numbers[self.key.experts_per_rank] != 0
-        return max(numbers[-self.group.size :]) > self.capacity
+            return counts[self.key.experts_per_rank] != 0
+        return bool(max(source_rows) > self.capacity)
 
 
 class LatencyGroup:
@@ -160,13 +175,12 @@ class LatencyGroup:
         idle = self._idle.setdefault(quant, [])
         if idle:
             return idle.pop()
-        is_packed = quant == Quant.FP8_UE8M0
         return Handle(
             self.group,
             layout=Layout.BATCHED,
             rows_per_expert=self.rows_per_expert,
             quant=quant,
-            scale_order=ScaleOrder.BY_ROW if is_packed else ScaleOrder.BY_COLUMN,
+            scale_order=_ORDERS.get(quant, ScaleOrder.BY_COLUMN),
         )
 
     def read_sources(self, plan: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from ..torch._group import current_stream
 from ._streams import keep
 
 if TYPE_CHECKING:
-    from typing import Callable, Iterator, Optional
+    from typing import Callable, Iterator, Optional, Union
 
     from torch import Tensor
 
@@ -58,14 +58,15 @@ class NormalHandle(_Fields):
     def __init__(
         self,
         plan: Tensor,
-        numbers: Tensor,
+        source_rows: Union[Tensor, list[int]],
         layer: Handle,
         num_recv_tokens: int,
         is_token_in_rank: Optional[Tensor],
         num_tokens: int,
     ) -> None:
         self.plan = plan
-        self.numbers = numbers
+        self.source_rows = source_rows
+        """[R] the rows that each source rank has sent, on the group's device or a list."""
         self.layer = layer
         self.num_recv_tokens = num_recv_tokens
         self.is_token_in_rank = is_token_in_rank
@@ -78,9 +79,13 @@ class NormalHandle(_Fields):
         """[R, R] int32: in this rank's column, the rows that the ranks up to each one have sent to
         it. Other columns are other ranks', which they alone know: -1."""
         group = self.layer.group
-        keep(self.numbers, self.stream)
-        matrix = self.numbers.new_full((group.size, group.size), -1)
-        matrix[:, group.rank] = self.numbers[-group.size :].cumsum(0)
+        rows = self.source_rows
+        if isinstance(rows, list):
+            rows = torch.tensor(rows, dtype=torch.int32, device=self.plan.device)
+        else:
+            keep(rows, self.stream)
+        matrix = rows.new_full((group.size, group.size), -1)
+        matrix[:, group.rank] = rows.cumsum(0)
         return matrix
 
     @functools.cached_property

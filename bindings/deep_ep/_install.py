@@ -17,6 +17,7 @@ _MODULES = {  # as DeepEP calls them
     "deep_ep.buffers": "libep.deep_ep.buffers",
     "deep_ep.buffers.elastic": "libep.deep_ep._elastic",
     "deep_ep.buffers.legacy": "libep.deep_ep._buffer",
+    "deep_ep.hybrid_ep_buffer": "libep.deep_ep.hybrid_ep_buffer",
     "deep_ep.utils": "libep.deep_ep.utils",
     "deep_ep.utils.envs": "libep.deep_ep.utils.envs",
     "deep_ep.utils.event": "libep.deep_ep._streams",

@@ -17,9 +17,9 @@ logger = logging.getLogger("libep.deep_ep")
 
 # Without these a call would do something else than the caller asked for.
 _REFUSED = {
-    "use_nvfp4": "libep dispatches bf16 or fp8 rows",
-    "x_global_scale": "it belongs to nvfp4 rows, and libep dispatches bf16 or fp8 rows",
-    "sf_scale_for_nvfp4": "it belongs to nvfp4 rows, and libep dispatches bf16 or fp8 rows",
+    "use_nvfp4": "here libep dispatches bf16 or fp8 rows, and nvfp4 in low_latency_dispatch",
+    "x_global_scale": "it belongs to use_nvfp4 of low_latency_dispatch",
+    "sf_scale_for_nvfp4": "the global scale of low_latency_dispatch is x_global_scale",
     "overlap": "libep's combine does not wait for signals of single blocks of a GEMM",
 }
 _seen: set[tuple[str, str]] = set()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ._normal import Tokens
 
 _PACK = 4  # UE8M0 scales in an int32
+_TILE = (128, 4, 32)  # rows and scales of a tile, and rows that lie side by side
 
 
 class Operation(NamedTuple):
@@ -45,8 +46,18 @@ class Dispatched(NamedTuple):
     """All that dispatch has allocated."""
 
 
-def choose_quant(use_fp8: bool, round_scale: bool, use_ue8m0: bool, hidden: int) -> Quant:
+def choose_quant(
+    use_fp8: bool, round_scale: bool, use_ue8m0: bool, use_nvfp4: bool, hidden: int
+) -> Quant:
     """How dispatch quantises. EpError for a combination that does not exist."""
+    if use_nvfp4:
+        if use_ue8m0:
+            raise EpError(
+                Status.UNSUPPORTED,
+                "low_latency_dispatch: use_ue8m0: expected False with use_nvfp4, whose scales are "
+                "e4m3",
+            )
+        return Quant.NVFP4
     if not use_fp8:
         return Quant.NONE
     if use_ue8m0 and not round_scale:
@@ -66,19 +77,36 @@ def choose_quant(use_fp8: bool, round_scale: bool, use_ue8m0: bool, hidden: int)
     return Quant.FP8_UE8M0 if use_ue8m0 else Quant.FP8_POW2
 
 
+def _show_fp4(rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [L, P, H / 2] and their tiles of scales, as DeepEP's callers read both."""
+    length, below, across = _TILE
+    experts, padded, columns = scales.shape
+    tiles = scales.view(
+        experts, padded // length, columns // below, across, length // across, below
+    )
+    return rows.permute(1, 2, 0), tiles.view(torch.float8_e4m3fn).permute(3, 4, 1, 5, 2, 0)
+
+
 def dispatch(
     group: LatencyGroup,
     x: Tensor,
     topk_idx: Tensor,
     quant: Quant,
+    global_scale: Optional[Tensor],
     stats: Optional[Tensor],
     waits: Optional[Tensor],
 ) -> tuple[Dispatched, Operation]:
     """Set a dispatch up. Arguments as of Buffer.low_latency_dispatch.
 
-    stats  cumulative_local_expert_recv_stats
-    waits  dispatch_wait_recv_cost_stats
+    global_scale  x_global_scale, of Quant.NVFP4
+    stats         cumulative_local_expert_recv_stats
+    waits         dispatch_wait_recv_cost_stats
     """
+    scaled = {}
+    if quant == Quant.NVFP4:
+        if global_scale is None:
+            global_scale = x.new_ones((1,), dtype=torch.float32)
+        scaled["global_scale"] = global_scale.reshape(1)
     layer = group.take(quant)
     plan = make_plan(layer, topk_idx)
     received = make_received(layer, plan, x, None, None, None)
@@ -100,7 +128,7 @@ def dispatch(
 
     def send() -> None:
         _calls.dispatch_send(
-            layer, topk_idx, None, x, None, None, plan.bytes, plan.numbers, *sends
+            layer, topk_idx, None, x, None, None, plan.bytes, plan.numbers, *sends, **scaled
         )
 
     def receive() -> None:
@@ -109,14 +137,16 @@ def dispatch(
 
     def whole() -> None:
         made = plan.bytes, plan.numbers, rows, None, scales, None
-        _calls.dispatch_routed(layer, topk_idx, None, x, None, None, *made, *counters)
+        _calls.dispatch_routed(layer, topk_idx, None, x, None, None, *made, *counters, **scaled)
         finish()
 
     handle = LatencyHandle(plan.bytes, group, x.shape[0])
     shown: Tokens = rows
-    if scales is not None:
+    if scales is not None and scaled:
+        shown = _show_fp4(rows, scales)
+    elif scales is not None:
         shown = (rows, (scales if packed is None else packed).transpose(1, 2))
-    tensors = plan.bytes, plan.numbers, rows, scales, packed
+    tensors = plan.bytes, plan.numbers, rows, scales, packed, *scaled.values()
     return Dispatched(shown, plan.expert_counts, handle, tensors), Operation(send, receive, whole)
 
 

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._abi import Status
-from .._library import EpError
+from .._abi import Backend, Status
+from .._library import EpError, check, library
+from .._tensor import read, written
+from ..torch import _fast
 from ..torch._group import current_stream
+from ._streams import current_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,30 +42,39 @@ def experts_per_rank(call: str, num_experts: int, num_ranks: int) -> int:
     return num_experts // num_ranks
 
 
-_numbers: dict[tuple[int, int, int], Tensor] = {}
-
-
-def _experts(num_experts: int, topk_idx: Tensor) -> Tensor:
-    """The numbers of all experts, made once for each stream: an operation less in every step."""
-    ordinal = topk_idx.device.index if topk_idx.is_cuda else -1
-    key = num_experts, ordinal, current_stream(ordinal)
-    found = _numbers.get(key)
-    if found is None:
-        found = torch.arange(num_experts, device=topk_idx.device)
-        # A graph that is captured owns what it allocates.
-        if ordinal < 0 or not torch.cuda.is_current_stream_capturing():
-            _numbers[key] = found
-    return found
-
-
 def count(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """Count the tokens for each rank and expert, without waiting for a GPU.
 
     topk_idx  [T, K] int64 or int32: the expert of each entry; negative: none
-
-    Four operations of PyTorch, whose launches take most of the time. The first makes T * K * E bytes.
     """
-    each = experts_per_rank("get_dispatch_layout", num_experts, num_ranks)
-    names = topk_idx.unsqueeze(2) == _experts(num_experts, topk_idx)
-    is_in = names.unflatten(2, (num_ranks, each)).any((1, 3))
-    return Layout(is_in.sum(0, dtype=torch.int32), names.sum((0, 1), dtype=torch.int32), is_in)
+    experts_per_rank("get_dispatch_layout", num_experts, num_ranks)
+    ordinal = topk_idx.get_device() if topk_idx.is_cuda else -1
+    if ordinal >= 0 and current_device() != ordinal:
+        with torch.cuda.device(ordinal):
+            return count(topk_idx, num_experts, num_ranks)
+    if _fast.count is not None:
+        made = _fast.count(_fast.functions, ordinal, topk_idx, num_ranks, num_experts)
+        if type(made) is tuple:
+            return Layout(*made)
+        check(made or 0)
+    return _count_slowly(topk_idx.contiguous(), num_experts, num_ranks, ordinal)
+
+
+def _count_slowly(topk_idx: Tensor, num_experts: int, num_ranks: int, ordinal: int) -> Layout:
+    made = Layout(
+        topk_idx.new_empty(num_ranks, dtype=torch.int32),
+        topk_idx.new_empty(num_experts, dtype=torch.int32),
+        topk_idx.new_empty((topk_idx.shape[0], num_ranks), dtype=torch.bool),
+    )
+    per_rank, per_expert, is_in = made
+    check(
+        library.ep_count_routing(
+            Backend.HOST if ordinal < 0 else Backend.CUDA,
+            read(topk_idx, "topk_idx"),
+            current_stream(ordinal),
+            written(per_rank, "num_tokens_per_rank"),
+            written(per_expert, "num_tokens_per_expert"),
+            written(is_in.view(torch.uint8), "is_token_in_rank"),
+        )
+    )
+    return made

@@ -13,8 +13,9 @@ import torch
 from .._abi import Quant, Status
 from .._library import EpError, last_error, library
 from ..torch import Plan, _calls
-from ..torch._autograd import make_plan, make_received
+from ..torch._autograd import make_plan
 from ..torch._fast import FORMS
+from ..torch._quant import row_scales
 from ._groups import WORDS, NormalKey
 from ._handles import NormalHandle
 from ._streams import keep
@@ -47,9 +48,12 @@ class Routed(NamedTuple):
 
     group: NormalGroup
     layer: Handle
-    plan: Plan
+    plan: Tensor
     num_recv_tokens: int
     counts: list[int]
+    source_rows: Union[Tensor, list[int]]
+    received: Optional[Received]
+    """None: dispatch has not run yet."""
 
 
 def route(
@@ -58,10 +62,13 @@ def route(
     topk_idx: Tensor,
     num_worst_tokens: int,
     num_sms: int,
+    inputs: Optional[tuple[Tensor, Optional[Tensor], Optional[Tensor]]] = None,
 ) -> Routed:
     """Make a plan. Collective. Grows the group where a rank has more tokens than it has room for.
 
     Reads the number of rows on the host, unless num_worst_tokens gives it.
+
+    inputs  tokens, weights and scales: a dispatch of them may be part of the call
     """
     num_tokens = topk_idx.shape[0]
     group = groups.normal(key, num_tokens)
@@ -71,18 +78,48 @@ def route(
         if not is_fitting and num_worst_tokens:
             _give_up(group, num_tokens)
         routing = group.spread(topk_idx) if is_fitting else group.ask_for_more(topk_idx)
-        plan = _prepare(layer, routing)
-        if num_worst_tokens:
-            group.plans.add(plan.bytes)
-            return Routed(group, layer, plan, num_worst_tokens, [])
-        numbers = plan.numbers.tolist()
-        local = key.experts_per_rank
-        if not group.is_asked_for_more(numbers):
-            group.plans.add(plan.bytes)
-            return Routed(
-                group, layer, plan, numbers[3 * plan.num_local_experts + 1], numbers[:local]
-            )
+        routed = None
+        if inputs is not None and is_fitting and not num_worst_tokens:
+            routed = _route_and_send(group, layer, routing, inputs, topk_idx.dtype)
+        if routed is None:
+            routed = _route(group, layer, routing, num_worst_tokens)
+        if num_worst_tokens or not group.is_asked_for_more(routed.counts, routed.source_rows):
+            group.plans.add(routed.plan)
+            return routed
         group = groups.grow(key, num_tokens)
+
+
+def _route(group: NormalGroup, layer: Handle, routing: Tensor, num_worst_tokens: int) -> Routed:
+    plan = _prepare(layer, routing)
+    if num_worst_tokens:
+        return Routed(group, layer, plan.bytes, num_worst_tokens, [], plan.source_rows, None)
+    numbers, local = plan.numbers.tolist(), plan.num_local_experts
+    rows, sources = numbers[3 * local + 1], numbers[3 * local + 4 :]
+    return Routed(group, layer, plan.bytes, rows, numbers[:local], sources, None)
+
+
+def _route_and_send(
+    group: NormalGroup,
+    layer: Handle,
+    routing: Tensor,
+    inputs: tuple[Tensor, Optional[Tensor], Optional[Tensor]],
+    id_type: torch.dtype,
+) -> Optional[Routed]:
+    """In one call of C. None: it must go the slower way."""
+    capacity, spare = (-1, group.key.experts_per_rank) if group.has_spare else (group.capacity, -1)
+    is_small = id_type is torch.int32
+    sent = layer.send_fast(group.numbers.address, capacity, spare, is_small, routing, *inputs)
+    if sent is None:
+        return None
+    recv, weights, scales, idx, plan, rows, counts, sources = sent
+    if rows < 0:
+        _report(group)
+        raise EpError(
+            Status.NOT_PREPARED,
+            "dispatch: expected a plan that prepare has written, got one that it has not",
+        )
+    received = None if recv is None else (recv, weights, scales, idx)
+    return Routed(group, layer, plan, rows, counts, sources, received)
 
 
 def _prepare(layer: Handle, routing: Tensor) -> Plan:
@@ -126,11 +163,14 @@ def dispatch(
 ) -> Sent:
     """Send rows by a new routing. Arguments as of Buffer.dispatch and Buffer.dispatch_rows."""
     key = _key(experts_per_rank, topk_idx.shape[1], tokens)
-    routed = route(groups, key, topk_idx, num_worst_tokens, num_sms)
+    inputs = (tokens, topk_weights, scales) if quant == Quant.NONE else None
+    routed = route(groups, key, topk_idx, num_worst_tokens, num_sms, inputs)
     rows, layer = routed.num_recv_tokens, routed.layer
-    if quant == Quant.NONE:
+    if routed.received is not None:
+        recv, recv_weights, recv_scales, recv_idx = routed.received
+    elif inputs is not None:
         recv, recv_weights, recv_scales, recv_idx = _send(
-            layer, routed.plan.bytes, tokens, topk_weights, scales, rows, topk_idx.dtype
+            layer, routed.plan, tokens, topk_weights, scales, rows, topk_idx.dtype
         )
     else:
         sender = routed.group.handle(num_worst_tokens, num_sms, quant)
@@ -139,9 +179,9 @@ def dispatch(
         )
     if not num_worst_tokens:
         _report(routed.group)  # the host has waited for the plan already
-    counts = _align(routed.counts, expert_alignment)
+    counts = _align(routed.counts[:experts_per_rank], expert_alignment)
     handle = NormalHandle(
-        routed.plan.bytes, routed.plan.numbers, layer, rows, is_token_in_rank, tokens.shape[0]
+        routed.plan, routed.source_rows, layer, rows, is_token_in_rank, tokens.shape[0]
     )
     return Sent(recv, recv_scales, recv_idx, recv_weights, counts, handle)
 
@@ -189,7 +229,7 @@ def dispatch_to_ranks(
     to_each = torch.where(torch.eye(size, dtype=torch.bool, device=firsts.device), firsts, -1)
     key = _key(each, size, tokens)
     routed = route(groups, key, to_each, 0, num_sms)
-    received = _send(routed.layer, routed.plan.bytes, padded, None, None, size)
+    received = _send(routed.layer, routed.plan, padded, None, None, size)
     totals = received[0].sum(0)[:each].tolist()
     return sent._replace(topk_idx=None, num_recv_tokens_per_expert=_align(totals, expert_alignment))
 
@@ -230,23 +270,18 @@ def _send(
 
 
 def _send_quantised(
-    layer: Handle, plan: Plan, tokens: Tensor, weights: Optional[Tensor], rows: int
+    layer: Handle, plan: Tensor, tokens: Tensor, weights: Optional[Tensor], rows: int
 ) -> Received:
     """Dispatch on a handle that quantises."""
     recv = tokens.new_empty((rows, tokens.shape[1]), dtype=torch.float8_e4m3fn)
-    made = make_received(layer, plan, tokens, weights, None, recv)
-    _calls.dispatch(
-        layer,
-        plan.bytes,
-        tokens,
-        weights,
-        None,
-        recv,
-        made.topk_weights,
-        made.scales,
-        made.topk_idx,
-    )
-    return recv, made.topk_weights, made.scales, made.topk_idx
+    count, scale_type = row_scales(layer.quant, tokens.shape[1])
+    scales = tokens.new_empty(layer.scales_shape(rows, count), dtype=scale_type)
+    recv_weights = None
+    if weights is not None:
+        recv_weights = weights.new_empty((rows, layer.top_k), dtype=torch.float32)
+    idx = tokens.new_empty((rows, layer.top_k), dtype=torch.int64)
+    _calls.dispatch(layer, plan, tokens, weights, None, recv, recv_weights, scales, idx)
+    return recv, recv_weights, scales, idx
 
 
 def combine(

@@ -9,6 +9,7 @@ import torch
 
 from .._abi import Status
 from .._library import EpError
+from ..torch import _fast
 from ..torch._group import current_stream
 
 if TYPE_CHECKING:
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+# Without what torch.cuda does around them. A PyTorch without CUDA does not have them.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", lambda: False
+)
 
 
 def find_current(ordinal: int) -> torch.cuda.Stream:
@@ -28,39 +35,57 @@ def find_current(ordinal: int) -> torch.cuda.Stream:
     return found
 
 
+def _record_event(ordinal: int, stream: int) -> object:
+    """An event at this point of a stream, which goes back to its pool when it is dropped."""
+    event = _fast.record(_fast.events, ordinal, stream)
+    if type(event) is int:
+        raise EpError(Status.SYSTEM, f"record of an event: CUDA returned error {event}")
+    return event
+
+
+def _wait_event(stream: int, event: object) -> None:
+    """Let a stream wait for an event."""
+    error = _fast.wait(_fast.events, stream, event)
+    if error is not None:
+        raise EpError(Status.SYSTEM, f"wait for an event: CUDA returned error {error}")
+
+
 class _Loan(NamedTuple):
     """Tensors of a stream that an operation on another stream reads."""
 
     tensors: tuple[Optional[Tensor], ...]
-    owner: torch.cuda.Stream
+    owner: int
     user: torch.cuda.Stream
 
 
 class EventHandle:
     """A point in the work of the current CUDA stream. On CPUs, where calls have finished: nothing."""
 
-    def __init__(
-        self, event: Optional[torch.cuda.Event] = None, loan: Optional[_Loan] = None
-    ) -> None:
-        """event: one that is recorded already, in place of a point of the current stream.
+    __slots__ = ("__weakref__", "_end", "_loan")
+
+    def __init__(self, end: Optional[_End] = None, loan: Optional[_Loan] = None) -> None:
+        """end: one that is recorded already, in place of a point of the current stream.
 
         loan  of the operation that ends there. Its tensors live until their own stream waits for
               the event. So their memory is reused in that stream's order, as after any operation.
         """
-        self._loan, self._event = loan, event
-        if event is None and torch.cuda.is_initialized():
-            self._event = find_current(torch.cuda.current_device()).record_event()
+        self._loan, self._end = loan, end
+        if end is None and torch.cuda.is_initialized():
+            ordinal = current_device()
+            stream = current_stream(ordinal)
+            self._end = _End(stream, _record_event(ordinal, stream))
 
     def current_stream_wait(self) -> None:
         """Let the current stream wait for the point."""
-        if self._event is not None:
-            self.let_wait(find_current(torch.cuda.current_device()))
+        if self._end is not None:
+            self.let_wait(current_stream(current_device()))
 
-    def let_wait(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream wait for the point."""
-        if self._event is not None:
-            stream.wait_event(self._event)
-            if self._loan is not None and self._loan.owner is stream:
+    def let_wait(self, stream: int) -> None:
+        """Let a stream wait for the point, a cudaStream_t as an int. Its own stream need not."""
+        if self._end is not None:
+            if self._end.stream != stream:
+                _wait_event(stream, self._end.event)
+            if self._loan is not None and self._loan.owner == stream:
                 self._loan = None
 
     def __del__(self) -> None:
@@ -129,8 +154,10 @@ class EventOverlap:
 class _End(NamedTuple):
     """Where an operation ended."""
 
-    stream: torch.cuda.Stream
-    event: Optional[torch.cuda.Event]
+    stream: int
+    """A cudaStream_t. One with events lives as long as they do."""
+
+    event: object
     """None while all operations have run on one stream."""
 
 
@@ -180,11 +207,10 @@ class Lane:
             return body().result, EventOverlap(EventHandle() if async_finish else None)
         ordinal = device.index
         before = None if previous_event is None else previous_event.event
-        if not async_finish and before is None and self._only is not None:
-            if self._only == current_stream(ordinal):
-                return body().result, EventOverlap()
-        current = find_current(ordinal)
-        if torch.cuda.is_current_stream_capturing():
+        current = current_stream(ordinal)
+        if not async_finish and before is None and self._only == current:
+            return body().result, EventOverlap()
+        if _is_capturing():
             if before is not None:
                 before.let_wait(current)
             return body().result, EventOverlap(EventHandle() if async_finish else None)
@@ -192,54 +218,67 @@ class Lane:
             return self._run_beside(device, current, before, body)
         if before is not None:
             before.let_wait(current)
-        return self._run_here(current, body).result, EventOverlap()
+        return self._run_here(ordinal, current, body).result, EventOverlap()
 
     def _run_beside(
         self,
         device: torch.device,
-        current: torch.cuda.Stream,
+        current: int,
         before: Optional[EventHandle],
         body: Callable[[], Used],
     ) -> tuple[Any, EventOverlap]:
         """run() of an operation with async_finish. `before`: what it waits for; None: `current`."""
-        stream = self.stream(device)
-        if before is None:
-            stream.wait_stream(current)
-        else:
-            before.let_wait(stream)
-        outer = torch.cuda.current_device()
-        torch.cuda.set_stream(stream)  # as torch.cuda.stream(), which takes several times as long
+        ordinal, outer = device.index, find_current(device.index)
+        stream = self._stream or self.stream(device)
+        address = stream.cuda_stream
+        if before is not None:
+            before.let_wait(address)
+        elif current != address:
+            _wait_event(address, _record_event(ordinal, current))
+        before_device = current_device()
+        _set_stream(stream)
         try:
-            used = self._run_here(stream, body)
+            used = self._run_here(ordinal, address, body)
         finally:
-            torch.cuda.set_stream(current)
-            if outer != device.index:
-                torch.cuda.set_device(outer)
+            _set_stream(outer)
+            if before_device != ordinal:
+                torch.cuda.set_device(before_device)
         # The allocator would reuse memory in the order of the stream that it came from.
-        _record(used.outputs, current)
-        assert self._end is not None
+        if outer is not stream:
+            _record(used.outputs, outer)
         loan = _Loan(used.inputs, current, stream)
-        return used.result, EventOverlap(EventHandle(self._end.event, loan))
+        return used.result, EventOverlap(EventHandle(self._end, loan))
 
     def run_on(self, stream: torch.cuda.Stream, body: Callable[[], Any]) -> Any:
         """Run body() on a stream, after the operation before."""
-        if stream is not find_current(stream.device_index):
+        ordinal = stream.device_index
+        if stream is not find_current(ordinal):
             with torch.cuda.stream(stream):
                 return self.run_on(stream, body)
-        if torch.cuda.is_current_stream_capturing():
+        if _is_capturing():
             return body()
-        return self._run_here(stream, body)
+        return self._run_here(ordinal, stream.cuda_stream, body)
 
-    def _run_here(self, stream: torch.cuda.Stream, body: Callable[[], Any]) -> Any:
+    def _run_here(self, ordinal: int, stream: int, body: Callable[[], Any]) -> Any:
         """run_on of the current stream, which is not captured."""
-        is_only = self._stream is None and (self._end is None or self._only is not None)
-        if self._end is not None and self._end.stream is not stream:
-            stream.wait_event(self._end.event or self._end.stream.record_event())
+        end = self._end
+        is_only = self._stream is None and (end is None or self._only is not None)
+        if end is not None and end.stream != stream:
+            _wait_event(stream, end.event or _record_event(ordinal, end.stream))
             is_only = False
         result = body()
-        self._only = stream.cuda_stream if is_only else None
-        self._end = _End(stream, None if is_only else stream.record_event())
+        self._only = stream if is_only else None
+        self._end = _End(stream, None if is_only else _record_event(ordinal, stream))
         return result
+
+
+def _set_stream(stream: torch.cuda.Stream) -> None:
+    """As torch.cuda.set_stream, which takes several times as long."""
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
 
 
 def _record(tensors: tuple[Optional[Tensor], ...], stream: torch.cuda.Stream) -> None:

@@ -26,7 +26,18 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _layer
-from .._abi import MAX_ROW_BYTES, MAX_TOP_K, Blocks, Duplicates, Mode, Overflow, Quant, Rows, Status
+from .._abi import (
+    MAX_ROW_BYTES,
+    MAX_TOP_K,
+    Blocks,
+    Duplicates,
+    Mode,
+    Overflow,
+    Quant,
+    Rows,
+    ScaleOrder,
+    Status,
+)
 from .._config import GroupFields, HandleFields, name_members
 from .._config import max_recv_rows as worst_case_rows
 from .._library import EpError
@@ -42,6 +53,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn, Optional, Union
 
     from .._mesh import Spec
+    from ._operations import Received
 
     _: Spec = PartitionSpec()  # mypy checks here that libep.Mesh takes one
 
@@ -70,6 +82,8 @@ def bootstrap(
     capacity_factor: Optional[float] = None,
     dtype: Any = jnp.float32,
     counters: bool = False,
+    quant: Union[Quant, str] = Quant.NONE,
+    scale_order: Union[ScaleOrder, str] = ScaleOrder.BY_ROW,
     **fields: Any,
 ) -> Ep:
     """Create the groups of a mesh: the devices along `axis` share the experts. Collective.
@@ -87,6 +101,8 @@ def bootstrap(
     capacity_factor
                    in place of max_recv_rows: this many times the rows of an even routing
     counters       whether operations count what they do: see Ep.counters
+    quant          how dispatch quantises rows, a libep.Quant or its name, such as "nvfp4"
+    scale_order    the order of their scales, a libep.ScaleOrder or its name
     fields         more of the group's configuration (libep.GroupFields): alignment, overflow,
                    timeout_seconds, ...
 
@@ -134,8 +150,10 @@ def bootstrap(
         flags = Rows(0) if merges else Rows.DUPLICATES
         max_recv_rows = worst_case_rows(size, 0, flags=flags, **config)
     config["max_recv_rows"] = max_recv_rows
-    ranks = Ranks(mesh, axes, top_k, config, counters)
-    return Ep(ranks, Regions(mesh, axes, tokens), config, f"{hidden} of {row.name}")
+    layer = dict(quant=quant, scale_order=scale_order)
+    _check_members(layer)
+    ranks = Ranks(mesh, axes, dict(layer, top_k=top_k), config, counters)
+    return Ep(ranks, Regions(mesh, axes, tokens), config, layer, f"{hidden} of {row.name}")
 
 
 jit = jax.jit
@@ -175,13 +193,18 @@ def _check_fields(fields: dict[str, Any]) -> None:
             _refuse(Status.UNSUPPORTED, field, expected, repr(fields[field]))
         if field in HandleFields.__annotations__ and field not in GroupFields.__annotations__:
             _refuse(Status.UNSUPPORTED, field, "none, since libep.jax sets it", repr(fields[field]))
+    _check_members(fields)
+    mode = Mode(fields.get("mode", Mode.THROUGHPUT))
+    if mode is not Mode.THROUGHPUT:
+        _refuse(Status.UNSUPPORTED, "mode", "Mode.THROUGHPUT", f"Mode.{mode.name}")
+
+
+def _check_members(fields: dict[str, Any]) -> None:
+    """Put members of enums in the place of their names."""
     try:
         name_members(fields)
     except ValueError as error:
         raise EpError(Status.RANGE, f"bootstrap: {error}") from None
-    mode = Mode(fields.get("mode", Mode.THROUGHPUT))
-    if mode is not Mode.THROUGHPUT:
-        _refuse(Status.UNSUPPORTED, "mode", "Mode.THROUGHPUT", f"Mode.{mode.name}")
 
 
 def _row_type(hidden: int, dtype: Any) -> np.dtype[Any]:
@@ -210,7 +233,12 @@ class Ep:
     """
 
     def __init__(
-        self, ranks: Ranks, regions: Regions, config: dict[str, Any], largest: str
+        self,
+        ranks: Ranks,
+        regions: Regions,
+        config: dict[str, Any],
+        layer: dict[str, Any],
+        largest: str,
     ) -> None:
         self._ranks = ranks
         self._regions = regions
@@ -237,6 +265,8 @@ class Ep:
             max_row_bytes=self.max_row_bytes,
             largest=largest,
             plan_bytes=self.plan_bytes,
+            quant=Quant(layer["quant"]),
+            scale_order=ScaleOrder(layer["scale_order"]),
         )
 
     def __deepcopy__(self, _: object) -> Ep:
@@ -260,7 +290,9 @@ class Ep:
         topk_idx: jax.Array,
         topk_weights: Optional[jax.Array] = None,
         num_tokens: Optional[jax.Array] = None,
-    ) -> tuple[jax.Array, Optional[jax.Array], Plan]:
+        *,
+        global_scale: Optional[jax.Array] = None,
+    ) -> tuple[Received, Optional[jax.Array], Plan]:
         """Send each token's row to its experts. Return (recv_tokens, recv_weights, plan).
 
         tokens        [T, H] float32, bfloat16 or float16
@@ -268,12 +300,19 @@ class Ep:
         topk_weights  [T, K] float32, or None
         num_tokens    [1] int32 or int64: only so many tokens count, from the first; None: all. The
                       others are not sent, and become zero in combine's out and in gradients
+        global_scale  [1] float32, by which quant="nvfp4" multiplies: commonly 448 * 6 / (the
+                      largest magnitude of all devices' tokens). Else None
         recv_tokens   [rows, H]: the rows of the first local expert, of the second, ..., then zeros
         recv_weights  [rows] float32, the weight of each row; None without topk_weights
 
-        Differentiable in tokens and topk_weights.
+        Where rows are quantised (bootstrap's quant), recv_tokens is a pair: values float8_e4m3fn
+        [rows, H], and scales [rows, S] float32, or uint8 for UE8M0. With "nvfp4" values are uint8
+        [rows, H / 2] and scales uint8 [rows, H / 16], of which float8_e4m3fn is a view. Other
+        scale_orders: [S, rows], or whole tiles.
+
+        Differentiable in tokens and topk_weights, unless rows are quantised.
         """
-        operands = (tokens, topk_idx, topk_weights, num_tokens)
+        operands = (tokens, topk_idx, topk_weights, num_tokens, global_scale)
         return self._regions.run("dispatch", self._operations.dispatch, operands)
 
     def combine(

@@ -99,6 +99,12 @@ def _differentiable(operation: Operation) -> Callable[..., tuple[list[Any], list
         outputs: calls.Outputs,
         **attributes: int,
     ) -> tuple[list[Any], list[Any]]:
+        if attributes.get("quantises"):
+            raise EpError(
+                Status.UNSUPPORTED,
+                f"{operation.name}: expected no derivative, since rows are quantised: "
+                "jax.lax.stop_gradient leaves it out",
+            )
         results = call.bind(*primals, key=key, outputs=outputs, **attributes)
         first_bias = len(primals) - attributes.get("biases", 0)
         _, t_rows, *t_weights = tangents[:first_bias]

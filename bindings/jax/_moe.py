@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _layer
-from .._abi import Status
+from .._abi import Quant, Status
 from .._layer import Routing, refuse
 from ._calls import KEEP
 from ._products import grouped_dot, has_kernels, rows_of_block
@@ -210,6 +210,13 @@ def _check(ep: Ep, parameters: dict[str, jax.Array], x: jax.Array) -> None:
         if name not in parameters:
             refuse(Status.SHAPE, "parameters", f"{', '.join(_NAMES[:3])}", f"no {name}")
     _layer.check_biases({name: name in parameters for name in _EXPERTS[2:]})
+    if ep._operations.quant != Quant.NONE:
+        refuse(
+            Status.UNSUPPORTED,
+            "quant of the Ep",
+            "NONE, since the products are of the parameters' type",
+            Quant(ep._operations.quant).name,
+        )
     if x.ndim not in (2, 3):
         refuse(Status.SHAPE, "x", "[T, H] or [B, S, H]", list(x.shape))
     shapes = {name: value.shape for name, value in parameters.items()}

@@ -13,14 +13,17 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .._abi import Status
+from .._abi import Quant, ScaleOrder, Status
+from .._formats import FORMATS, count_scales, scales_shape
 from .._library import EpError
 from ._calls import CALLS
 from ._regions import axes_of, is_array, kind_of, vary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any, Optional
+    from typing import Any, Optional, Union
+
+    Received = Union[jax.Array, tuple[jax.Array, jax.Array]]
 
 DISPATCHED = "libep_dispatch"
 """The name by which policies of jax.checkpoint save what dispatch returns, rows and weights."""
@@ -67,6 +70,8 @@ class Operations:
     max_row_bytes: int
     largest: str  # the largest row, as bootstrap got it
     plan_bytes: int
+    quant: Quant
+    scale_order: ScaleOrder
 
     def dispatch(
         self,
@@ -74,24 +79,35 @@ class Operations:
         topk_idx: jax.Array,
         topk_weights: Optional[jax.Array],
         num_tokens: Optional[jax.Array],
-    ) -> tuple[jax.Array, Optional[jax.Array], Plan]:
+        global_scale: Optional[jax.Array],
+    ) -> tuple[Received, Optional[jax.Array], Plan]:
         self._check_routing(tokens, topk_idx, topk_weights, num_tokens)
-        tokens, topk_idx, *weights = _vary_alike(self.axes, tokens, topk_idx, topk_weights)
+        self._check_scale(tokens, global_scale)
+        tokens, topk_idx, *others = _vary_alike(
+            self.axes, tokens, topk_idx, topk_weights, global_scale
+        )
         routing = _vary_alike(self.axes, topk_idx, self._place(), num_tokens)
         numbers = self._bind("prepare", *routing, outputs=self._plan_types())
         arrays = dict(zip(_PLAN_ARRAYS, numbers))
         plan = Plan(**arrays, num_tokens=tokens.shape[0], group=self.key)
-        rows = self.max_recv_rows
-        received = [((rows, tokens.shape[1]), tokens.dtype.name), ((rows,), "float32")]
-        found = self._bind(
-            "dispatch",
-            plan.bytes,
-            tokens,
-            *weights,
-            outputs=received[: 1 + len(weights)],
-        )
-        recv_tokens, *recv_weights = (checkpoint_name(array, DISPATCHED) for array in found)
-        return recv_tokens, recv_weights[0] if recv_weights else None, plan
+        rows, *scales = self._row_types(tokens)
+        weights = [((self.max_recv_rows,), "float32")] if topk_weights is not None else []
+        outputs = [rows, *weights, *scales]
+        flags = dict(scaled=int(global_scale is not None), quantises=1) if scales else {}
+        found = self._bind("dispatch", plan.bytes, tokens, *others, outputs=outputs, **flags)
+        received = [checkpoint_name(array, DISPATCHED) for array in found]
+        recv_weights = received[1] if weights else None
+        return (received[0], received[-1]) if scales else received[0], recv_weights, plan
+
+    def _row_types(self, tokens: jax.Array) -> list[tuple[tuple[int, ...], str]]:
+        """Of receive rows and, if they are quantised, of their scales."""
+        rows, hidden = self.max_recv_rows, tokens.shape[1]
+        if self.quant == Quant.NONE:
+            return [((rows, hidden), tokens.dtype.name)]
+        form = FORMATS[self.quant]
+        kind = "float32" if form.scales == "float32" else "uint8"
+        shape = scales_shape(self.scale_order, (rows,), count_scales(self.quant, hidden))
+        return [((rows, hidden // form.packed), form.values), (shape, kind)]
 
     def combine(
         self,
@@ -166,6 +182,25 @@ class Operations:
             _check("dispatch: topk_weights", topk_weights, ("float32",), (count, self.top_k))
         if num_tokens is not None:
             _check("dispatch: num_tokens", num_tokens, ("int32", "int64"), (1,))
+
+    def _check_scale(self, tokens: jax.Array, global_scale: Optional[jax.Array]) -> None:
+        """Check the global scale, and that tokens can be quantised."""
+        if (global_scale is None) == (self.quant == Quant.NVFP4):
+            expected, got = ("one", "None") if global_scale is None else ("None", "one")
+            raise EpError(
+                Status.NULL if global_scale is None else Status.UNSUPPORTED,
+                f"dispatch: global_scale: expected {expected}, since bootstrap's quant is "
+                f"{self.quant.name}, got {got}",
+            )
+        if global_scale is not None:
+            _check("dispatch: global_scale", global_scale, ("float32",), (1,))
+        unit = FORMATS[self.quant].unit if self.quant != Quant.NONE else 1
+        if tokens.shape[1] % unit:
+            raise EpError(
+                Status.ROW_BYTES,
+                f"dispatch: tokens: expected a multiple of {unit} elements where rows are "
+                f"quantised, got {tokens.shape[1]}",
+            )
 
     def _check_rows(self, expert_out: jax.Array, recv_weights: Optional[jax.Array]) -> None:
         _check("combine: expert_out", expert_out, ROW_TYPES, (self.max_recv_rows, None))

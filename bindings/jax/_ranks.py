@@ -99,7 +99,7 @@ class Ranks:
         self,
         mesh: jax.sharding.Mesh,
         axes: tuple[str, ...],
-        top_k: int,
+        layer: Mapping[str, Any],
         fields: Mapping[str, Any],
         counts: bool,
     ) -> None:
@@ -111,7 +111,7 @@ class Ranks:
             for bootstrap in _bootstraps(f"libep/jax/{self.key}/{number}", devices):
                 device = devices[bootstrap.rank]
                 self.bootstraps.append(bootstrap)
-                makers.append(functools.partial(_make_rank, bootstrap, device, top_k, fields))
+                makers.append(functools.partial(_make_rank, bootstrap, device, layer, fields))
         if not makers:
             raise EpError(Status.RANGE, "bootstrap: mesh: expected a device of this process")
         # They stay: Python starts no threads when the process ends, and closing needs one per rank.
@@ -318,14 +318,16 @@ def _store_bootstrap(prefix: str, rank: int, size: int) -> Bootstrap:
     )
 
 
-def _make_rank(bootstrap: Bootstrap, device: Any, top_k: int, fields: Mapping[str, Any]) -> _Rank:
+def _make_rank(
+    bootstrap: Bootstrap, device: Any, layer: Mapping[str, Any], fields: Mapping[str, Any]
+) -> _Rank:
     on_host = device.platform == "cpu"
     ordinal = device.id if on_host else device.local_hardware_id
     place = {"backend": Backend.HOST} if on_host else {"backend": Backend.CUDA, "device": ordinal}
     group = Group(bootstrap, **place, **fields)
     try:
         # Experts may read every row, and XLA's buffers are not cleared.
-        handle = Handle(group, top_k=top_k, plans=Plans.NAMED, zero_tail=Tail.ZERO)
+        handle = Handle(group, plans=Plans.NAMED, zero_tail=Tail.ZERO, **layer)
     except BaseException as error:
         group.abort(str(error))
         group.close()

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._abi import Blocks, Quant, Status
-from .._layer import BLOCKS
+from .._formats import FORMATS
+from .._layer import E4M3
 from .._library import EpError
 from ._regions import Regions, is_array, kind_of, product, spec_axes, vary
 
@@ -44,7 +45,7 @@ class Form(NamedTuple):
     @property
     def wide(self) -> int:
         """Elements of a block along the last dimension."""
-        return BLOCKS[self.quant]
+        return FORMATS[self.quant].block
 
     @property
     def high(self) -> int:
@@ -64,7 +65,7 @@ def form_of(given: Any) -> Optional[Form]:
     try:
         form = Form(*given) if isinstance(given, tuple) else Form(given)
         form = Form(Quant(form.quant), Blocks(form.blocks))
-        known = form.quant in BLOCKS
+        known = form.quant in E4M3
     except (TypeError, ValueError):
         known = False
     if not known:

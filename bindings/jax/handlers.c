@@ -39,16 +39,21 @@ XLA_FFI_Error *ep_jax_prepare(XLA_FFI_CallFrame *frame) {
     return jax_end(&call, status);
 }
 
-/* plan, tokens[, topk_weights] -> recv_tokens[, recv_topk_weights] */
+/* plan, tokens[, topk_weights][, global_scale] -> recv_tokens[, recv_topk_weights][, recv_scales]
+ * The attributes `scaled` and `quantises` say whether the last ones are there. */
 XLA_FFI_Error *ep_jax_dispatch(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
     if (!jax_begin(&call, frame, "dispatch", &result)) return result;
-    const EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS | JAX_EXPERTS);
+    const int64_t scale = call.num_operands - jax_attribute(&call, "scaled");
+    const int64_t scales = call.num_results - jax_attribute(&call, "quantises");
+    EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS | JAX_EXPERTS);
+    extras.global_scale = jax_operand(&call, scale);
     return jax_end(&call,
                    ep_dispatch_with(call.handle, jax_operand(&call, 0), NULL, jax_operand(&call, 1),
-                                    jax_operand(&call, 2), NULL, call.stream, jax_result(&call, 0),
-                                    jax_result(&call, 1), NULL, NULL, &extras));
+                                    scale > 2 ? jax_operand(&call, 2) : NULL, NULL, call.stream,
+                                    jax_result(&call, 0), scales > 1 ? jax_result(&call, 1) : NULL,
+                                    jax_result(&call, scales), NULL, &extras));
 }
 
 /* plan, expert_out[, slot_weights][, bias0[, bias1]] -> out

@@ -15,7 +15,7 @@ from .._library import EpError
 from . import _calls, _checks, _fast, _inputs, _ops
 from ._counters import as_given
 from ._handle import Handle, Plan
-from ._quant import row_scales
+from ._quant import as_scaled, row_scales, row_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ._counters import Counters, Given
+    from ._quant import Scaled
 
     Shape = tuple[int, ...]
     _Shapes = tuple[Shape, Optional[Shape], Optional[Shape]]
@@ -36,7 +37,8 @@ class Received(NamedTuple):
     """What dispatch delivers: one row for each slot. ep.h gives the shapes of the other layouts."""
 
     tokens: Tensor
-    """[rows, H] of the tokens' type; float8_e4m3fn if the handle quantises."""
+    """[rows, H] of the tokens' type; float8_e4m3fn if the handle quantises, with Quant.NVFP4
+    [rows, H / 2] uint8, of which float4_e2m1fn_x2 is a view."""
 
     topk_weights: Optional[Tensor]
     """[rows] float32, FLAT [rows, K]; None if dispatch got none."""
@@ -45,7 +47,8 @@ class Received(NamedTuple):
     """The step's routing, for combine."""
 
     scales: Optional[Tensor]
-    """[rows, S], BY_COLUMN [S, rows]; None if there are none."""
+    """[rows, S], BY_COLUMN [S, rows], SWIZZLED whole tiles; None if there are none. Those of
+    Quant.NVFP4 are uint8, of which float8_e4m3fn is a view."""
 
     topk_idx: Optional[Tensor]
     """FLAT and RANK_MAJOR: [rows, K], local experts or -1. Else None."""
@@ -126,7 +129,7 @@ def _find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _refuse_second_derivative(name: str) -> None:
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+    if _is_grad_enabled() and not is_compiling():
         raise EpError(
             Status.UNSUPPORTED,
             f"{name}: expected first derivatives alone, got create_graph=True: libep has no second "
@@ -238,19 +241,23 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor], _: Any) -> Any:
-        needs_weights = ctx.needs_input_grad[3]
-        made = _dispatch_gradients(ctx, grad_tokens, grad_weights if needs_weights else None)
+        _refuse_second_derivative("dispatch")
+        which, shape, weights_shape = ctx.facts
+        (plan,) = ctx.saved_tensors
+        if weights_shape is None or not ctx.needs_input_grad[3]:
+            grad_weights = None
+        made = _dispatch_gradients(which, plan, grad_tokens, grad_weights, shape, weights_shape)
         return None, None, *made, *ctx.rest
 
 
 def _dispatch_gradients(
-    ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor]
+    which: Union[Handle, int],
+    plan: Tensor,
+    grad_tokens: Tensor,
+    grad_weights: Optional[Tensor],
+    shape: Shape,
+    weights_shape: Optional[Shape],
 ) -> tuple[Tensor, Optional[Tensor]]:
-    _refuse_second_derivative("dispatch")
-    (plan,) = ctx.saved_tensors
-    which, shape, weights_shape = ctx.facts
-    if weights_shape is None:
-        grad_weights = None
     if type(which) is Handle and not _count_modes():
         made: Any = which.make_fast(
             _DISPATCH_BACKWARD, plan, grad_tokens, grad_weights, shape[0], 0
@@ -258,7 +265,7 @@ def _dispatch_gradients(
         if made is not None:
             return made  # type: ignore[no-any-return]
     out, out_weights = grad_tokens.new_empty(shape), None
-    if grad_weights is not None:
+    if grad_weights is not None and weights_shape is not None:
         grad_weights = grad_weights.contiguous()
         out_weights = grad_weights.new_empty(weights_shape)
     _through(which).dispatch_backward(
@@ -268,19 +275,31 @@ def _dispatch_gradients(
 
 
 class _Dispatched(torch.autograd.Function):
-    """_Dispatch of an eager call that has been made already. Fewer arguments take less time."""
+    """_Dispatch of an eager call that has been made already. Less Python: it runs in every step."""
 
     @staticmethod
     def forward(ctx: Any, made: Any, tokens: Tensor, topk_weights: Optional[Tensor]) -> Any:
         handle, plan, recv, weights = made
-        ctx.save_for_backward(plan)
-        ctx.facts = handle, tokens.shape, None if topk_weights is None else topk_weights.shape
+        ctx.save_for_backward(plan.bytes)
+        ctx.facts = handle, plan.num_tokens
         return recv, weights
 
     @staticmethod
     def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor]) -> Any:
-        needs_weights = ctx.needs_input_grad[2]
-        made = _dispatch_gradients(ctx, grad_tokens, grad_weights if needs_weights else None)
+        if _is_grad_enabled():
+            _refuse_second_derivative("dispatch")
+        handle, num_tokens = ctx.facts
+        (plan,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[2]:
+            grad_weights = None
+        if not _count_modes():
+            made = handle.make_fast(
+                _DISPATCH_BACKWARD, plan, grad_tokens, grad_weights, num_tokens, 0
+            )
+            if made is not None:
+                return None, *made
+        shape, weights_shape = (num_tokens, grad_tokens.shape[-1]), (num_tokens, handle.top_k)
+        made = _dispatch_gradients(handle, plan, grad_tokens, grad_weights, shape, weights_shape)
         return None, *made
 
 
@@ -343,16 +362,16 @@ def make_received(
 ) -> Received:
     """The outputs of a dispatch without gradient, not yet written."""
     rows = _rows(handle, plan, given)
-    recv_scales, dtype = None, tokens.dtype
+    recv_scales, width, dtype = None, tokens.shape[-1], tokens.dtype
     if handle.quantises:
-        count, scale_dtype = row_scales(handle.quant, tokens.shape[-1])
-        dtype = torch.float8_e4m3fn
+        count, scale_dtype = row_scales(handle.quant, width)
+        width, dtype = row_values(handle.quant, width)
         recv_scales = tokens.new_empty(handle.scales_shape(rows, count), dtype=scale_dtype)
     elif scales is not None:
         recv_scales = scales.new_empty(handle.scales_shape(rows, scales.shape[-1]))
     recv, weights, idx = given, None, None
     if recv is None:
-        recv = tokens.new_empty((*handle.lead(rows), tokens.shape[-1]), dtype=dtype)
+        recv = tokens.new_empty((*handle.lead(rows), width), dtype=dtype)
     if topk_weights is not None:
         weights = topk_weights.new_empty(handle.weights_shape(rows), dtype=torch.float32)
     if handle.is_per_token:
@@ -373,6 +392,7 @@ def dispatch(
     *,
     num_tokens: Optional[Tensor] = None,
     recv_tokens: Optional[Tensor] = None,
+    global_scale: Optional[Tensor] = None,
     counters: Optional[Counters] = None,
 ) -> Received:
     """Send token rows, and their weights, to the ranks that own their experts. Collective.
@@ -388,6 +408,8 @@ def dispatch(
                   prepare has taken it.
     recv_tokens   where the rows go, such as a tensor in ReceiveMemory; None: new memory. The result
                   shares this memory. With exact sizing it may have more rows than come.
+    global_scale  [1] float32, by which Quant.NVFP4 multiplies: commonly 448 * 6 / (the largest
+                  magnitude of the tokens of all ranks). Else None.
     counters      what it adds to, and its prepare to the waits; its derivative to nothing. None: not
                   counted
 
@@ -403,11 +425,10 @@ def dispatch(
             "dispatch: expected tensors without gradient in latency mode, and where rows are "
             "quantised or have scales: call it under torch.no_grad(), or detach them",
         )
-    counted = as_given(counters)
+    scaled, counted = as_scaled(handle, "dispatch", global_scale), as_given(counters)
     if is_latency:
-        return _dispatch_routed(
-            handle, which, tokens, routing, topk_weights, scales, num_tokens, recv_tokens, counted
-        )
+        given = topk_weights, scales, num_tokens, recv_tokens
+        return _dispatch_routed(handle, which, tokens, routing, *given, scaled, counted)
     if handle.is_exact and recv_tokens is None and not is_compiling():
         _refuse_capture(handle)
     if isinstance(routing, Plan):
@@ -441,6 +462,7 @@ def dispatch(
         received.scales,
         received.topk_idx,
         *counted,
+        **scaled,
     )
     mark_written(which, recv_tokens)
     return received
@@ -463,7 +485,7 @@ def _dispatch_followed(
             if made is not None:
                 recv, weights, _, idx = made
                 recv, weights = _apply_dispatched(
-                    (handle, plan.bytes, recv, weights), tokens, topk_weights
+                    (handle, plan, recv, weights), tokens, topk_weights
                 )
                 return Received(recv, weights, plan, None, idx)
         recv, weights, idx = _apply_dispatch(
@@ -493,6 +515,7 @@ def _dispatch_routed(
     scales: Optional[Tensor],
     num_tokens: Optional[Tensor],
     given: Optional[Tensor],
+    scaled: Scaled,
     counted: Given,
 ) -> Received:
     idx = require_indices(topk_idx)
@@ -513,6 +536,7 @@ def _dispatch_routed(
         received.scales,
         received.topk_idx,
         *counted,
+        **scaled,
     )
     mark_written(which, given)
     return received

@@ -15,7 +15,7 @@ from .._abi import Status, Type
 from .._handle import Handle as CoreHandle
 from .._handle import Extras, PlanTensors, Prepare
 from .._library import EpError
-from .._operations import COUNTERS, OPERATIONS, compile_call
+from .._operations import COUNTERS, OPERATIONS, SCALED, compile_call
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
 from . import _checks, _fast
@@ -155,13 +155,17 @@ def _extras(
     bias0: Optional[Tensor],
     bias1: Optional[Tensor],
     *counters: Optional[Tensor],
+    global_scale: Optional[Tensor] = None,
 ) -> Optional[Extras]:
-    """The biases of a sum, which PyTorch may make anywhere in its memory, and counters, if any."""
+    """The biases of a sum, which PyTorch may make anywhere in its memory, counters, and the scale
+    of a dispatch, if any."""
     given = {
         name: _given(handle, tensor, name)
         for name, tensor in zip(COUNTERS, counters)
         if tensor is not None
     }
+    if global_scale is not None:
+        given["global_scale"] = _given(handle, global_scale, "global_scale", 4)
     if bias0 is None and bias1 is None and not given:
         return None
     biases = _gradient(handle, bias0, "bias0"), _gradient(handle, bias1, "bias1")
@@ -229,9 +233,7 @@ _CONVERTERS = {
 def _make_slow(operation: Operation) -> Callable[..., None]:
     """The way tensor by tensor, through the core's Handle."""
     arguments = operation.inputs + operation.outputs
-    given = {
-        each.name: f"to_{each.kind}(handle, {each.name}, '{each.name}')" for each in arguments
-    }
+    given = {each.name: f"to_{each.kind}(handle, {each.name}, '{each.name}')" for each in arguments}
     taken = ["handle", *given, *(f"{name}=None" for name in COUNTERS)]
     if operation.of_kind("indices"):
         routing = ", ".join(given.pop(each) for each in ("topk_idx", "num_tokens", "numbers"))
@@ -239,29 +241,30 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
     elif operation.of_kind("kept"):
         given["out"] = given.pop("numbers")
     biases = [name if given.pop(name, None) else "None" for name in ("bias0", "bias1")]
-    given["extras"] = f"extras(handle, {', '.join((*biases, *COUNTERS))})"
+    scaled = ["global_scale=global_scale"] if operation.name in SCALED else []
+    taken += ["global_scale=None"] if scaled else []
+    given["extras"] = f"extras(handle, {', '.join((*biases, *COUNTERS, *scaled))})"
     given["stream"] = "handle.stream()"
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     run = getattr(CoreHandle, operation.function)
-    call: Callable[..., None] = compile_call(
-        taken, f"run(handle, {text})", run=run, extras=_extras, Prepare=Prepare, **_CONVERTERS
-    )
+    names = dict(run=run, extras=_extras, Prepare=Prepare)
+    call: Callable[..., None] = compile_call(taken, f"run(handle, {text})", **names, **_CONVERTERS)
     return call
 
 
 def _make(name: str) -> Callable[..., None]:
     """The call of an operation: its arguments are a handle, what the table says, and perhaps
-    counters."""
+    counters. Those of SCALED also take a global_scale, by its name."""
     operation = OPERATIONS[name]
     slow, form = _make_slow(operation), _fast.FORMS.get(name)
     if form is None:
         return slow
     keeps = bool(operation.of_kind("kept"))
 
-    def call(handle: Handle, *tensors: Optional[Tensor]) -> None:
+    def call(handle: Handle, *tensors: Optional[Tensor], **scaled: Optional[Tensor]) -> None:
         # In latency mode prepare records the tensors, which somebody must keep.
-        if keeps and handle.is_latency or not handle.call_fast(form, tensors):
-            slow(handle, *tensors)
+        if keeps and handle.is_latency or scaled or not handle.call_fast(form, tensors):
+            slow(handle, *tensors, **scaled)
 
     return call
 

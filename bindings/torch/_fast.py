@@ -54,6 +54,7 @@ class _Functions(ctypes.Structure):
         ("data_of", ctypes.c_void_p),
         ("drop", ctypes.c_void_p),
         ("wrap", ctypes.c_void_p),
+        ("wait_stream", ctypes.c_void_p),
     ]
 
 
@@ -103,31 +104,72 @@ def _find_functions() -> tuple[_Functions, bool]:
         "aoti_torch_get_data_ptr",
         "aoti_torch_delete_tensor_object",
         "_Z16THPVariable_WrapRKN2at10TensorBaseE",
+        "cudaStreamSynchronize",  # None without CUDA
     )
     library = ctypes.CDLL(torch._C.__file__)
     addresses: list[Any] = [getattr(library, name, None) for name in names]
     found = [ctypes.cast(address, ctypes.c_void_p).value for address in addresses]
-    return _Functions(_find_exchange(), *found), all(found)
+    return _Functions(_find_exchange(), *found), all(found[:-1])
 
 
-def _load() -> tuple[Optional[Callable[..., int]], Optional[Callable[..., Any]]]:
-    path = os.path.join(FOLDER, "lib", "libep_torch.so")
-    if not _functions.exchange or not os.path.exists(path):
-        return None, None
-    library = ctypes.PyDLL(path)
-    function = library.ep_torch_call
+class _Events(ctypes.Structure):
+    """EpTorchEvents of call.c."""
+
+    _fields_ = [
+        ("create", ctypes.c_void_p),
+        ("record", ctypes.c_void_p),
+        ("wait", ctypes.c_void_p),
+        ("get_device", ctypes.c_void_p),
+        ("set_device", ctypes.c_void_p),
+    ]
+
+
+def _find_events() -> _Events:
+    """What events.c uses of PyTorch's CUDA. Empty where it has none."""
+    names = (
+        "cudaEventCreateWithFlags",
+        "cudaEventRecord",
+        "cudaStreamWaitEvent",
+        "cudaGetDevice",
+        "cudaSetDevice",
+    )
+    library = ctypes.CDLL(torch._C.__file__)
+    addresses: list[Any] = [getattr(library, name, None) for name in names]
+    return _Events(*(ctypes.cast(address, ctypes.c_void_p).value for address in addresses))
+
+
+class Waits(ctypes.Structure):
+    """EpTorchWaits of call.h."""
+
+    _fields_ = [("count", ctypes.c_int64), ("ns", ctypes.c_int64)]
+
+
+_library = ctypes.PyDLL(os.path.join(FOLDER, "lib", "libep_torch.so"))
+waits = Waits.in_dll(_library, "ep_torch_waits")
+"""How often, and how long, `send` has waited for a GPU's counts."""
+
+
+def _load() -> tuple[Optional[Callable[..., int]], tuple[Any, ...]]:
+    _library.ep_torch_functions.restype = ctypes.py_object
+    if not _functions.exchange:
+        return None, _library.ep_torch_functions()
+    function = _library.ep_torch_call
     function.__name__ = "call of libep.torch"  # in sentences
     function.restype = ctypes.c_int32
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.py_object]
-    library.ep_torch_function.restype = ctypes.py_object
-    return function, library.ep_torch_function() if _can_allocate else None
+    return function, _library.ep_torch_functions()
 
 
 _functions, _can_allocate = _find_functions()
 functions = ctypes.addressof(_functions)
 """The address of what call.c uses of PyTorch."""
 
-call, make = _load()
+_events = _find_events()
+events = ctypes.addressof(_events)
+"""The address of what events.c uses of CUDA."""
+
+call, _all = _load()
+make: Optional[Callable[..., Any]] = _all[0] if call and _can_allocate else None
 """Both run an operation, on the address of a HandleFacts, and one of FORMS. None where PyTorch is
 older.
 
@@ -135,3 +177,16 @@ call  takes a tuple of its arguments, and returns a Status or LEFT
 make  takes its inputs, rows or tokens of the outputs, and whether expert ids are int32. Returns a
       tuple of new outputs, or a Status that is an error, or None where `call` returns LEFT.
 """
+
+count: Optional[Callable[..., Any]] = _all[1] if make else None
+"""ep_count_routing: takes `functions`, a device's number, topk_idx, ranks and experts. Returns what
+`make` does. None where PyTorch is older."""
+
+send: Optional[Callable[..., Any]] = _all[2] if make else None
+"""Prepares, waits for the counts and dispatches: see call.h. None where PyTorch is older."""
+
+record: Callable[[int, int, int], object] = _all[3]
+"""Takes `events`, a device's number and a stream. Returns an event there, or CUDA's error."""
+
+wait: Callable[[int, int, object], Optional[int]] = _all[4]
+"""Takes `events`, a stream and the event that it waits for. Returns CUDA's error, or None."""

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _layer
 from .._abi import Blocks, Quant, Status
+from .._formats import FORMATS
 from .._layer import refuse
 from ._autograd import _dispatch_gradients, _refuse_second_derivative, dispatch
 from ._experts import grouped_mm, sum_products
@@ -96,7 +96,10 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Any, __: Any, grad: Tensor, grad_weights: Optional[Tensor]) -> Any:
-        return None, None, *_dispatch_gradients(ctx, grad, grad_weights)
+        _refuse_second_derivative("dispatch")
+        (plan,) = ctx.saved_tensors
+        handle, *shapes = ctx.facts
+        return None, None, *_dispatch_gradients(handle, plan, grad, grad_weights, *shapes)
 
 
 def dispatch_quantised(
@@ -130,7 +133,7 @@ def quantise_slabs(form: Form, rows: Tensor, plan: Plan) -> Values:
 
 def dequantise(values: Tensor, scales: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
     """What was quantised along the last dimension, in blocks of rows or in tiles."""
-    block, scales = _layer.BLOCKS[form.quant], scales.float()
+    block, scales = FORMATS[form.quant].block, scales.float()
     if scales.shape[-2] != values.shape[-2]:
         scales = scales.repeat_interleave(block, -2)
     blocks: Tensor = values.float().unflatten(-1, (-1, block)) * scales[..., None]

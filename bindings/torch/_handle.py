@@ -13,6 +13,7 @@ import torch
 
 from .._abi import Layout, Mode, Plans, Quant, Rows, ScaleOrder, Status, Tail, Type
 from .._config import max_recv_rows, name_members
+from .._formats import scales_shape
 from .._handle import Handle as CoreHandle
 from .._handle import PlanTensors
 from .._library import EpError, last_error
@@ -135,7 +136,7 @@ class Handle(CoreHandle):
         self.top_k = _given(fields.get("top_k"), group.fields["max_top_k"])
         self.capacity = _given(fields.get("max_recv_rows"), group.fields.get("max_recv_rows", 0))
         self.quant = fields.get("quant", Quant.NONE)
-        self._by_column = fields.get("scale_order") == ScaleOrder.BY_COLUMN
+        self._scale_order = fields.get("scale_order", ScaleOrder.BY_ROW)
         # What calls ask for is computed once: comparing enums takes as long as half a call.
         self.quantises = self.quant != Quant.NONE
         """Whether dispatch quantises."""
@@ -185,7 +186,7 @@ class Handle(CoreHandle):
             top_k=self.top_k,
             has_blocks=self.has_blocks,
             is_per_token=self.is_per_token,
-            by_column=self._by_column,
+            by_column=self._scale_order != ScaleOrder.BY_ROW,
         )
 
     def _count_most_rows(self, fields: HandleFields) -> int:
@@ -223,6 +224,22 @@ class Handle(CoreHandle):
         if type(made) is int:
             raise last_error(made)
         return made
+
+    def send_fast(self, numbers: int, *arguments: object) -> Any:
+        """Prepare, wait for the counts and dispatch, by _fast.send, which takes the arguments.
+
+        numbers  the address of memory of the host for Plan.numbers, which the GPU reaches
+
+        None: it must go the slower way.
+        """
+        if _fast.send is None or self._pointer is None or self.group.pointer is None:
+            return None
+        sent = self.group.run(
+            _fast.send, self._facts_at, _fast.FORMS["dispatch"], numbers, *arguments
+        )
+        if type(sent) is int:
+            raise last_error(sent)
+        return sent
 
     def read_sources(self, plan: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Which token each of `rows` receive rows is of. Waits for the current stream. Local.
@@ -285,8 +302,7 @@ class Handle(CoreHandle):
 
     def scales_shape(self, rows: int, count: int) -> tuple[int, ...]:
         """The shape of recv_scales, with `count` scales per row."""
-        lead = self.lead(rows)
-        return (*lead[:-1], count, lead[-1]) if self._by_column else (*lead, count)
+        return scales_shape(self._scale_order, self.lead(rows), count)
 
 
 def _given(value: Optional[int], default: int) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._abi import MAX_DIMS, Status
+from .._formats import FORMATS
 from .._library import EpError
 from . import _checks
 from ._calls import (
@@ -22,6 +23,7 @@ from ._calls import (
     refuse_memory,
     refuse_strides,
 )
+from ._quant import row_values
 
 if TYPE_CHECKING:
     from typing import NoReturn, Optional
@@ -126,8 +128,9 @@ def _require_tokens(handle: Handle, topk_idx: Tensor, tokens: Tensor, has_count:
     if handle.quantises:
         if tokens.dtype not in _SUMMABLE:
             _refuse(Status.TYPE, "tokens", "bfloat16, float16 or float32", tokens.dtype)
-        if tokens.shape[1] % 16:
-            expected = "a multiple of 16 elements where rows are quantised"
+        unit = FORMATS[handle.quant].unit
+        if tokens.shape[1] % unit:
+            expected = f"a multiple of {unit} elements where rows are quantised"
             _refuse(Status.ROW_BYTES, "tokens", expected, tokens.shape[1])
 
 
@@ -153,15 +156,17 @@ def _require_scales(handle: Handle, topk_idx: Tensor, scales: Tensor, has_count:
 
 
 def _require_recv_tokens(handle: Handle, tokens: Tensor, recv: Tensor) -> None:
-    dtype = torch.float8_e4m3fn if handle.quantises else tokens.dtype
+    width, dtype = tokens.shape[-1], tokens.dtype
+    if handle.quantises:
+        width, dtype = row_values(handle.quant, width)
     if recv.dtype != dtype:
         _refuse(Status.TYPE, "recv_tokens", str(dtype), recv.dtype)
     refuse_strides(recv, "recv_tokens")
     _require_start("recv_tokens", recv, ROW_UNIT)
     lead = handle.lead(handle.capacity)
     _require_dims("recv_tokens", recv, len(lead) + 1, len(lead) + 1)
-    if recv.shape[-1] != tokens.shape[-1]:
-        expected = f"H = {tokens.shape[-1]} in the last dimension"
+    if recv.shape[-1] != width:
+        expected = f"H = {width} in the last dimension"
         _refuse(Status.SHAPE, "recv_tokens", expected, recv.shape[-1])
     if handle.has_blocks:
         if tuple(recv.shape[:-1]) != lead:

@@ -29,7 +29,7 @@ from ._fp8 import (
 )
 from ._group import Group
 from ._handle import Handle
-from ._quant import QUANTS, row_scales
+from ._quant import row_scales
 from ._weights import Weight
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ def _make_form(
     quant = Quant(fields["quant"])
     if quant == Quant.NONE:
         return None
-    _layer.check_blocks(quant, {"hidden": hidden, "inner": inner}, QUANTS)
+    _layer.check_blocks(quant, {"hidden": hidden, "inner": inner})
     count, kind = row_scales(quant, hidden)
     has, needs = group.fields.get("max_scale_bytes", 0), -(-count * kind.itemsize // 4) * 4
     if has < needs:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .._abi import Status
 from .._library import EpError
-from .._operations import COUNTERS, OPERATIONS
+from .._operations import COUNTERS, OPERATIONS, SCALED
 from . import _calls
 from ._handle import find_handle
 
@@ -40,7 +40,8 @@ def _schema(operation: Operation) -> str:
     outputs = zip("abcdefgh", operation.outputs)
     mutated = [f"Tensor({letter}!){_mark(each)} {each.name}" for letter, each in outputs]
     mutated += [f"Tensor({letter}!)? {name}=None" for letter, name in zip("vwxyz", COUNTERS)]
-    return ", ".join(["int handle", *inputs, *mutated])
+    named = ["*", "Tensor? global_scale=None"] if operation.name in SCALED else []
+    return ", ".join(["int handle", *inputs, *mutated, *named])
 
 
 def _mark(argument: Argument) -> str:
@@ -51,10 +52,10 @@ def _define(operation: Operation) -> None:
     name = operation.name
     call: Callable[..., None] = getattr(_calls, name)
 
-    def run(handle: int, *tensors: object) -> None:
-        call(find_handle(handle), *tensors)
+    def run(handle: int, *tensors: object, **scaled: object) -> None:
+        call(find_handle(handle), *tensors, **scaled)
 
-    def fake(handle: int, *tensors: object) -> None:
+    def fake(handle: int, *tensors: object, **scaled: object) -> None:
         return None
 
     _library.define(f"{name}({_schema(operation)}) -> ()")

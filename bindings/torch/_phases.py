@@ -20,6 +20,7 @@ from ._autograd import (
     require_indices,
     take_biases,
 )
+from ._quant import as_scaled
 
 if TYPE_CHECKING:
     from typing import Callable, Optional
@@ -82,6 +83,7 @@ def dispatch_send(
     *,
     num_tokens: Optional[Tensor] = None,
     recv_tokens: Optional[Tensor] = None,
+    global_scale: Optional[Tensor] = None,
     counters: Optional[Counters] = None,
 ) -> tuple[Received, Hook]:
     """The send phase of a dispatch, in latency mode. Arguments as of dispatch.
@@ -94,12 +96,15 @@ def dispatch_send(
     idx = require_indices(topk_idx)
     inputs = tokens, topk_weights, scales, recv_tokens
     require_given(handle, idx, inputs, num_tokens is not None)
+    scaled = as_scaled(handle, "dispatch_send", global_scale)
     plan = make_plan(handle, idx)
     received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
     sends = () if counters is None else counters.without_experts
     receives = () if counters is None else counters.of_receiving
     _calls.dispatch_send(
-        handle, idx, num_tokens, tokens, topk_weights, scales, plan.bytes, plan.numbers, *sends
+        *(handle, idx, num_tokens, tokens, topk_weights, scales, plan.bytes, plan.numbers),
+        *sends,
+        **scaled,
     )
 
     def receive() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 values and their scales: types, shapes, and quantising what experts compute."""
+"""Quantised values and their scales: types, shapes, and quantising what experts compute."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._abi import Blocks, Quant, ScaleOrder, Status
+from .._formats import FORMATS, count_scales
 from .._library import EpError
 from . import _calls, _checks
 
@@ -17,32 +18,51 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ._group import Group
+    from ._handle import Handle
 
-_E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
-QUANTS = {  # elements per scale, type of the scales
-    Quant.FP8: (128, torch.float32),
-    Quant.FP8_UE8M0: (128, _E8M0),
-    Quant.MXFP8: (32, _E8M0),
-    Quant.FP8_POW2: (128, torch.float32),
+    Scaled = dict[str, Tensor]
+
+_KINDS = {  # types of values and of scales
+    quant: (getattr(torch, each.values), getattr(torch, each.scales, torch.uint8))
+    for quant, each in FORMATS.items()
 }
 
 
 def row_scales(quant: Quant, hidden: int) -> tuple[int, torch.dtype]:
     """Scales of a row of `hidden` elements, and their type."""
-    block, dtype = QUANTS[Quant(quant)]
-    return -(-hidden // block), dtype
+    return count_scales(quant, hidden), _KINDS[quant][1]
+
+
+def row_values(quant: Quant, hidden: int) -> tuple[int, torch.dtype]:
+    """Elements of a tensor that a row of `hidden` elements becomes, and their type."""
+    return hidden // FORMATS[quant].packed, _KINDS[quant][0]
 
 
 def scale_type(quant: Quant) -> torch.dtype:
     """The type of a quantisation's scales."""
-    return QUANTS[Quant(quant)][1]
+    return _KINDS[quant][1]
+
+
+def as_scaled(handle: Handle, call: str, global_scale: Optional[Tensor]) -> Scaled:
+    """The last argument of a dispatch; none without a global scale.
+
+    EpError where one is missing, or not used. The library says the same, after prepare.
+    """
+    if (global_scale is None) == (handle.quant == Quant.NVFP4):
+        expected, got = ("one", "None") if global_scale is None else ("None", "one")
+        raise EpError(
+            Status.NULL if global_scale is None else Status.UNSUPPORTED,
+            f"{call}: global_scale: expected {expected}, since the handle's quant is "
+            f"{Quant(handle.quant).name}, got {got}",
+        )
+    return {} if global_scale is None else {"global_scale": global_scale}
 
 
 def _form(quant: Quant) -> tuple[int, torch.dtype]:
-    if quant not in QUANTS:
-        names = ", ".join(known.name for known in QUANTS)
-        raise TypeError(f"quant: expected one of {names}, got {quant!r}")
-    return QUANTS[quant]
+    names = [known.name for known in FORMATS if known != Quant.NVFP4]
+    if quant not in FORMATS or quant == Quant.NVFP4:
+        raise TypeError(f"quant: expected one of {', '.join(names)}, got {quant!r}")
+    return FORMATS[quant].block, _KINDS[quant][1]
 
 
 def _require_rows(rows: Tensor) -> None:

@@ -1,37 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "bindings/torch/call.h"
 
-#include <stddef.h>
 #include <string.h>
+#include <time.h>
 
-/* Python's stable interface, as far as it is used: so no headers of a Python are needed, and one
- * library does for all. */
-extern char _Py_NoneStruct;
-void *PyTuple_GetItem(void *tuple, ptrdiff_t at); /* borrowed */
-ptrdiff_t PyTuple_Size(void *tuple);
-void *PyTuple_New(ptrdiff_t size);
-int PyTuple_SetItem(void *tuple, ptrdiff_t at, void *item); /* takes the reference */
-void *PyLong_AsVoidPtr(void *number);
-long long PyLong_AsLongLong(void *number);
-void *PyLong_FromLong(long number);
-void *PyErr_Occurred(void);
-void PyErr_Clear(void);
-void Py_IncRef(void *object);
-void Py_DecRef(void *object);
-void *PyEval_SaveThread(void); /* lets other threads of Python run */
-void PyEval_RestoreThread(void *state);
-
-typedef void *Function(void *self, void *const *arguments, ptrdiff_t count);
-
-typedef struct PyMethodDef {
-    const char *name;
-    Function *function;
-    int flags;
-    const char *words;
-} PyMethodDef;
-
-#define METH_FASTCALL 0x80
-void *PyCFunction_NewEx(PyMethodDef *method, void *self, void *module);
+#include "bindings/torch/python.h"
 
 #define MOST_TENSORS 11
 #define ROW_UNIT 16 /* rows start on multiples of this many bytes */
@@ -257,8 +230,9 @@ static int32_t torch_type(EpType type) {
 }
 
 /* Allocate an argument's tensor. Without the interpreter's lock: memory of a GPU may wait for work
- * that other threads start. */
-static void allocate(Made *made, int argument, EpType type, int ndim, const int64_t *shape) {
+ * that other threads start. `kind`: PyTorch's number of its type. */
+static void allocate_as(Made *made, int argument, EpType type, int32_t kind, int ndim,
+                        const int64_t *shape) {
     const EpTorchHandle *h = made->handle;
     int64_t strides[EP_MAX_DIMS], step = 1;
     EpTensor *t = &made->arguments->tensors[argument];
@@ -269,11 +243,15 @@ static void allocate(Made *made, int argument, EpType type, int ndim, const int6
     }
     int is_cpu = h->device < 0;
     if (made->is_short ||
-        h->torch->empty(ndim, t->shape, strides, torch_type(type), !is_cpu, is_cpu ? 0 : h->device,
+        h->torch->empty(ndim, t->shape, strides, kind, !is_cpu, is_cpu ? 0 : h->device,
                         &made->tensors[argument]) != 0 ||
         h->torch->data_of(made->tensors[argument], &t->data) != 0)
         made->is_short = 1;
     made->arguments->at[argument] = t;
+}
+
+static void allocate(Made *made, int argument, EpType type, int ndim, const int64_t *shape) {
+    allocate_as(made, argument, type, torch_type(type), ndim, shape);
 }
 
 static void allocate_vector(Made *made, int argument, EpType type, int64_t length) {
@@ -336,16 +314,17 @@ static int has_inputs(const EpTorchHandle *h, int32_t operation, const Arguments
     return t[1]->ndim >= 2 && (operation != TORCH_DISPATCH || !t[3] || !h->by_column);
 }
 
-/* Returns a tuple of the outputs, with None for those that there are not. */
-static void *wrap_outputs(Made *made, const EpTorchForm *form) {
-    void *outputs = PyTuple_New(form->count - form->inputs);
-    for (int32_t i = form->inputs; outputs && i < form->count; i++) {
+/* Returns a tuple of the outputs from `first` to before `end`, with None for those that there are
+ * not. */
+static void *wrap_outputs(Made *made, int32_t first, int32_t end) {
+    void *outputs = PyTuple_New(end - first);
+    for (int32_t i = first; outputs && i < end; i++) {
         void *object = &_Py_NoneStruct;
         if (made->tensors[i])
             object = made->handle->torch->wrap(made->tensors[i]);
         else
             Py_IncRef(object);
-        if (!object || PyTuple_SetItem(outputs, i - form->inputs, object) != 0) {
+        if (!object || PyTuple_SetItem(outputs, i - first, object) != 0) {
             Py_DecRef(outputs);
             outputs = NULL;
         }
@@ -359,7 +338,17 @@ static void *leave(void) {
     return &_Py_NoneStruct;
 }
 
-/* The function of ep_torch_function: see call.h. */
+/* Returns what a call returns to Python, and drops the outputs from `first` to before `end`. */
+static void *finish(Made *made, EpStatus status, int32_t first, int32_t end) {
+    void *result = made->is_short    ? leave()
+                   : status != EP_OK ? PyLong_FromLong(status)
+                                     : wrap_outputs(made, first, end);
+    for (int32_t i = first; i < end; i++)
+        if (made->tensors[i]) made->handle->torch->drop(made->tensors[i]);
+    return result;
+}
+
+/* See ep_torch_functions. */
 static void *make(void *self, void *const *objects, ptrdiff_t count) {
     (void)self;
     if (count < 2) return leave();
@@ -384,15 +373,175 @@ static void *make(void *self, void *const *objects, ptrdiff_t count) {
     if (!made.is_short && form->numbers >= 0) divide(h, a.at[form->numbers], &n);
     if (!made.is_short) status = run(h, form->number, &a, &n);
     PyEval_RestoreThread(others);
-    void *result = made.is_short     ? leave()
-                   : status != EP_OK ? PyLong_FromLong(status)
-                                     : wrap_outputs(&made, form);
-    for (int32_t i = form->inputs; i < form->count; i++)
-        if (made.tensors[i]) h->torch->drop(made.tensors[i]);
+    return finish(&made, status, form->inputs, form->count);
+}
+
+/* ---- a dispatch by a new routing ----------------------------------------------------------- */
+
+EpTorchWaits ep_torch_waits;
+
+/* Prepare and dispatch in one call. */
+typedef struct Send {
+    const EpTorchHandle *handle;
+    Made made; /* argument 0: the plan; the others are dispatch's */
+    EpTensor topk_idx;
+    int32_t *numbers;    /* Plan.numbers in memory of the host, which GPUs reach */
+    int64_t num_numbers; /* of them */
+    int64_t capacity;    /* the most rows of a rank; -1: `spare` says whether one has more */
+    int64_t spare;       /* the place of an expert that has rows only then */
+    int64_t rows;        /* received; -1: not known */
+    int has_sent;
+} Send;
+
+static EpStatus wait_for_counts(const Send *s) {
+    struct timespec begin, end;
+    if (s->handle->device < 0) return EP_OK;
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    int error = s->handle->torch->wait_stream(s->made.arguments->stream);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    ep_torch_waits.count++;
+    ep_torch_waits.ns +=
+        (end.tv_sec - begin.tv_sec) * INT64_C(1000000000) + end.tv_nsec - begin.tv_nsec;
+    return error ? ep_set_last_error(EP_ERR_SYSTEM, "dispatch: waiting for counts failed in CUDA")
+                 : EP_OK;
+}
+
+/* Make the plan, and learn the number of rows. */
+static EpStatus prepare_to_send(Send *s) {
+    const EpTorchHandle *h = s->handle;
+    Numbers parts;
+    EpTensor numbers = {.struct_size = sizeof(numbers),
+                        .data = s->numbers,
+                        .type = EP_TYPE_INT32,
+                        .ndim = 1,
+                        .shape = {s->num_numbers, 1, 1}};
+    if (!divide(h, &numbers, &parts)) return EP_ERR_SHAPE; /* they have been counted alike */
+    memset(s->numbers, 0xff, (size_t)s->num_numbers * sizeof(int32_t)); /* a failure writes none */
+    EpStatus status = ep_prepare_with(h->handle, s->made.arguments->at[0], &s->topk_idx, NULL,
+                                      s->made.arguments->stream, &parts.outputs, NULL);
+    if (status == EP_OK) status = wait_for_counts(s);
+    if (status == EP_OK) s->rows = s->numbers[3 * h->num_local_experts + 1];
+    return status;
+}
+
+/* Returns whether a rank has more tokens than the group has room for. */
+static int has_too_many(const Send *s) {
+    if (s->capacity < 0) return s->numbers[s->spare] != 0;
+    for (int32_t r = 1; r <= s->handle->num_ranks; r++)
+        if (s->numbers[s->num_numbers - r] > s->capacity) return 1;
+    return 0;
+}
+
+static EpStatus run_send(Send *s, EpType indices) {
+    allocate_vector(&s->made, 0, EP_TYPE_UINT8, s->handle->plan_bytes);
+    if (s->made.is_short) return EP_OK;
+    EpStatus status = prepare_to_send(s);
+    if (status != EP_OK || s->rows < 0 || has_too_many(s)) return status;
+    allocate_outputs(&s->made, TORCH_DISPATCH, s->rows, indices);
+    if (s->made.is_short) return EP_OK;
+    s->has_sent = 1;
+    return run(s->handle, TORCH_DISPATCH, s->made.arguments, NULL);
+}
+
+/* Append the numbers from `first` to before `end` to a new list. */
+static void *list_numbers(const int32_t *numbers, int64_t first, int64_t end) {
+    void *list = PyList_New(end - first);
+    for (int64_t i = first; list && i < end; i++)
+        PyList_SetItem(list, i - first, PyLong_FromLong(numbers[i]));
+    return list;
+}
+
+/* Returns the outputs of dispatch, and behind them plan, rows, counts and rows of each source. */
+static void *wrap_sent(Send *s) {
+    enum { OUTPUTS = 4 };
+    void *sent = PyTuple_New(OUTPUTS + 4);
+    for (int i = 0; i < OUTPUTS; i++) {
+        void *tensor = s->made.tensors[4 + i], *object = &_Py_NoneStruct;
+        if (tensor && s->has_sent)
+            object = s->handle->torch->wrap(tensor);
+        else
+            Py_IncRef(object);
+        PyTuple_SetItem(sent, i, object);
+    }
+    PyTuple_SetItem(sent, OUTPUTS, s->handle->torch->wrap(s->made.tensors[0]));
+    PyTuple_SetItem(sent, OUTPUTS + 1, PyLong_FromLong(s->rows));
+    PyTuple_SetItem(sent, OUTPUTS + 2, list_numbers(s->numbers, 0, s->handle->num_local_experts));
+    PyTuple_SetItem(
+        sent, OUTPUTS + 3,
+        list_numbers(s->numbers, s->num_numbers - s->handle->num_ranks, s->num_numbers));
+    return sent;
+}
+
+/* See ep_torch_functions. */
+static void *send(void *self, void *const *objects, ptrdiff_t given) {
+    (void)self;
+    enum { GIVEN = 10, INPUTS = 6 };
+    Arguments a = {.extras = EP_EXTRAS_INIT};
+    Send s = {.made = {.arguments = &a}, .rows = -1};
+    if (given != GIVEN) return leave();
+    const EpTorchHandle *h = s.made.handle = s.handle = PyLong_AsVoidPtr(objects[0]);
+    const EpTorchForm *form = PyLong_AsVoidPtr(objects[1]); /* of dispatch */
+    s.numbers = PyLong_AsVoidPtr(objects[2]);
+    s.capacity = PyLong_AsLongLong(objects[3]);
+    s.spare = PyLong_AsLongLong(objects[4]);
+    int64_t has_small = PyLong_AsLongLong(objects[5]);
+    if (PyErr_Occurred() || !h || !form || !s.numbers || has_small < 0) return leave();
+    s.num_numbers = 3 * h->num_local_experts + 4 + h->num_ranks;
+    for (int32_t i = 1; i <= 3; i++)
+        if (!convert_one(h, form, i, objects[INPUTS + i], &a)) return leave();
+    if (!convert(h, objects[INPUTS], &s.topk_idx) || !a.at[1] || a.at[1]->ndim != 2 ||
+        !find_stream(h, &a) || (h->device >= 0 && !h->torch->wait_stream))
+        return leave();
+    void *others = PyEval_SaveThread();
+    EpStatus status = run_send(&s, has_small ? EP_TYPE_INT32 : EP_TYPE_INT64);
+    PyEval_RestoreThread(others);
+    void *result = !s.made.tensors[0] ? leave()
+                   : status != EP_OK  ? PyLong_FromLong(status)
+                                      : wrap_sent(&s);
+    for (int32_t i = 0; i < MOST_TENSORS; i++)
+        if (s.made.tensors[i]) h->torch->drop(s.made.tensors[i]);
     return result;
 }
 
-void *ep_torch_function(void) {
-    static PyMethodDef method = {"call of libep.torch", make, METH_FASTCALL, NULL};
-    return PyCFunction_NewEx(&method, NULL, NULL);
+/* ---- counts of a routing ------------------------------------------------------------------- */
+
+#define TORCH_BOOL 11 /* PyTorch's number of the type */
+
+/* See ep_torch_functions. */
+static void *count(void *self, void *const *objects, ptrdiff_t given) {
+    (void)self;
+    if (given != 5) return leave();
+    EpTorchHandle h = {.torch = PyLong_AsVoidPtr(objects[0]),
+                       .device = (int32_t)PyLong_AsLongLong(objects[1])};
+    int64_t ranks = PyLong_AsLongLong(objects[3]), experts = PyLong_AsLongLong(objects[4]);
+    Arguments a;
+    Made made = {.handle = &h, .arguments = &a};
+    if (!h.torch || ranks < 1 || experts < 1 || PyErr_Occurred()) return leave();
+    if (!convert(&h, objects[2], &a.tensors[0]) || a.tensors[0].ndim != 2 || !find_stream(&h, &a))
+        return leave();
+    void *others = PyEval_SaveThread();
+    allocate_vector(&made, 1, EP_TYPE_INT32, ranks);
+    allocate_vector(&made, 2, EP_TYPE_INT32, experts);
+    allocate_as(&made, 3, EP_TYPE_UINT8, TORCH_BOOL, 2, (int64_t[]){a.tensors[0].shape[0], ranks});
+    EpStatus status = EP_OK;
+    if (!made.is_short)
+        status = ep_count_routing(h.device < 0 ? EP_BACKEND_HOST : EP_BACKEND_CUDA, &a.tensors[0],
+                                  a.stream, a.at[1], a.at[2], a.at[3]);
+    PyEval_RestoreThread(others);
+    return finish(&made, status, 1, 4);
+}
+
+/* ---- Python's functions -------------------------------------------------------------------- */
+
+void *ep_torch_functions(void) {
+    static PyMethodDef methods[] = {{"call of libep.torch", make, METH_FASTCALL, NULL},
+                                    {"ep_count_routing", count, METH_FASTCALL, NULL},
+                                    {"send of libep.torch", send, METH_FASTCALL, NULL},
+                                    {"record", ep_torch_record, METH_FASTCALL, NULL},
+                                    {"wait", ep_torch_wait, METH_FASTCALL, NULL}};
+    enum { COUNT = sizeof(methods) / sizeof(methods[0]) };
+    void *functions = PyTuple_New(COUNT);
+    for (int i = 0; functions && i < COUNT; i++)
+        PyTuple_SetItem(functions, i, PyCFunction_NewEx(&methods[i], NULL, NULL));
+    return functions;
 }

@@ -47,6 +47,7 @@ typedef struct EpTorchFunctions {
     int32_t (*data_of)(void *tensor, void **out);
     int32_t (*drop)(void *tensor);
     void *(*wrap)(const void *tensor); /**< returns a new torch.Tensor, which shares the tensor */
+    int (*wait_stream)(void *stream);  /**< of CUDA: waits for a stream; returns 0, or an error */
 } EpTorchFunctions;
 
 /** What a libep.torch.Handle knows of itself. */
@@ -57,7 +58,8 @@ typedef struct EpTorchHandle {
     int64_t blocks, rows_per_block; /**< dimensions of receive rows with has_blocks */
     int32_t device;                 /**< CUDA's number of the GPU; -1: the CPU */
     int32_t num_local_experts, num_ranks, top_k;
-    int32_t has_blocks, is_per_token, by_column; /**< of receive rows, weights and scales */
+    int32_t has_blocks, is_per_token, by_column; /**< of receive rows, weights and scales, where
+                                                      by_column stands for any order but BY_ROW */
 } EpTorchHandle;
 
 /** What ep_torch_call returns where Python must go the slower way. Nothing has happened then. */
@@ -72,16 +74,60 @@ typedef struct EpTorchHandle {
 int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void *objects);
 
 /**
- * Returns a new function of Python that calls an operation with new outputs. Its arguments are
+ * Returns a new tuple of functions of Python.
  *
- *     the addresses of an EpTorchHandle and an EpTorchForm
- *     the operation's inputs, tensors and None
- *     the rows of what a dispatch or combine_backward writes, or the tokens of the others' outputs
- *     whether the expert ids of a dispatch are int32; else they are int64
+ * make    Calls an operation with new outputs. Its arguments are
  *
- * It returns a tuple of the outputs, tensors and None. Or it returns an EpStatus that is an error,
- * or None where Python must go the slower way. Nothing has happened then.
+ *             the addresses of an EpTorchHandle and an EpTorchForm
+ *             the operation's inputs, tensors and None
+ *             the rows of what a dispatch or combine_backward writes, or the tokens of the others'
+ *             outputs
+ *             whether the expert ids of a dispatch are int32; else they are int64
+ *
+ *         It returns a tuple of the outputs, tensors and None. Or it returns an EpStatus that is an
+ *         error, or None where Python must go the slower way. Nothing has happened then.
+ *
+ * count   Calls ep_count_routing on the current stream. Its arguments are the address of an
+ *         EpTorchFunctions, the device as in EpTorchHandle, topk_idx, and the numbers of ranks and
+ *         experts. It returns rank_tokens, expert_tokens, and token_in_rank as bool, or what `make`
+ *         does instead.
+ *
+ * send    Prepares, waits for the counts, and dispatches on a handle of exact sizes with flat rows.
+ *         Its arguments are the addresses of an EpTorchHandle, of dispatch's EpTorchForm and of
+ *         memory for Plan.numbers, which the host and the handle's GPU reach; the capacity and the
+ *         spare expert (see Send in call.c); whether expert ids are int32; topk_idx, and the
+ * tokens, weights and scales of dispatch. It returns dispatch's outputs; the plan; the rows
+ * received, -1 if prepare has written no numbers; a list of the experts' counts, and one of each
+ * source's rows. Without outputs dispatch has not run: there are no numbers, a rank has too many
+ * tokens, or PyTorch has no memory. Or it returns what `make` does instead.
+ *
+ * record  Takes the address of an EpTorchEvents, a device, and a stream's cudaStream_t as an int.
+ *         It records an event there, and returns it, an object whose end gives it back.
+ *
+ * wait    Takes the address of an EpTorchEvents, a stream, and an event of `record`. Lets the
+ * stream wait for it.
+ *
+ * The last two return CUDA's error, an int, if there is one.
  */
-void *ep_torch_function(void);
+void *ep_torch_functions(void);
+
+/** How often, and how long, calls of `send` have waited for a GPU's counts. */
+typedef struct EpTorchWaits {
+    int64_t count, ns;
+} EpTorchWaits;
+extern EpTorchWaits ep_torch_waits;
+
+/** What is used of CUDA's runtime, the one that PyTorch uses. Functions return 0, or an error. */
+typedef struct EpTorchEvents {
+    int (*create)(void **out, unsigned flags); /**< on the current device */
+    int (*record)(void *event, void *stream);
+    int (*wait)(void *stream, void *event, unsigned flags);
+    int (*get_device)(int *out);
+    int (*set_device)(int device);
+} EpTorchEvents;
+
+/** `record` and `wait` of ep_torch_functions. */
+void *ep_torch_record(void *self, void *const *objects, ptrdiff_t count);
+void *ep_torch_wait(void *self, void *const *objects, ptrdiff_t count);
 
 #endif

@@ -14,7 +14,7 @@ from vllm.v1.worker import ubatching
 from .._abi import Quant, Status
 from .._library import EpError
 from . import _quant
-from ._standard import most_tokens, too_many, weigh
+from ._standard import Answers, do_nothing, most_tokens, too_many, weigh
 
 if TYPE_CHECKING:
     from typing import Any, Callable, Optional
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Hook = Callable[[], None]
 
 
-class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+class BatchedPrepareAndFinalize(Answers):
     """Dispatch and combine of a layer, all of it in latency mode. Sizes are static.
 
     buffer      what the layer sends with, in its low-latency mode
@@ -38,7 +38,7 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
     """
 
     def __init__(self, buffer: Buffer, max_tokens: int, sp_size: int = 1) -> None:
-        super().__init__()
+        super().__init__(buffer.group_size)
         self._buffer = buffer
         self._max_tokens = max_tokens
         self._sp_size = sp_size
@@ -54,25 +54,9 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         """BatchedExperts: [L, R * max_tokens, H]."""
         return mk.FusedMoEActivationFormat.BatchedExperts
 
-    def topk_indices_dtype(self) -> torch.dtype:
-        """int32; int64 works as well."""
-        return torch.int32
-
     def max_num_tokens_per_rank(self) -> int:
         """Rows of each rank in an expert's slab."""
         return self._max_tokens
-
-    def num_dispatchers(self) -> int:
-        """The ranks."""
-        return self._buffer.group_size
-
-    def output_is_reduced(self) -> bool:
-        """True: finalize sums over all ranks."""
-        return True
-
-    def supports_async(self) -> bool:
-        """True."""
-        return True
 
     def prepare(self, *given: Any, **named: Any) -> mk.PrepareResultType:
         """prepare_async, in one operation."""
@@ -125,7 +109,7 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
                 return *rows, meta, None, None
             return *_quantise(quant_config, defer_input_quant, rows), meta, None, None
 
-        return hook or _do_nothing, receive
+        return hook or do_nothing, receive
 
     def finalize(self, *given: Any, **named: Any) -> None:
         """Return the experts' outputs, weigh and sum them. Collective.
@@ -137,7 +121,7 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
 
     def finalize_async(self, *given: Any, **named: Any) -> tuple[Hook, Hook]:
         """The send phase of finalize. `output` is complete after the hook."""
-        return self._finalize(True, *given, **named), _do_nothing
+        return self._finalize(True, *given, **named), do_nothing
 
     def _finalize(
         self,
@@ -167,11 +151,7 @@ class BatchedPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
             return_recv_hook=is_split,
             out=output,
         )
-        return hook or _do_nothing
-
-
-def _do_nothing() -> None:
-    pass
+        return hook or do_nothing
 
 
 def _quantise(

@@ -61,7 +61,35 @@ def is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+def do_nothing() -> None:
+    """A hook with nothing left to do."""
+
+
+class Answers(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+    """What vLLM asks both backends. ranks: of the group."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        """int32; int64 works as well."""
+        return torch.int32
+
+    def num_dispatchers(self) -> int:
+        """The ranks."""
+        return self._ranks
+
+    def output_is_reduced(self) -> bool:
+        """True: finalize sums over all ranks."""
+        return True
+
+    def supports_async(self) -> bool:
+        """True."""
+        return True
+
+
+class PrepareAndFinalize(Answers):
     """Dispatch and combine of a layer. See FusedMoEPrepareAndFinalizeModular.
 
     manager  whose set_num_sms holds for this layer
@@ -75,7 +103,7 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
     """
 
     def __init__(self, manager: Manager, groups: Groups, sp_size: int = 1) -> None:
-        super().__init__()
+        super().__init__(groups.size)
         self._manager = manager
         self._groups = groups
         self._sp_size = sp_size
@@ -88,24 +116,8 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         """Standard: [rows, H]."""
         return mk.FusedMoEActivationFormat.Standard
 
-    def topk_indices_dtype(self) -> torch.dtype:
-        """int32; int64 works as well."""
-        return torch.int32
-
     def max_num_tokens_per_rank(self) -> None:
         """None: rows are not in slabs."""
-
-    def num_dispatchers(self) -> int:
-        """The ranks."""
-        return self._groups.size
-
-    def output_is_reduced(self) -> bool:
-        """True: finalize sums over all ranks."""
-        return True
-
-    def supports_async(self) -> bool:
-        """True."""
-        return True
 
     # ---- prepare ----------------------------------------------------------------------------------
 
@@ -179,11 +191,11 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         if ubatching.dbo_enabled():
             return _steps.combine_in_turn(step, rows, output)
         if step.layer.is_latency:
-            return _steps.combine_send(step, rows, output), _do_nothing
+            return _steps.combine_send(step, rows, output), do_nothing
         if self._groups.stream is not None:
             return _steps.combine_beside(step, rows, output, self._groups.stream)
         _steps.combine(step, rows, output)
-        return _do_nothing
+        return do_nothing
 
     def _reduce(
         self,
@@ -221,7 +233,3 @@ def _finish(step: _steps.Step, config: FusedMoEQuantConfig, defer: bool) -> mk.P
     rows, row_scales = _quant.finish(config, defer, tokens, scales)
     meta = mk.ExpertTokensMetadata(step.plan.expert_counts, step.counts)
     return rows, row_scales, meta, idx, weights
-
-
-def _do_nothing() -> None:
-    pass

@@ -329,9 +329,10 @@ static EpRecord sum_record(const EpGatherTensors *g, int64_t top_k) {
     return ep_record(ep_quant_bytes(g->format, g->row_elements), values, scales);
 }
 
-static EpStatus run(EpHandle *handle, const EpGather *gather) {
-    const EpCall call = {gather->op->name, handle->group->rank, handle->group};
-    EP_TRY(ep_host_check_blocks(handle, &call, gather->plan, gather->t.block_rows));
+static EpStatus run(EpHandle *handle, const void *call) {
+    const EpGather *gather = call;
+    const EpCall named = {gather->op->name, handle->group->rank, handle->group};
+    EP_TRY(ep_host_check_blocks(handle, &named, gather->plan, gather->t.block_rows));
     EpGatherTensors g = gather->t;
     int sends = gather->phase == EP_PHASE_SEND;
     if (sends) g.out_rows = ep_host_set(handle->group, gather->place.slot);
@@ -358,10 +359,6 @@ static EpStatus run(EpHandle *handle, const EpGather *gather) {
 }
 
 EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
-    double waited[EP_MAX_RANKS];
     if (gather->phase == EP_PHASE_RECEIVE) return finish_sums(handle, gather);
-    ep_host_measure_waits(handle->group, &gather->stats, waited);
-    EpStatus status = run(handle, gather);
-    ep_host_count_waits(handle->group, &gather->stats, waited, status);
-    return status;
+    return ep_host_run(handle, &gather->stats, run, gather);
 }

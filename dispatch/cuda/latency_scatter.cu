@@ -330,25 +330,19 @@ __device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, int
                            workspace()->source_rows[g.rank]);
 }
 
-/* Add the plan's counts, which this block has stored before a barrier. By all of its threads. */
-__device__ __forceinline__ void count_experts(const EpLatencyScatterArgs &a) {
-    ep_count_experts(a.route.stats, a.route.plan.expert_counts, a.route.shape.num_local,
-                     (int)threadIdx.x, LATENCY_THREADS);
-}
-
 /* Publish the routing of layouts whose entries have slots of their own. By a block that has
  * received the heads. */
 __device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a,
                                                 const LatencyOp &op) {
     int64_t step = step_under_way(a.route);
     int warp = (int)(threadIdx.x / 32);
-    if (warp == 0) publish_slabs(a.route, step, workspace_total(a));
+    auto count = [&](int e, int slots) { ep_count_expert(a.route.stats, e, slots); };
+    if (warp == 0) publish_slabs(a.route, step, workspace_total(a), count);
     if (warp == 1) publish_sizes(a, step);
     __syncthreads();
     publish_sources(a.route, [&](int e, int source) { return count_of(a, e, source); });
     if (threadIdx.x == 0)
         publish_step(a.route, step, workspace()->source_tokens[a.route.group.rank], op.number);
-    count_experts(a);
 }
 
 /* Returns the end of the slots of the rows that arrive, and flat_rows_kept of those that are kept:
@@ -389,7 +383,8 @@ __device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a, cons
     const EpPrepareArgs &route = a.route;
     int64_t step = step_under_way(route);
     int warp = (int)(threadIdx.x / 32);
-    if (warp == 0) publish_flat_experts(route, step, workspace_total(a));
+    auto count = [&](int e, int slots) { ep_count_expert(a.route.stats, e, slots); };
+    if (warp == 0) publish_flat_experts(route, step, workspace_total(a), count);
     if (warp == 1) publish_sizes(a, step);
     if (warp == 0) publish_flat_totals(a, step);
     __syncthreads();
@@ -398,7 +393,6 @@ __device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a, cons
     __syncthreads();
     if (threadIdx.x == 0)
         publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
-    count_experts(a);
 }
 
 /* Count the entries of the flat rows that are kept, from the plan that all blocks have written. */
@@ -437,11 +431,11 @@ __device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a, La
     if (threadIdx.x == 0) publish_totals(route, step, kept, rows, rows - kept);
     publish_kept_by_source(a);
     count_kept(route);
-    if (threadIdx.x < 32) publish_flat_experts(route, step, NULL);
+    auto count = [&](int e, int slots) { ep_count_expert(a.route.stats, e, slots); };
+    if (threadIdx.x < 32) publish_flat_experts(route, step, NULL, count);
     __syncthreads();
     if (threadIdx.x == 0)
         publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
-    count_experts(a);
 }
 
 /* ==== sending blocks ======================================================================== */
@@ -648,21 +642,25 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, int s
 
 /* ---- a token ------------------------------------------------------------------------------- */
 
+template <int IS_NVFP4>
 __device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, int token) {
     char *staged = workspace_memory() + a.workspace.staged;
-    ep_quantise_row(a.t.format, a.t.source_type,
+    ep_quantise_row(ep_format_of<IS_NVFP4>(a.t.format, a.t.global_scale), a.t.source_type,
                     a.t.rows + (int64_t)token * (int)a.t.source_row_bytes, (int)a.t.row_elements,
                     (uint8_t *)staged, staged + 16 * a.record.row_units, (int)threadIdx.x,
                     LATENCY_THREADS);
 }
 
 /* Send a token. By a block. */
+template <int TILED>
 __device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int token,
                                            uint64_t flag) {
     int warp = threadIdx.x / 32, step = warp * SENT_AT_ONCE, quantises = a.t.format.bits;
     uint4 x[SENT_AT_ONCE];
-    if (quantises)
-        stage_quantised(a, token);
+    if (TILED && a.t.global_scale)
+        stage_quantised<1>(a, token);
+    else if (quantises)
+        stage_quantised<0>(a, token);
     else
         load_steps(a, token, step, x);
     write_header(a, token);
@@ -679,6 +677,7 @@ __device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int to
 
 /* Send heads and tokens. The first block sends the heads, before it claims a token: every rank
  * waits for them, and the first block runs if any block does. */
+template <int TILED>
 __device__ __forceinline__ void send_all(const EpLatencyScatterArgs &a, const LatencyOp &op) {
     if (__builtin_expect(blockIdx.x == 0, 0)) {
         send_heads(a, op.flag);
@@ -687,7 +686,8 @@ __device__ __forceinline__ void send_all(const EpLatencyScatterArgs &a, const La
         claims_begin(a.latency);
         __syncthreads();
     }
-    claims_work(a.latency, workspace()->tokens, [&](int token) { send_token(a, token, op.flag); });
+    claims_work(a.latency, workspace()->tokens,
+                [&](int token) { send_token<TILED>(a, token, op.flag); });
 }
 
 /* ==== receiving blocks ====================================================================== */
@@ -735,7 +735,15 @@ __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int sour
     return slot < ep_slot_limit(&a.route.shape, local) ? (int)slot : -1;
 }
 
+/* Returns the byte offset of a slot's first scale. */
+template <int TILED>
+__device__ __forceinline__ int64_t scale_at(const EpLatencyScatterArgs &a, int64_t slot) {
+    return TILED ? ep_scale_at(&a.t.scale_map, slot, 0)
+                 : ep_plain_scale_at(&a.t.scale_map, slot, 0);
+}
+
 /* Read a record's header from this lane's unit of its first step. By a warp. */
+template <int TILED>
 __device__ __forceinline__ Entry read_header(const EpLatencyScatterArgs &a, int source,
                                              const uint4 &unit) {
     int lane = threadIdx.x % 32, k = a.route.top_k;
@@ -745,8 +753,7 @@ __device__ __forceinline__ Entry read_header(const EpLatencyScatterArgs &a, int 
     if (lane < k && expert >= 0) e.local = expert - a.first_expert;
     if (e.local >= a.route.shape.num_local || e.local < 0) e.local = -1;
     if (e.local >= 0) e.slot = find_slot(a, source, e.local, (int)(h.word >> a.record.expert_bits));
-    if (scale_bytes_of(a) && e.slot >= 0)
-        e.scales = a.t.out_scales + ep_scale_at(&a.t.scale_map, e.slot, 0);
+    if (scale_bytes_of(a) && e.slot >= 0) e.scales = a.t.out_scales + scale_at<TILED>(a, e.slot);
     e.expert_lanes = __ballot_sync(~0u, e.local >= 0);
     e.slot_lanes = __ballot_sync(~0u, e.slot >= 0);
     if (a.route.shape.has_rows) e.slot_lanes &= 0u - e.slot_lanes; /* the lowest lane */
@@ -794,36 +801,55 @@ __device__ __forceinline__ void store_weights(const EpLatencyScatterArgs &a, con
 
 /* ---- units --------------------------------------------------------------------------------- */
 
-/* Returns how many bytes of scales one store writes. */
-__device__ __forceinline__ int scale_unit(const EpLatencyScatterArgs &a) {
+/* Returns how many bytes of scales one store writes; of a tile, all of a row. */
+template <int TILED> __device__ __forceinline__ int scale_unit(const EpLatencyScatterArgs &a) {
     int bytes = a.t.scale_map.by_column ? a.t.scale_map.element_bytes : scale_bytes_of(a);
-    return bytes % 4 == 0 ? 4 : 1;
+    return bytes % 4 == 0 || (TILED && a.t.scale_map.swizzled) ? 4 : 1;
 }
 
 /* Returns the address of byte `at` of a slot's scales. Elements have a power of two of bytes. */
+template <int TILED>
 __device__ __forceinline__ char *scale_to(const EpLatencyScatterArgs &a, char *scales, int at) {
     int bytes = a.t.scale_map.element_bytes, element = at >> (31 - __clz(bytes));
+    if (TILED && a.t.scale_map.swizzled)
+        return scales + at / EP_TILE_SCALES * EP_TILE_BYTES + at % EP_TILE_SCALES;
     if (!a.t.scale_map.by_column) return scales + at;
     return scales + element * a.t.scale_map.slab_rows * bytes + (at & (bytes - 1));
 }
 
+/* Store a unit of swizzled scales, a word in each of up to four tiles. */
+__device__ __forceinline__ void store_tiles(const EpLatencyScatterArgs &a, char *scales, int unit,
+                                            uint4 x) {
+    const uint32_t word[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int at = unit * 4 + i;
+        if (at * EP_TILE_SCALES < scale_bytes_of(a))
+            *(uint32_t *)(scales + at * EP_TILE_BYTES) =
+                ep_swizzled_word(&a.t.scale_map, at, word[i]);
+    }
+}
+
+template <int TILED>
 __device__ __forceinline__ void store_scales(const EpLatencyScatterArgs &a, char *scales, int unit,
                                              const uint4 &x) {
+    if (TILED && a.t.scale_map.swizzled) return store_tiles(a, scales, unit, x);
     const uint32_t word[4] = {x.x, x.y, x.z, x.w};
-    int unit_bytes = scale_unit(a);
+    int unit_bytes = scale_unit<TILED>(a);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         int at = unit * 16 + i * 4;
         if (unit_bytes == 4 && at < scale_bytes_of(a))
-            *(uint32_t *)scale_to(a, scales, at) = word[i];
+            *(uint32_t *)scale_to<TILED>(a, scales, at) = word[i];
 #pragma unroll 1
         for (int b = 0; b < 4 && unit_bytes == 1 && at + b < scale_bytes_of(a); b++)
-            *scale_to(a, scales, at + b) = (char)(word[i] >> 8 * b);
+            *scale_to<TILED>(a, scales, at + b) = (char)(word[i] >> 8 * b);
     }
 }
 
 /* Store this lane's units of steps `step` to before `end`, at most as many as x has, to all slots.
  * Each slot's address is computed once for all steps, since instructions limit the speed. */
+template <int TILED>
 __device__ __forceinline__ void store_units(const EpLatencyScatterArgs &a, const Entry &e, int step,
                                             int end, const uint4 x[EP_RECEIVED_AT_ONCE]) {
     unsigned first = (unsigned)(step * EP_STEP_UNITS + step_unit() - a.record.header_units);
@@ -849,7 +875,7 @@ __device__ __forceinline__ void store_units(const EpLatencyScatterArgs &a, const
 #pragma unroll
         for (int i = 0; i < EP_RECEIVED_AT_ONCE; i++)
             if (step + i < end && first + i * EP_STEP_UNITS < (unsigned)a.record.scale_units)
-                store_scales(a, to, (int)(first + i * EP_STEP_UNITS), x[i]);
+                store_scales<TILED>(a, to, (int)(first + i * EP_STEP_UNITS), x[i]);
     }
 }
 
@@ -913,13 +939,14 @@ __device__ __forceinline__ int await_steps(const EpLatencyScatterArgs &a, const 
 }
 
 /* Receive a warp's part of a record. Returns 0 on timeout. */
+template <int TILED>
 __device__ __forceinline__ int receive_record(const EpLatencyScatterArgs &a, Record r, Fetched f,
                                               uint64_t flag) {
     const char *from = record_from(a, r, flag);
     const StepOrigin origin = {r.source, EP_AWAIT_LINES, r.token};
     if (!step_await(a.route.group, a.latency, from, flag, &f.head, origin)) return 0;
     if (!steps_are_here(r, flag, f.x)) fetch_steps(r, from, f.x);
-    Entry e = read_header(a, r.source, step_unpack(f.head));
+    Entry e = read_header<TILED>(a, r.source, step_unpack(f.head));
     if (r.step == 0) store_plan_row(a, e, r.source, r.token), store_weights(a, e);
 #pragma unroll 1
     while (e.slot_lanes) {
@@ -929,7 +956,7 @@ __device__ __forceinline__ int receive_record(const EpLatencyScatterArgs &a, Rec
 #pragma unroll
         for (int i = 0; i < EP_RECEIVED_AT_ONCE; i++)
             unit[i] = step_unpack(f.x[i]);
-        store_units(a, e, r.step, r.end, unit);
+        store_units<TILED>(a, e, r.step, r.end, unit);
         r.step += EP_RECEIVED_AT_ONCE;
         if (r.step >= r.end) break;
         fetch_steps(r, from, f.x);
@@ -988,6 +1015,7 @@ __device__ __forceinline__ void refetch_part(const EpLatencyScatterArgs &a, Rece
 
 /* Receive this warp's parts of all records. The next part is loaded while one is copied. Returns 0
  * on timeout. */
+template <int TILED>
 __device__ __forceinline__ int receive_records(const EpLatencyScatterArgs &a, ReceiveState s,
                                                uint64_t flag) {
     int most = workspace()->most_tokens;
@@ -1001,7 +1029,8 @@ __device__ __forceinline__ int receive_records(const EpLatencyScatterArgs &a, Re
         Record r = record_at(a, s);
         Fetched fetched = s.fetched;
         begin_part(a, &s, s.at + s.warps, flag);
-        if (r.token < workspace()->source_tokens[r.source] && !receive_record(a, r, fetched, flag))
+        if (r.token < workspace()->source_tokens[r.source] &&
+            !receive_record<TILED>(a, r, fetched, flag))
             return 0;
     }
     return 1;
@@ -1010,9 +1039,10 @@ __device__ __forceinline__ int receive_records(const EpLatencyScatterArgs &a, Re
 /* ---- padding ------------------------------------------------------------------------------- */
 
 /* Zero a slot. By a warp. */
+template <int TILED>
 __device__ __noinline__ void zero_slot(const EpLatencyScatterArgs &a, int64_t slot) {
     int lane = threadIdx.x % 32, k = a.route.top_k, flat = a.route.shape.has_rows;
-    int values = flat ? k : 1, unit_bytes = scale_unit(a);
+    int values = flat ? k : 1, unit_bytes = scale_unit<TILED>(a);
     if (lane < k) store_integer(row_experts(a), slot * k + lane, -1);
     if (a.route.shape.tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
 #pragma unroll 1
@@ -1020,16 +1050,17 @@ __device__ __noinline__ void zero_slot(const EpLatencyScatterArgs &a, int64_t sl
         *((uint4 *)(a.t.out_rows + slot * row_bytes_of(a)) + at) = make_uint4(0, 0, 0, 0);
     if (a.t.carries_weights && lane < values) a.t.out_weights[slot * values + lane] = 0;
     if (!scale_bytes_of(a)) return;
-    char *scales = a.t.out_scales + ep_scale_at(&a.t.scale_map, slot, 0);
+    char *scales = a.t.out_scales + scale_at<TILED>(a, slot);
 #pragma unroll 1
     for (int at = lane * unit_bytes; at < scale_bytes_of(a); at += 32 * unit_bytes)
 #pragma unroll 1
         for (int b = 0; b < unit_bytes; b++)
-            *(scale_to(a, scales, at) + b) = 0;
+            *(scale_to<TILED>(a, scales, at) + b) = 0;
 }
 
 /* Zero slots `begin` to before `end` of each lane. By `warps` warps that pass the same ranges and
  * divide them; this one is number `warp`. */
+template <int TILED>
 __device__ __forceinline__ void zero_slots(const EpLatencyScatterArgs &a, int64_t begin,
                                            int64_t end, int warp, int warps) {
     int count = (int)max((int64_t)0, end - begin), through = ep_warp_prefix(count);
@@ -1037,11 +1068,12 @@ __device__ __forceinline__ void zero_slots(const EpLatencyScatterArgs &a, int64_
 #pragma unroll 1
     for (int i = warp; i < all; i += warps) {
         int lane = __popc(__ballot_sync(~0u, through <= i));
-        zero_slot(a, __shfl_sync(~0u, begin + i - (through - count), lane));
+        zero_slot<TILED>(a, __shfl_sync(~0u, begin + i - (through - count), lane));
     }
 }
 
 /* Zero the slots behind each source's rows, in blocks of fixed size. */
+template <int TILED>
 __device__ __forceinline__ void zero_source_tails(const EpLatencyScatterArgs &a, int warp,
                                                   int warps) {
     int size = a.route.group.size, lane = threadIdx.x % 32, most = (int)a.route.shape.block_rows;
@@ -1049,11 +1081,12 @@ __device__ __forceinline__ void zero_source_tails(const EpLatencyScatterArgs &a,
     for (int at = 0; at < size; at += 32) {
         int source = min(at + lane, size - 1);
         int64_t begin = workspace()->flat_begin[source], end = at + lane < size ? begin + most : 0;
-        zero_slots(a, begin + workspace()->source_rows[source], end, warp, warps);
+        zero_slots<TILED>(a, begin + workspace()->source_rows[source], end, warp, warps);
     }
 }
 
 /* Zero the slots of slabs that receive nothing and, on request, the rows behind the slabs. */
+template <int TILED>
 __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int warp, int warps) {
     const EpPrepareArgs &route = a.route;
     const EpPlanShape &s = route.shape;
@@ -1068,18 +1101,18 @@ __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int 
         int64_t last = min(limit, begin + ep_slab_rows(&s, total));
         int64_t first = keeps ? last : begin + total;
         if (has_tails) last = limit;
-        zero_slots(a, first, at + lane < local ? last : 0, warp, warps);
+        zero_slots<TILED>(a, first, at + lane < local ? last : 0, warp, warps);
     }
     if (s.tail == EP_TAIL_KEEP || (s.is_fixed && !s.has_rows)) return;
-    if (s.is_fixed) return zero_source_tails(a, warp, warps);
+    if (s.is_fixed) return zero_source_tails<TILED>(a, warp, warps);
     if (s.has_rows)
         end = workspace()->flat_begin[route.group.size - 1] +
               (int64_t)workspace()->source_rows[route.group.size - 1];
     else if (local)
         end = workspace_offset(a)[local - 1] +
               (int64_t)ep_slab_rows(&s, workspace_total(a)[local - 1]);
-    zero_slots(a, min(end, ep_row_limit(&route.shape)), lane == 0 ? a.t.out_capacity : 0, warp,
-               warps);
+    zero_slots<TILED>(a, min(end, ep_row_limit(&route.shape)), lane == 0 ? a.t.out_capacity : 0,
+                      warp, warps);
 }
 
 /* ==== kernel ================================================================================ */
@@ -1096,6 +1129,7 @@ __device__ __noinline__ void report_blocks(const EpLatencyScatterArgs &a) {
 
 /* Receive this rank's rows. By all threads of a block. The last block publishes the routing. If
  * flat rows are lost, the block that finishes last does so at the end. */
+template <int TILED>
 __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const LatencyRole &role,
                                         const LatencyOp &op) {
     uint64_t flag = op.flag;
@@ -1106,8 +1140,8 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
     if (a.t.block_rows && workspace()->most_tokens > a.t.block_rows) return report_blocks(a);
     if (role.block < blocks) {
-        receive_records(a, state, flag);
-        zero_padding(a, state.warp, state.warps);
+        receive_records<TILED>(a, state, flag);
+        zero_padding<TILED>(a, state.warp, state.warps);
     }
     int publishes = role.block == role.blocks - 1,
         has_lost_rows = flat && flat_rows_kept(a) < flat_rows(a);
@@ -1116,6 +1150,8 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
     if (has_lost_rows && latency_is_last(a.latency, role, op.flag)) publish_flat_kept(a, op);
 }
 
+/* TILED: the kernel where ep_scatter_is_tiled. Others do not pay for its code. */
+template <int TILED>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_scatter_kernel(const __grid_constant__ EpLatencyScatterArgs a) {
     const EpCudaGroup &g = a.route.group;
@@ -1124,26 +1160,30 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     LatencyRole role = latency_role(l);
     reset_heads();
     latency_begin(l);
+    int has_global = !TILED || ep_has_global(a.t.global_scale);
     if (role.sends && blockIdx.x) claims_begin(l);
     if (role.sends) open_workspace(a);
-    if (!latency_begin_operation(g, a.route.plan, l, &op)) {
+    if (!latency_begin_operation(g, a.route.plan, l, &op) || !has_global) {
+        if (TILED) ep_report_global(g, a.t.global_scale);
         latency_report(g, a.route.plan, l);
         latency_pass(g, l, op, latency_ticket(l, op));
         return;
     }
     if (role.sends && a.route.shape.merges) merge_duplicates(a);
-    if (role.sends) send_all(a, op);
+    if (role.sends) send_all<TILED>(a, op);
     uint32_t ticket = latency_ticket(l, op);
-    if (role.receives) receive(a, role, op);
+    if (role.receives) receive<TILED>(a, role, op);
     latency_pass(g, l, op, ticket);
 }
 
 extern "C" int ep_cuda_open_latency_scatter(int shared_bytes) {
-    return ep_open_kernel(latency_scatter_kernel, shared_bytes);
+    int error = ep_open_kernel(latency_scatter_kernel<0>, shared_bytes);
+    return error ? error : ep_open_kernel(latency_scatter_kernel<1>, shared_bytes);
 }
 
 extern "C" int ep_cuda_launch_latency_scatter(const void *args, int blocks, void *stream) {
     const EpLatencyScatterArgs *a = (const EpLatencyScatterArgs *)args;
-    return ep_launch_early(latency_scatter_kernel, blocks, LATENCY_THREADS, a->workspace.bytes,
-                           stream, *a);
+    auto kernel =
+        ep_scatter_is_tiled(&a->t) ? latency_scatter_kernel<1> : latency_scatter_kernel<0>;
+    return ep_launch_early(kernel, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
 }

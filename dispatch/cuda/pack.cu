@@ -24,9 +24,10 @@ __device__ __forceinline__ char *find_record(const EpPackArgs &a, int token) {
 }
 
 /* Quantise a row into the records. By a warp. */
-template <typename T>
+template <typename T, int IS_NVFP4>
 __device__ __forceinline__ void pack_quantised(const EpPackArgs &a, const char *row, char *record) {
     int lane = threadIdx.x % 32, units = (int)(a.t.source_row_bytes / (int)sizeof(EpUnit<T>));
+    const auto &format = ep_format_of<IS_NVFP4>(a.t.format, a.t.global_scale);
     unsigned records = __ballot_sync(~0u, record != NULL);
     for (int base = 0; base < units; base += 32) {
         int unit = base + lane, valid = unit < units;
@@ -34,25 +35,26 @@ __device__ __forceinline__ void pack_quantised(const EpPackArgs &a, const char *
         EpQuantScale scale;
         for (int i = 0; i < EpUnit<T>::PARTS && valid; i++)
             x.part[i] = __ldcg((const uint4 *)row + unit * EpUnit<T>::PARTS + i);
-        uint4 codes = ep_quantise_unit(a.t.format, x, valid, &scale);
+        uint4 codes = ep_quantise_unit(format, x, valid, &scale);
         for (unsigned left = records; left; left &= left - 1) {
             char *to = (char *)__shfl_sync(~0u, (unsigned long long)record, __ffs(left) - 1);
             if (!valid) continue;
-            ep_store_codes(a.t.format, to, unit, codes);
-            ep_store_scale_of(a.t.format, to + a.record.scales, unit, scale);
+            ep_store_codes(format, to, unit, codes);
+            ep_store_scale_of(format, to + a.record.scales, unit, scale);
         }
     }
 }
 
+template <int IS_NVFP4>
 __device__ __forceinline__ void pack_row(const EpPackArgs &a, const char *row, char *record) {
     if (!a.t.format.bits)
         spread_row<uint4>(record, row, a.t.row_bytes);
     else if (a.t.source_type == EP_TYPE_BF16)
-        pack_quantised<__nv_bfloat16>(a, row, record);
+        pack_quantised<__nv_bfloat16, IS_NVFP4>(a, row, record);
     else if (a.t.source_type == EP_TYPE_FP16)
-        pack_quantised<__half>(a, row, record);
+        pack_quantised<__half, IS_NVFP4>(a, row, record);
     else
-        pack_quantised<float>(a, row, record);
+        pack_quantised<float, IS_NVFP4>(a, row, record);
 }
 
 /* Copy a token's weights and given scales. By a warp. */
@@ -66,9 +68,10 @@ __device__ __forceinline__ void pack_metadata(const EpPackArgs &a, int64_t token
                       a.t.scales + token * a.source.scale_stride, a.t.scale_bytes);
 }
 
-/* A plan that is not the expected one is not read; the kernels on the node report it. */
-__device__ __forceinline__ int is_usable(const EpPackArgs &a) {
-    if (ep_failed(a.group)) return 0;
+/* A plan that is not the expected one is not read, and neither are rows without a global scale; the
+ * kernels on the node report it. */
+template <int IS_NVFP4> __device__ __forceinline__ int is_usable(const EpPackArgs &a) {
+    if (ep_failed(a.group) || (IS_NVFP4 && !ep_has_global(a.t.global_scale))) return 0;
     return ep_is_right(a.plan.use, ep_load_plan(a.plan));
 }
 
@@ -79,9 +82,10 @@ __device__ __forceinline__ void count_records(const EpPackArgs &a) {
                      min(max(a.plan.rows_to[a.group.size + i], 0), a.message_slots));
 }
 
+template <int IS_NVFP4>
 __global__ void __launch_bounds__(PACK_THREADS) pack_tokens(const __grid_constant__ EpPackArgs a) {
     int warps = gridDim.x * (PACK_THREADS / 32);
-    if (!__syncthreads_and(threadIdx.x || is_usable(a))) {
+    if (!__syncthreads_and(threadIdx.x || is_usable<IS_NVFP4>(a))) {
         ep_seal_stamp(a.group, a.stamp);
         return;
     }
@@ -91,16 +95,18 @@ __global__ void __launch_bounds__(PACK_THREADS) pack_tokens(const __grid_constan
          token += warps) {
         char *record = find_record(a, token);
         if (!__any_sync(~0u, record != NULL)) continue;
-        pack_row(a, a.t.rows + token * a.source.row_stride, record);
+        pack_row<IS_NVFP4>(a, a.t.rows + token * a.source.row_stride, record);
         pack_metadata(a, token, record);
     }
 }
 
 extern "C" int ep_cuda_open_pack(int shared_bytes) {
-    return ep_open_kernel(pack_tokens, shared_bytes);
+    int error = ep_open_kernel(pack_tokens<0>, shared_bytes);
+    return error ? error : ep_open_kernel(pack_tokens<1>, shared_bytes);
 }
 
 extern "C" int ep_cuda_launch_pack(const void *args, int blocks, void *stream) {
-    return ep_launch(pack_tokens, blocks * PACK_BLOCKS, PACK_THREADS, 0, stream,
-                     *(const EpPackArgs *)args);
+    const EpPackArgs *a = (const EpPackArgs *)args;
+    auto kernel = a->t.global_scale ? pack_tokens<1> : pack_tokens<0>;
+    return ep_launch(kernel, blocks * PACK_BLOCKS, PACK_THREADS, 0, stream, *a);
 }

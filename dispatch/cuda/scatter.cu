@@ -25,8 +25,9 @@
 
 /* Weights, scales and local experts on the way to a row's slots, in blocks of both kinds. */
 
-/* What becomes of rows. Each form has a kernel of its own: code that does not run is not free. */
-enum Form { COPIED, MULTIPLIED };
+/* What becomes of rows. Each form has a kernel of its own: code that does not run is not free.
+ * TILED: as COPIED, where ep_scatter_is_tiled. */
+enum Form { COPIED, MULTIPLIED, TILED };
 
 /* Whether rows have metadata. */
 __device__ __forceinline__ int has_metadata(const EpScatterArgs &a) {
@@ -57,15 +58,32 @@ __device__ __forceinline__ void spread_column(const EpScaleMap &map, char *to, c
                        [=](int i) { return i / per * step + i % per * (int64_t)sizeof(Word); });
 }
 
-/* Copy a row of scales to columns. These are aligned to 4 bytes and no more: an element of 8 bytes
- * is two words. By a warp. */
+/* Copy a row of scales to tiles, a word for each. By a warp. */
+__device__ __forceinline__ void spread_tiles(const EpScaleMap &map, char *to, const char *from) {
+    spread_each<uint32_t>(
+        to, (int)(map.count + EP_TILE_SCALES - 1) / EP_TILE_SCALES,
+        [&](int i) { return ep_swizzled_word(&map, i, __ldcg((const uint32_t *)from + i)); },
+        [](int i) { return i * (int64_t)EP_TILE_BYTES; });
+}
+
+/* Copy a row of scales to columns, or to tiles. Columns are aligned to 4 bytes and no more: an
+ * element of 8 bytes is two words. By a warp. */
+template <Form FORM>
 __device__ __forceinline__ void spread_columns(const EpScaleMap &map, char *to, const char *from) {
-    if (map.element_bytes == 1)
+    if (FORM == TILED && map.swizzled)
+        spread_tiles(map, to, from);
+    else if (map.element_bytes == 1)
         spread_column<uint8_t>(map, to, from, 1);
     else if (map.element_bytes == 2)
         spread_column<uint16_t>(map, to, from, 1);
     else
         spread_column<uint32_t>(map, to, from, map.element_bytes / 4);
+}
+
+/* Returns the byte offset of a slot's first scale. */
+template <Form FORM>
+__device__ __forceinline__ int64_t scale_at(const EpScaleMap &map, int64_t slot) {
+    return FORM == TILED ? ep_scale_at(&map, slot, 0) : ep_plain_scale_at(&map, slot, 0);
 }
 
 /* Entry k of a row, in lane k of a warp. */
@@ -77,6 +95,7 @@ typedef struct MetadataEntry {
 } MetadataEntry;
 
 /* Copy the weights and scales of a row to its slots and records. By a warp. */
+template <Form FORM>
 __device__ __forceinline__ void spread_metadata(const EpScatterArgs &a, const MetadataEntry &e,
                                                 const char *scales) {
     int lane = threadIdx.x % 32;
@@ -93,13 +112,13 @@ __device__ __forceinline__ void spread_metadata(const EpScatterArgs &a, const Me
     }
     if (!a.t.scale_bytes) return;
     char *to = e.record ? e.record + a.record.scales : NULL, *out = NULL;
-    if (e.slot >= 0) out = a.t.out_scales + ep_scale_at(&a.t.scale_map, e.slot, 0);
-    if (!a.t.scale_map.by_column) {
+    if (e.slot >= 0) out = a.t.out_scales + scale_at<FORM>(a.t.scale_map, e.slot);
+    if (!a.t.scale_map.by_column && !(FORM == TILED && a.t.scale_map.swizzled)) {
         spread_scales(out ? out : to, scales, a.t.scale_bytes);
         return;
     }
     if (record_lanes) spread_scales(to, scales, a.t.scale_bytes);
-    if (slot_lanes) spread_columns(a.t.scale_map, out, scales);
+    if (slot_lanes) spread_columns<FORM>(a.t.scale_map, out, scales);
 }
 
 /* ==== sending blocks ======================================================================== */
@@ -163,7 +182,7 @@ __device__ __forceinline__ int choose_target(const EpScatterArgs &a, const Recei
                                              int *peer) {
     const EpCudaGroup &g = a.group;
     *to = NULL, *peer = -1;
-    if (FORM == COPIED && e.owner == g.rank && e.slot >= 0)
+    if (FORM != MULTIPLIED && e.owner == g.rank && e.slot >= 0)
         *to = a.t.out_rows + e.slot * a.t.row_bytes;
     if (e.owner < 0 || e.owner == g.rank || !e.leader) return 1;
     *peer = e.owner;
@@ -238,13 +257,13 @@ __device__ __forceinline__ void send_metadata(const EpScatterArgs &a, int64_t to
             *((const float *)((const char *)a.t.topk_weights + token * a.source.weight_stride) +
               lane);
     if (e.owner >= a.owners) e.owner = -1; /* damaged; now, since both loads overlap */
-    if (FORM == COPIED && e.owner == g.rank)
+    if (FORM != MULTIPLIED && e.owner == g.rank)
         metadata.slot = ep_check_slot(a.plan, ep_flat_position(a.plan, g.rank, e.row, e.slot));
     if (e.owner == g.rank) metadata.expert = e.expert;
     if (e.owner >= 0 && e.owner != g.rank && e.leader)
         metadata.record = ep_ring(g, e.owner, g.rank, e.row);
     await_scales();
-    spread_metadata(a, metadata, a.t.scales + token * a.source.scale_stride);
+    spread_metadata<FORM>(a, metadata, a.t.scales + token * a.source.scale_stride);
 }
 
 template <Form FORM>
@@ -262,8 +281,8 @@ __device__ void send_all_metadata(const EpScatterArgs &a, Pipeline *p, int warp,
 
 /* Quantise a fragment of a row in place. The codes of unit u go where an earlier unit was, in this
  * round or an earlier one, so all threads read their units first. */
-template <typename T>
-__device__ __forceinline__ void quantise_fragment(EpQuantFormat format, uint32_t stage, int bytes,
+template <typename T, typename Format>
+__device__ __forceinline__ void quantise_fragment(Format format, uint32_t stage, int bytes,
                                                   void *scales, int thread) {
     int units = bytes / (int)sizeof(EpUnit<T>);
     for (int base = 0; base < units; base += COMPUTE_THREADS) {
@@ -280,29 +299,32 @@ __device__ __forceinline__ void quantise_fragment(EpQuantFormat format, uint32_t
 }
 
 /* Quantise the rows of all work items; a fragment is whole blocks. By the compute warps. */
-template <typename T>
+template <typename T, int IS_NVFP4>
 __device__ void quantise_rows(const EpScatterArgs &a, Pipeline *p, int thread) {
     int blocks = p->shape.stage_bytes / (int)sizeof(T) / a.t.format.block; /* of a fragment */
-    int scale_bytes = ep_quant_scale_type(a.t.format) == EP_TYPE_FP32 ? (int)sizeof(float) : 1;
+    const auto &format = ep_format_of<IS_NVFP4>(a.t.format, a.t.global_scale);
+    int is_byte = IS_NVFP4 || a.t.format.scaling == EP_SCALE_EXPONENT;
+    int scale_bytes = is_byte ? 1 : (int)sizeof(float);
     for (uint32_t n = 0;; n++) {
         int j = n % PIPELINE_ENTRIES;
         pipeline_wait(p->barrier[ITEM_LOADED], n);
         WorkItem item = p->item[j];
         if (item.loads == PIPELINE_END) return;
         char *scales = a.made_scales + p->index[j] * a.source.scale_stride;
-        quantise_fragment<T>(a.t.format, p->first[j], item.bytes,
+        quantise_fragment<T>(format, p->first[j], item.bytes,
                              scales + p->fragment[j] * blocks * scale_bytes, thread);
         pipeline_computed(p, n);
     }
 }
 
+template <int IS_NVFP4>
 __device__ __forceinline__ void quantise(const EpScatterArgs &a, Pipeline *p, int thread) {
     if (a.t.source_type == EP_TYPE_BF16)
-        quantise_rows<__nv_bfloat16>(a, p, thread);
+        quantise_rows<__nv_bfloat16, IS_NVFP4>(a, p, thread);
     else if (a.t.source_type == EP_TYPE_FP16)
-        quantise_rows<__half>(a, p, thread);
+        quantise_rows<__half, IS_NVFP4>(a, p, thread);
     else
-        quantise_rows<float>(a, p, thread);
+        quantise_rows<float, IS_NVFP4>(a, p, thread);
 }
 
 /* ==== receiving blocks ====================================================================== */
@@ -437,6 +459,7 @@ __device__ __forceinline__ void schedule_rows(const EpScatterArgs &a, Pipeline *
 /* ---- weights and scales -------------------------------------------------------------------- */
 
 /* Copy a record's weights and scales to its row's slots. By a warp. */
+template <Form FORM>
 __device__ __forceinline__ void receive_metadata(const EpScatterArgs &a, int source, int row) {
     const EpCudaGroup &g = a.group;
     int lane = threadIdx.x % 32;
@@ -447,12 +470,14 @@ __device__ __forceinline__ void receive_metadata(const EpScatterArgs &a, int sou
     if (lane < a.top_k) metadata.slot = ep_slot(a.plan, g, a.top_k, source, row, lane);
     if (lane < a.top_k && a.shape.has_rows)
         metadata.expert = ep_flat_expert(a.plan, g, a.top_k, source, row, lane);
-    spread_metadata(a, metadata, record + a.record.scales);
+    spread_metadata<FORM>(a, metadata, record + a.record.scales);
 }
 
+template <Form FORM>
 __device__ void receive_all_metadata(const EpScatterArgs &a, Pipeline *p, int warp) {
-    pipeline_metadata(p, warp, ALL_METADATA_WARPS,
-                      [&](int j, uint32_t) { receive_metadata(a, p->source[j], p->index[j]); });
+    pipeline_metadata(p, warp, ALL_METADATA_WARPS, [&](int j, uint32_t) {
+        receive_metadata<FORM>(a, p->source[j], p->index[j]);
+    });
 }
 
 /* ---- multiplying --------------------------------------------------------------------------- */
@@ -587,10 +612,22 @@ __device__ void zero_bytes(char *out, int64_t bytes, ZeroThreads z) {
         zero_words<uint8_t>(out, bytes, z);
 }
 
+/* Zero the swizzled scales of slots. */
+__device__ void zero_tiles(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
+    const EpScaleMap &map = a.t.scale_map;
+    int64_t words = (map.count + EP_TILE_SCALES - 1) / EP_TILE_SCALES;
+    for (int64_t i = z.index; i < (end - begin) * words; i += z.count) {
+        int64_t at = ep_swizzled_at(&map, begin + i / words) + i % words * EP_TILE_BYTES;
+        *(uint32_t *)(a.t.out_scales + at) = 0;
+    }
+}
+
 /* Zero the scales of slots of one slab; by column, these are a range in each column. */
+template <Form FORM>
 __device__ void zero_scales(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
     const EpScaleMap &map = a.t.scale_map;
-    char *out = a.t.out_scales + ep_scale_at(&map, begin, 0);
+    if (FORM == TILED && map.swizzled) return zero_tiles(a, begin, end, z);
+    char *out = a.t.out_scales + scale_at<FORM>(map, begin);
     int64_t step = ep_scale_step(&map), rows = end - begin;
     if (!map.by_column) zero_bytes(out, rows * a.t.scale_bytes, z);
     for (int64_t i = 0; map.by_column && i < map.count; i++)
@@ -606,6 +643,7 @@ __device__ void set_no_experts(const EpScatterArgs &a, int64_t begin, int64_t en
     }
 }
 
+template <Form FORM>
 __device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
     begin = max(begin, (int64_t)0), end = min(end, a.t.out_capacity);
     if (begin >= end) return;
@@ -615,11 +653,12 @@ __device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, Z
     int64_t values = a.shape.has_rows && a.t.carries_weights ? a.top_k : 1;
     if (a.t.out_weights)
         zero_bytes((char *)(a.t.out_weights + begin * values), (end - begin) * values * 4, z);
-    if (a.t.scale_bytes) zero_scales(a, begin, end, z);
+    if (a.t.scale_bytes) zero_scales<FORM>(a, begin, end, z);
 }
 
 /* Zero a receiving block's part of all slabs' padding. Where slabs are few, each is divided, so
  * that every block has a part, or two of half the size. */
+template <Form FORM>
 __device__ void zero_slabs(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
     const EpPlanShape &s = a.shape;
     int parts = max(1, 2 * role.count / max(s.num_local, 1));
@@ -630,33 +669,35 @@ __device__ void zero_slabs(const EpScatterArgs &a, const Role &role, ZeroThreads
         int64_t end = ep_padding_end(&s, a.plan.expert_offsets, a.plan.expert_padded, e);
         int64_t rows = (max(end - begin, (int64_t)0) + parts - 1) / parts;
         begin += i % parts * rows;
-        zero_slots(a, begin, min(begin + rows, end), z);
+        zero_slots<FORM>(a, begin, min(begin + rows, end), z);
     }
 }
 
 /* Zero a receiving block's part of the rows behind those of each source. The plan knows where each
  * source's rows would begin if they followed one another. */
+template <Form FORM>
 __device__ void zero_source_tails(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
     int end = a.plan.header->rows_received + a.plan.header->rows_kept, all = a.plan.use.block_rows;
 #pragma unroll 1
     for (int r = a.shape.num_ranks - 1; r >= 0; r--) {
         int begin = a.plan.flat_begin[r], rows = min(max(end - begin, 0), all);
         int part = (all - rows + role.count - 1) / role.count, first = rows + role.index * part;
-        zero_slots(a, (int64_t)r * all + first, (int64_t)r * all + min(first + part, all), z);
+        zero_slots<FORM>(a, (int64_t)r * all + first, (int64_t)r * all + min(first + part, all), z);
         end = begin;
     }
 }
 
 /* Zero a receiving block's part of all padding. */
+template <Form FORM>
 __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
     const EpPlanShape &s = a.shape;
-    if (!s.has_rows) zero_slabs(a, role, z);
-    if (ep_has_source_blocks(&s) && s.tail != EP_TAIL_KEEP) zero_source_tails(a, role, z);
+    if (!s.has_rows) zero_slabs<FORM>(a, role, z);
+    if (ep_has_source_blocks(&s) && s.tail != EP_TAIL_KEEP) zero_source_tails<FORM>(a, role, z);
     int64_t tail = a.plan.header->recv_rows, rows = a.t.out_capacity - tail;
     if (s.is_fixed || s.tail == EP_TAIL_KEEP || rows <= 0) return;
     rows = (rows + role.count - 1) / role.count;
     int64_t begin = tail + role.index * rows;
-    zero_slots(a, begin, min(begin + rows, a.t.out_capacity), z);
+    zero_slots<FORM>(a, begin, min(begin + rows, a.t.out_capacity), z);
 }
 
 /* ==== kernel ================================================================================ */
@@ -679,7 +720,7 @@ template <Form FORM>
 __device__ void send(const EpScatterArgs &a, Shared *s, const FirstClaim &first_claim,
                      uint32_t epoch, int blocks) {
     Pipeline *p = &s->pipeline;
-    PipelineWork work = FORM == COPIED && a.t.format.bits ? WORK_CONVERT : WORK_COPY;
+    PipelineWork work = FORM != MULTIPLIED && a.t.format.bits ? WORK_CONVERT : WORK_COPY;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_tokens<FORM>(a, p, &s->receivers[warp - SCHEDULER_WARP], first_claim, epoch,
@@ -691,8 +732,10 @@ __device__ void send(const EpScatterArgs &a, Shared *s, const FirstClaim &first_
         pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, 0, 0);
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, HEADS);
+    else if (warp >= FIRST_COMPUTE_WARP && FORM == TILED && a.t.global_scale)
+        quantise<1>(a, p, threadIdx.x - FIRST_COMPUTE_WARP * 32);
     else if (warp >= FIRST_COMPUTE_WARP && work == WORK_CONVERT)
-        quantise(a, p, threadIdx.x - FIRST_COMPUTE_WARP * 32);
+        quantise<0>(a, p, threadIdx.x - FIRST_COMPUTE_WARP * 32);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
              has_metadata(a))
         send_all_metadata<FORM>(a, p, warp - FIRST_METADATA_WARP, work);
@@ -702,7 +745,7 @@ __device__ void send(const EpScatterArgs &a, Shared *s, const FirstClaim &first_
  * compute warps write their dot products. */
 template <Form FORM>
 __device__ __forceinline__ int has_metadata_to_receive(const EpScatterArgs &a) {
-    return FORM == COPIED && has_metadata(a);
+    return FORM != MULTIPLIED && has_metadata(a);
 }
 
 /* Add to the caller's counters. By a signal warp, before its first item: until all ranks are here
@@ -727,7 +770,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const FirstClaim &fir
         (moves_metadata ? FIRST_METADATA_WARP + ALL_METADATA_WARPS : FIRST_COMPUTE_WARP) * 32;
     ZeroThreads zero_threads = {(int)threadIdx.x - first_free, SCATTER_THREADS - first_free};
     /* Warps that multiply do this first, while the first rows are still on their way. */
-    if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding(a, role, zero_threads);
+    if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding<FORM>(a, role, zero_threads);
     if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch, role.count);
     else if (warp == LOAD_WARP)
@@ -738,7 +781,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const FirstClaim &fir
         count(a, role, epoch), pipeline_signal(p, a.group, epoch, CREDITS);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
              moves_metadata)
-        receive_all_metadata(a, p, warp - FIRST_METADATA_WARP);
+        receive_all_metadata<FORM>(a, p, warp - FIRST_METADATA_WARP);
     else if (FORM == MULTIPLIED && warp >= FIRST_MULTIPLY_WARP)
         multiply(a, p, &s->dots, threadIdx.x - FIRST_MULTIPLY_WARP * 32);
 }
@@ -769,8 +812,10 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
                   role.receives ? has_metadata_to_receive<FORM>(a) : has_metadata(a), a.schedulers,
                   a.top_k);
     if (READS_RECORDS) ep_compare_stamps(a.marks, &header);
-    if (!ep_begin_operation(a.group, a.plan, header, &epoch)) {
+    int has_global = FORM != TILED || ep_has_global(a.t.global_scale);
+    if (!ep_begin_operation(a.group, a.plan, header, &epoch) || !has_global) {
         if (READS_RECORDS) ep_report_stamps(a.group, a.marks);
+        if (FORM == TILED) ep_report_global(a.group, a.t.global_scale);
         ep_report_plan(a.group, a.plan);
         ep_end_operation(a.group, epoch, 0);
         return;
@@ -786,11 +831,15 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     ep_end_operation(a.group, epoch, 0);
 }
 
+template <Form FORM> static int open(int shared_bytes) {
+    int error = ep_open_kernel(scatter_kernel<FORM, 0>, shared_bytes);
+    return error ? error : ep_open_kernel(scatter_kernel<FORM, 1>, shared_bytes);
+}
+
 extern "C" int ep_cuda_open_scatter(int shared_bytes) {
-    int error = ep_open_kernel(scatter_kernel<COPIED, 0>, shared_bytes);
-    if (!error) error = ep_open_kernel(scatter_kernel<COPIED, 1>, shared_bytes);
-    if (!error) error = ep_open_kernel(scatter_kernel<MULTIPLIED, 0>, shared_bytes);
-    return error ? error : ep_open_kernel(scatter_kernel<MULTIPLIED, 1>, shared_bytes);
+    int error = open<COPIED>(shared_bytes);
+    if (!error) error = open<MULTIPLIED>(shared_bytes);
+    return error ? error : open<TILED>(shared_bytes);
 }
 
 template <Form FORM> static int launch(const EpScatterArgs &a, int blocks, void *stream) {
@@ -801,6 +850,7 @@ template <Form FORM> static int launch(const EpScatterArgs &a, int blocks, void 
 
 extern "C" int ep_cuda_launch_scatter(const void *args, int blocks, void *stream) {
     const EpScatterArgs *a = (const EpScatterArgs *)args;
+    if (ep_scatter_is_tiled(&a->t)) return launch<TILED>(*a, blocks, stream);
     return a->multiplied ? launch<MULTIPLIED>(*a, blocks, stream)
                          : launch<COPIED>(*a, blocks, stream);
 }

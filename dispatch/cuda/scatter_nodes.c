@@ -34,7 +34,8 @@ static void take_records(const char *records, EpScatterArgs *args) {
     const EpRecord *r = &args->record;
     args->source = (EpSource){r->bytes, r->bytes, r->bytes};
     args->send.shrink = 0, args->made_scales = NULL;
-    t->format.bits = 0, t->source_type = t->type, t->source_row_bytes = t->row_bytes;
+    t->format.bits = 0, t->global_scale = NULL;
+    t->source_type = t->type, t->source_row_bytes = t->row_bytes;
     t->rows = records;
     t->topk_weights = (const float *)(records + r->weights);
     t->scales = records + r->scales;

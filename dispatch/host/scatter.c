@@ -18,6 +18,7 @@
 #include "dispatch/host/scatter.h"
 #include "handles/host/plan.h"
 #include "handles/host/statistics.h"
+#include "runtime/args.h"
 #include "runtime/host/host.h"
 
 /* Larger outputs are not worth keeping in cache. */
@@ -35,6 +36,7 @@ typedef struct Scatter {
     const EpRowMath *math;
     int32_t rank, size;
     int64_t top_k;
+    float global; /* scale of the call's rows; 0: none */
     EpRecord record;
     int64_t chunk;                  /* tokens of each source in one round */
     int stream;                     /* whether rows are stored past the caches */
@@ -58,8 +60,8 @@ static int has_quant(const EpScatterTensors *s) {
 /* Write a token's quantised row and its scales into a record. */
 static void quantise(const Scatter *x, int64_t token, char *record) {
     const EpScatterTensors *s = x->s;
-    ep_quantise(s->format, s->source_type, s->rows + token * s->source_row_bytes, s->row_elements,
-                (uint8_t *)record, record + x->record.scales);
+    ep_quantise(s->format, x->global, s->source_type, s->rows + token * s->source_row_bytes,
+                s->row_elements, (uint8_t *)record, record + x->record.scales);
 }
 
 /* Returns the parts of one of this rank's tokens, quantised if rows are. */
@@ -139,14 +141,16 @@ static int64_t position(const Scatter *x, int64_t entry) {
     return ep_slot_position(x->shape, x->block_rows, x->plan.entry_slot[entry]);
 }
 
-/* Write the scales of one slot. `scales` NULL: zeros. */
+/* Write the scales of one slot. `scales` NULL: zeros, as behind the last scale of a tile. */
 static void fill_scales(const Scatter *x, int64_t slot, const char *scales) {
     const EpScaleMap *map = &x->s->scale_map;
-    char *out = x->s->out_scales;
-    size_t bytes = map->by_column ? (size_t)map->element_bytes : (size_t)x->s->scale_bytes;
-    for (int64_t i = 0, n = map->by_column ? map->count : 1; i < n; i++) {
-        char *to = out + ep_scale_at(map, slot, i);
-        if (scales)
+    int by_row = !map->by_column && !map->swizzled;
+    size_t bytes = by_row ? (size_t)x->s->scale_bytes : (size_t)map->element_bytes;
+    int64_t count = by_row ? 1 : map->count, all = count;
+    if (map->swizzled) all = ep_round_up(count, EP_TILE_SCALES);
+    for (int64_t i = 0; i < all; i++) {
+        char *to = x->s->out_scales + ep_scale_at(map, slot, i);
+        if (scales && i < count)
             memcpy(to, scales + (size_t)i * bytes, bytes);
         else
             memset(to, 0, bytes);
@@ -321,7 +325,8 @@ static EpStatus run_rounds(Scatter *x) {
 }
 
 /* Bound of a quantised record. The row is at most half as long as its source, with at most a byte
- * of scales for every 32 elements. 4 * EP_MAX_TOP_K is space for weights, 64 covers rounding. */
+ * of scales for every 32 elements; or a quarter, with a byte for every 16. 4 * EP_MAX_TOP_K is
+ * space for weights, 64 covers rounding. */
 #define MAX_QUANTISED_BYTES (EP_MAX_ROW_BYTES / 2 + EP_MAX_ROW_BYTES / 64 + 4 * EP_MAX_TOP_K + 64)
 
 /* Make the plan if the call has a routing. A receive phase finds the plan of its send phase, and
@@ -337,8 +342,19 @@ static EpStatus begin_plan(EpHandle *handle, const EpScatter *scatter) {
     return ep_host_check_blocks(handle, &call, scatter->plan, scatter->t.block_rows);
 }
 
-static EpStatus run(EpHandle *handle, const EpScatter *scatter) {
+/* Read the call's global scale, if it has one, before any rank takes part. */
+static EpStatus read_global(const EpHandle *handle, const EpScatter *scatter, float *global) {
+    EpCall call = {scatter->op->name, handle->group->rank, handle->group};
+    *global = scatter->t.global_scale ? *scatter->t.global_scale : 0;
+    if (!scatter->t.global_scale || ep_is_global_scale(*global)) return EP_OK;
+    return ep_refuse_global_scale(&call, *global);
+}
+
+static EpStatus run(EpHandle *handle, const void *call) {
+    const EpScatter *scatter = call;
     _Alignas(64) char quantised[MAX_QUANTISED_BYTES];
+    float global;
+    EP_TRY(read_global(handle, scatter, &global));
     EP_TRY(begin_plan(handle, scatter));
     EpHost *host = ep_host(handle->group);
     const EpScatterTensors *s = &scatter->t;
@@ -346,7 +362,8 @@ static EpStatus run(EpHandle *handle, const EpScatter *scatter) {
                  .call = scatter,
                  .s = s,
                  .shape = &handle->shape,
-                 .exchange = host->exchange};
+                 .exchange = host->exchange,
+                 .global = global};
     x.has_rows = handle->shape.has_rows;
     x.block_rows = s->block_rows;
     x.plan = ep_host_plan(handle, scatter->plan);
@@ -376,9 +393,5 @@ static EpStatus run(EpHandle *handle, const EpScatter *scatter) {
 }
 
 EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
-    double waited[EP_MAX_RANKS];
-    ep_host_measure_waits(handle->group, &scatter->stats, waited);
-    EpStatus status = run(handle, scatter);
-    ep_host_count_waits(handle->group, &scatter->stats, waited, status);
-    return status;
+    return ep_host_run(handle, &scatter->stats, run, scatter);
 }

@@ -8,6 +8,7 @@
 
 #include "bootstrap/network/cuda/network.h"
 #include "handles/cuda/handle.h"
+#include "runtime/args.h"
 #include "runtime/cuda/digest.h"
 
 static const char *awaited_name(int32_t phase) {
@@ -145,6 +146,13 @@ static EpStatus report_flight(const EpGroup *group, const volatile EpCudaFailure
                    group->rank, finding->phase, (int)f->expected);
 }
 
+static EpStatus report_global(const EpGroup *group, const volatile EpCudaFailure *f,
+                              EpFinding *finding) {
+    EpCall call = {finding->phase, group->rank};
+    finding->peer = -1, finding->expected = finding->seen = -1;
+    return ep_refuse_global_scale(&call, ep_quant_float(f->seen));
+}
+
 /* Report that an exchange has ended, and nobody knows why. */
 static EpStatus report_ended(const EpGroup *group, const volatile EpCudaFailure *f,
                              EpFinding *finding) {
@@ -160,7 +168,7 @@ static void poll_failure(EpGroup *group) {
         [EP_FAULT_LATE] = report_timeout,  [EP_FAULT_ORDER] = report_order,
         [EP_FAULT_PEER] = report_peer,     [EP_FAULT_PLAN] = report_plan,
         [EP_FAULT_FLIGHT] = report_flight, [EP_FAULT_WINDOW] = report_window,
-        [EP_FAULT_ENDED] = report_ended};
+        [EP_FAULT_ENDED] = report_ended,   [EP_FAULT_GLOBAL] = report_global};
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
     int32_t fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
     if (!fault || group->failed != EP_OK) return;

@@ -3,15 +3,16 @@
 
 #include <string.h>
 
-void ep_host_measure_waits(const EpGroup *group, const EpStatistics *stats, double *waited) {
-    if (!stats->peer_wait && !stats->peer_longest_wait) return;
+#include "handles/handle.h"
+
+EpStatus ep_host_run(EpHandle *handle, const EpStatistics *stats, EpHostRun *run,
+                     const void *call) {
+    const EpGroup *group = handle->group;
+    double waited[EP_MAX_RANKS];
+    if (!stats->peer_wait && !stats->peer_longest_wait) return run(handle, call);
     memset(waited, 0, (size_t)group->size * sizeof(*waited));
     ep_exchange_measure(ep_host(group)->exchange, waited);
-}
-
-void ep_host_count_waits(const EpGroup *group, const EpStatistics *stats, const double *waited,
-                         EpStatus status) {
-    if (!stats->peer_wait && !stats->peer_longest_wait) return;
+    EpStatus status = run(handle, call);
     ep_exchange_measure(ep_host(group)->exchange, NULL);
     for (int32_t r = 0; r < group->size && status == EP_OK; r++) {
         int64_t wait = (int64_t)(waited[r] * 1e9);
@@ -19,6 +20,7 @@ void ep_host_count_waits(const EpGroup *group, const EpStatistics *stats, const 
         if (stats->peer_longest_wait)
             stats->peer_longest_wait[r] = ep_max(stats->peer_longest_wait[r], wait);
     }
+    return status;
 }
 
 void ep_host_count_rows(const EpGroup *group, const EpStatistics *stats, const int32_t *begin) {

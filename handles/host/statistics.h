@@ -7,13 +7,11 @@
 #include "runtime/host/host.h"
 #include "runtime/movement.h"
 
-/** Begin to measure the waits of an operation, if they are asked for. waited: [size], space that
- *  lives until ep_host_count_waits. */
-void ep_host_measure_waits(const EpGroup *group, const EpStatistics *stats, double *waited);
+/** An operation of the host backend. `call` describes it: EpRouting, EpScatter or EpGather. */
+typedef EpStatus EpHostRun(EpHandle *handle, const void *call);
 
-/** End that, and add the waits of an operation that has not failed. */
-void ep_host_count_waits(const EpGroup *group, const EpStatistics *stats, const double *waited,
-                         EpStatus status);
+/** Run an operation. If its waits are asked for, measure them, and add them unless it fails. */
+EpStatus ep_host_run(EpHandle *handle, const EpStatistics *stats, EpHostRun *run, const void *call);
 
 /** Add begin[r + 1] - begin[r] rows for each rank r. */
 void ep_host_count_rows(const EpGroup *group, const EpStatistics *stats, const int32_t *begin);

@@ -23,10 +23,14 @@ static EpStatus read_form(const EpCall *call, const EpRowsForm *given, EpRowsQua
     if (form->transposed != 0 && form->transposed != 1)
         return ep_refuse(call, EP_ERR_RANGE, "form.transposed", "expected 0 or 1, got %d",
                          form->transposed);
+    if (form->scale_order == EP_SCALES_SWIZZLED)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "form.scale_order",
+                         "expected EP_SCALES_BY_ROW or EP_SCALES_BY_COLUMN, got "
+                         "EP_SCALES_SWIZZLED, which dispatch alone writes");
     if (form->scale_order != EP_SCALES_BY_ROW && form->scale_order != EP_SCALES_BY_COLUMN)
         return ep_refuse(call, EP_ERR_RANGE, "form.scale_order", "expected an EpScaleOrder, got %d",
                          (int)form->scale_order);
-    return ep_arg_tiles(call, form->blocks, q->format);
+    return ep_arg_form(call, form->blocks, q->format);
 }
 
 /* ---- shapes -------------------------------------------------------------------------------- */

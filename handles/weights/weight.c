@@ -293,7 +293,7 @@ static EpStatus check_quantised(const EpCall *call, const EpWeight *weight,
     if (form->by_rank)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "form.by_rank",
                          "expected 0 where weights are quantised, got 1");
-    EP_TRY(ep_arg_tiles(call, form->blocks, ep_quant_format(form->quant)));
+    EP_TRY(ep_arg_form(call, form->blocks, ep_quant_format(form->quant)));
     if ((form->transposed || form->blocks == EP_BLOCKS_TILES) && weight->sharding.ndim < 2)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "form",
                          "expected a weight of 2 or 3 dimensions for tiles and transposing, got %d",

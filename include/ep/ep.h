@@ -546,6 +546,58 @@ EpStatus ep_group_relay(const EpGroup *group, int32_t node, int32_t *rank);
 EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, int32_t *first,
                          int32_t *count);
 
+/**
+ * Count where a rank's tokens go, by its routing alone. Local: needs no group, and no rank waits
+ * for another one. Callers whose interface has such counts use it; ep_prepare does not need them.
+ * Allocates nothing, can be captured, and its sums have no order that could change.
+ *
+ * backend        HOST or CUDA, which must reach all memory. CUDA: the current device is the
+ *                stream's.
+ * topk_idx       [T, K] INT32 or INT64, at most 2^31 - 1 entries. Negative indices, and those >= E,
+ *                are no expert.
+ * rank_tokens    [R] INT32: tokens that name an expert of the rank, each once. Its length is the
+ *                number of ranks, 1 .. EP_MAX_RANKS.
+ * expert_tokens  [E] INT32: entries that name the expert. Its length is the number of experts,
+ *                1 .. EP_MAX_EXPERTS; ep_expert_range says whose they are.
+ * token_in_rank  [T, R] UINT8: 1 where the token names an expert of the rank, else 0
+ *
+ * EP_ERR_UNSUPPORTED: this build does not have the backend.
+ */
+EpStatus ep_count_routing(EpBackend backend, const EpTensor *topk_idx, EpStream stream,
+                          const EpTensor *rank_tokens, const EpTensor *expert_tokens,
+                          const EpTensor *token_in_rank);
+
+/**
+ * A routing as a map: for each token a byte of every expert, as Megatron's routers give it. The first
+ * function makes of it what ep_prepare and ep_dispatch take, the second one makes a map. Local, as
+ * ep_count_routing: without a group, without allocations, and they can be captured.
+ *
+ * backend       HOST or CUDA, which must reach all memory. CUDA: the current device is the stream's.
+ * map           [T, E] UINT8: not 0 where the token goes to the expert
+ * probs         [T, E] FP32, or NULL: a weight of each expert. Read where the map is not 0.
+ * topk_idx      [T, K] INT32, K at most EP_MAX_TOP_K: the token's experts, ascending, then -1.
+ *               Where a token has more than K experts its last entry is E: no expert, which
+ *               ep_prepare reports with EP_ERR_ROUTING.
+ * topk_weights  [T, K] FP32, or NULL where probs is: the weights of the entries, 0 for -1
+ */
+EpStatus ep_read_routing_map(EpBackend backend, const EpTensor *map, const EpTensor *probs,
+                             EpStream stream, const EpTensor *topk_idx,
+                             const EpTensor *topk_weights);
+
+/**
+ * The opposite: each entry's weight at the place of its expert. So gradients of weights return to
+ * the router.
+ *
+ * topk_idx      [T, K] INT32 or INT64; entries outside of 0 .. E - 1 are left out. A token names no
+ *               expert twice.
+ * topk_weights  [T, K] FP32, or NULL where probs is
+ * map           [T, E] UINT8, or NULL: 1 at the experts that the token names, else 0
+ * probs         [T, E] FP32, or NULL: the weights of the entries, elsewhere 0
+ */
+EpStatus ep_write_routing_map(EpBackend backend, const EpTensor *topk_idx,
+                              const EpTensor *topk_weights, EpStream stream, const EpTensor *map,
+                              const EpTensor *probs);
+
 /** The order of slots in the receive buffer. */
 typedef enum EpLayout {
     /** [rows, H]: one slot per (token, k). One slab per local expert, in expert order, padded to
@@ -743,16 +795,23 @@ typedef enum EpQuant {
     EP_QUANT_FP8 = 2,       /**< FP8_E4M3, one FP32 scale per 128 elements */
     EP_QUANT_FP8_UE8M0 = 3, /**< FP8_E4M3, one power of two per 128 elements, UE8M0 in a UINT8 */
     EP_QUANT_MXFP8 = 4,     /**< FP8_E4M3, one power of two per 32 elements, UE8M0 in a UINT8 */
-    EP_QUANT_FP8_POW2 = 5   /**< FP8_E4M3, one power of two per 128 elements, FP32 */
+    EP_QUANT_FP8_POW2 = 5,  /**< FP8_E4M3, one power of two per 128 elements, FP32 */
+    EP_QUANT_NVFP4 = 6      /**< UINT8: two e2m1, that of the even element in the lower bits; one
+                                 e4m3 per 16 elements in a UINT8; a global scale, which the call
+                                 gives: EpExtras.global_scale. Dispatch alone */
 } EpQuant;
 
 /** The memory order of recv_scales. */
 typedef enum EpScaleOrder {
-    EP_SCALES_BY_ROW = 1,   /**< [rows, S]; BATCHED: [L, rows_per_expert, S]; RANK_MAJOR:
-                                 [R, N, S] */
-    EP_SCALES_BY_COLUMN = 2 /**< [S, rows]; BATCHED: [L, S, rows_per_expert], as grouped GEMMs need
+    EP_SCALES_BY_ROW = 1,    /**< [rows, S]; BATCHED: [L, rows_per_expert, S]; RANK_MAJOR:
+                                  [R, N, S] */
+    EP_SCALES_BY_COLUMN = 2, /**< [S, rows]; BATCHED: [L, S, rows_per_expert], as grouped GEMMs need
                                  them; RANK_MAJOR: [R, S, N]. The stride of columns is the
                                  tensor's own number of rows */
+    EP_SCALES_SWIZZLED = 3   /**< elements of one byte in tiles of 128 x 4, as block-scaled GEMMs of
+                                 Blackwell read them: [rows, S], both rounded up to whole tiles;
+                                 BATCHED: [L, rows_per_expert, S]; RANK_MAJOR: [R, N, S] likewise.
+                                 In EXPERT_MAJOR the alignment is a multiple of 128 */
 } EpScaleOrder;
 
 /** The numbers of experts in recv_topk_idx. -1 stands for an expert of another rank, or none. */
@@ -859,7 +918,8 @@ EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHa
  * the CUDA backend no stream may then be under capture, and the call may wait for the device.
  *
  * EP_ERR_RANGE, EP_ERR_TOP_K, EP_ERR_ALIGNMENT: config. EP_ERR_UNSUPPORTED: latency mode without a
- * static size, or in a group without buffers for it (latency_sets);
+ * static size, or in a group without buffers for it (latency_sets); EP_SCALES_SWIZZLED with a
+ * `quant` whose scales are FP32;
  * EP_IDS_GLOBAL outside FLAT and RANK_MAJOR; EP_WEIGHTS_ALL outside RANK_MAJOR. On the CUDA backend
  * also latency mode if the group's max_tokens times the handle's top_k, entries of two bytes, do
  * not fit into a multiprocessor's shared memory: the limit is about 100,000 entries.
@@ -1044,7 +1104,9 @@ typedef struct EpPrepare {
  *                    ep_prepare took num_tokens, T is any number from that one to max_tokens. All
  *                    token tensors of a call have one T.
  * topk_weights       [T, K] FP32, or NULL
- * scales             [T, S] any type, rows a multiple of 4 bytes up to max_scale_bytes, or NULL
+ * scales             [T, S] any type, rows a multiple of 4 bytes up to max_scale_bytes, or NULL.
+ *                    Rows that are NVFP4 already are UINT8 [T, H/2] and [T, H/16]: H is a multiple
+ *                    of 64, or the caller pads each row of scales to a multiple of 4 bytes
  * recv_tokens        [rows, H] of the tokens' type; rows >= the capacity, or with exact sizing >=
  *                    recv_rows. BATCHED: [L, rows_per_expert, H]. RANK_MAJOR: [R, N, H].
  * recv_topk_weights  [rows] FP32; FLAT: [rows, K]; BATCHED: [L, rows_per_expert]; RANK_MAJOR: [R,
@@ -1055,6 +1117,10 @@ typedef struct EpPrepare {
  *                    INT64, local expert or -1; with EP_IDS_GLOBAL its number in the group or -1
  *
  * The handle's scale_order sets the order of recv_scales; shapes here are for EP_SCALES_BY_ROW.
+ * Swizzled, scale i of row r of a slab lies in tile (r / 128, i / 4), tiles by row; there at
+ * 16 * (r % 32) + 4 * (r % 128 / 32) + i % 4. A slab is an expert's rows; FLAT: all rows;
+ * RANK_MAJOR: a source's. Where S is no multiple of 4, the rest of each row's last word is zero.
+ * Places of the last tile that stand for no row of the slab are not written.
  *
  * Padding rows within slabs become zero: tokens, weights and scales. EP_PADDING_KEEP: they are not
  * written.
@@ -1075,6 +1141,16 @@ typedef struct EpPrepare {
  *                                                NaN: 0x7f
  *
  * So x is about scale * q. docs/semantics.md has the details.
+ *
+ * EP_QUANT_NVFP4: H is a multiple of 32, recv_tokens is UINT8 [rows, H/2], recv_scales UINT8
+ * [rows, H/16]. The call is ep_dispatch_with, or ep_dispatch_send_with, whose extras give the
+ * global scale g, commonly 448 * 6 / (largest |x| of the whole tensor). With amax as above:
+ *
+ *     scale   = e4m3(g * (amax * fl(1/6)))       beyond 448: 448
+ *     inverse = 1 / (scale * (1 / g))            scale 0: 0
+ *     q       = e2m1(x * inverse)                beyond +-6, infinities included: +-6; NaN: 6
+ *
+ * So x is about scale * q / g.
  */
 EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
                      const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
@@ -1160,8 +1236,13 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
  *               Nothing of them travels. With num_tokens, rows past it are zero and their biases
  *               are not read. The gradient of a bias is the gradient of the output. Taken by
  *               ep_combine_with, ep_combine_wait_with and ep_dispatch_backward_with.
+ * global_scale  [1] FP32, 2^-64 to 2^64, of this rank's tokens; required with EP_QUANT_NVFP4, else
+ *               NULL. Ranks give the same number if their rows are to be multiplied alike; it is
+ *               not compared. Another number is EP_ERR_RANGE: the host backend refuses the call; on
+ *               the CUDA backend, which reads it when the kernel runs, it fails the group, and
+ *               nothing is written. Taken by ep_dispatch_with and ep_dispatch_send_with.
  *
- * The others are statistics: INT64 counters of the caller's, to which the call adds, so the caller
+ * The members below are statistics: INT64 counters of the caller's, to which the call adds, so the caller
  * sets them to 0 when it likes. A replayed graph adds again. Memory as for tensors, on a multiple
  * of 8; no two counters of a call overlap (EP_ERR_ADDRESS). The memory stays valid until the call
  * has run, and as long as a graph may replay it. On the CUDA backend calls on several streams may
@@ -1207,10 +1288,11 @@ typedef struct EpExtras {
     const EpTensor *peer_bytes;
     const EpTensor *peer_wait_ns;
     const EpTensor *peer_longest_wait_ns;
+    const EpTensor *global_scale;
 } EpExtras;
 
 #define EP_EXTRAS_INIT \
-    { sizeof(EpExtras), NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+    { sizeof(EpExtras), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /** As ep_prepare. extras: may be NULL, and is refused in latency mode, where ep_dispatch waits. */
 EpStatus ep_prepare_with(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,

@@ -30,10 +30,11 @@ typedef enum EpBlocks {
 
 typedef struct EpRowsForm {
     size_t struct_size;
-    EpQuant quant; /**< not NONE */
+    EpQuant quant; /**< not NONE, not NVFP4 */
     EpBlocks blocks;
     int32_t transposed;       /**< 1: the last two dimensions are swapped in the result */
-    EpScaleOrder scale_order; /**< BY_COLUMN: the last two dimensions of the scales are swapped */
+    EpScaleOrder scale_order; /**< BY_COLUMN: the last two dimensions of the scales are swapped; not
+                                   SWIZZLED */
 } EpRowsForm;
 
 #define EP_ROWS_FORM_INIT \

@@ -16,7 +16,9 @@
 #include "handles/cuda/handle.h"
 #include "handles/nodes/cuda/relay.h"
 #include "handles/nodes/cuda/route.h"
+#include "handles/prepare/cuda/count.h"
 #include "handles/prepare/cuda/prepare.h"
+#include "handles/prepare/cuda/routing_map.h"
 #include "handles/weights/cuda/quantise.h"
 #include "handles/weights/cuda/slices.h"
 #include "handles/weights/cuda/weight.h"
@@ -142,6 +144,9 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .reduce_amax = ep_cuda_weight_amax,
                                       .measure_weight = ep_cuda_weight_measure,
                                       .quantise_rows = ep_cuda_quantise_rows,
+                                      .count_routing = ep_cuda_count_routing,
+                                      .read_routing_map = ep_cuda_read_routing_map,
+                                      .write_routing_map = ep_cuda_write_routing_map,
                                       .enter = ep_cuda_enter,
                                       .leave = ep_cuda_leave,
                                       .check_pointer = ep_cuda_check_pointer,

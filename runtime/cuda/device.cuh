@@ -542,16 +542,21 @@ __device__ __forceinline__ void ep_count_rows(const EpCudaGroup &g, const EpStat
         ep_count_row(s, ep_member(g, r), min(max(rows[r], 0), g.layout.max_tokens));
 }
 
+/** Add the slots of a local expert. By one lane. */
+__device__ __forceinline__ void ep_count_expert(const EpStatistics &s, int expert, int slots) {
+    if (!s.expert_tokens) return;
+    if (s.is_narrow)
+        atomicAdd((int *)s.expert_tokens + expert, slots);
+    else
+        ep_count((int64_t *)s.expert_tokens, expert, slots);
+}
+
 /** Add the slots of each local expert; this lane is number `index` of `lanes`. */
 __device__ __forceinline__ void ep_count_experts(const EpStatistics &s, const int32_t *counts,
                                                  int num_local, int index, int lanes) {
 #pragma unroll 1
-    for (int e = index; e < num_local && s.expert_tokens; e += lanes) {
-        if (s.is_narrow)
-            atomicAdd((int *)s.expert_tokens + e, counts[e]);
-        else
-            ep_count((int64_t *)s.expert_tokens, e, counts[e]);
-    }
+    for (int e = index; e < num_local && s.expert_tokens; e += lanes)
+        ep_count_expert(s, e, counts[e]);
 }
 
 __device__ __forceinline__ int ep_counts_waits(const EpStatistics &s) {

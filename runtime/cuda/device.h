@@ -127,7 +127,8 @@ enum EpCudaFault {
     EP_FAULT_FLIGHT,   /**< latency mode: the set of buffers is in other use */
     EP_FAULT_WINDOW,   /**< rank `seen` receives in the adopted window `row`, unknown here; -1: in a
                             paired one */
-    EP_FAULT_ENDED     /**< several nodes: an exchange ended before another rank's data was here */
+    EP_FAULT_ENDED,    /**< several nodes: an exchange ended before another rank's data was here */
+    EP_FAULT_GLOBAL    /**< the call's global scale, whose bits are in `seen`, is none */
 };
 
 /** What a wait waits for. */

@@ -8,6 +8,7 @@
 
 #include "runtime/cuda/device.cuh"
 #include "runtime/cuda/plan.h"
+#include "runtime/quant.h"
 
 /* What is found in a plan. */
 typedef struct FoundPlan {
@@ -93,6 +94,18 @@ __device__ __forceinline__ int ep_find_fault(const EpPlanUse &use, const FoundPl
     if (fault == EP_PLAN_ROWS) expected = found.recv_rows, seen = plan.use.num_slots;
     g.failure->mark = found.mark, g.failure->expected_config = plan.use.mark.config;
     ep_report(g, EP_FAULT_PLAN, EpAwaited{g.rank, fault, 0, (uint32_t)expected, (uint32_t)seen});
+}
+
+/** Returns whether a call's global scale is one, if it has one. */
+__device__ __forceinline__ int ep_has_global(const float *global_scale) {
+    return !global_scale || ep_is_global_scale(*global_scale);
+}
+
+/** Report a global scale that is none, before ep_report_plan and likewise. */
+[[maybe_unused]] static __device__ __noinline__ void ep_report_global(const EpCudaGroup &g,
+                                                                      const float *global_scale) {
+    if (threadIdx.x || ep_failed(g) || ep_has_global(global_scale)) return;
+    ep_report(g, EP_FAULT_GLOBAL, EpAwaited{g.rank, 0, 0, 0, ep_quant_bits(*global_scale)});
 }
 
 /** What thread 0 checks when its block enters an operation. */

@@ -46,6 +46,10 @@ __device__ __forceinline__ void ep_store_shared(uint32_t address, const uint4 &x
                  : "memory");
 }
 
+__device__ __forceinline__ void ep_store_shared(uint32_t address, const uint2 &x) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x.x), "r"(x.y) : "memory");
+}
+
 /** Returns the larger of each two 16-bit halves. */
 __device__ __forceinline__ uint32_t ep_max_u16x2(uint32_t a, uint32_t b) {
     return __vmaxu2(a, b);
@@ -58,6 +62,26 @@ __device__ __forceinline__ uint32_t ep_convert_e4m3x2(float low, float high) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
     return codes;
 }
+
+/* Whether the GPU converts to e2m1. */
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#define EP_CONVERTS_E2M1 1
+#else
+#define EP_CONVERTS_E2M1 0
+#endif
+
+#if EP_CONVERTS_E2M1
+/** Returns e2m1 of two floats, that of `low` in the lower bits: rounded to nearest even, saturated
+ *  at 6, NaN 0x7. */
+__device__ __forceinline__ uint32_t ep_convert_e2m1x2(float low, float high) {
+    uint32_t codes;
+    asm("{.reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, %1, %2; cvt.u32.u8 %0, pair;}"
+        : "=r"(codes)
+        : "f"(high), "f"(low));
+    return codes;
+}
+#endif
 
 /** Returns the values of the two e4m3 in the lower half of `codes`, exactly: that of the lower byte
  *  first. */

@@ -98,6 +98,9 @@ __device__ __forceinline__ void ep_add(EpVector<T> *sum, const EpVector<T> &x) {
  * A thread takes a unit at a time: 16 elements become 2 bytes for each bit of a code. The lanes
  * that have the units of a block, 8 or 2 neighbours of one warp, find its amax together, and each
  * computes the scale.
+ *
+ * NVFP4 has a type of its own in place of EpQuantFormat, and kernels have instances for it. So code
+ * for other formats knows nothing of it.
  */
 
 #define EP_QUANT_UNIT 16 /* elements that a thread takes at a time */
@@ -221,7 +224,7 @@ __device__ __forceinline__ void ep_store_shared_codes(EpQuantFormat format, uint
 template <typename Index>
 __device__ __forceinline__ void ep_store_scale(EpQuantFormat format, void *scales, Index block,
                                                const EpQuantScale &scale) {
-    if (ep_quant_scale_type(format) == EP_TYPE_FP32)
+    if (format.scaling != EP_SCALE_EXPONENT)
         ((uint32_t *)scales)[block] = scale.stored;
     else
         ((uint8_t *)scales)[block] = (uint8_t)scale.stored;
@@ -269,10 +272,72 @@ __device__ __forceinline__ EpVector<T> ep_dequantise(const uint4 &codes, int par
     return v;
 }
 
+/* ---- NVFP4 --------------------------------------------------------------------------------- */
+
+/** EP_QUANT_NVFP4 with the call's global scale. A block is a unit: a thread has it alone. */
+typedef struct EpNvfp4 {
+    float global;
+} EpNvfp4;
+
+/** Returns how a call quantises: an EpNvfp4, or `format` itself. That lies among the kernel's
+ *  arguments, and a copy would take registers. */
+template <int IS_NVFP4>
+__device__ __forceinline__ decltype(auto) ep_format_of(const EpQuantFormat &format,
+                                                       const float *global_scale) {
+    if constexpr (IS_NVFP4)
+        return EpNvfp4{*global_scale};
+    else
+        return (format);
+}
+
+/* The e2m1 of two floats, that of `low` in the lower bits. */
+__device__ __forceinline__ uint32_t ep_e2m1_pair(float low, float high) {
+#if EP_CONVERTS_E2M1
+    return ep_convert_e2m1x2(low, high);
+#else
+    return ep_e2m1_from_float(low) | (uint32_t)ep_e2m1_from_float(high) << 4;
+#endif
+}
+
+/** See ep_quantise_unit above. The codes lie in the first two words. */
 template <typename T>
-__device__ __forceinline__ void ep_quantise_as(EpQuantFormat format, const void *row, int n,
-                                               uint8_t *out, void *scales, int thread,
-                                               int threads) {
+__device__ __forceinline__ uint4 ep_quantise_unit(EpNvfp4 format, const EpUnit<T> &x, int valid,
+                                                  EpQuantScale *scale) {
+    uint32_t largest = valid ? ep_unit_most(x) : 0, word[2] = {0, 0};
+    uint32_t amax = largest < EP_QUANT_INFINITY_BITS ? largest : ep_unit_largest(x, 1);
+    *scale = ep_quant_global(format.global, max(amax, EP_QUANT_LEAST_BITS));
+#pragma unroll
+    for (int i = 0; i < EpUnit<T>::PARTS; i++) {
+        EpVector<T> v = ep_unpack<T>(x.part[i]);
+#pragma unroll
+        for (int e = 0; e < EpVector<T>::SIZE; e += 2) {
+            int at = i * EpVector<T>::SIZE + e;
+            float low = v.at[e] * scale->inverse, high = v.at[e + 1] * scale->inverse;
+            word[at / 8] |= ep_e2m1_pair(low, high) << at % 8 * 4;
+        }
+    }
+    return make_uint4(word[0], word[1], 0, 0);
+}
+
+__device__ __forceinline__ void ep_store_codes(EpNvfp4, void *row, int unit, const uint4 &codes) {
+    ((uint2 *)row)[unit] = make_uint2(codes.x, codes.y);
+}
+
+__device__ __forceinline__ void ep_store_shared_codes(EpNvfp4, uint32_t row, int unit,
+                                                      const uint4 &codes) {
+    ep_store_shared(row + unit * (uint32_t)sizeof(uint2), make_uint2(codes.x, codes.y));
+}
+
+__device__ __forceinline__ void ep_store_scale_of(EpNvfp4, void *scales, int unit,
+                                                  const EpQuantScale &scale) {
+    ((uint8_t *)scales)[unit] = (uint8_t)scale.stored;
+}
+
+/* ---- rows ---------------------------------------------------------------------------------- */
+
+template <typename T, typename Format>
+__device__ __forceinline__ void ep_quantise_as(Format format, const void *row, int n, uint8_t *out,
+                                               void *scales, int thread, int threads) {
     int units = n / EP_QUANT_UNIT, lane = thread % 32;
     for (int base = thread - lane; base < units; base += threads) {
         int unit = base + lane, valid = unit < units;
@@ -287,15 +352,17 @@ __device__ __forceinline__ void ep_quantise_as(EpQuantFormat format, const void 
 }
 
 /**
- * Quantise a row of `n` elements of BF16, FP16 or FP32, n a multiple of 16. By threads 0 ..
+ * Quantise a row of `n` elements of BF16, FP16 or FP32, n a multiple of 16 (EpNvfp4: 32). Format is
+ * EpQuantFormat or EpNvfp4. By threads 0 ..
  * `threads` - 1 of a group, all with the same arguments; this one is `thread`. The group is whole
  * warps, with thread % 32 the lane. `row` is global memory that is not written during the launch;
  * `out` [ep_quant_bytes] and `scales` [ep_quant_scales] are global or shared, row and out 16-byte
  * aligned, scales aligned to its elements. There is no barrier: other threads see the result after
  * a barrier of their own, and bulk copies after a fence besides.
  */
-__device__ __forceinline__ void ep_quantise_row(EpQuantFormat format, int type, const void *row,
-                                                int n, uint8_t *out, void *scales, int thread,
+template <typename Format>
+__device__ __forceinline__ void ep_quantise_row(Format format, int type, const void *row, int n,
+                                                uint8_t *out, void *scales, int thread,
                                                 int threads) {
     if (type == EP_TYPE_BF16)
         ep_quantise_as<__nv_bfloat16>(format, row, n, out, scales, thread, threads);
@@ -307,22 +374,29 @@ __device__ __forceinline__ void ep_quantise_row(EpQuantFormat format, int type, 
 
 /* ---- copying words ------------------------------------------------------------------------- */
 
-/* Copy a row of scales, in words, to the target `to` of each lane where that is not NULL. Word i
- * goes offset_of(i) bytes behind a target. By a warp. */
-template <typename Word, typename Offset>
-__device__ __forceinline__ void spread_words(char *to, const char *from, int words,
-                                             Offset offset_of) {
+/* Copy words to the target `to` of each lane where that is not NULL. Word i is word_of(i) and goes
+ * offset_of(i) bytes behind a target. By a warp. */
+template <typename Word, typename Source, typename Offset>
+__device__ __forceinline__ void spread_each(char *to, int words, Source word_of, Offset offset_of) {
     int lane = threadIdx.x % 32;
     unsigned targets = __ballot_sync(~0u, to != NULL);
     for (int base = 0; base < words; base += 32) {
         int at = base + lane, valid = at < words;
         Word word;
-        if (valid) word = __ldcg((const Word *)from + at);
+        if (valid) word = word_of(at);
         for (unsigned left = targets; left; left &= left - 1) {
             char *out = (char *)__shfl_sync(~0u, (unsigned long long)to, __ffs(left) - 1);
             if (valid) *(Word *)(out + offset_of(at)) = word;
         }
     }
+}
+
+/* The same for a row of scales. */
+template <typename Word, typename Offset>
+__device__ __forceinline__ void spread_words(char *to, const char *from, int words,
+                                             Offset offset_of) {
+    spread_each<Word>(
+        to, words, [=](int i) { return __ldcg((const Word *)from + i); }, offset_of);
 }
 
 template <typename Word>

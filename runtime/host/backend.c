@@ -8,6 +8,8 @@
 #include "combine/host/gather.h"
 #include "dispatch/host/scatter.h"
 #include "handles/host/plan.h"
+#include "handles/prepare/host/count.h"
+#include "handles/prepare/host/routing_map.h"
 #include "handles/weights/host/weight.h"
 #include "runtime/host/host.h"
 
@@ -119,4 +121,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .reduce_amax = ep_host_weight_amax,
                                       .measure_weight = ep_host_weight_measure,
                                       .quantise_rows = ep_host_quantise_rows,
+                                      .count_routing = ep_host_count_routing,
+                                      .read_routing_map = ep_host_read_routing_map,
+                                      .write_routing_map = ep_host_write_routing_map,
                                       .check_pointer = check_pointer};

@@ -27,22 +27,26 @@ static uint32_t find_amax(const float *x, int64_t count) {
     return amax;
 }
 
-/* Store the codes of `count` numbers. E4M3 is the only code. */
+/* Store the codes of `count` numbers; of E2M1, which has two in a byte, an even number. */
 static void encode(EpQuantFormat format, const float *x, int64_t count, float inverse,
                    uint8_t *out) {
-    (void)format;
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; format.code == EP_CODE_E4M3 && i < count; i++)
         out[i] = ep_e4m3_from_float(x[i] * inverse);
+    for (int64_t i = 0; format.code == EP_CODE_E2M1 && i < count; i += 2)
+        out[i / 2] = (uint8_t)(ep_e2m1_from_float(x[i] * inverse) |
+                               ep_e2m1_from_float(x[i + 1] * inverse) << 4);
 }
 
-void ep_quantise(EpQuantFormat format, EpType type, const void *row, int64_t n, uint8_t *out,
-                 void *scales) {
+void ep_quantise(EpQuantFormat format, float global, EpType type, const void *row, int64_t n,
+                 uint8_t *out, void *scales) {
     int64_t block = format.block;
     float x[MOST_BLOCK];
     for (int64_t first = 0, b = 0; first < n; first += block, b++) {
         int64_t count = n - first < block ? n - first : block;
         load_block(type, row, first, 1, count, x);
-        EpQuantScale scale = ep_quant_scale(format, find_amax(x, count));
+        uint32_t amax = find_amax(x, count);
+        EpQuantScale scale = format.scaling == EP_SCALE_GLOBAL ? ep_quant_global(global, amax)
+                                                               : ep_quant_scale(format, amax);
         encode(format, x, count, scale.inverse, out + ep_quant_bytes(format, first));
         ep_store_scale(format, scales, b, scale.stored);
     }

@@ -65,9 +65,9 @@ void ep_row_zero(void *out, size_t bytes, int stream);
 void ep_stream_fence(void);
 
 /** Quantise a row of `n` elements of BF16, FP16 or FP32 into ep_quant_bytes(format, n) bytes of
- *  codes and ep_quant_scales(format, n) scales. */
-void ep_quantise(EpQuantFormat format, EpType type, const void *row, int64_t n, uint8_t *out,
-                 void *scales);
+ *  codes and ep_quant_scales(format, n) scales. `global`: of EP_SCALE_GLOBAL, else not used. */
+void ep_quantise(EpQuantFormat format, float global, EpType type, const void *row, int64_t n,
+                 uint8_t *out, void *scales);
 
 /** Elements that share a scale: element (i, j) is from[i * row_step + j * step], and row i of their
  *  codes begins at out[i * out_step]. */

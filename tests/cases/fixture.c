@@ -3,6 +3,8 @@
 
 #include <strings.h>
 
+#include "tests/oracle/quant.h"
+
 /* In the order of StepOp. */
 static const char *const op_names[] = {
     "ep_prepare",          "ep_dispatch",          "ep_combine",
@@ -90,11 +92,13 @@ void fixture_reset(Fixture *fixture) {
         fixture->arg[i] = t;
     }
     step_fill(&fixture->step, IN_INDEX, fixture->tensor[IN_INDEX].data);
+    step_fill(&fixture->step, IN_GLOBAL_SCALE, fixture->tensor[IN_GLOBAL_SCALE].data);
     *(int32_t *)fixture->tensor[IN_COUNT].data = step_mine(&fixture->step)->tokens;
     if (!case_has_rows(c)) fixture->arg[OUT_INDEX] = NULL;
     if (c->quant != EP_QUANT_NONE) fixture->arg[IN_SCALES] = NULL;
     fixture->arg[c->weights_at_combine ? IN_SLOT_WEIGHTS : IN_COMBINE_WEIGHTS] = NULL;
     fixture->arg[IN_BIAS0] = fixture->arg[IN_BIAS1] = NULL;
+    if (!quant_form(c->quant)->is_global) fixture->arg[IN_GLOBAL_SCALE] = NULL;
     for (int i = EXPERT_TOKENS; i < STEP_ARRAYS; i++)
         fixture->arg[i] = NULL;
 }
@@ -147,6 +151,7 @@ static Part find_argument(void *context, const char *call, const char *name) {
                   {"grad_recv_tokens", "grad_recv_tokens", IN_EXPERT_OUT},
                   {"grad_recv_weights", "grad_slot_weights", IN_GRAD_SLOT_WEIGHTS},
                   {"grad_slot_weights", "grad_slot_weights", OUT_GRAD_SLOTS},
+                  {"global_scale", "extras.global_scale", IN_GLOBAL_SCALE},
                   {"bias0", "extras.bias0", IN_BIAS0},
                   {"bias1", "extras.bias1", IN_BIAS1},
                   {"expert_tokens", "extras.expert_tokens", EXPERT_TOKENS},

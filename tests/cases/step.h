@@ -52,6 +52,7 @@ typedef enum StepInput {
     IN_TOKENS,
     IN_WEIGHTS,
     IN_SCALES,
+    IN_GLOBAL_SCALE,
     IN_EXPERT_OUT,
     IN_SLOT_WEIGHTS,
     IN_COMBINE_WEIGHTS, /**< as IN_WEIGHTS, for combine */

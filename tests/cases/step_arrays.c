@@ -48,6 +48,11 @@ static EpTensor scales_of_rows(const Case *c, Extents n) {
     EpTensor tensor = by_row(c, n, case_scale_type(c), case_scales(c));
     int last = tensor.ndim - 1;
     if (c->scale_order == EP_SCALES_BY_ROW) return tensor;
+    if (c->scale_order == EP_SCALES_SWIZZLED) {
+        tensor.shape[last] = (tensor.shape[last] + 3) / 4 * 4;
+        tensor.shape[last - 1] = (tensor.shape[last - 1] + 127) / 128 * 128;
+        return tensor;
+    }
     tensor.shape[last] = tensor.shape[last - 1];
     tensor.shape[last - 1] = case_scales(c);
     return tensor;
@@ -62,6 +67,7 @@ static EpTensor input_shape(const Case *c, Extents n, StepInput input) {
         [IN_TOKENS] = ep_tensor_2d(NULL, c->row_type, n.tokens, c->hidden),
         [IN_WEIGHTS] = weights,
         [IN_SCALES] = ep_tensor_2d(NULL, EP_TYPE_UINT8, n.tokens, c->scale_bytes),
+        [IN_GLOBAL_SCALE] = ep_tensor_1d(NULL, EP_TYPE_FP32, 1),
         [IN_EXPERT_OUT] = by_row(c, n, c->sum_type, c->hidden),
         [IN_SLOT_WEIGHTS] = by_slot(c, n),
         [IN_COMBINE_WEIGHTS] = weights,
@@ -151,16 +157,13 @@ EpTensor step_recv_scales(const Step *step, void *data) {
 
 EpTensor step_input(const Step *step, StepInput input) {
     const RankWorld *me = step_mine(step);
-    void *const data[INPUTS] = {[IN_TOKENS] = me->token,
-                                [IN_WEIGHTS] = me->weight,
-                                [IN_SCALES] = me->scale,
-                                [IN_EXPERT_OUT] = me->expert_out,
-                                [IN_SLOT_WEIGHTS] = me->slot_weight,
-                                [IN_COMBINE_WEIGHTS] = me->weight,
-                                [IN_GRAD_SLOT_WEIGHTS] = me->grad_slot_weight,
-                                [IN_GRAD_OUT] = me->grad_out,
-                                [IN_BIAS0] = me->bias[0],
-                                [IN_BIAS1] = me->bias[1]};
+    void *const data[INPUTS] = {
+        [IN_TOKENS] = me->token,           [IN_WEIGHTS] = me->weight,
+        [IN_SCALES] = me->scale,           [IN_GLOBAL_SCALE] = (void *)&me->global_scale,
+        [IN_EXPERT_OUT] = me->expert_out,  [IN_SLOT_WEIGHTS] = me->slot_weight,
+        [IN_COMBINE_WEIGHTS] = me->weight, [IN_GRAD_SLOT_WEIGHTS] = me->grad_slot_weight,
+        [IN_GRAD_OUT] = me->grad_out,      [IN_BIAS0] = me->bias[0],
+        [IN_BIAS1] = me->bias[1]};
     EpTensor tensor = input_shape(&step->world->c, extents_of(step), input);
     tensor.data = data[input];
     return tensor;
@@ -199,6 +202,7 @@ static const struct {
                          [IN_TOKENS] = {"tokens", 0},
                          [IN_WEIGHTS] = {"topk_weights", 0},
                          [IN_SCALES] = {"scales", 0},
+                         [IN_GLOBAL_SCALE] = {"extras.global_scale", 0},
                          [IN_EXPERT_OUT] = {"expert_out", 0},
                          [IN_SLOT_WEIGHTS] = {"slot_weights", 0},
                          [IN_COMBINE_WEIGHTS] = {"topk_weights", 0},

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The calls of a step. */
 #include "tests/cases/step.h"
+#include "tests/oracle/quant.h"
 
 static int gives(const Case *c, StepInput input) {
     const int left_out[INPUTS] = {[IN_COUNT] = !c->counted,
                                   [IN_WEIGHTS] = !c->weighted,
                                   [IN_SCALES] = !c->scale_bytes,
+                                  [IN_GLOBAL_SCALE] = !quant_form(c->quant)->is_global,
                                   [IN_SLOT_WEIGHTS] = !c->weighted,
                                   [IN_COMBINE_WEIGHTS] = !c->weights_at_combine,
                                   [IN_GRAD_SLOT_WEIGHTS] = !c->weighted,
@@ -21,8 +23,13 @@ static EpPlanTensors plan_outputs(const EpTensor *const *a) {
                            a[OUT_SOURCE_ROWS]};
 }
 
-static int any_extras(const EpTensor *const *a) {
-    int any = a[IN_BIAS0] || a[IN_BIAS1];
+/* Only a dispatch takes the scale, which a step has for all of its calls. */
+static const EpTensor *scale_of(const EpTensor *const *a, StepOp op) {
+    return op & (STEP_DISPATCH | STEP_DISPATCH_SEND) ? a[IN_GLOBAL_SCALE] : NULL;
+}
+
+static int any_extras(const EpTensor *const *a, StepOp op) {
+    int any = a[IN_BIAS0] || a[IN_BIAS1] || scale_of(a, op);
     for (int i = EXPERT_TOKENS; i < STEP_ARRAYS; i++)
         any |= a[i] != NULL;
     return any;
@@ -30,8 +37,9 @@ static int any_extras(const EpTensor *const *a) {
 
 static EpStatus call_with_extras(EpHandle *h, const EpTensor *plan, const EpTensor *const *a,
                                  const EpPrepare *prepare, StepOp op, EpStream stream) {
-    const EpExtras x = {sizeof(x),    a[IN_BIAS0],   a[IN_BIAS1],  a[EXPERT_TOKENS],
-                        a[PEER_ROWS], a[PEER_BYTES], a[PEER_WAIT], a[LONGEST_WAIT]};
+    const EpExtras x = {sizeof(x),        a[IN_BIAS0],     a[IN_BIAS1],
+                        a[EXPERT_TOKENS], a[PEER_ROWS],    a[PEER_BYTES],
+                        a[PEER_WAIT],     a[LONGEST_WAIT], scale_of(a, op)};
     const EpPlanTensors numbers = plan_outputs(a);
     switch (op) {
     case STEP_PREPARE:
@@ -70,7 +78,7 @@ EpStatus step_call_with(const Step *step, const EpTensor *const a[STEP_ARRAYS], 
     EpPlanTensors numbers = plan_outputs(a);
     EpPrepare prepare = EP_PREPARE_INIT;
     prepare.out = &numbers;
-    if (any_extras(a)) return call_with_extras(h, plan, a, again ? &prepare : NULL, op, stream);
+    if (any_extras(a, op)) return call_with_extras(h, plan, a, again ? &prepare : NULL, op, stream);
     switch (op) {
     case STEP_PREPARE:
         return ep_prepare(h, plan, a[IN_INDEX], a[IN_COUNT], stream, &numbers);

@@ -30,18 +30,34 @@ static void run_types(EpQuant quant, EpLayout layout, int ranks, const char *mor
 GRID(fp8, EP_QUANT_FP8)
 GRID(fp8_ue8m0, EP_QUANT_FP8_UE8M0)
 GRID(mxfp8, EP_QUANT_MXFP8)
+GRID(nvfp4, EP_QUANT_NVFP4)
+
+/* Tiles of scales: slabs of several, with rows and columns that do not fill them. */
+Test(dispatch_quant, swizzled, .timeout = 120) {
+    const char *tiles = "scale_order=swizzled alignment=128 max_tokens=140 routing=skewed";
+    for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++)
+        for (int ranks = 1; ranks <= 2; ranks++) {
+            run_types(EP_QUANT_NVFP4, layout, ranks, tiles);
+            run_types(EP_QUANT_MXFP8, layout, ranks, tiles);
+        }
+    run_types(EP_QUANT_NVFP4, EP_LAYOUT_BATCHED, 2, "scale_order=swizzled alignment=1");
+}
 
 /* Scales that the caller passes can be received by column, too. */
 LayoutsTest(dispatch_quant, carried_scales_by_column,
             "ranks=3 scale_bytes=12 spare_rows=2 zero_tail=zero weighted=1 scale_order=by-column "
             "alignment=4");
+LayoutsTest(dispatch_quant, carried_scales_swizzled,
+            "ranks=3 scale_bytes=12 spare_rows=2 zero_tail=zero weighted=1 scale_order=swizzled "
+            "alignment=128 max_tokens=70");
 
 /* Rows of other nodes are packed instead of staged, and arrive in many rounds. */
 Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
     setenv("LIBEP_NODE_CHUNK", "3000", 1);
-    for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_MXFP8; quant++)
+    for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_NVFP4; quant++)
         run_types(quant, EP_LAYOUT_BATCHED, 4, "nodes=0110");
+    run_types(EP_QUANT_NVFP4, EP_LAYOUT_FLAT, 4, "nodes=0110 scale_order=swizzled");
 }
 
 /* A group needs to allow only twice the bytes of the received row. These are the longest rows, and
@@ -49,7 +65,7 @@ Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
 Test(dispatch_quant, longest_rows, .timeout = 120) {
     static const char *const rows[] = {"hidden=32768 row_type=bf16", "hidden=8208 row_type=bf16",
                                        "hidden=24592 row_type=fp16", "hidden=16368 row_type=fp32"};
-    for (int i = 0; i < LENGTH(rows) * 3; i++) {
+    for (int i = 0; i < LENGTH(rows) * 5; i++) {
         Case c = case_of("ranks=2 max_tokens=2 weighted=1 spread=full quant=%d seed=%d %s",
                          EP_QUANT_FP8 + i / 4, 8 + i, rows[i % 4]);
         run_case_on_threads(&c);
@@ -103,6 +119,54 @@ RefusalsTest(dispatch_quant, wrong_tensors_of_batched_by_column, "quant_batched_
              "hidden=160 layout=batched quant=fp8-ue8m0 scale_order=by-column");
 RefusalsTest(dispatch_quant, wrong_tensors_of_rank_major_by_column, "quant_rank_major_by_column",
              "hidden=160 layout=rank-major quant=fp8-ue8m0 scale_order=by-column");
+RefusalsTest(dispatch_quant, wrong_tensors_of_nvfp4, "quant_nvfp4", "hidden=160 quant=nvfp4");
+RefusalsTest(dispatch_quant, wrong_swizzled_tensors, "quant_swizzled",
+             "hidden=160 quant=nvfp4 scale_order=swizzled alignment=128");
+RefusalsTest(dispatch_quant, wrong_swizzled_slabs, "quant_swizzled_slabs",
+             "hidden=160 layout=batched quant=nvfp4 scale_order=swizzled");
+RefusalsTest(dispatch_quant, wrong_carried_scales, "scales_swizzled",
+             "scale_order=swizzled alignment=128");
+
+/* The host backend reads the global scale before the call takes part, a GPU when it runs. A rank
+ * that gives a wrong one corrects it on the host, for which the others wait. */
+static void give_wrong_scale(Fixture *f, int is_wrong, float value) {
+    float *scale = f->tensor[IN_GLOBAL_SCALE].data;
+    for (int output = OUT_COUNTS; output <= OUT_SOURCES; output++)
+        f->arg[output] = NULL;
+    CHECK_OK(fixture_call(f, STEP_PREPARE));
+    if (is_wrong) *scale = value;
+    EpStatus status = fixture_call(f, STEP_DISPATCH);
+    if (TESTS_ON_GPU && status == EP_OK) status = ep_group_status(f->group, NULL);
+    if (!is_wrong) {
+        CHECK(status == (TESTS_ON_GPU ? EP_ERR_PEER : EP_OK), "%s", ep_last_error());
+        return;
+    }
+    CHECK_REFUSED(status, EP_ERR_RANGE, "dispatch", "extras.global_scale", "from 2^-64 to 2^64");
+    fixture_check_untouched(f);
+    *scale = 1;
+    if (!TESTS_ON_GPU) CHECK_OK(fixture_call(f, STEP_DISPATCH));
+}
+
+SoloTest(dispatch_quant, global_scales_that_are_none) {
+    static const float values[] = {0, -1, NAN, INFINITY, 1e-30f, 1e30f};
+    be_quiet();
+    for (int i = 0; i < 2 * LENGTH(values); i++) {
+        if (i % 2 && !TESTS_HAVE_LATENCY) continue;
+        Fixture *f =
+            fixture_new(i % 2 ? "hidden=64 quant=nvfp4 mode=latency" : "hidden=64 quant=nvfp4");
+        give_wrong_scale(f, 1, values[i / 2]);
+        fixture_free(f);
+    }
+}
+
+ThreadTest(dispatch_quant, global_scale_of_one_rank, 2) {
+    Case c = case_complete(case_of("ranks=2 hidden=64 quant=nvfp4"));
+    Fixture f = {0};
+    be_quiet();
+    fixture_open_on(&f, bootstrap, &c);
+    give_wrong_scale(&f, bootstrap->rank, NAN);
+    fixture_close_on(&f);
+}
 
 /* A dispatch that quantises refuses scales of the caller. */
 SoloTest(dispatch_quant, scales_on_top) {

@@ -194,6 +194,7 @@ static const EpExtras *move_extras(Moved *m, const EpExtras *extras, EpExtras *c
     if (!extras || extras->struct_size != sizeof(*extras)) return extras;
     *copy = *extras;
     copy->bias0 = input(m, extras->bias0), copy->bias1 = input(m, extras->bias1);
+    copy->global_scale = input(m, extras->global_scale);
     const EpTensor **counters[] = {&copy->expert_tokens, &copy->peer_rows, &copy->peer_bytes,
                                    &copy->peer_wait_ns, &copy->peer_longest_wait_ns};
     for (size_t i = 0; i < sizeof(counters) / sizeof(*counters); i++)
@@ -226,26 +227,6 @@ EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *top
     return status;
 }
 
-EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
-                      const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
-                      EpStream stream, const EpTensor *recv_tokens,
-                      const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
-                      const EpTensor *recv_topk_idx) {
-    Moved m = {.stream = stream};
-    EpPlanTensors numbers;
-    EpPrepare outputs;
-    if (prepare && prepare->struct_size == sizeof(*prepare) && !prepare->topk_idx) {
-        outputs = *prepare, outputs.out = move_numbers(&m, prepare->out, &numbers);
-        prepare = &outputs;
-    }
-    refresh(handle);
-    EpStatus status = ep_dispatch(handle, output(&m, plan), prepare, input(&m, tokens),
-                                  input(&m, topk_weights), input(&m, scales), stream,
-                                  output(&m, recv_tokens), output(&m, recv_topk_weights),
-                                  output(&m, recv_scales), output(&m, recv_topk_idx));
-    return deliver(handle, &m, status);
-}
-
 EpStatus gpu_dispatch_with(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
                            const EpTensor *tokens, const EpTensor *topk_weights,
                            const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
@@ -266,6 +247,15 @@ EpStatus gpu_dispatch_with(EpHandle *handle, const EpTensor *plan, const EpPrepa
     return deliver(handle, &m, status);
 }
 
+EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                      const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
+                      EpStream stream, const EpTensor *recv_tokens,
+                      const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                      const EpTensor *recv_topk_idx) {
+    return gpu_dispatch_with(handle, plan, prepare, tokens, topk_weights, scales, stream,
+                             recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx, NULL);
+}
+
 /* A call whose tensors are moved, and which is over when it returns. */
 #define SETTLED(name, parameters, ...)             \
     EpStatus gpu_##name parameters {               \
@@ -276,12 +266,19 @@ EpStatus gpu_dispatch_with(EpHandle *handle, const EpTensor *plan, const EpPrepa
 #define OUT(tensor) output(&m, tensor)
 #define TENSOR const EpTensor *
 
-EpStatus gpu_dispatch_send(EpHandle *handle, TENSOR plan, const EpPrepare *prepare, TENSOR tokens,
-                           TENSOR topk_weights, TENSOR scales, EpStream stream) {
+EpStatus gpu_dispatch_send_with(EpHandle *handle, TENSOR plan, const EpPrepare *prepare,
+                                TENSOR tokens, TENSOR topk_weights, TENSOR scales, EpStream stream,
+                                const EpExtras *extras) {
     Moved m = {.stream = stream};
     refresh(handle);
-    return settle(&m, ep_dispatch_send(handle, OUT(plan), prepare, IN(tokens), IN(topk_weights),
-                                       IN(scales), stream));
+    return settle(&m, ep_dispatch_send_with(handle, OUT(plan), prepare, IN(tokens),
+                                            IN(topk_weights), IN(scales), stream, EXTRAS));
+}
+
+EpStatus gpu_dispatch_send(EpHandle *handle, TENSOR plan, const EpPrepare *prepare, TENSOR tokens,
+                           TENSOR topk_weights, TENSOR scales, EpStream stream) {
+    return gpu_dispatch_send_with(handle, plan, prepare, tokens, topk_weights, scales, stream,
+                                  NULL);
 }
 
 EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, TENSOR recv_tokens,
@@ -290,15 +287,6 @@ EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, TENSOR recv_tokens
     return deliver(handle, &m,
                    ep_dispatch_wait(handle, stream, OUT(recv_tokens), OUT(recv_topk_weights),
                                     OUT(recv_scales), OUT(recv_topk_idx)));
-}
-
-EpStatus gpu_dispatch_send_with(EpHandle *handle, TENSOR plan, const EpPrepare *prepare,
-                                TENSOR tokens, TENSOR topk_weights, TENSOR scales, EpStream stream,
-                                const EpExtras *extras) {
-    Moved m = {.stream = stream};
-    refresh(handle);
-    return settle(&m, ep_dispatch_send_with(handle, OUT(plan), prepare, IN(tokens),
-                                            IN(topk_weights), IN(scales), stream, EXTRAS));
 }
 
 EpStatus gpu_dispatch_wait_with(EpHandle *handle, EpStream stream, TENSOR recv_tokens,
@@ -342,6 +330,18 @@ SETTLED(quantise_rows,
         (EpGroup * group, const EpRowsForm *form, TENSOR rows, TENSOR num_rows, EpStream stream,
          TENSOR out, TENSOR scales),
         group, form, IN(rows), IN(num_rows), stream, OUT(out), OUT(scales))
+SETTLED(count_routing,
+        (EpBackend backend, TENSOR topk_idx, EpStream stream, TENSOR rank_tokens,
+         TENSOR expert_tokens, TENSOR token_in_rank),
+        backend, IN(topk_idx), stream, OUT(rank_tokens), OUT(expert_tokens), OUT(token_in_rank))
+SETTLED(read_routing_map,
+        (EpBackend backend, TENSOR map, TENSOR probs, EpStream stream, TENSOR topk_idx,
+         TENSOR topk_weights),
+        backend, IN(map), IN(probs), stream, OUT(topk_idx), OUT(topk_weights))
+SETTLED(write_routing_map,
+        (EpBackend backend, TENSOR topk_idx, TENSOR topk_weights, EpStream stream, TENSOR map,
+         TENSOR probs),
+        backend, IN(topk_idx), IN(topk_weights), stream, OUT(map), OUT(probs))
 
 SETTLED(combine_send_with,
         (EpHandle * handle, TENSOR plan, TENSOR expert_out, TENSOR slot_weights,

@@ -45,6 +45,9 @@ __typeof__(ep_weight_gather) gpu_weight_gather;
 __typeof__(ep_weight_reduce) gpu_weight_reduce;
 __typeof__(ep_weight_amax) gpu_weight_amax;
 __typeof__(ep_quantise_rows) gpu_quantise_rows;
+__typeof__(ep_count_routing) gpu_count_routing;
+__typeof__(ep_read_routing_map) gpu_read_routing_map;
+__typeof__(ep_write_routing_map) gpu_write_routing_map;
 __typeof__(ep_handle_destroy) gpu_handle_destroy;
 __typeof__(ep_group_destroy) gpu_group_destroy;
 
@@ -76,6 +79,9 @@ __typeof__(ep_group_destroy) gpu_group_destroy;
 #define ep_weight_reduce gpu_weight_reduce
 #define ep_weight_amax gpu_weight_amax
 #define ep_quantise_rows gpu_quantise_rows
+#define ep_count_routing gpu_count_routing
+#define ep_read_routing_map gpu_read_routing_map
+#define ep_write_routing_map gpu_write_routing_map
 #define ep_handle_destroy gpu_handle_destroy
 #define ep_group_destroy gpu_group_destroy
 #endif

@@ -20,7 +20,7 @@ static const struct {
 } uses[] = {
     {STEP_PREPARE, "ep_prepare", IN_INDEX, IN_COUNT},
     {STEP_PREPARE, "ep_prepare", OUT_COUNTS, OUT_SOURCES},
-    {STEP_DISPATCH, "ep_dispatch", IN_TOKENS, IN_SCALES},
+    {STEP_DISPATCH, "ep_dispatch", IN_TOKENS, IN_GLOBAL_SCALE},
     {STEP_DISPATCH, "ep_dispatch", OUT_TOKENS, OUT_INDEX},
     {STEP_DISPATCH, "ep_dispatch", EXPERT_TOKENS, LONGEST_WAIT},
     {STEP_COMBINE, "ep_combine", IN_EXPERT_OUT, IN_COMBINE_WEIGHTS},
@@ -57,9 +57,10 @@ static void check_each(Fixture *fixture, void *memory, const char *kind) {
         }
 }
 
-static void check_layout(EpLayout layout, void *memory, const char *kind) {
+static void check_layout(EpLayout layout, EpQuant quant, void *memory, const char *kind) {
     Fixture fixture;
     Case c = fixture_case(layout);
+    c.quant = quant, c = case_complete(c);
     fixture_open(&fixture, &c);
     step_prepare(&fixture.step);
     check_each(&fixture, memory, kind);
@@ -77,7 +78,8 @@ SoloTest(gpu_pointers, plain_memory_is_refused) {
     if (pageable) cr_skip_test("this GPU reads plain memory");
     void *plain = aligned_alloc(128, 1 << 20);
     for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++)
-        check_layout((EpLayout)layout, plain, "plain host memory");
+        check_layout((EpLayout)layout, EP_QUANT_NONE, plain, "plain host memory");
+    check_layout(EP_LAYOUT_FLAT, EP_QUANT_NVFP4, plain, "plain host memory");
     free(plain);
 }
 
@@ -91,7 +93,7 @@ SoloTest(gpu_pointers, memory_of_another_gpu_is_refused) {
     gpu_take(0);
     char kind[48];
     snprintf(kind, sizeof(kind), "memory of device %d", other);
-    check_layout(EP_LAYOUT_FLAT, memory, kind);
+    check_layout(EP_LAYOUT_FLAT, EP_QUANT_NONE, memory, kind);
     CHECK_CUDA(cudaFree(memory));
 }
 

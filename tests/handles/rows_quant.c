@@ -63,7 +63,7 @@ static void expect_block(const Expected *x, int64_t slab, const int64_t at[4], i
     for (int64_t i = at[0]; i < at[1]; i++)
         for (int64_t j = at[2]; j < at[3]; j++)
             values[n++] = number_get(x->rows, x->s->type, input_at(x, slab, i, j));
-    quant_block(x->form->quant, values, n, codes,
+    quant_block(x->form->quant, 0, values, n, codes,
                 x->scales + scale * quant_scale_bytes(x->form->quant));
     n = 0;
     for (int64_t i = at[0]; i < at[1]; i++)

@@ -24,12 +24,12 @@ typedef struct TextField {
     }
 
 #define TEXT_TYPES "|bf16|fp16|fp32|fp8_e4m3|fp8_e5m2|uint8|int32|int64"
-#define TEXT_QUANTS "|none|fp8|fp8-ue8m0|mxfp8|fp8-pow2"
+#define TEXT_QUANTS "|none|fp8|fp8-ue8m0|mxfp8|fp8-pow2|nvfp4"
 #define TEXT_LAYOUTS "|expert-major|flat|batched|rank-major"
 #define TEXT_MODES "|auto|throughput|latency"
 #define TEXT_OVERFLOWS "|error|drop"
 #define TEXT_TAILS "keep|zero|ids"
-#define TEXT_ORDERS "|by-row|by-column"
+#define TEXT_ORDERS "|by-row|by-column|swizzled"
 
 /** Set a field of a struct; ends the process if there is no such field or word. */
 void text_set(void *object, const TextField *fields, int n, const char *name, const char *value);

@@ -60,6 +60,12 @@ static int64_t scale_cell(const Case *c, int64_t buffer_rows, int64_t row, int64
     int64_t scales = case_scales(c);
     if (c->scale_order == EP_SCALES_BY_ROW) return row * scales + i;
     int64_t block = case_block_rows(c) ? case_block_rows(c) : buffer_rows;
+    if (c->scale_order == EP_SCALES_SWIZZLED) {
+        /* [blocks, tiles of rows, tiles of scales, 32, 4, 4] */
+        int64_t r = row % block, tile = row / block * ((block + 127) / 128) + r / 128;
+        tile = tile * ((scales + 3) / 4) + i / 4;
+        return ((tile * 32 + r % 32) * 4 + r / 32 % 4) * 4 + i % 4;
+    }
     return row / block * scales * block + i * block + row % block;
 }
 
@@ -67,12 +73,13 @@ static void expect_scales(const World *world, int rank, int64_t row, Image *imag
     const Case *c = &world->c;
     const Row *what = &world->rank[rank].row[row];
     size_t all = case_recv_scale_bytes(c), n = (size_t)case_scales(c);
-    for (size_t i = 0; i < n; i++) {
+    size_t written = c->scale_order == EP_SCALES_SWIZZLED ? (n + 3) / 4 * 4 : n;
+    for (size_t i = 0; i < written; i++) {
         int64_t cell = scale_cell(c, world->rank[rank].buffer_rows, row, (int64_t)i);
         size_t bytes = all / n;
         uint8_t *to = image->data + (size_t)cell * bytes;
         memset(to, 0, bytes);
-        if (what->kind != ROW_FILLED) continue;
+        if (what->kind != ROW_FILLED || i >= n) continue;
         const uint8_t *from = world->rank[what->source].sent_scale + (size_t)what->token * all;
         memcpy(to, from + i * bytes, bytes);
     }

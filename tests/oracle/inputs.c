@@ -162,7 +162,7 @@ static void make_sent(const Case *c, RankWorld *me) {
         const uint8_t *token = me->token + (size_t)t * bytes;
         uint8_t *sent = me->sent + (size_t)t * row, *scales = me->sent_scale + (size_t)t * scale;
         if (quant_form(c->quant)->bits) {
-            quant_row(c->quant, c->row_type, token, c->hidden, sent, scales);
+            quant_row(c->quant, me->global_scale, c->row_type, token, c->hidden, sent, scales);
         } else {
             memcpy(sent, token, row);
             memcpy(scales, me->scale + (size_t)t * scale, scale);
@@ -184,6 +184,7 @@ static void make_biases(World *world, int rank) {
 }
 
 void inputs_make_tokens(World *world, int rank) {
+    static const float globals[] = {1, 2688, 0.37f, 0x1.8p20f};
     const Case *c = &world->c;
     RankWorld *me = &world->rank[rank];
     me->tokens = token_count(world, rank);
@@ -197,6 +198,7 @@ void inputs_make_tokens(World *world, int rank) {
     if (quant_form(c->quant)->bits) make_numbers(c, me, &random);
     fill_random(me->scale, (size_t)me->rows * (size_t)c->scale_bytes, &random);
 
+    me->global_scale = globals[(c->seed + (uint64_t)rank) % 4];
     make_sent(c, me);
 
     random = stream_of(world, rank, STREAM_WEIGHT);

@@ -9,11 +9,12 @@
 #define E4M3 EP_TYPE_FP8_E4M3
 
 static const QuantForm forms[] = {
-    [EP_QUANT_NONE] = {EP_TYPE_UINT8, EP_TYPE_UINT8, 0, 1, 0, 0, NULL},
-    [EP_QUANT_FP8] = {E4M3, EP_TYPE_FP32, 8, 128, 448, 0, quant_encode},
-    [EP_QUANT_FP8_UE8M0] = {E4M3, EP_TYPE_UINT8, 8, 128, 448, 1, quant_encode},
-    [EP_QUANT_MXFP8] = {E4M3, EP_TYPE_UINT8, 8, 32, 448, 1, quant_encode},
-    [EP_QUANT_FP8_POW2] = {E4M3, EP_TYPE_FP32, 8, 128, 448, 1, quant_encode},
+    [EP_QUANT_NONE] = {EP_TYPE_UINT8, EP_TYPE_UINT8, 0, 1, 0, 0, 0, NULL},
+    [EP_QUANT_FP8] = {E4M3, EP_TYPE_FP32, 8, 128, 448, 0, 0, quant_encode},
+    [EP_QUANT_FP8_UE8M0] = {E4M3, EP_TYPE_UINT8, 8, 128, 448, 1, 0, quant_encode},
+    [EP_QUANT_MXFP8] = {E4M3, EP_TYPE_UINT8, 8, 32, 448, 1, 0, quant_encode},
+    [EP_QUANT_FP8_POW2] = {E4M3, EP_TYPE_FP32, 8, 128, 448, 1, 0, quant_encode},
+    [EP_QUANT_NVFP4] = {EP_TYPE_UINT8, EP_TYPE_UINT8, 4, 16, 6, 0, 1, quant_encode_e2m1},
 };
 
 const QuantForm *quant_form(EpQuant quant) {
@@ -62,10 +63,36 @@ uint8_t quant_encode(double value) {
     return (uint8_t)(sign | code);
 }
 
-/* Returns the correctly rounded quotient of two floats. Double precision suffices for quotients and
- * products. */
+const double quant_e2m1[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+
+/* Of two codes that are equally near the even one is taken. */
+uint8_t quant_encode_e2m1(double value) {
+    uint8_t best = 0;
+    if (isnan(value)) return 7;
+    double magnitude = fabs(value) < 6 ? fabs(value) : 6;
+    for (uint8_t code = 1; code < 8; code++) {
+        double here = fabs(quant_e2m1[code] - magnitude),
+               there = fabs(quant_e2m1[best] - magnitude);
+        if (here < there || (here == there && code % 2 == 0)) best = code;
+    }
+    return (uint8_t)(best | (signbit(value) ? 8 : 0));
+}
+
+/* Returns the correctly rounded quotient or product of two floats, for which double precision
+ * suffices. */
 static float divide(double a, double b) {
     return (float)(a / b);
+}
+
+static float multiply(double a, double b) {
+    return (float)(a * b);
+}
+
+/* Returns the factor of a block's elements, and its scale. */
+static float global_inverse(double amax, float global, uint8_t *scale) {
+    *scale = quant_encode((double)multiply(global, multiply(amax, divide(1, 6))));
+    float step = multiply(quant_decode(*scale), divide(1, global));
+    return *scale ? divide(1, step) : 0;
 }
 
 static int least_power(float scale) {
@@ -75,13 +102,15 @@ static int least_power(float scale) {
     return power;
 }
 
-void quant_block(EpQuant quant, const float *x, int n, uint8_t *out, uint8_t *scale) {
+void quant_block(EpQuant quant, float global, const float *x, int n, uint8_t *out, uint8_t *scale) {
     const QuantForm *form = quant_form(quant);
     double amax = ldexp(1, -100);
     for (int i = 0; i < n; i++)
         if (isfinite(x[i]) && fabs((double)x[i]) > amax) amax = fabs((double)x[i]);
     float quotient = divide(amax, form->largest), inverse = divide(form->largest, amax);
-    if (!form->is_power) {
+    if (form->is_global) {
+        inverse = global_inverse(amax, global, scale);
+    } else if (!form->is_power) {
         memcpy(scale, &quotient, 4);
     } else {
         int power = least_power(quotient);
@@ -93,18 +122,18 @@ void quant_block(EpQuant quant, const float *x, int n, uint8_t *out, uint8_t *sc
         inverse = (float)ldexp(1, -power);
     }
     for (int i = 0; i < n; i++)
-        put_code(out, i, form->bits, form->encode((float)((double)x[i] * (double)inverse)));
+        put_code(out, i, form->bits, form->encode((double)multiply(x[i], inverse)));
 }
 
-void quant_row(EpQuant quant, EpType type, const void *row, int elements, uint8_t *out,
-               uint8_t *scales) {
+void quant_row(EpQuant quant, float global, EpType type, const void *row, int elements,
+               uint8_t *out, uint8_t *scales) {
     int block = quant_form(quant)->block;
     float x[128];
     for (int b = 0; b < quant_scales(quant, elements); b++) {
         int first = b * block, n = elements - first < block ? elements - first : block;
         for (int i = 0; i < n; i++)
             x[i] = number_get(row, type, first + i);
-        quant_block(quant, x, n, out + quant_bytes(quant, first),
+        quant_block(quant, global, x, n, out + quant_bytes(quant, first),
                     scales + b * quant_scale_bytes(quant));
     }
 }
@@ -115,7 +144,7 @@ void quant_travel(float *row, int elements) {
         int n = elements - first < 128 ? elements - first : 128;
         uint8_t codes[128], scale[4];
         float value;
-        quant_block(EP_QUANT_FP8, row + first, n, codes, scale);
+        quant_block(EP_QUANT_FP8, 0, row + first, n, codes, scale);
         memcpy(&value, scale, 4);
         for (int i = 0; i < n; i++)
             row[first + i] = (float)((double)value * quant_decode(codes[i]));

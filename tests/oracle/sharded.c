@@ -125,7 +125,7 @@ void sharded_quantise(const Sharded *s, const ShardedBox *box, const EpWeightFor
                     for (int64_t z = z0; z < z0 + width && z < columns; z++)
                         x[n++] = value_at(s->type, s->seed, 1,
                                           place_of(s, box, element_at(box, t, e, y, z)));
-                quant_block(form->quant, x, n, codes,
+                quant_block(form->quant, 0, x, n, codes,
                             scales + number * quant_scale_bytes(form->quant));
                 n = 0;
                 for (int64_t y = y0; y < y0 + height && y < rows; y++)

@@ -37,6 +37,7 @@ typedef struct RankWorld {
     int64_t *index;      /**< [rows][K] */
     uint8_t *token;      /**< [rows][row bytes] */
     uint8_t *scale;      /**< [rows][scale bytes] */
+    float global_scale;  /**< of NVFP4 */
     float *weight;       /**< [rows][K] of dispatch or combine */
     uint8_t *sent;       /**< [rows][received row bytes]: tokens as they are delivered */
     uint8_t *sent_scale; /**< [rows][received scale bytes] */

@@ -34,11 +34,13 @@ static void check_code(float value) {
     CHECK(got == expected, "%a: 0x%02x instead of 0x%02x", (double)value, got, expected);
     CHECK(quant_encode((double)value) == expected, "%a: the oracle has 0x%02x instead of 0x%02x",
           (double)value, quant_encode((double)value), expected);
+    uint8_t half = quant_encode_e2m1((double)value), got_half = ep_e2m1_from_float(value);
+    CHECK(got_half == half, "%a: 0x%x instead of 0x%x", (double)value, got_half, half);
 }
 
 /* Every float whose low 16 bits are zero, and its two neighbours: all codes, the midpoints between
  * codes, and the neighbours of both. */
-SoloTest(runtime_quant, e4m3_of_all_kinds_of_floats) {
+SoloTest(runtime_quant, codes_of_all_kinds_of_floats) {
     for (uint32_t high = 0; high < 0x10000; high++) {
         if (!isnan(from_bits(high << 16)) && fabsf(from_bits(high << 16)) > 600 && high % 64)
             continue;
@@ -70,15 +72,15 @@ SoloTest(runtime_quant, values_of_all_codes) {
 
 enum { MOST = 300 };
 
-static void check_row(EpQuant quant, EpType type, const void *row, int n) {
+static void check_row(EpQuant quant, float global, EpType type, const void *row, int n) {
     uint8_t got[MOST], expected[MOST];
     _Alignas(4) uint8_t scales[64], expected_scales[64];
     memset(scales, 0xee, sizeof(scales));
     memset(expected_scales, 0xee, sizeof(expected_scales));
-    ep_quantise(ep_quant_format(quant), type, row, n, got, scales);
-    quant_row(quant, type, row, n, expected, expected_scales);
-    CHECK(memcmp(got, expected, (size_t)n) == 0, "quant %d, type %d, %d elements", (int)quant,
-          (int)type, n);
+    ep_quantise(ep_quant_format(quant), global, type, row, n, got, scales);
+    quant_row(quant, global, type, row, n, expected, expected_scales);
+    CHECK(memcmp(got, expected, (size_t)quant_bytes(quant, n)) == 0,
+          "quant %d, type %d, %d elements", (int)quant, (int)type, n);
     CHECK(memcmp(scales, expected_scales, sizeof(scales)) == 0, "scales of quant %d, type %d, %d",
           (int)quant, (int)type, n);
 }
@@ -96,8 +98,10 @@ SoloTest(runtime_quant, random_rows) {
         for (int i = 0; seed % 2 && type == EP_TYPE_FP32 && i < MOST; i++)
             row[i] = (row[i] & 0x807fffffu) | (centre + row[i] % 5) << 23;
         check_note("seed %llu", (unsigned long long)seed);
-        for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_FP8_POW2; quant++)
-            check_row(quant, type, row, n);
+        float global = ldexpf(1 + random_unit(&random), (int)random_below(&random, 128) - 64);
+        for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_NVFP4; quant++)
+            check_row(quant, global, type, row, n);
+        check_row(EP_QUANT_NVFP4, seed % 3 ? 2688 : ldexpf(1, seed % 2 ? 64 : -64), type, row, n);
     }
 }
 
@@ -105,7 +109,7 @@ static void check_first(EpQuant quant, float first, float second, double scale, 
     float row[16] = {first, second};
     uint8_t out[16];
     _Alignas(4) uint8_t stored[4];
-    ep_quantise(ep_quant_format(quant), EP_TYPE_FP32, row, 16, out, stored);
+    ep_quantise(ep_quant_format(quant), 0, EP_TYPE_FP32, row, 16, out, stored);
     float fp32;
     memcpy(&fp32, stored, 4);
     double got = quant_scale_bytes(quant) == 4 ? (double)fp32 : ldexp(1, stored[0] - 127);
@@ -133,4 +137,32 @@ SoloTest(runtime_quant, by_hand) {
     /* Rows of zeros. */
     check_first(EP_QUANT_FP8_UE8M0, 0, -0.0f, ldexp(1, -108), 0);
     check_first(EP_QUANT_FP8, -0.0f, 0, (double)(float)(ldexp(1, -100) / 448), 0x80);
+}
+
+/* The first two elements of a block of NVFP4 beside a 6, their byte and the scale's. */
+static void check_nvfp4(float global, float first, float second, uint8_t scale, uint8_t pair) {
+    float row[16] = {first, second, 6};
+    uint8_t out[8], stored;
+    ep_quantise(ep_quant_format(EP_QUANT_NVFP4), global, EP_TYPE_FP32, row, 16, out, &stored);
+    CHECK(stored == scale && out[0] == pair, "%a, %a, %a: scale 0x%02x, 0x%02x", (double)global,
+          (double)first, (double)second, stored, out[0]);
+}
+
+SoloTest(runtime_quant, nvfp4_by_hand) {
+    check_nvfp4(1, 6, -3, 0x38, 0xd7);
+    check_nvfp4(1, 5, 2.5f, 0x38, 0x46);
+    check_nvfp4(1, 0.25f, -0.25f, 0x38, 0x80);
+    check_nvfp4(448, 0.75f, 3.5f, 0x7e, 0x62);
+    check_nvfp4(2688, 1, 0.5f, 0x7e, 0x57); /* the scale is at its largest, elements are too */
+    check_nvfp4(0x1p-10f, 0.5f, 2, 0, 0);   /* a scale that is too small */
+    check_nvfp4(1, INFINITY, -INFINITY, 0x38, 0xf7);
+    check_nvfp4(1, NAN, -NAN, 0x38, 0x77);
+    static const struct {
+        float value;
+        int is_one;
+    } globals[] = {{0x1p-64f, 1},        {0x1p64f, 1},        {1, 1},        {0, 0},   {-1, 0},
+                   {0x1.fffffep-65f, 0}, {0x1.000002p64f, 0}, {INFINITY, 0}, {NAN, 0}, {-0.0f, 0}};
+    for (int i = 0; i < LENGTH(globals); i++)
+        CHECK(ep_is_global_scale(globals[i].value) == globals[i].is_one, "%a",
+              (double)globals[i].value);
 }

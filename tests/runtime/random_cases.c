@@ -30,8 +30,12 @@ static void draw_rows(Case *c, Random *random) {
     c->sum_type = (EpType)PICK(random, EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32);
     c->weighted = PICK(random, 0, 1);
     c->scale_bytes = PICK(random, 0, 4, 20);
-    c->quant = (EpQuant)PICK(random, 1, 1, 2, 3, 4, 5);
-    c->scale_order = (EpScaleOrder)PICK(random, EP_SCALES_BY_ROW, EP_SCALES_BY_COLUMN);
+    c->quant = (EpQuant)PICK(random, 1, 1, 2, 3, 4, 5, 6);
+    c->scale_order = (EpScaleOrder)PICK(random, EP_SCALES_BY_ROW, EP_SCALES_BY_COLUMN,
+                                        EP_SCALES_SWIZZLED);
+    if (c->scale_order == EP_SCALES_SWIZZLED) c->alignment = 128;
+    if (c->quant == EP_QUANT_FP8 || c->quant == EP_QUANT_FP8_POW2)
+        c->scale_order = EP_SCALES_BY_ROW + c->scale_order % 2;
 }
 
 static Case draw_case(uint64_t seed) {

@@ -69,6 +69,7 @@ static const BadOptions bad_options[] = {
     {"--split --mode auto", "--mode latency"},
     {"--quant fp8 --scales 4", "--scales"},
     {"--quant mxfp8 --hidden 8", "multiple of 16"},
+    {"--quant nvfp4 --hidden 48", "multiple of 32"},
     {"--baseline --quant fp8", "--quant none"},
     {"--case sums --pair", "no --routing file, --baseline and --pair"},
     {"--case all", "\"all\""},
@@ -153,6 +154,8 @@ SoloTest(tools_bench, small_runs_are_correct) {
         QUICK "--threads 2 --tokens 20 --mode auto --quant fp8 --dtype fp32 --idx int64",
         QUICK "--threads 2 --tokens 20 --quant fp8-ue8m0 --dtype fp16 --layout batched",
         QUICK "--threads 2 --tokens 20 --quant mxfp8 --weighted 0 --zero-copy",
+        QUICK "--threads 2 --tokens 20 --quant nvfp4 --layout flat --dtype fp16",
+        QUICK "--threads 2 --tokens 20 --quant nvfp4 --mode latency --split",
     };
     for (int i = 0; i < LENGTH(lines); i++)
         check_run(lines[i], 0, "#wrong 0", NULL);

@@ -38,6 +38,7 @@ void buffers_list(const Case *c, Part out[NUM_PARTS]) {
         {"tokens", AT(tokens_in), tokens, row, PART_INPUT, NULL},
         {"out", AT(tokens_out), tokens, row, sums, NULL},
         {"scales", AT(scales), tokens, (size_t)c->options->scale_bytes, PART_INPUT, NULL},
+        {"global_scale", AT(global_scale), 1, word, PART_INPUT, NULL},
         {"expert_out", AT(slots_in), rows, row, PART_INPUT, c->zero_copy_in},
         {"recv_tokens", AT(slots_out), rows, row, slots, c->zero_copy_out},
         {"recv_topk_weights", AT(recv_weights), wide, word, received, NULL},
@@ -121,6 +122,7 @@ static void describe_tokens(Case *c, const Buffers *b) {
     t->tokens_in = ep_tensor_2d(b->tokens_in, (EpType)o->type, c->tokens, o->hidden);
     t->tokens_out = ep_tensor_2d(b->tokens_out, (EpType)o->type, c->tokens, o->hidden);
     t->scales = ep_tensor_2d(b->scales, EP_TYPE_UINT8, c->tokens, o->scale_bytes);
+    t->global_scale = ep_tensor_1d(b->global_scale, EP_TYPE_FP32, 1);
 }
 
 static void describe_slots(Case *c, const Buffers *b) {
@@ -174,6 +176,7 @@ static void fill_tokens(Case *c) {
     Buffers *b = &c->buffers;
     int rank = c->world->rank, top_k = (int)c->options->top_k;
     size_t scale_bytes = (size_t)c->options->scale_bytes;
+    *b->global_scale = DATA_GLOBAL_SCALE;
     for (int64_t t = 0; t < c->tokens; t++) {
         data_row((EpType)c->options->type, case_token_id(c, rank, t),
                  b->tokens_in + (size_t)t * c->row_bytes, c->row_bytes);

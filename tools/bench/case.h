@@ -45,6 +45,7 @@ typedef struct Buffers {
     char *tokens_in;       /**< [T, H] */
     char *tokens_out;      /**< [T, H] */
     char *scales;          /**< [T, S] */
+    float *global_scale;   /**< [1], of NVFP4 */
     char *slots_in;        /**< [rows, H] */
     char *slots_out;       /**< [rows, H] */
     float *recv_weights;   /**< [rows], flat: [rows, K], from dispatch */
@@ -60,7 +61,7 @@ typedef struct Buffers {
 
 /** How a buffer is used: the phases that write it, or as an input. */
 #define BY(phase) (1 << (phase))
-enum { PART_INPUT = BY(NUM_PHASES), NUM_PARTS = 17 };
+enum { PART_INPUT = BY(NUM_PHASES), NUM_PARTS = 18 };
 enum { COUNTED = NUM_PHASES + 1 }; /* stands for a phase: what all calls add to */
 
 /** A buffer's description. */
@@ -73,7 +74,7 @@ typedef struct Part {
 } Part;
 
 typedef struct Tensors {
-    EpTensor index, topk_weights, topk_grads, tokens_in, tokens_out, scales;
+    EpTensor index, topk_weights, topk_grads, tokens_in, tokens_out, scales, global_scale;
     EpTensor slots_in, slots_out, recv_tokens, recv_weights, recv_scales, recv_index;
     EpTensor slot_weights, slot_grads_in, slot_grads_out;
     EpTensor plan_counts, plan_padded, plan_offsets, plan_totals, plan_memory;

@@ -92,6 +92,13 @@ static bool parse_routing(const Option *spec, const char *text, void *values) {
 
 static const Choice index_types[] = {{"int32", EP_TYPE_INT32}, {"int64", EP_TYPE_INT64}, {NULL, 0}};
 static const Choice paddings[] = {{"zero", EP_PADDING_ZERO}, {"keep", EP_PADDING_KEEP}, {NULL, 0}};
+static const Choice quants[] = {{"none", EP_QUANT_NONE},
+                                {"fp8", EP_QUANT_FP8},
+                                {"fp8-ue8m0", EP_QUANT_FP8_UE8M0},
+                                {"mxfp8", EP_QUANT_MXFP8},
+                                {"fp8-pow2", EP_QUANT_FP8_POW2},
+                                {"nvfp4", EP_QUANT_NVFP4},
+                                {NULL, 0}};
 static const Choice sum_quants[] = {{"none", EP_QUANT_NONE}, {"fp8", EP_QUANT_FP8}, {NULL, 0}};
 static const Choice overflows[] = {
     {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
@@ -182,7 +189,7 @@ static const Option specs[] = {
      "mode of the handle (default throughput); latency: no prepare, no backward"},
     {0, "split", NULL, OPTION_FLAG(split), "split", 0,
      "with --mode latency: dispatch and combine as send and wait calls"},
-    {0, "quant", OPTION_QUANTS, OPTION_CHOICE(quant, option_quants), "quant", EP_QUANT_NONE,
+    {0, "quant", OPTION_QUANTS "|nvfp4", OPTION_CHOICE(quant, quants), "quant", EP_QUANT_NONE,
      "dispatch quantises (default none)"},
     {0, "sum-quant", "none|fp8", OPTION_CHOICE(sum_quant, sum_quants), "sum_quant", EP_QUANT_NONE,
      "how partial sums travel in combine and dispatch_backward (default none)"},
@@ -311,9 +318,10 @@ static bool validate_together(const Options *o) {
     if (quant_format(o->quant)->bits && o->scale_bytes)
         return bench_refuse("--scales: expected 0 with --quant %s, which makes its own, got %lld",
                             options_name(o, "quant"), (long long)o->scale_bytes);
-    if (quant_format(o->quant)->bits && o->hidden % 16)
-        return bench_refuse("--hidden: expected a multiple of 16 with --quant %s, got %lld",
-                            options_name(o, "quant"), (long long)o->hidden);
+    int64_t unit = o->quant == EP_QUANT_NVFP4 ? 32 : 16;
+    if (quant_format(o->quant)->bits && o->hidden % unit)
+        return bench_refuse("--hidden: expected a multiple of %lld with --quant %s, got %lld",
+                            (long long)unit, options_name(o, "quant"), (long long)o->hidden);
     if (quant_format(o->sum_quant)->bits && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --sum-quant %s, got %lld",
                             options_name(o, "sum-quant"), (long long)o->hidden);

@@ -34,12 +34,20 @@ static Received list_received(Case *c) {
                       optional(slots_has_rows(c->slots.layout), &t->recv_index)};
 }
 
+/* What a dispatch takes besides: counters, if any, and the scale of NVFP4. */
+static EpExtras list_extras(Case *c, const EpExtras *counters) {
+    EpExtras extras = EP_EXTRAS_INIT;
+    if (counters) extras = *counters;
+    extras.global_scale = optional(c->quant == EP_QUANT_NVFP4, &c->tensors.global_scale);
+    return extras;
+}
+
 static EpStatus dispatch_send(Case *c) {
     Tensors *t = &c->tensors;
-    return ep_dispatch_send_with(c->handle, c->plan, NULL, &t->tokens_in,
-                                 optional(c->options->weighted, &t->topk_weights),
-                                 optional(c->options->scale_bytes > 0, &t->scales), c->stream,
-                                 counters_of_split(c, SPLIT_DISPATCH_SEND));
+    EpExtras extras = list_extras(c, counters_of_split(c, SPLIT_DISPATCH_SEND));
+    return ep_dispatch_send_with(
+        c->handle, c->plan, NULL, &t->tokens_in, optional(c->options->weighted, &t->topk_weights),
+        optional(c->options->scale_bytes > 0, &t->scales), c->stream, &extras);
 }
 
 static EpStatus dispatch_wait(Case *c) {
@@ -55,10 +63,11 @@ static EpStatus dispatch(Case *c) {
         EpStatus status = dispatch_send(c);
         return status == EP_OK ? dispatch_wait(c) : status;
     }
-    return ep_dispatch_with(
-        c->handle, c->plan, NULL, &t->tokens_in, optional(c->options->weighted, &t->topk_weights),
-        optional(c->options->scale_bytes > 0, &t->scales), c->stream, &t->recv_tokens, to.weights,
-        to.scales, to.index, counters_of(c, PHASE_DISPATCH));
+    EpExtras extras = list_extras(c, counters_of(c, PHASE_DISPATCH));
+    return ep_dispatch_with(c->handle, c->plan, NULL, &t->tokens_in,
+                            optional(c->options->weighted, &t->topk_weights),
+                            optional(c->options->scale_bytes > 0, &t->scales), c->stream,
+                            &t->recv_tokens, to.weights, to.scales, to.index, &extras);
 }
 
 static EpStatus combine_send(Case *c) {

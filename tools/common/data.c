@@ -166,6 +166,7 @@ static const QuantFormat formats[] = {
     {EP_QUANT_FP8_UE8M0, 8, EP_TYPE_FP8_E4M3, EP_TYPE_UINT8, 128, true, true},
     {EP_QUANT_MXFP8, 8, EP_TYPE_FP8_E4M3, EP_TYPE_UINT8, 32, true, false},
     {EP_QUANT_FP8_POW2, 8, EP_TYPE_FP8_E4M3, EP_TYPE_FP32, 128, true, true},
+    {EP_QUANT_NVFP4, 4, EP_TYPE_UINT8, EP_TYPE_UINT8, 16, false, false},
     {EP_QUANT_NONE, 0, EP_TYPE_UINT8, EP_TYPE_UINT8, 1, false, false},
 };
 
@@ -216,9 +217,29 @@ static uint8_t e4m3(float value) {
     return (uint8_t)(code | (signbit(value) ? 0x80 : 0));
 }
 
+/* The codes of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, by the midpoints: one that lies on a midpoint goes to
+ * the even code. */
+static uint8_t e2m1(float value) {
+    static const float middle[] = {.25f, .75f, 1.25f, 1.75f, 2.5f, 3.5f, 5};
+    uint8_t code = 0;
+    for (int i = 0; i < 7; i++)
+        code += i % 2 ? fabsf(value) >= middle[i] : fabsf(value) > middle[i];
+    return (uint8_t)(code | (signbit(value) ? 8 : 0));
+}
+
+/* As scale_block for NVFP4. */
+static float scale_nvfp4(double amax, uint8_t *scale) {
+    double sixth = (double)(float)(1 / 6.0), product = (double)(float)(amax * sixth);
+    *scale = e4m3((float)((double)DATA_GLOBAL_SCALE * product));
+    double inverse = (double)(float)(1 / (double)DATA_GLOBAL_SCALE);
+    float step = (float)((double)e4m3_value(*scale) * inverse);
+    return *scale ? (float)(1 / (double)step) : 0;
+}
+
 /* Store the scale, return its inverse. Quotients and products of floats are computed in double,
  * whose precision suffices for rounding once. */
 static float scale_block(const QuantFormat *format, double amax, void *scale) {
+    if (format->bits == 4) return scale_nvfp4(amax, scale);
     float stored = (float)(amax / LARGEST);
     if (!format->is_power) {
         memcpy(scale, &stored, sizeof(stored));
@@ -246,8 +267,15 @@ void quant_row(EpQuant quant, const float *row, int64_t count, void *out, void *
             amax = magnitude > amax ? magnitude : amax;
         }
         float inverse = scale_block(format, amax, (char *)scales + (size_t)b * unit);
-        for (int64_t i = begin; i < end; i++)
-            ((uint8_t *)out)[i] = e4m3((float)((double)row[i] * (double)inverse));
+        for (int64_t i = begin; i < end; i++) {
+            float value = (float)((double)row[i] * (double)inverse);
+            if (format->bits == 8)
+                ((uint8_t *)out)[i] = e4m3(value);
+            else if (i % 2)
+                ((uint8_t *)out)[i / 2] |= (uint8_t)(e2m1(value) << 4);
+            else
+                ((uint8_t *)out)[i / 2] = e2m1(value);
+        }
     }
 }
 

@@ -91,6 +91,9 @@ typedef struct QuantFormat {
     bool has_tiles;
 } QuantFormat;
 
+/** The global scale of NVFP4: 448 * 6 / 2, since elements of data_row are below 2. */
+#define DATA_GLOBAL_SCALE 1344.0f
+
 #define OPTION_QUANTS "none|fp8|fp8-ue8m0|mxfp8|fp8-pow2"
 
 const QuantFormat *quant_format(int64_t quant);
@@ -99,7 +102,7 @@ const QuantFormat *quant_format(int64_t quant);
 int64_t quant_scales(EpQuant quant, int64_t elements);
 int64_t quant_bytes(EpQuant quant, int64_t elements);
 
-/** Quantise `count` finite numbers into codes and scales. */
+/** Quantise `count` finite numbers into codes and scales; NVFP4 by DATA_GLOBAL_SCALE. */
 void quant_row(EpQuant quant, const float *row, int64_t count, void *out, void *scales);
 /** The number of a code: 4 bits of exponent with bias 7, 3 of mantissa, no infinities. */
 float e4m3_value(uint8_t code);

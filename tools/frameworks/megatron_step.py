@@ -35,6 +35,9 @@ def read_options():
     parser.add_argument(
         "--beside", default="alltoall", help="Megatron's dispatcher; on CPUs allgather"
     )
+    parser.add_argument(
+        "--backend", choices=["hybridep", "deepep"], default="hybridep", help="of the flex dispatcher"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--inner", type=int, default=1024)
@@ -86,6 +89,7 @@ def make_steps(moe, options, kind):
             options.top_k,
             dtype=torch.bfloat16,
             dispatcher=dispatcher,
+            backend=options.backend,
             grouped=kind == "grouped",
         )
     same = zip(*(layer.state_dict().values() for layer in layers.values()))
@@ -136,8 +140,13 @@ class Meter:
     def __init__(self):
         self.spent, self.depth, self.is_strict = collections.Counter(), 0, False
         self.watch(torch.Tensor, "tolist", "wait")
-        from libep.deep_ep import Buffer, EventHandle, EventOverlap
+        from libep.deep_ep import Buffer, EventHandle, EventOverlap, HybridEPBuffer
+        from libep.torch import _fast
 
+        self.waits = _fast.waits  # those in C
+
+        self.watch(HybridEPBuffer, "dispatch_with_permute", "dispatch")
+        self.watch(HybridEPBuffer, "combine_with_unpermute", "combine")
         for name in ("get_dispatch_layout", "dispatch", "combine"):
             self.watch(Buffer, name, name)
         self.watch(EventHandle, "__init__", "events")
@@ -166,17 +175,21 @@ class Meter:
     def measure(self, step, count):
         """Microseconds of a step by kind."""
         self.spent.clear()
+        self.waits.ns = 0
         sample(step, count)
+        self.spent["wait"] += self.waits.ns * 1e-9
         return {kind: spent / count * 1e6 for kind, spent in self.spent.items()}
 
     def count_waits(self, step):
-        """How often the host waits for a GPU within libep's calls, by PyTorch's own warnings."""
+        """How often the host waits for a GPU within libep's calls, by PyTorch's own warnings and
+        the count of those in C."""
         self.is_strict = torch.cuda.is_available()
+        self.waits.count = 0
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step()
         self.is_strict = False
-        return sum("synchronizing" in str(each.message) for each in caught)
+        return self.waits.count + sum("synchronizing" in str(each.message) for each in caught)
 
 
 def print_host(step, count):

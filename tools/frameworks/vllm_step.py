@@ -255,7 +255,11 @@ def main():
     rank = Rank(options)
     if options.rank == 0:
         sizes = f"{options.tokens} tokens x {options.hidden}, top-{options.top_k}"
-        print(f"# {options.gpus} GPUs, {sizes} of {options.experts}, in graphs, us per step")
+        from vllm.triton_utils import HAS_TRITON
+
+        kernels = "with Triton" if HAS_TRITON else "its kernel of Triton stood in for"
+        sizes = f"{sizes} of {options.experts}"
+        print(f"# {options.gpus} GPUs, {sizes}, in graphs, us per step, {kernels}")
         print(f"#{'backend':>19} {'vLLM':>9} {'C calls':>9} {'ratio':>7} {'#wrong':>7}")
     return int(any([rank.measure(backend) for backend in options.backends]))
 

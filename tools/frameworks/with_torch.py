@@ -158,22 +158,23 @@ def parts_of(call, count=200, runs=40):
         return time_of(lambda: nothing(0, 0, 0, 0)) * 1e-6
 
     cost = cost_of_timing()
-    make, tolist = _fast.make, torch.Tensor.tolist
+    make, send, tolist = _fast.make, _fast.send, torch.Tensor.tolist
     if make is not None:
-        _fast.make = timed("C", make)
+        _fast.make, _fast.send = timed("C", make), timed("C", send)
     torch.Tensor.tolist = timed("wait", tolist)
     found = []
     for _ in range(runs):
         synchronize()
         spent.update(C=0.0, wait=0.0)
-        timed_calls[0] = 0
+        timed_calls[0] = _fast.waits.ns = 0
         begin = time.perf_counter()
         for _ in range(count):
             call()
         whole = time.perf_counter() - begin - timed_calls[0] * cost
-        parts = whole, spent["C"], spent["wait"], whole - spent["C"] - spent["wait"]
+        in_c = _fast.waits.ns * 1e-9  # of the wait
+        parts = whole, spent["C"] - in_c, spent["wait"] + in_c, whole - spent["C"] - spent["wait"]
         found.append([part / count * 1e6 for part in parts])
-    _fast.make, torch.Tensor.tolist = make, tolist
+    _fast.make, _fast.send, torch.Tensor.tolist = make, send, tolist
     synchronize()
     return min(found, key=lambda parts: parts[-1])
 

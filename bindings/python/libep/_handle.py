@@ -121,6 +121,8 @@ class Extras(_abi.EpExtras):
     biases  up to two tensors [T, H] of the rows' type: out = round(sum + bias0 + bias1), added in
             float32 in this order. Their gradient is that of the output.
 
+    global_scale  [1] FP32, of the tokens of a dispatch with Quant.NVFP4
+
     The others are counters of INT64, to which a call adds what it has done:
 
     expert_tokens         [L] slots of each local expert; INT32 serves, too
@@ -140,12 +142,14 @@ class Extras(_abi.EpExtras):
         peer_bytes: Optional[TensorLike] = None,
         peer_wait_ns: Optional[TensorLike] = None,
         peer_longest_wait_ns: Optional[TensorLike] = None,
+        global_scale: Optional[TensorLike] = None,
     ) -> None:
         super().__init__(struct_size=sizeof(_abi.EpExtras))
         if len(biases) > 2:
             raise TypeError(f"biases: expected at most 2, got {len(biases)}")
         for name, bias in zip(("bias0", "bias1"), biases):
             setattr(self, name, _at(read(bias, name)))
+        self.global_scale = _at(read(global_scale, "global_scale"))
         self.expert_tokens = _at(written(expert_tokens, "expert_tokens"))
         self.peer_rows = _at(written(peer_rows, "peer_rows"))
         self.peer_bytes = _at(written(peer_bytes, "peer_bytes"))
@@ -355,7 +359,7 @@ class Handle:
         recv_scales        output [rows, S]; required with scales, and if the handle quantises
         recv_topk_idx      output, FLAT and RANK_MAJOR: [rows, K] INT32 or INT64, or None
         prepare            latency mode: the routing, or None for that of the last prepare
-        extras             counters, or None
+        extras             counters, and the global scale of Quant.NVFP4; or None
         """
 
     @calls_library

@@ -7,15 +7,16 @@ import math
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from ._abi import Overflow, Quant, Status
+from ._formats import FORMATS
 from ._library import EpError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from typing import NoReturn
 
 SCORES = ("softmax", "sigmoid")
-BLOCKS = {Quant.FP8: 128, Quant.FP8_UE8M0: 128, Quant.MXFP8: 32, Quant.FP8_POW2: 128}
-"""Elements of a row that share a scale."""
+E4M3 = tuple(quant for quant, form in FORMATS.items() if form.values == "float8_e4m3fn")
+"""The quantisations whose values are e4m3."""
 
 LEAST_SUM = 1e-20
 """Added to the sum by which weights are divided."""
@@ -99,12 +100,12 @@ def check_shapes(
             refuse(Status.SHAPE, name, list(expected), list(given))
 
 
-def check_blocks(quant: Quant, lengths: Mapping[str, int], names: Iterable[Quant]) -> None:
-    """EpError unless the scales' blocks divide the lengths. `names`: the forms that there are."""
-    if quant not in names:
-        known = ", ".join(each.name for each in names)
+def check_blocks(quant: Quant, lengths: Mapping[str, int]) -> None:
+    """EpError unless values are e4m3, and the scales' blocks divide the lengths."""
+    if quant not in E4M3:
+        known = ", ".join(each.name for each in E4M3)
         refuse(Status.UNSUPPORTED, "quant", f"NONE or one of {known}", Quant(quant).name)
-    block = BLOCKS[quant]
+    block = FORMATS[quant].block
     for name, length in lengths.items():
         if length % block:
             refuse(Status.SHAPE, name, f"a multiple of {block}, the block of {quant.name}", length)

@@ -178,9 +178,7 @@ class Mesh:
         parsed, sizes = self._parse(spec, shape)
         made, words = initialized(_abi.EpSharding), ctypes.create_string_buffer(_TEXT_BYTES)
         mesh = byref(self._struct)
-        check(
-            library.ep_sharding(mesh, byref(parsed), kind, tensor.encode(), sizes, byref(made))
-        )
+        check(library.ep_sharding(mesh, byref(parsed), kind, tensor.encode(), sizes, byref(made)))
         check(library.ep_sharding_format(mesh, byref(made), words, _TEXT_BYTES))
         dims = range(made.ndim)
         return Sharding(
@@ -202,9 +200,7 @@ class Mesh:
         check(library.ep_mesh_axes(byref(self._struct), _axes_text(axes).encode(), byref(found)))
         return found
 
-    def _parse(
-        self, spec: Spec, shape: Sequence[int]
-    ) -> tuple[_abi.EpSpec, ctypes.Array[c_int64]]:
+    def _parse(self, spec: Spec, shape: Sequence[int]) -> tuple[_abi.EpSpec, ctypes.Array[c_int64]]:
         text = spec if isinstance(spec, str) else ",".join(_axes_text(entry) for entry in spec)
         parsed = initialized(_abi.EpSpec)
         check(library.ep_spec_parse(byref(self._struct), text.encode(), byref(parsed)))

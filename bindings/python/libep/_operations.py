@@ -115,6 +115,9 @@ WEIGHTS = {
 }
 """Those of a sharded weight, of ep_weight.h. Their functions stand for one method each."""
 
+SCALED = ("dispatch", "dispatch_routed", "dispatch_send")
+"""The operations that may be given a global scale, in Extras."""
+
 
 def _is_own(argument: Argument) -> bool:
     """Whether a function has the argument by itself, and not in EpPrepare."""

@@ -5,11 +5,12 @@
 
 It needs megatron-core 0.16 beside libep. The ranks have GPUs, or are CPUs over gloo. In a training
 script of one's own only install() is new, with --moe-token-dispatcher-type flex and
---moe-flex-dispatcher-backend deepep.
+--moe-flex-dispatcher-backend hybridep, whose rows libep sorts by experts, or deepep.
 """
 
 import os
 
+import moe_training
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -31,7 +32,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 EXPERTS_PER_RANK, TOP_K, TOKENS, HIDDEN, INNER = 4, 2, 64, 32, 64
-STEPS, RATE = 60, 0.5
 
 
 def start():
@@ -52,11 +52,18 @@ def divide():
 
 
 def make_layer(
-    hidden, inner, experts, top_k, dtype=torch.float32, dispatcher="flex", grouped=False
+    hidden,
+    inner,
+    experts,
+    top_k,
+    dtype=torch.float32,
+    dispatcher="flex",
+    backend="hybridep",
+    grouped=False,
 ):
     """An MoELayer with softmax router and gated experts.
 
-    dispatcher  "flex": libep; "alltoall": Megatron's own
+    dispatcher  "flex": libep, as DeepEP's `backend` "hybridep" or "deepep"; "alltoall": Megatron's
     grouped     the experts are one grouped GEMM in place of one module each
     """
     config = TransformerConfig(
@@ -70,7 +77,7 @@ def make_layer(
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type=dispatcher,
-        moe_flex_dispatcher_backend="deepep",
+        moe_flex_dispatcher_backend=backend,
         moe_grouped_gemm=grouped,
         moe_use_legacy_grouped_gemm=grouped,
         expert_model_parallel_size=dist.get_world_size(),
@@ -92,38 +99,16 @@ def make_layer(
     return layer.cuda() if HAS_GPU else layer
 
 
-def is_local(parameter):
-    """Whether a parameter belongs to this rank's experts, and is not replicated."""
-    return not getattr(parameter, "allreduce", True)
-
-
-def train(steps=STEPS):
+def train(steps=moe_training.STEPS):
     """Learn a function of the tokens. Returns the loss of each step."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    layer = make_layer(HIDDEN, INNER, EXPERTS_PER_RANK * ranks, TOP_K)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=HIDDEN**-0.5)
-        if not is_local(parameter):
-            dist.broadcast(parameter.data, 0)
+    torch.manual_seed(dist.get_rank())
+    layer = make_layer(HIDDEN, INNER, EXPERTS_PER_RANK * dist.get_world_size(), TOP_K)
     x = torch.randn(TOKENS, 1, HIDDEN, device="cuda" if HAS_GPU else "cpu")
-    losses = []
-    for step in range(steps):
-        y, _ = layer(x)
-        loss = F.mse_loss(x + y, torch.sin(2 * x))
-        layer.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                if not is_local(parameter):
-                    dist.all_reduce(parameter.grad)
-                parameter -= RATE * parameter.grad / ranks
-        total = loss.detach()
-        dist.all_reduce(total)
-        losses.append(total.item() / ranks)
-        if rank == 0 and (step % 20 == 0 or step == steps - 1):
-            print(f"step {step:3}: loss {losses[-1]:.4f}", flush=True)
-    return losses
+
+    def is_local(_, parameter):
+        return not getattr(parameter, "allreduce", True)
+
+    return moe_training.train(layer, x, lambda _: HIDDEN**-0.5, is_local, steps)
 
 
 if __name__ == "__main__":

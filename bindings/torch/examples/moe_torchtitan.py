@@ -9,9 +9,9 @@ torchtitan's own only install() is new, where the model's MoE communication back
 
 import os
 
+import moe_training
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import libep.deep_ep
@@ -35,7 +35,6 @@ if not HAS_GPU:  # torchtitan has its operations on GPUs alone
     deepep._lib.impl("combine", deepep._combine_op_impl, "CPU")
 
 EXPERTS_PER_RANK, TOP_K, TOKENS, HIDDEN, INNER = 4, 2, 64, 32, 64
-STEPS, RATE = 60, 0.5
 
 
 def start():
@@ -74,37 +73,16 @@ def make_layer(hidden, inner, experts, top_k, most_tokens):
     return layer.to(DEVICE)
 
 
-def is_local(name):
-    """Whether a parameter belongs to this rank's experts, and is not replicated."""
-    return name.startswith("routed_experts.")
-
-
-def train(steps=STEPS):
+def train(steps=moe_training.STEPS):
     """Learn a function of the tokens. Returns the loss of each step."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    layer = make_layer(HIDDEN, INNER, EXPERTS_PER_RANK * ranks, TOP_K, TOKENS)
-    for name, parameter in layer.named_parameters():
-        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-        if not is_local(name):
-            dist.broadcast(parameter.data, 0)
+    torch.manual_seed(dist.get_rank())
+    layer = make_layer(HIDDEN, INNER, EXPERTS_PER_RANK * dist.get_world_size(), TOP_K, TOKENS)
     x = torch.randn(1, TOKENS, HIDDEN, device=DEVICE)
-    losses = []
-    for step in range(steps):
-        loss = F.mse_loss(x + layer(x), torch.sin(2 * x))
-        layer.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for name, parameter in layer.named_parameters():
-                if not is_local(name):
-                    dist.all_reduce(parameter.grad)
-                parameter -= RATE * parameter.grad / ranks
-        total = loss.detach()
-        dist.all_reduce(total)
-        losses.append(total.item() / ranks)
-        if rank == 0 and (step % 20 == 0 or step == steps - 1):
-            print(f"step {step:3}: loss {losses[-1]:.4f}", flush=True)
-    return losses
+
+    def is_local(name, _):
+        return name.startswith("routed_experts.")
+
+    return moe_training.train(layer, x, lambda each: each.shape[-1] ** -0.5, is_local, steps)
 
 
 if __name__ == "__main__":

@@ -415,7 +415,8 @@ static void complete_plan(Prepare *p) {
     publish(p);
 }
 
-static EpStatus run(EpHandle *handle, const EpRouting *routing) {
+static EpStatus run(EpHandle *handle, const void *call) {
+    const EpRouting *routing = call;
     Prepare p = {
         .handle = handle, .group = handle->group, .shape = &handle->shape, .routing = routing};
     p.plan = ep_host_plan(handle, routing->plan);
@@ -432,11 +433,7 @@ static EpStatus run(EpHandle *handle, const EpRouting *routing) {
 }
 
 EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing) {
-    double waited[EP_MAX_RANKS];
-    ep_host_measure_waits(handle->group, &routing->stats, waited);
-    EpStatus status = run(handle, routing);
-    ep_host_count_waits(handle->group, &routing->stats, waited, status);
-    return status;
+    return ep_host_run(handle, &routing->stats, run, routing);
 }
 
 EpStatus ep_host_publish(EpHandle *handle, const EpRouting *routing) {

@@ -72,6 +72,8 @@ def pair(bootstrap):
     ("UNSUPPORTED mode: .*THROUGHPUT, got Mode.AUTO", {"mode": "auto"}),
     ("RANGE mode: expected one of auto, .*, got 'fast'", {"mode": "fast"}),
     ("UNSUPPORTED layout: expected none, since libep.jax sets it, got", {"layout": "flat"}),
+    ("RANGE quant: expected one of none, .*, got 'fp4'", {"quant": "fp4"}),
+    ("ALIGNMENT a multiple of 128", {"quant": "nvfp4", "scale_order": "swizzled"}),
     ("TYPE mesh: expected a jax.sharding.Mesh, got", {"mesh": None}),
     ("TYPE mesh: expected a jax.sharding.Mesh, got", {"mesh": "abstract"}),
     ("TypeError max_tokenz", {"max_tokenz": 3}),

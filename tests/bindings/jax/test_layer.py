@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from base import refused
 from conftest import (
@@ -14,6 +15,8 @@ from conftest import (
     on_mesh, parameters, route, scores, specs, tokens, value_and_grads
 )  # fmt: skip
 from jax.sharding import PartitionSpec as P
+
+from libep.jax._weights import quantise
 
 SINGLE = 1e-5
 
@@ -141,6 +144,53 @@ def test_default_capacity(bootstrap, duplicates, rows):
     y, _ = there_and_back(ep, mesh)(x, jnp.zeros((8 * TOKENS, TOP_K), jnp.int32))
     assert_close(y, x * (TOP_K if duplicates == "keep" else 1), SINGLE)
     ep.check()
+
+
+def nvfp4(x, factor):
+    """(bytes, scales) of rows [T, H]; each operation is rounded by itself."""
+    blocks, one = np.asarray(x).reshape(len(x), -1, 16), np.float32(1)
+    amax = np.abs(blocks).max(-1)
+    scales = np.minimum(factor * (amax * np.float32(1 / 6)), 448).astype(jnp.float8_e4m3fn)
+    inverse = one / (scales.astype(np.float32) * (one / factor))
+    scaled = np.clip(blocks * inverse[..., None], -6, 6).astype(jnp.float4_e2m1fn)
+    codes = scaled.reshape(len(x), -1).view(np.uint8) & 15
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales.view(np.uint8)
+
+
+@pytest.mark.parametrize("quant, order", [
+    ("nvfp4", "by_row"), ("nvfp4", "swizzled"), ("fp8", "by_row"), ("fp8", "by_column")
+])  # fmt: skip
+def test_quantised_rows(bootstrap, quant, order):
+    mesh, hidden, rows = make_mesh(2), 512, 128
+    fields = dict(num_experts=2, top_k=1, hidden=hidden, max_recv_rows=rows, alignment=rows)
+    ep = bootstrap(mesh, quant=quant, scale_order=order, **fields)
+    x = jax.random.normal(jax.random.key(3), (2 * TOKENS, hidden))
+    factor = np.float32(2688) / np.abs(np.asarray(x)).max()
+    scale = jnp.full(2, factor) if quant == "nvfp4" else None
+    idx = jnp.arange(2 * TOKENS)[:, None] % 2
+
+    def step(x):
+        (values, scales), weights, plan = ep.dispatch(x, idx, global_scale=scale)
+        assert weights is None
+        return values, scales, ep.combine(jnp.ones((2 * rows, hidden)), plan)
+
+    values, scales, out = (np.asarray(array) for array in jax.jit(step)(x))
+    wanted = nvfp4(x, factor) if quant == "nvfp4" else map(np.asarray, quantise(x))
+    if order == "swizzled":
+        scales = scales.reshape(2, -1, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    scales = scales.reshape(2, -1, rows).swapaxes(1, 2) if order == "by_column" else scales
+    for got, expected in zip((values, scales), wanted):
+        for device, part in enumerate(got.reshape(2, rows, -1)):
+            assert np.array_equal(part[:TOKENS], expected[device::2])
+    assert (out == 1).all()
+    with refused("UNSUPPORTED dispatch: expected no derivative"):
+        jax.jvp(lambda x: ep.dispatch(x, idx, global_scale=scale), (x,), (x,))
+    needs = "NULL .*expected one, .* NVFP4" if quant == "nvfp4" else "UNSUPPORTED .*None, .* FP8"
+    with refused(needs):
+        ep.dispatch(x, idx, global_scale=None if quant == "nvfp4" else x[0, :2])
+    if quant == "nvfp4":
+        with refused("ROW_BYTES a multiple of 32 elements .*, got 48"):
+            ep.dispatch(x[:, :48], idx, global_scale=scale)
 
 
 def test_counters(bootstrap):

@@ -183,6 +183,8 @@ def test_refused_routing(bootstrap):
     """As in PyTorch, whose test has all of these; and the capacity of bootstrap."""
     with refused("TOP_K moe: top_k: expected 1 .. 2, the experts of 1 groups, got 3"):
         refuse(dict, num_groups=4)(bootstrap(make_mesh(2)))
+    with refused("UNSUPPORTED moe: quant of the Ep: expected NONE, .*, got FP8"):
+        refuse(dict)(bootstrap(make_mesh(2), quant="fp8"))
     with refused("RANGE moe: capacity_factor: expected at least 1 with Overflow.ERROR"):
         bootstrap(make_mesh(1), capacity_factor=0.9)
     with refused("UNSUPPORTED bootstrap: capacity_factor: expected none, with max_recv_rows"):

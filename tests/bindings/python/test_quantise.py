@@ -45,14 +45,14 @@ def quantise(rows, block):
 @pytest.fixture
 def group():
     (bootstrap,) = libep.Bootstrap.local(1)
-    fields = dict(num_experts=2, max_tokens=4, max_top_k=1, max_row_bytes=64, alignment=128)
+    fields = dict(num_experts=2, max_tokens=4, max_top_k=1, max_row_bytes=128, alignment=128)
     with libep.Group(bootstrap, backend=Backend.HOST, **fields) as made:
         yield made
 
 
 @pytest.mark.parametrize("blocks", Blocks)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("order", ScaleOrder)
+@pytest.mark.parametrize("order", [ScaleOrder.BY_ROW, ScaleOrder.BY_COLUMN])
 def test_forms(group, blocks, transposed, order):
     rows = np.random.default_rng(SEED).standard_normal((300, 200), np.float32)
     result = np.ascontiguousarray(rows.T) if transposed else rows
@@ -63,6 +63,26 @@ def test_forms(group, blocks, transposed, order):
     form = dict(blocks=blocks, transposed=transposed, scale_order=order)
     group.quantise_rows(rows, out=libep.tensor(out, Type.FP8_E4M3), scales=got, **form)
     assert np.array_equal(out, codes) and np.array_equal(got, scales)
+
+
+def test_nvfp4_of_dispatch(group):
+    """The numbers of runtime/quant.c's tests: with the largest at 6 and a global scale of 1."""
+    rows, idx = np.zeros((1, 32), np.float32), np.zeros((1, 1), np.int32)
+    rows[0, :4], rows[0, 16:18] = (6, -3, 5, 2.5), (np.nan, np.inf)
+    out, scales = np.zeros((128, 16), np.uint8), np.full((128, 4), 9, np.uint8)
+    fields = dict(quant=Quant.NVFP4, scale_order=ScaleOrder.SWIZZLED, max_recv_rows=128)
+    handle = libep.Handle(group, **fields)
+    handle.prepare(idx)
+    outputs = dict(recv_tokens=out, recv_scales=scales)
+    with refused("NULL extras.global_scale"):
+        handle.dispatch(rows, **outputs)
+    with refused("RANGE extras.global_scale: expected a number from 2\\^-64 to 2\\^64, got nan"):
+        given = libep.Extras(global_scale=np.full(1, np.nan, np.float32))
+        handle.dispatch(rows, extras=given, **outputs)
+    assert (scales == 9).all()
+    handle.dispatch(rows, extras=libep.Extras(global_scale=np.ones(1, np.float32)), **outputs)
+    assert out[0, :2].tolist() == [0xD7, 0x46] and out[0, 8] == 0x77
+    assert scales[0].tolist() == [0x38, 0, 0, 0]
 
 
 def test_rows_that_are_not_there(group):

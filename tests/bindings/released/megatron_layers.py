@@ -36,10 +36,12 @@ def forward(layer, x):
     return layer.postprocess(layer.combine(rows), None)
 
 
-def step(name, seed):
+def step(name, backend, seed):
     """Compare a step with the dense layer."""
     case, rank = Case(name, seed), torch.distributed.get_rank()
-    layer = prepare().make_layer(dense.HIDDEN, dense.INNER, case.experts, dense.TOP_K)
+    layer = prepare().make_layer(
+        dense.HIDDEN, dense.INNER, case.experts, dense.TOP_K, backend=backend
+    )
     experts = layer.experts.local_experts
     fc1, fc2 = ([getattr(e, fc).weight for e in experts] for fc in ("linear_fc1", "linear_fc2"))
     with torch.no_grad():

@@ -14,9 +14,10 @@ PROGRAM = "megatron_layers.py"
 seed = base.seed
 
 
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
 @pytest.mark.parametrize("name", CASES)
-def test_layer(ranks, seed, name):
-    for differences in ranks.play("step", name=name, seed=seed):
+def test_layer(ranks, seed, name, backend):
+    for differences in ranks.play("step", name=name, backend=backend, seed=seed):
         assert max(differences.values()) < 1e-5, differences
 
 

@@ -12,7 +12,7 @@ from conftest import (
 )  # fmt: skip
 from reference import expert_major
 from test_deep_ep_normal import make_worlds, send_world, small, with_buffer  # noqa: F401
-from test_quant import assert_same_bytes, quantise
+from test_quant import assert_same_bytes, quantise, quantise_fp4
 
 from libep import Quant
 from libep.deep_ep import Buffer
@@ -132,6 +132,29 @@ def test_quantised(buffer, rank, world, seed, quant, options, is_split, dtype):
             assert_equal(got[i, row], factors[0])
 
 
+@splits
+@pytest.mark.parametrize("factor", [None, 400.0])
+@with_buffer(hidden=160, max_tokens=MAX_TOKENS)
+def test_nvfp4(buffer, rank, world, seed, factor, is_split):
+    """As vLLM and SGLang read them: views [rows, H / 2, L] and [32, 4, rm, 4, rk, L]."""
+    generator, rows = torch.Generator().manual_seed(seed), world.size * MAX_TOKENS
+    xs = [torch.randn(t, 160, generator=generator).to(torch.bfloat16) for t in world.tokens]
+    given = xs[rank].to(DEVICE), inputs_of(world, rank)[1], MAX_TOKENS, world.experts
+    options = dict(use_fp8=False, use_nvfp4=True)
+    if factor:
+        options["x_global_scale"] = torch.full((1,), factor, device=DEVICE)
+    (values, scales), *_ = run(buffer.low_latency_dispatch, is_split, *given, **options)
+    assert values.shape == (rows, 80, 2) and values.dtype == torch.uint8
+    assert scales.shape == (32, 4, 1, 4, 3, 2) and scales.dtype == torch.float8_e4m3fn
+    got = scales.view(torch.uint8).cpu()
+    for i, slab in enumerate(expert_major(world, rank, 1)[0]):
+        for row, (source, token, _) in enumerate(slab):
+            expected, factors = quantise_fp4(xs[source][token : token + 1], factor or 1.0)
+            assert_same_bytes(values[row, :, i], expected[0])
+            place = got[row % 32, row // 32, 0, :, :, i].t().flatten()
+            assert torch.equal(place[:10], factors[0]) and not place[10:].any()
+
+
 def test_two_in_flight(seed):
     """Two micro-batches: the experts of one run while rows of the other travel."""
     worlds = make_worlds(seed, *2 * [dict(max_tokens=MAX_TOKENS)])
@@ -240,7 +263,11 @@ def test_sentences(small, caplog):  # noqa: F811
         ("use_ue8m0.*round_scale", send, sent, dict(use_ue8m0=True)),
         ("multiple of 512.*got 128", send, sent, dict(round_scale=True, use_ue8m0=True)),
         ("cost_stats: expected .1., got .2, 2.", send, sent, dict(dispatch_wait_recv_cost_stats=idx)),
-        ("bf16 or fp8", send, sent, dict(use_nvfp4=True)),
+        ("use_ue8m0.*use_nvfp4", send, sent, dict(use_nvfp4=True, use_ue8m0=True)),
+        ("None without use_nvfp4", send, sent, dict(x_global_scale=x[0, :1])),
+        ("float32.*float64", send, sent, dict(use_nvfp4=True, x_global_scale=x[0].double())),
+        ("is x_global_scale", send, sent, dict(use_nvfp4=True, sf_scale_for_nvfp4=x[0, :1])),
+        ("multiple of 32.*got 48", send, (x[:, :48], idx, 4, 4), dict(use_nvfp4=True)),
         ("max_tokens = 4 tokens, got 5", send, more, dict(use_fp8=False)),
         ("one that low_latency_dispatch returned", combine,
          (rx, idx, weights, (None, None, 4, 128, 4)), {}),

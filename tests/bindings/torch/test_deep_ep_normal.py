@@ -18,6 +18,7 @@ from reference import World, flat
 import libep
 from libep import Quant, Status
 from libep.deep_ep import Buffer, Config, EventHandle, EventOverlap
+from libep.torch import _fast
 
 SIZE = 3
 SIZES = dict(size=SIZE, experts=2 * SIZE, hidden=16)
@@ -205,9 +206,12 @@ def test_bias(buffer, rank, world, dtype):
         assert_equal(out, (plain.float() + total).to(dtype))
 
 
+@pytest.mark.parametrize("calls", [1, 2])  # of C, for prepare and dispatch
 @pytest.mark.parametrize("top_k", [2, 3])  # fewer than ranks, or as many
-def test_one_rank_needs_more(seed, top_k):
+def test_one_rank_needs_more(seed, top_k, calls, monkeypatch):
     """A rank with more tokens than the group has room for: all ranks make a larger one."""
+    if calls == 2:
+        monkeypatch.setattr(_fast, "send", None)
     counts = [2, 1100, 0], [2100, 300, 2049], [0, 5, 4200]
     sizes = [dict(tokens=each, max_tokens=max(each), top_k=top_k) for each in counts]
     small, large, larger, largest = make_worlds(seed, dict(top_k=top_k), *sizes)

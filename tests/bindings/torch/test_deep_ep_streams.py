@@ -28,30 +28,19 @@ class Stream:
     def __init__(self, device=None, priority=0):
         self.before = set()
 
-    def wait_stream(self, other):
-        self.before |= other.before
-
-    def wait_event(self, event):
-        self.before |= event.before
-
-    def record_event(self):
-        event = Event()
-        event.record(self)
-        return event
-
     @property
     def cuda_stream(self):
         return id(self)
 
 
 class Event:
+    """What a stream had come to."""
+
     made = 0
 
-    def __init__(self):
+    def __init__(self, stream):
         Event.made += 1
-
-    def record(self, stream=None):
-        self.before = set((stream or Stream.current).before)
+        self.before = set(stream.before)
 
 
 class Memory:
@@ -66,22 +55,33 @@ class Memory:
 
 @pytest.fixture
 def streams(monkeypatch):
+    made = {}
+
+    def make(*given, **options):
+        stream = Stream(*given, **options)
+        return made.setdefault(id(stream), stream)
+
     @contextlib.contextmanager
     def use(stream):
-        outer, Stream.current = Stream.current, stream
+        outer, Stream.current = Stream.current, made.setdefault(id(stream), stream)
         yield
         Stream.current = outer
 
-    Stream.current = Stream()
+    Stream.current = make()
     fakes = dict(
-        Stream=Stream, Event=Event, stream=use, current_stream=lambda device=None: Stream.current,
-        is_initialized=lambda: True, is_current_stream_capturing=lambda: False,
-        set_stream=lambda stream: setattr(Stream, "current", stream), current_device=lambda: 0,
+        Stream=make, stream=use, current_stream=lambda device=None: Stream.current,
+        is_initialized=lambda: True,
     )  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(_streams, "current_stream", lambda ordinal: id(Stream.current))
-    monkeypatch.setattr(_streams, "_known", {})
+    fakes = dict(
+        current_stream=lambda ordinal: id(Stream.current), _known={}, current_device=lambda: 0,
+        _is_capturing=lambda: False, _set_stream=lambda stream: setattr(Stream, "current", stream),
+        _record_event=lambda ordinal, stream: Event(made[stream]),
+        _wait_event=lambda stream, event: made[stream].before.update(event.before),
+    )  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(_streams, name, fake)
     return use
 
 
@@ -178,7 +178,7 @@ def test_captures(streams, monkeypatch):
     device, lane, seen = torch.device("cuda", 0), Lane(), []
     lane.run(device, None, False, lambda: done(Stream.current.before.add("first")))
     with streams(Stream()), monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(_streams, "_is_capturing", lambda: True)
         for is_beside in False, True:
             _, event = lane.run(device, None, is_beside, lambda: done(seen.append(Stream.current)))
         assert seen == [Stream.current] * 2 and event.event is not None

@@ -117,9 +117,10 @@ def test_gradients(buffer, rank, world, do_expand, do_cpu_sync):
     known = torch.from_numpy(Received(world, rank, layout(do_expand), 2).scale).nan_to_num(0)
     scale = torch.zeros(weights.shape, device=rx.device)
     scale[: len(known)] = known
-    factors = torch.where(scale > 0, weights * scale, 0).view(len(rx), -1).sum(1, keepdim=True)
+    entries = len(rx), *(scale.shape[1:] or (1,))
+    factors = torch.where(scale > 0, weights * scale, 0).view(entries).sum(1, keepdim=True)
 
-    is_row = (scale.view(len(rx), -1) > 0).any(1, keepdim=True)
+    is_row = (scale.view(entries) > 0).any(1, keepdim=True)
     rx = torch.where(is_row, rx, 0)
     assert_equal(buffer.combine(rx * factors, handle)[0], world.forward(rank))
     grad = buffer.dispatch(on_device(world.grad_out[rank]), handle=handle, **modes)[0]

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import conftest
 import pytest
 import torch
 from base import refused
@@ -12,6 +15,7 @@ from suite import Case, check
 
 import libep
 import libep.torch as ep
+from libep.deep_ep import _layout
 from libep.torch import _fast
 
 needs_fast = pytest.mark.skipif(_fast.call is None, reason="this PyTorch has no exchange interface")
@@ -140,3 +144,52 @@ def test_refusal_has_the_sentence(alone):
         handle.call_fast(form, (plan.bytes, x[:2], *[None] * 4, x))
     with refused("BUFFER_SIZE expert_out"):
         handle.make_fast(form, plan.bytes, x[:2], *[None] * 4, 4, 0)
+
+
+def test_events_come_from_a_pool():
+    """Made on their device once; what is dropped serves again. Errors of CUDA are returned."""
+    seen, error = [], [0]
+
+    def note(name, *kinds):
+        def run(*given):
+            seen.append((name, *given[:2]))
+            return error[0]
+
+        return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(run)
+
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    current = lambda out: out.__setitem__(0, 0) or 0  # noqa: E731
+    device = ctypes.CFUNCTYPE(number, ctypes.POINTER(number))(current)
+    table = [
+        note("create", pointer, ctypes.c_uint), note("record", pointer, pointer),
+        note("wait", pointer, pointer, ctypes.c_uint), device, note("device", number),
+    ]  # fmt: skip
+    events = _fast._Events(*(ctypes.cast(each, pointer).value for each in table))
+    at, names = ctypes.addressof(events), lambda: [name for name, *_ in seen]
+    event = _fast.record(at, 61, 7)
+    assert _fast.wait(at, 8, event) is None
+    assert [each[:2] for each in seen if each[0] == "device"] == [("device", 61), ("device", 0)]
+    assert names() == ["device", "create", "device", "record", "wait"] and seen[-1][1] == 8
+    other = _fast.record(at, 61, 7)
+    del event, seen[:]
+    again = _fast.record(at, 61, 9)
+    assert names() == ["record"] and seen[0][2] == 9 and again is not other
+    error[0] = 700
+    assert _fast.wait(at, 8, again) == 700 and _fast.record(at, 61, 7) == 700
+    assert _fast.record(at, 64, 7) == 101 and _fast.record(at, -1, 7) == 101
+
+
+def test_counts_of_a_routing(monkeypatch):
+    """In one call and without it; negative ids and those of no expert count nowhere."""
+    idx = torch.randint(-3, 20, (700, 5), generator=torch.Generator().manual_seed(5))
+    for given in (idx.to(conftest.DEVICE), idx.to(conftest.DEVICE).int()):
+        names = given.unsqueeze(2) == torch.arange(18, device=given.device)
+        expected = names.unflatten(2, (6, 3)).any((1, 3))
+        for count in (_fast.count, None):
+            for strided in (given, given.t().contiguous().t()):
+                monkeypatch.setattr(_fast, "count", count)
+                per_rank, per_expert, is_in = _layout.count(strided, 18, 6)
+                assert is_in.dtype == torch.bool and per_rank.dtype == torch.int32
+                assert_equal(is_in, expected)
+                assert_equal(per_rank, expected.sum(0))
+                assert_equal(per_expert, names.sum((0, 1)))

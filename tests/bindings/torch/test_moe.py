@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import libep
 import libep.torch as ep
 from libep import Quant
-from libep._layer import BLOCKS
+from libep._formats import FORMATS
 
 EXPERTS, TOKENS, HIDDEN, INNER = 8, 21, 80, 72
 SIZES = dict(num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=3)
@@ -46,7 +46,7 @@ def rounded(x, quant, tiles=False):
         high, wide = (n // 128 for n in x.shape[-2:])
         given = given.unflatten(-2, (high, 128)).unflatten(-1, (wide, 128)).transpose(-2, -3)
         given = given.flatten(-2)
-    amax = given.abs().unflatten(-1, (-1, given.shape[-1] if tiles else BLOCKS[quant])).amax(-1)
+    amax = given.abs().unflatten(-1, (-1, given.shape[-1] if tiles else FORMATS[quant].block)).amax(-1)
     scale = amax.clamp(min=2.0**-100) / 448
     if quant != Quant.FP8:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))

@@ -9,7 +9,7 @@ from base import refused
 from conftest import on_ranks
 
 import libep.torch as ep
-from libep import Blocks, Quant, ScaleOrder
+from libep import Blocks, Mode, Quant, ScaleOrder
 
 HIDDEN, TOKENS = 400, 9  # 400: the last block is not full
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
@@ -32,6 +32,30 @@ def quantise(x, quant):
         inverse = 1 / scale
     values = (blocks * inverse[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     return values.flatten(1)[:, : x.shape[1]], scale
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def quantise_fp4(x, factor):
+    """(bytes, scales) of rows [T, H] with the global scale `factor`; scales as uint8."""
+    factor = torch.tensor(factor)
+    blocks = x.float().view(len(x), -1, 16)
+    amax = blocks.abs().amax(-1).clamp(min=2.0**-100)
+    scale = (factor * (amax * torch.tensor(1 / 6))).clamp(max=448).to(torch.float8_e4m3fn)
+    step = scale.float() * (1 / factor)
+    scaled = blocks * torch.where(step == 0, step, 1 / step)[..., None]
+    middles = (E2M1[1:] + E2M1[:-1]) / 2
+    above = scaled.abs()[..., None] - middles
+    codes = ((above > 0) | ((above == 0) & (torch.arange(7) % 2 == 1))).sum(-1)
+    codes = (codes | (torch.signbit(scaled) * 8)).to(torch.uint8).flatten(1)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scale.view(torch.uint8)
+
+
+def by_row(tiles, rows, count):
+    """Scales [rows, count] of swizzled ones [rows / 128, count / 4 tiles]."""
+    tiles = tiles.view(-1, tiles.shape[-1] // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1, tiles.shape[-2] * 4)[:rows, :count]
 
 
 def as_float(scales):
@@ -69,6 +93,49 @@ def test_rows_and_scales(group, seed, quant, order, dtype):
     for rows in slice(TOKENS), slice(TOKENS, 2 * TOKENS):
         assert torch.equal(scales[rows], expected)
         assert_same_bytes(received.tokens[rows], values)
+
+
+@pytest.mark.parametrize("order", [ScaleOrder.BY_ROW, ScaleOrder.SWIZZLED])
+@pytest.mark.parametrize("mode", [Mode.THROUGHPUT, Mode.LATENCY])
+@on_ranks(num_experts=2, max_tokens=9, hidden=416, max_recv_rows=128, alignment=128, latency_sets=1)
+def test_nvfp4(group, seed, mode, order):
+    """H = 416: 26 scales, so the last word of four is not full."""
+    x = torch.randn(TOKENS, 416, generator=torch.Generator().manual_seed(seed))
+    factor = 2688 / x.abs().max()
+    idx = torch.tensor([[group.rank, -1]] * TOKENS, device=group.device)
+    handle = ep.Handle(group, quant=Quant.NVFP4, scale_order=order, mode=mode)
+    given, scale = (x.to(group.device), idx), factor.reshape(1).to(group.device)
+    received = ep.dispatch(handle, *given, global_scale=scale)
+    if mode == Mode.LATENCY:
+        received, hook = ep.dispatch_send(handle, *given, global_scale=scale)
+        hook()
+    values, scales = quantise_fp4(x, float(factor))
+    assert torch.equal(received.tokens[:TOKENS].cpu(), values)
+    got = received.scales.cpu()
+    if order == ScaleOrder.SWIZZLED:
+        assert got.shape == (128, 28) and not by_row(got, TOKENS, 28)[:, 26:].any()
+        got = by_row(got, TOKENS, 26)
+    assert torch.equal(got[:TOKENS], scales)
+    decoded = E2M1[(values[:, :8] & 7).int()] * scales[:, :1].view(torch.float8_e4m3fn).float()
+    assert torch.allclose(decoded / factor, x[:, :16:2].abs(), atol=x.abs().max() / 5)
+    for text, wrong in [
+        ("NULL global_scale: expected one", None),
+        ("TypeError global_scale", scale.double()),
+        ("SHAPE one number = 1", scale.repeat(2)),
+    ]:
+        with refused(text):
+            ep.dispatch(handle, *given, global_scale=wrong)
+
+
+def test_global_scale_of_another_format(alone):
+    group = alone(hidden=128)
+    x, one = torch.ones(2, 128, device=group.device), torch.ones(1, device=group.device)
+    idx = torch.zeros(2, 1, dtype=torch.int64, device=group.device)
+    with refused("UNSUPPORTED global_scale: expected None, since the handle's quant is FP8"):
+        ep.dispatch(ep.Handle(group, quant=Quant.FP8), x, idx, global_scale=one)
+    with refused("ROW_BYTES a multiple of 32 elements"):
+        handle = ep.Handle(group, quant=Quant.NVFP4)
+        ep.dispatch(handle, x[:, :48].contiguous(), idx, global_scale=one)
 
 
 @orders

@@ -34,6 +34,9 @@ using std::min;
 struct __align__(8) int2 {
     int32_t x, y;
 };
+struct __align__(8) uint2 {
+    uint32_t x, y;
+};
 struct float2 {
     float x, y;
 };
@@ -46,6 +49,10 @@ struct __align__(16) uint4 {
 struct __align__(16) ulonglong2 {
     unsigned long long x, y;
 };
+
+static inline uint2 make_uint2(uint32_t x, uint32_t y) {
+    return {x, y};
+}
 
 static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
     return {x, y, z, w};

@@ -58,7 +58,13 @@ static inline void ep_store_shared(uint32_t address, const uint4 &x) {
     *(uint4 *)emulated_generic(address) = x;
 }
 
+static inline void ep_store_shared(uint32_t address, const uint2 &x) {
+    *(uint2 *)emulated_generic(address) = x;
+}
+
 /* ---- conversions ---- */
+
+#define EP_CONVERTS_E2M1 0
 
 /* Scales to multiples of the local step, which is exact, then rounds. A NaN keeps its sign, on
  * which no caller may rely. */

@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_BINDINGS_TORCH_PYTHON_H
+#define EP_BINDINGS_TORCH_PYTHON_H
+
+/**
+ * Python's stable interface, as far as it is used: so no headers of a Python are needed, and one
+ * library does for all.
+ */
+
+#include <stddef.h>
+
+extern char _Py_NoneStruct;
+void *PyTuple_GetItem(void *tuple, ptrdiff_t at); /* borrowed */
+ptrdiff_t PyTuple_Size(void *tuple);
+void *PyTuple_New(ptrdiff_t size);
+int PyTuple_SetItem(void *tuple, ptrdiff_t at, void *item); /* takes the reference */
+void *PyList_New(ptrdiff_t size);
+int PyList_SetItem(void *list, ptrdiff_t at, void *item); /* likewise */
+void *PyLong_AsVoidPtr(void *number);
+long long PyLong_AsLongLong(void *number);
+void *PyLong_FromLong(long number);
+void *PyErr_Occurred(void);
+void PyErr_Clear(void);
+void Py_IncRef(void *object);
+void Py_DecRef(void *object);
+void *PyEval_SaveThread(void); /* lets other threads of Python run */
+void PyEval_RestoreThread(void *state);
+void *PyCapsule_New(void *pointer, const char *name, void (*end)(void *capsule));
+void *PyCapsule_GetPointer(void *capsule, const char *name);
+
+typedef void *Function(void *self, void *const *arguments, ptrdiff_t count);
+
+typedef struct PyMethodDef {
+    const char *name;
+    Function *function;
+    int flags;
+    const char *words;
+} PyMethodDef;
+
+#define METH_FASTCALL 0x80
+void *PyCFunction_NewEx(PyMethodDef *method, void *self, void *module);
+
+#endif
