@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _WIDE, _DEEP = 128, 64  # columns of a block, and elements that a step sums over
+_MOST = 2**31 - 1  # elements of an array, whose places are int32
 _TYPES = ("bfloat16", "float16")
 
 
@@ -42,6 +43,8 @@ def has_kernels(device: Any, alignment: int, rows: Any, weights: Any) -> bool:
     lengths = [length % _WIDE for length in weights.shape[1:]]
     block = rows_of_block(alignment)
     has_blocks = block > 0 and rows.shape[0] % block == 0 and not any(lengths)
+    if max(rows.size, weights.size, rows.shape[0] * weights.shape[2]) > _MOST:
+        return False
     return has_blocks and rows.dtype == weights.dtype and rows.dtype.name in _TYPES
 
 
