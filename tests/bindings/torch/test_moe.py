@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 from base import refused
-from conftest import BACKEND, DEVICE, EXAMPLES, assert_close, make_group, run_threads
+from conftest import BACKEND, DEVICE, EXAMPLES, assert_close, assert_equal, make_group, run_threads
 from reference import choose_experts
 from torch.utils.checkpoint import checkpoint
 
@@ -46,7 +46,8 @@ def rounded(x, quant, tiles=False):
         high, wide = (n // 128 for n in x.shape[-2:])
         given = given.unflatten(-2, (high, 128)).unflatten(-1, (wide, 128)).transpose(-2, -3)
         given = given.flatten(-2)
-    amax = given.abs().unflatten(-1, (-1, given.shape[-1] if tiles else FORMATS[quant].block)).amax(-1)
+    block = given.shape[-1] if tiles else FORMATS[quant].block
+    amax = given.abs().unflatten(-1, (-1, block)).amax(-1)
     scale = amax.clamp(min=2.0**-100) / 448
     if quant != Quant.FP8:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
@@ -95,7 +96,9 @@ def kept(*names):
 APPLY = {"plain": lambda layer, x: layer(x), "plans": kept(), "all": kept("dispatch", "combine")}
 
 
-@pytest.mark.parametrize("size, apply", [(1, "plain"), (4, "plain"), *[(2, name) for name in APPLY]])
+@pytest.mark.parametrize(
+    "size, apply", [(1, "plain"), (4, "plain"), *[(2, name) for name in APPLY]]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [
     {}, dict(V3, **MOST), dict(V3, **MOST, is_early=True), dict(V3, capacity_factor=6.0),
@@ -172,6 +175,12 @@ def test_quantised(seed, quant, is_sharded, is_early):
             layer = copy.deepcopy(layer)  # which shares what is not its parameters
             y = layer(x)
             y.backward(grads[world.rank].to(group.device))
+            if is_sharded:
+                down, largest = layer.weights["down"], whole["down"].float().abs().amax((1, 2))
+                amax = down.max_(layer.down.detach().float().abs().amax((1, 2)), per_expert=True)
+                assert_equal(amax, largest[mine["down"][0]])
+                with refused("SHAPE down: expected a shard of .*, got"):
+                    down.whole(x)
             made = {n: p.grad for n, p in layer.named_parameters()}
             return layer.routing, whole, mine, dict(made, x=x.grad, y=y)
 
@@ -210,6 +219,8 @@ REFUSED = [
      broken("down", (8, 71, 80))),
     ({}, r"SHAPE moe: x: expected \[T, 80\] or \[B, S, 80\], got \[80\]",
      lambda group: ep.MoE(group, HIDDEN, INNER)(torch.zeros(HIDDEN))),
+    ({}, "RANGE keep: names: expected 'dispatch' or 'combine', got 'rows'",
+     lambda group: ep.keep("rows")),
     (dict(capacity_factor=0.9), "RANGE moe: capacity_factor: expected at least 1 with Overflow"),
     (dict(capacity_factor=0.0), "RANGE moe: capacity_factor: expected a positive number, got 0"),
     (dict(quant="fp8"), "RANGE moe: max_scale_bytes of the group: expected at least 4, got 0",
