@@ -10,7 +10,7 @@ import torch
 from .._abi import Mode, Quant, Status
 from .._bootstrap import Bootstrap
 from .._group import Group as CoreGroup
-from .._library import EpError
+from .._library import EpError, OfProcess
 from ..torch import from_process_group
 from . import _checks, _latency, _layout, _normal
 from ._config import Config
@@ -34,7 +34,7 @@ __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
 _HINT_TOP_K = 8  # experts per token in get_low_latency_rdma_size_hint, which is not told
 
 
-class Buffer:
+class Buffer(OfProcess):
     """Dispatch and combine for the ranks of a process group. See docs/deep_ep.md.
 
     group               a torch.distributed ProcessGroup of any backend, or a libep.Bootstrap

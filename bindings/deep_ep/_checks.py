@@ -77,11 +77,11 @@ def _rows(call: str, name: str, tensor: Tensor, unit: int, most: int) -> None:
 
 def _number(call: str, name: str, value: Any, least: int) -> None:
     try:
-        is_right = operator.index(value) >= least
+        is_right = not isinstance(value, bool) and operator.index(value) >= least
     except TypeError:
         is_right = False
     if not is_right:
-        _refuse(Status.RANGE, call, name, f"a whole number of at least {least}", value)
+        _refuse(Status.RANGE, call, name, f"a whole number of at least {least}", repr(value))
 
 
 # ---- normal mode --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from .._abi import Status
 from .._bootstrap import Bootstrap
 from .._group import Group as CoreGroup
+from .._library import OfProcess
 from . import _elastic_checks as _checks
 from . import _elastic_steps as _steps
 from ._checks import is_plain_dispatch
@@ -37,7 +38,7 @@ _SIZE_UNIT = 2 << 20  # bytes, on whose multiples DeepEP's sizes are
 _MOST_TOP_K = 32
 
 
-class ElasticBuffer:
+class ElasticBuffer(OfProcess):
     """Dispatch and combine for the ranks of a process group. See docs/deep_ep.md.
 
     group                    a torch.distributed ProcessGroup of any backend, or a libep.Bootstrap

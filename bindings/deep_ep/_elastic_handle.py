@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .._library import OfProcess
 from ..torch import Plan
 from ..torch._group import current_stream
 from ._keywords import refuse
@@ -74,7 +75,7 @@ class _FromPlan:
         return made
 
 
-class EPHandle:
+class EPHandle(OfProcess):
     """What dispatch returns for combine and for a dispatch with the same routing.
 
     do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._library import OfProcess
 from ..torch._group import current_stream
 from ._streams import keep
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ._groups import LatencyGroup
 
 
-class _Fields(tuple[Any, ...]):
+class _Fields(OfProcess, tuple[Any, ...]):
     """A tuple whose fields are computed when they are first read."""
 
     def __new__(cls, *_: object) -> _Fields:

@@ -12,6 +12,7 @@ from .._library import EpError, check, library
 from .._tensor import read, written
 from ..torch import _fast
 from ..torch._group import current_stream
+from ._checks import _number
 from ._streams import current_device
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class Layout(NamedTuple):
 
 def experts_per_rank(call: str, num_experts: int, num_ranks: int) -> int:
     """The experts of each rank. EpError RANGE unless all ranks have equally many."""
-    if num_experts < 1 or num_experts % num_ranks:
+    _number(call, "num_experts", num_experts, 1)
+    if num_experts % num_ranks:
         raise EpError(
             Status.RANGE,
             f"{call}: expected equally many experts on each of {num_ranks} ranks, got "

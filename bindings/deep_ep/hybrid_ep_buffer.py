@@ -14,7 +14,7 @@ import torch
 
 from .._abi import Status
 from .._bootstrap import Bootstrap
-from .._library import last_error, library
+from .._library import OfProcess, last_error, library
 from .._tensor import read, written
 from ..torch._group import current_stream
 from . import _elastic_checks as _checks
@@ -87,7 +87,7 @@ class Handle(_Fields):
     )
 
 
-class HybridEPBuffer:
+class HybridEPBuffer(OfProcess):
     """Dispatch and combine for the ranks of a process group. See docs/deep_ep.md.
 
     group                       a torch.distributed ProcessGroup of any backend, or a

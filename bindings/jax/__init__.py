@@ -40,7 +40,7 @@ from .._abi import (
 )
 from .._config import GroupFields, HandleFields, name_members
 from .._config import max_recv_rows as worst_case_rows
-from .._library import EpError
+from .._library import EpError, OfProcess
 from . import _gradients, _program  # noqa: F401 (derivatives, and the order of calls)
 from . import _weights as sharded
 from ._moe import moe, moe_parameters
@@ -223,7 +223,7 @@ def _row_type(hidden: int, dtype: Any) -> np.dtype[Any]:
     return row
 
 
-class Ep:
+class Ep(OfProcess):
     """The groups of a mesh axis, and the operations. Made by bootstrap.
 
     Shapes are those of one device: T tokens, K = top_k, H elements per row, L local experts, and
@@ -231,6 +231,8 @@ class Ep:
     arrays, or outside of any shard_map, with arrays of all devices: those of one device after the
     other along the first dimension, sharded by P(token_axes). Outside, a Plan has such arrays, too.
     """
+
+    _anew = "save the arrays of a model, and call bootstrap anew"
 
     def __init__(
         self,
@@ -267,19 +269,6 @@ class Ep:
             plan_bytes=self.plan_bytes,
             quant=Quant(layer["quant"]),
             scale_order=ScaleOrder(layer["scale_order"]),
-        )
-
-    def __deepcopy__(self, _: object) -> Ep:
-        """The Ep itself: copies of a model share its groups, since plans are values."""
-        return self
-
-    def __copy__(self) -> Ep:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a libep.jax.Ep belongs to its process: save the arrays of a model, and call bootstrap "
-            "anew"
         )
 
     # ---- operations ---------------------------------------------------------------------------

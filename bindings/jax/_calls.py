@@ -20,19 +20,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax._src import core, effects
 from jax._src.interpreters import partial_eval as policies
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir, partial_eval, xla
+from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import Mesh, PartitionSpec
 from jaxlib.mlir import ir
 
 from .. import _abi
-from .._library import FOLDER
+from .._abi import Status
+from .._library import FOLDER, EpError
 from .._operations import OPERATIONS
 from ._regions import check_devices
 
@@ -161,6 +163,21 @@ def _order_from(ctx: Any, token: Any) -> Any:
     return _convert(ctx, token, core.abstract_token, _ORDER)
 
 
+def refuse(name: str, expected: str, got: str) -> Callable[..., NoReturn]:
+    """A rule of JAX that raises."""
+
+    def rule(*_: Any, **__: Any) -> NoReturn:
+        raise EpError(Status.UNSUPPORTED, f"{name}: expected {expected}, got {got}")
+
+    return rule
+
+
+def refuse_batches(name: str, primitive: Primitive) -> None:
+    """Refuse vmap: ranks make one call at a time."""
+    rule = refuse(name, "a call outside of jax.vmap", "one inside")
+    batching.primitive_batchers[primitive] = rule
+
+
 def _make(name: str, target: str) -> Primitive:
     lower_call = jax.ffi.ffi_lowering(target, has_side_effect=True)
 
@@ -184,6 +201,7 @@ def _make(name: str, target: str) -> Primitive:
     # Not in a function of its own, whose bounds would need tokens.
     mlir.register_lowering(primitive, lower, cacheable=False)
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = _keep_outputs
+    refuse_batches(name, primitive)
     return primitive
 
 
@@ -212,3 +230,4 @@ KEEP.def_abstract_eval(lambda kind: kind)
 mlir.register_lowering(KEEP, lambda _, array: [array])
 ad.primitive_jvps[KEEP] = lambda arrays, tangents: (KEEP.bind(*arrays), tangents[0])
 partial_eval.partial_eval_jaxpr_custom_rules[KEEP] = _keep_outputs
+refuse_batches("moe", KEEP)

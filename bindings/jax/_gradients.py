@@ -11,14 +11,12 @@ custom_vjp that is not differentiated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from .._abi import Status
-from .._library import EpError
 from .._operations import OPERATIONS, Operation
 from . import _calls as calls
 
@@ -40,11 +38,7 @@ def _types(arrays: Iterable[Any]) -> calls.Outputs:
 def _make_tangent(name: str, backward: Primitive) -> Primitive:
     """The derivative of a call. Operands: the plan, others that are kept, the linear ones."""
 
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise EpError(
-            Status.UNSUPPORTED,
-            f"{name}: expected reverse mode (jax.grad, jax.vjp), got forward mode",
-        )
+    refuse = calls.refuse(name, "reverse mode (jax.grad, jax.vjp)", "forward mode")
 
     def transpose(
         gradients: Sequence[Any], *operands: Any, key: int, num_kept: int, **_: Any
@@ -61,6 +55,7 @@ def _make_tangent(name: str, backward: Primitive) -> Primitive:
     tangent.def_abstract_eval(calls.type_outputs)
     mlir.register_lowering(tangent, refuse)
     ad.primitive_transposes[tangent] = transpose
+    calls.refuse_batches(name, tangent)
     return tangent
 
 
@@ -125,3 +120,6 @@ ad.primitive_jvps[calls.CALLS["prepare"]] = _differentiate_prepare
 for _operation in OPERATIONS.values():
     if _operation.backward:
         ad.primitive_jvps[calls.CALLS[_operation.name]] = _differentiable(_operation)
+        ad.primitive_jvps[calls.CALLS[_operation.backward]] = calls.refuse(
+            _operation.backward, "first derivatives alone", "a second one"
+        )

@@ -48,10 +48,6 @@ class Form(NamedTuple):
     quant: Quant
     is_dequantised: bool
 
-    def __deepcopy__(self, _: object) -> Form:
-        """The form itself: copies of a layer share its group."""
-        return self
-
     @property
     def blocks(self) -> Blocks:
         """Of weights: tiles serve both directions; MXFP8 has none."""

@@ -22,7 +22,7 @@ from . import _fast
 from ._group import Group, current_stream
 
 if TYPE_CHECKING:
-    from typing import Any, NoReturn, Optional
+    from typing import Any, Optional
 
     from torch import Tensor
     from typing_extensions import Unpack
@@ -111,9 +111,12 @@ class Handle(CoreHandle):
     fields  the configuration (libep.HandleFields). Differences from ep.h's defaults: plans are
             named by the calls (Plans.NAMED), and in throughput mode rows past the last slab become
             zero (Tail.ZERO), so that NaNs in unused memory do not get into products with zero.
+            In latency mode the expert ids of rows that are not used become -1 (Tail.IDS).
 
     Compiled programs name a handle by its number `key`: keep the object as long as they run.
     """
+
+    _anew = "save the state_dict of a layer, and make handles anew"
 
     def __init__(self, group: Group, **fields: Unpack[HandleFields]) -> None:
         if not isinstance(group, Group):
@@ -125,6 +128,8 @@ class Handle(CoreHandle):
         fields.setdefault("plans", Plans.NAMED)
         if fields.get("mode", group.fields.get("mode", Mode.THROUGHPUT)) == Mode.THROUGHPUT:
             fields.setdefault("zero_tail", Tail.ZERO)
+        elif fields.get("layout") in (Layout.FLAT, Layout.RANK_MAJOR):
+            fields.setdefault("zero_tail", Tail.IDS)
         super().__init__(group, **fields)
         self.key = next(_keys)
         """The number by which ops name the handle."""
@@ -161,16 +166,6 @@ class Handle(CoreHandle):
         self._facts = self._make_facts()
         self._facts_at = ctypes.addressof(self._facts)
         _handles[self.key] = self
-
-    def __deepcopy__(self, _: object) -> Handle:
-        """The handle itself: copies of a layer share its configuration, since plans are named."""
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a libep.torch.Handle belongs to its process: save the state_dict of a layer, and make "
-            "handles anew"
-        )
 
     def _make_facts(self) -> _fast.HandleFacts:
         blocks, rows_per_block = self._own_lead or (0, 0)

@@ -45,10 +45,6 @@ class Weight(CoreWeight):
         super().__init__(comm, name, spec, shape, type=kind, reduced_type=kind, **fields)
         self.dtype = dtype
 
-    def __deepcopy__(self, _: object) -> Weight:
-        """The weight itself, which owns no tensor: copies of a layer share it."""
-        return self
-
     def whole(self, shard: Tensor) -> Tensor:
         """The weight as this rank uses it. Differentiable. Collective, forward and backward."""
         made: Tensor = _Gather.apply(self, shard)  # type: ignore[no-untyped-call]

@@ -336,8 +336,7 @@ __device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a,
                                                 const LatencyOp &op) {
     int64_t step = step_under_way(a.route);
     int warp = (int)(threadIdx.x / 32);
-    auto count = [&](int e, int slots) { ep_count_expert(a.route.stats, e, slots); };
-    if (warp == 0) publish_slabs(a.route, step, workspace_total(a), count);
+    if (warp == 0) publish_slabs(a.route, step, workspace_total(a));
     if (warp == 1) publish_sizes(a, step);
     __syncthreads();
     publish_sources(a.route, [&](int e, int source) { return count_of(a, e, source); });
@@ -383,8 +382,7 @@ __device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a, cons
     const EpPrepareArgs &route = a.route;
     int64_t step = step_under_way(route);
     int warp = (int)(threadIdx.x / 32);
-    auto count = [&](int e, int slots) { ep_count_expert(a.route.stats, e, slots); };
-    if (warp == 0) publish_flat_experts(route, step, workspace_total(a), count);
+    if (warp == 0) publish_flat_experts(route, step, workspace_total(a));
     if (warp == 1) publish_sizes(a, step);
     if (warp == 0) publish_flat_totals(a, step);
     __syncthreads();
@@ -431,11 +429,34 @@ __device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a, La
     if (threadIdx.x == 0) publish_totals(route, step, kept, rows, rows - kept);
     publish_kept_by_source(a);
     count_kept(route);
-    auto count = [&](int e, int slots) { ep_count_expert(a.route.stats, e, slots); };
-    if (threadIdx.x < 32) publish_flat_experts(route, step, NULL, count);
+    if (threadIdx.x < 32) publish_flat_experts(route, step, NULL);
     __syncthreads();
     if (threadIdx.x == 0)
         publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
+    ep_count_experts(route.stats, route.plan.expert_counts, route.shape.num_local, (int)threadIdx.x,
+                     LATENCY_THREADS);
+}
+
+/* ---- counters ------------------------------------------------------------------------------ */
+
+/* Whether this block adds to the caller's counters. The last one that receives rows has the fewest
+ * of them. The block that publishes the plan would end later for it: its fences wait for additions.
+ */
+__device__ __forceinline__ int counts(const LatencyRole &role) {
+    return role.block == max(0, role.blocks - 2);
+}
+
+/* Add the slots of each expert. By a warp of a block that has received the heads. */
+__device__ __forceinline__ void count_experts(const EpLatencyScatterArgs &a) {
+    const EpPlanShape &s = a.route.shape;
+    int64_t start = 0;
+#pragma unroll 1
+    for (int at = 0; at < s.num_local && a.route.stats.expert_tokens; at += 32) {
+        int e = at + (int)threadIdx.x % 32;
+        SlabStart first = lay_slab(a.route, workspace_total(a), s.num_local, at, &start);
+        int kept = s.has_rows ? first.count : (int)ep_slab(&s, e, first.start, first.count).kept;
+        if (e < s.num_local) ep_count_expert(a.route.stats, e, kept);
+    }
 }
 
 /* ==== sending blocks ======================================================================== */
@@ -1134,17 +1155,17 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
                                         const LatencyOp &op) {
     uint64_t flag = op.flag;
     int blocks = max(1, role.blocks - 1), flat = a.route.shape.has_rows;
-    if (role.block == role.blocks - 1)
-        latency_measure_heads(a.route.group, a.latency, a.route.stats, flag);
+    if (counts(role)) latency_measure_heads(a.route.group, a.latency, a.route.stats, flag);
     ReceiveState state = begin_receiving(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
     if (a.t.block_rows && workspace()->most_tokens > a.t.block_rows) return report_blocks(a);
+    int publishes = role.block == role.blocks - 1,
+        has_lost_rows = flat && flat_rows_kept(a) < flat_rows(a);
+    if (counts(role) && threadIdx.x / 32 == MEASURE_WARP && !has_lost_rows) count_experts(a);
     if (role.block < blocks) {
         receive_records<TILED>(a, state, flag);
         zero_padding<TILED>(a, state.warp, state.warps);
     }
-    int publishes = role.block == role.blocks - 1,
-        has_lost_rows = flat && flat_rows_kept(a) < flat_rows(a);
     if (publishes && !flat) publish_routing(a, op);
     if (publishes && flat && !has_lost_rows) publish_flat(a, op);
     if (has_lost_rows && latency_is_last(a.latency, role, op.flag)) publish_flat_kept(a, op);

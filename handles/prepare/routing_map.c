@@ -3,6 +3,7 @@
 #include "handles/prepare/routing_map.h"
 
 #include "handles/prepare/count.h"
+#include "runtime/args.h"
 #include "runtime/backend.h"
 
 /* Read [T, columns]. NULL stays NULL where `is_optional`. */

@@ -5,7 +5,7 @@
 /** ep_read_routing_map and ep_write_routing_map, checked and described: routing_map.c checks, the
  *  backends convert. */
 
-#include "runtime/args.h"
+#include "ep/ep.h"
 
 typedef struct EpRoutingMap {
     int64_t num_tokens;

@@ -76,6 +76,7 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, masked_percent, NULL),
     TEXT_FIELD(Case, invalid_percent, NULL),
     TEXT_FIELD(Case, duplicates, NULL),
+    TEXT_FIELD(Case, strange, NULL),
     TEXT_FIELD(Case, merged, NULL),
     TEXT_FIELD(Case, row_type, TEXT_TYPES),
     TEXT_FIELD(Case, sum_type, TEXT_TYPES),

@@ -43,6 +43,8 @@ typedef struct Case {
     int masked_percent;      /**< percentage of entries that are masked */
     int invalid_percent;     /**< percentage of entries that name an expert out of range */
     int duplicates;          /**< a token may name an expert twice */
+    int strange;             /**< every third token names expert 0 in all entries, and its numbers
+                                  are NaN and infinities */
     int merged;              /**< EP_DUPLICATES_MERGE: an expert named twice gets one slot */
     EpType row_type;         /**< of dispatch; BF16 */
     EpType sum_type;         /**< of combine and gradients; BF16 */

@@ -4,6 +4,7 @@
 
 #include "tests/cases/step.h"
 #include "tests/oracle/expect.h"
+#include "tests/oracle/number.h"
 
 /* ---- shapes -------------------------------------------------------------------------------- */
 
@@ -283,16 +284,27 @@ static void accept_dots(const Step *step, const Image *got, const Image *expecte
         if (!world_writes(step->world, &me->row[row])) continue;
         memcpy(&value, got->data + row * 4, 4);
         exact = expect_slot_gradient(step->world, step->rank, row, &magnitude);
-        CHECK(fabs(value - exact) <= 1e-5 * magnitude, "row %lld: %.9g instead of %.9g",
-              (long long)row, (double)value, exact);
+        CHECK(isnan(exact) ? isnan(value) : fabs(value - exact) <= 1e-5 * magnitude,
+              "row %lld: %.9g instead of %.9g", (long long)row, (double)value, exact);
         memcpy(expected->data + row * 4, &value, 4);
     }
+}
+
+/* A NaN may have any bits. */
+static void accept_nans(EpType type, const Image *got, const Image *expected) {
+    size_t size = ep_type_bytes(type);
+    for (size_t i = 0; i < got->bytes / size; i++)
+        if (isnan(number_get(expected->data, type, (int64_t)i)) &&
+            isnan(number_get(got->data, type, (int64_t)i)))
+            memcpy(expected->data + i * size, got->data + i * size, size);
 }
 
 void step_compare(const Step *step, StepOutput output, const Image *got, Image *expected) {
     const RankWorld *me = step_mine(step);
     int is_received = output >= OUT_TOKENS && output <= OUT_INDEX;
     size_t rows = (size_t)(is_received ? me->buffer_rows : me->rows);
+    int is_sum = output == OUT_SUMS || output == OUT_GRAD_ROWS || output == OUT_GRAD_TOKENS;
     if (output == OUT_GRAD_SLOTS) accept_dots(step, got, expected);
+    if (is_sum && step->world->c.strange) accept_nans(step->world->c.sum_type, got, expected);
     image_check_equal(got, expected, rows ? got->bytes / rows : 0, arrays[output].name);
 }

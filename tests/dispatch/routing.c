@@ -21,6 +21,25 @@ RoutingTest(every_token_to_one_rank,
             "ranks=4 experts=13 top_k=3 spread=full routing=one-rank target=3 alignment=4");
 RoutingTest(many_experts_without_tokens, "ranks=3 experts=60 routing=skewed alignment=128");
 RoutingTest(every_entry_masked, "ranks=3 spread=full routing=nobody");
+RoutingTest(one_expert_on_each_rank, "ranks=4 experts=4 top_k=3 alignment=4");
+RoutingTest(one_expert_and_ranks_without, "ranks=4 experts=1 top_k=3 spread=full duplicates=1",
+            "ranks=4 experts=1 top_k=1 nodes=0011");
+
+/* All entries of all tokens are on one rank, which has 32 experts or one. */
+#define ONE_RANK "ranks=4 spread=full routing=one-rank target=2 max_tokens=5 "
+#define ON_ONE_RANK(k)                                            \
+    ONE_RANK "experts=128 index_type=int64 alignment=2 top_k=" k, \
+        ONE_RANK "experts=4 duplicates=1 masked_percent=5 top_k=" k
+RoutingTest(every_k_on_one_rank, ON_ONE_RANK("1"), ON_ONE_RANK("3"), ON_ONE_RANK("5"),
+            ON_ONE_RANK("7"), ON_ONE_RANK("31"), ON_ONE_RANK("32"));
+
+/* As padding that a router has read: NaN and infinities, which all entries send to expert 0. They
+ * stay with their tokens. */
+#define STRANGE "ranks=3 experts=7 top_k=8 spread=full duplicates=1 strange=1 max_tokens=20 "
+RoutingTest(strange_tokens, STRANGE, STRANGE "row_type=fp32 sum_type=fp32 biases=2",
+            STRANGE "sum_type=fp16 merged=1 counted=1 spread=random");
+RoutingTest(strange_tokens_quantised, STRANGE "quant=fp8 sum_quant=fp8 hidden=272",
+            STRANGE "quant=mxfp8 nodes=011 spread=random");
 RoutingTest(masked_entries, "ranks=4 experts=10 top_k=6 masked_percent=50",
             "ranks=4 experts=10 top_k=6 masked_percent=50 index_type=int64");
 RoutingTest(duplicate_entries,

@@ -15,7 +15,7 @@
 #define MAX_ALLOCATIONS 4096
 #define PAGE ((size_t)4096)
 #define ALIGNMENT ((size_t)256)
-#define TOTAL_BYTES ((size_t)16 << 30) /* of all GPUs and pinned memory */
+#define TOTAL_BYTES ((size_t)24 << 30) /* of all GPUs and pinned memory */
 #define SLACK 0x5c
 #define GARBAGE 0x5b                     /* as an integer neither -1 nor a valid index */
 #define GARBAGE_BYTES ((size_t)16 << 20) /* larger allocations (pinned buffers) stay zero */

@@ -117,6 +117,13 @@ static void fill_numbers(uint8_t *bytes, EpType type, int64_t n, Random *random)
     }
 }
 
+/* Fill the rows of strange tokens. Each has a NaN, which any product with it keeps. */
+static void put_strange_row(const Case *c, uint8_t *array, EpType type, int64_t row) {
+    static const float strange[] = {NAN, INFINITY, -INFINITY};
+    for (int h = 0; h < c->hidden && type <= EP_TYPE_FP32; h++)
+        number_set(array, type, row * c->hidden + h, strange[h % 3]);
+}
+
 static void *new_array(int64_t n, size_t size) {
     return calloc((size_t)n + 1, size);
 }
@@ -129,7 +136,7 @@ static void make_index(World *world, int rank) {
     for (int t = 0; t < me->rows; t++) {
         int64_t *row = me->index + (int64_t)t * c->top_k;
         for (int k = 0; k < c->top_k; k++)
-            row[k] = draw_entry(c, &random, row, k);
+            row[k] = world_is_strange(world, t) ? 0 : draw_entry(c, &random, row, k);
     }
 }
 
@@ -196,6 +203,8 @@ void inputs_make_tokens(World *world, int rank) {
     me->scale = new_array(me->rows, (size_t)c->scale_bytes);
     fill_random(me->token, (size_t)me->rows * case_row_bytes(c), &random);
     if (quant_form(c->quant)->bits) make_numbers(c, me, &random);
+    for (int t = 0; t < me->rows; t++)
+        if (world_is_strange(world, t)) put_strange_row(c, me->token, c->row_type, t);
     fill_random(me->scale, (size_t)me->rows * (size_t)c->scale_bytes, &random);
 
     me->global_scale = globals[(c->seed + (uint64_t)rank) % 4];
@@ -209,6 +218,8 @@ void inputs_make_tokens(World *world, int rank) {
     random = stream_of(world, rank, STREAM_GRAD);
     me->grad_out = new_array(me->rows, case_sum_bytes(c));
     fill_numbers(me->grad_out, c->sum_type, (int64_t)me->rows * c->hidden, &random);
+    for (int t = 0; t < me->rows; t++)
+        if (world_is_strange(world, t)) put_strange_row(c, me->grad_out, c->sum_type, t);
     make_biases(world, rank);
 }
 
@@ -233,6 +244,8 @@ void inputs_make_rows(World *world, int rank) {
         if (me->row[row].kind != ROW_FILLED) continue;
         uint8_t *numbers = me->expert_out + (size_t)row * case_sum_bytes(c);
         fill_numbers(numbers, c->sum_type, c->hidden, &random);
+        if (world_is_strange(world, me->row[row].token))
+            put_strange_row(c, me->expert_out, c->sum_type, row);
         me->slot_weight[row] = random_unit(&random);
         for (int k = 0; k < per_row; k++)
             me->grad_slot_weight[row * per_row + k] = random_unit(&random);

@@ -16,6 +16,10 @@ int world_owner(const Case *c, int64_t expert) {
     abort();
 }
 
+int world_is_strange(const World *world, int token) {
+    return world->c.strange && token % 3 == 1;
+}
+
 int world_live(const World *world, int rank, int token, int k) {
     const RankWorld *me = &world->rank[rank];
     const int64_t *named = me->index + (int64_t)token * world->c.top_k;

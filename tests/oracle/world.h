@@ -72,6 +72,9 @@ void world_free(const World *world);
 /** Returns the rank that owns an expert. */
 int world_owner(const Case *c, int64_t expert);
 
+/** Returns whether a token is one of the case's strange ones. */
+int world_is_strange(const World *world, int token);
+
 /** Returns whether entry (token, k) of a rank gets a slot: it names an expert of the group, and if
  * duplicates are merged, no entry of the token at a lower k names it. */
 int world_live(const World *world, int rank, int token, int k);

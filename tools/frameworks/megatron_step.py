@@ -38,6 +38,7 @@ def read_options():
     parser.add_argument(
         "--backend", choices=["hybridep", "deepep"], default="hybridep", help="of the flex dispatcher"
     )
+    parser.add_argument("--num-sms", type=int, default=64, help="of libep's operations")
     parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--inner", type=int, default=1024)
@@ -90,6 +91,7 @@ def make_steps(moe, options, kind):
             dtype=torch.bfloat16,
             dispatcher=dispatcher,
             backend=options.backend,
+            num_sms=options.num_sms,
             grouped=kind == "grouped",
         )
     same = zip(*(layer.state_dict().values() for layer in layers.values()))

@@ -9,7 +9,7 @@ from ctypes import byref
 
 from . import _abi, _process
 from ._abi import Status
-from ._library import EpError, check, last_error, library
+from ._library import EpError, OfProcess, check, last_error, library
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def setting_value(name: str) -> str:
     return found[name.encode()].decode()
 
 
-class Bootstrap:
+class Bootstrap(OfProcess):
     """What a group needs to be set up: this rank, the number of ranks, an allgather, a barrier.
 
     Made by one of the four functions below, or by Mesh.bootstrap. Several groups may use one. All

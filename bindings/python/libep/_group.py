@@ -12,7 +12,7 @@ from . import _abi, _process
 from ._abi import Backend, Blocks, Mode, Quant, ScaleOrder, Status
 from ._bootstrap import Bootstrap
 from ._config import group_config
-from ._library import EpError, check, library
+from ._library import EpError, OfProcess, check, library, public_name
 from ._tensor import read, written
 
 if TYPE_CHECKING:
@@ -82,14 +82,7 @@ class Located(NamedTuple):
     bytes: int
 
 
-def public_name(value: object) -> str:
-    """The class of an object as programs name it, such as libep.torch.Group."""
-    kind = type(value)
-    packages = (name for name in kind.__module__.split(".") if not name.startswith("_"))
-    return ".".join([*packages, kind.__qualname__])
-
-
-class Shared:
+class Shared(OfProcess):
     """What all ranks create and close together, one thread at a time in its calls."""
 
     kind: str = "group"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from . import _abi
 from ._abi import Mode, Status, Type
 from ._config import handle_config
-from ._group import Group, public_name
-from ._library import EpError, last_error, library
+from ._group import Group
+from ._library import EpError, OfProcess, last_error, library, public_name
 from ._operations import calls_library
 from ._tensor import Tensor, read, written
 
@@ -164,7 +164,7 @@ def _host_row(value: TensorLike, name: str) -> Tensor:
     return made
 
 
-class Handle:
+class Handle(OfProcess):
     """A configuration of a layer or micro-batch, and the operations of its steps. Local.
 
     group   the handle keeps it alive; closing the group ends its handles

@@ -5,10 +5,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import TYPE_CHECKING
 
 from . import _abi
 from ._abi import Status
 from ._version import __version__
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from typing_extensions import Self
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 PATH = os.path.join(FOLDER, "lib", "libep.so.0")
@@ -29,6 +35,29 @@ class EpError(RuntimeError):
 
     def __reduce__(self) -> tuple[type[EpError], tuple[int, str]]:
         return type(self), (int(self.status), str(self))
+
+
+def public_name(value: object) -> str:
+    """The class of an object as programs name it, such as libep.torch.Group."""
+    kind = type(value)
+    packages = (name for name in kind.__module__.split(".") if not name.startswith("_"))
+    return ".".join([*packages, kind.__qualname__])
+
+
+class OfProcess:
+    """What belongs to its process. A copy is the object itself, so copies of a model share it."""
+
+    _anew = "make it anew there"
+    """What a program does in place of pickling it."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {public_name(self)} belongs to its process: {self._anew}")
 
 
 def _load() -> ctypes.CDLL:

@@ -93,8 +93,13 @@ class Mesh:
             Axis(axis.name.decode(), axis.size, AxisRole(axis.role))
             for axis in self._struct.axes[: self._struct.num_axes]
         )
-        if grid is not None:
-            self._set_grid(list(grid))
+        places = None if grid is None else tuple(grid)
+        self._made_of = text, places
+        if places is not None:
+            self._set_grid(list(places))
+
+    def __reduce__(self) -> tuple[type[Mesh], tuple[str, Optional[tuple[int, ...]]]]:
+        return type(self), self._made_of
 
     def _set_grid(self, grid: list[int]) -> None:
         if len(grid) != self.num_ranks:

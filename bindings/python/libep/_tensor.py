@@ -158,10 +158,11 @@ def _same_size(typestr: str, given: Type) -> Type:
 
 
 def _by_dtype(value: Any, typestr: str) -> Type:
-    name = getattr(getattr(value, "dtype", None), "name", typestr)
+    dtype = getattr(value, "dtype", typestr)
+    name = getattr(dtype, "name", typestr)
     if name not in _BY_NAME:
         names = ", ".join(t.name for t in Type)
-        raise TypeError(f"expected elements of one of the types {names}, got {name}")
+        raise TypeError(f"expected elements of one of the types {names}, got {dtype}")
     return _BY_NAME[name]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 from . import _abi, _process
 from ._abi import AmaxScope, Backend, Blocks, Quant, Status, TensorKind, Type
 from ._group import Shared
-from ._library import EpError, last_error, library
+from ._library import EpError, OfProcess, last_error, library
 from ._operations import calls_library
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class MeshComm(Shared):
         self.call(library.ep_mesh_comm_status, self.require())
 
 
-class Weight:
+class Weight(OfProcess):
     """A weight whose shards the ranks of a mesh store. It owns no tensor. Creating it is collective.
 
     comm          keeps the weight until it is closed

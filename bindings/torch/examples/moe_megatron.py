@@ -59,11 +59,13 @@ def make_layer(
     dtype=torch.float32,
     dispatcher="flex",
     backend="hybridep",
+    num_sms=64,
     grouped=False,
 ):
     """An MoELayer with softmax router and gated experts.
 
     dispatcher  "flex": libep, as DeepEP's `backend` "hybridep" or "deepep"; "alltoall": Megatron's
+    num_sms     multiprocessors of libep's operations (--moe-hybridep-num-sms, --moe-deepep-num-sms)
     grouped     the experts are one grouped GEMM in place of one module each
     """
     config = TransformerConfig(
@@ -78,6 +80,8 @@ def make_layer(
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type=dispatcher,
         moe_flex_dispatcher_backend=backend,
+        moe_hybridep_num_sms=num_sms,
+        moe_deepep_num_sms=num_sms,
         moe_grouped_gemm=grouped,
         moe_use_legacy_grouped_gemm=grouped,
         expert_model_parallel_size=dist.get_world_size(),

@@ -183,10 +183,8 @@ __device__ __forceinline__ SlabStart lay_slab(const EpPrepareArgs &a, const int3
     return SlabStart{count, begin};
 }
 
-/* Publish this rank's slabs. By a warp, whose lanes call count(expert, kept entries). */
-template <typename Count>
-__device__ inline void publish_slabs(const EpPrepareArgs &a, int64_t step, const int32_t *total,
-                                     Count count) {
+/* Publish this rank's slabs. By a warp. */
+__device__ inline void publish_slabs(const EpPrepareArgs &a, int64_t step, const int32_t *total) {
     const EpPlanShape &s = a.shape;
     int local = s.num_local, lane = threadIdx.x % 32, most = 0;
     int64_t start = 0, dropped = 0;
@@ -194,10 +192,7 @@ __device__ inline void publish_slabs(const EpPrepareArgs &a, int64_t step, const
         int e = at + lane;
         SlabStart first = lay_slab(a, total, local, at, &start);
         EpSlab slab = ep_slab(&s, e, first.start, first.count);
-        if (e < local) {
-            publish_expert(a, step, e, (int)slab.kept, slab.offset, slab.padded);
-            count(e, (int)slab.kept);
-        }
+        if (e < local) publish_expert(a, step, e, (int)slab.kept, slab.offset, slab.padded);
         most = max(most, ep_slab_rows(&s, first.count));
         dropped += warp_sum((int)(e < local ? first.count - slab.kept : 0));
     }
@@ -210,19 +205,15 @@ __device__ inline void publish_slabs(const EpPrepareArgs &a, int64_t step, const
 
 /* Publish the entries of each expert in rows with one slot: total[L], or the
  * plan's counts where it is NULL; and the offsets that a permutation by expert would have. By a
- * warp, whose lanes call count(expert, entries). */
-template <typename Count>
+ * warp. */
 __device__ inline void publish_flat_experts(const EpPrepareArgs &a, int64_t step,
-                                            const int32_t *total, Count count_of) {
+                                            const int32_t *total) {
     int local = a.shape.num_local, lane = threadIdx.x, offset = 0;
     for (int at = 0; at < local; at += 32) {
         int e = at + lane, count = 0;
         if (e < local) count = total ? total[e] : *(volatile int32_t *)&a.plan.expert_counts[e];
         int through = ep_warp_prefix(count);
-        if (e < local) {
-            publish_expert(a, step, e, count, offset + through - count, count);
-            count_of(e, count);
-        }
+        if (e < local) publish_expert(a, step, e, count, offset + through - count, count);
         offset += __shfl_sync(~0u, through, 31);
     }
     if (lane == 0) publish_offset_end(a, step, offset);
@@ -299,7 +290,7 @@ __device__ __forceinline__ void count_source(const EpPrepareArgs &a, int local, 
 template <typename Count>
 __device__ void publish_all_slabs(const EpPrepareArgs &a, int64_t step, const int32_t *total,
                                   Count count_of) {
-    if (threadIdx.x < 32) publish_slabs(a, step, total, [](int, int) {});
+    if (threadIdx.x < 32) publish_slabs(a, step, total);
     __syncthreads();
     publish_sources(a, count_of);
     __syncthreads();
@@ -355,7 +346,7 @@ __device__ void publish_flat(const EpPrepareArgs &a, int64_t step, const int32_t
     __syncthreads();
     int all_kept = *(volatile int64_t *)&a.plan.header->dropped_slots == 0;
     if (!all_kept) count_kept_entries(a, rows_of);
-    if (threadIdx.x < 32) publish_flat_experts(a, step, all_kept ? total : NULL, [](int, int) {});
+    if (threadIdx.x < 32) publish_flat_experts(a, step, all_kept ? total : NULL);
     __syncthreads();
     if (all_kept) publish_sources(a, count_of);
     publish_flat_source_rows(

@@ -6,6 +6,8 @@
 
 #include "handles/prepare/routing_map.h"
 
+struct EpCall;
+
 #ifdef __cplusplus
 extern "C" {
 #endif

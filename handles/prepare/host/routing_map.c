@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+#include "runtime/args.h"
+
 static void read_token(const EpRoutingMap *m, int64_t token) {
     const uint8_t *map = m->map + token * m->num_experts;
     int32_t *topk_idx = (int32_t *)m->topk_idx + token * m->top_k, found = 0;

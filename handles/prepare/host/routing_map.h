@@ -4,7 +4,9 @@
 
 #include "handles/prepare/routing_map.h"
 
-EpStatus ep_host_read_routing_map(const EpCall *call, const EpRoutingMap *map);
-EpStatus ep_host_write_routing_map(const EpCall *call, const EpRoutingMap *map);
+struct EpCall;
+
+EpStatus ep_host_read_routing_map(const struct EpCall *call, const EpRoutingMap *map);
+EpStatus ep_host_write_routing_map(const struct EpCall *call, const EpRoutingMap *map);
 
 #endif

@@ -25,6 +25,7 @@ class Case(NamedTuple):
     biases: int = 0  # that combine adds
     is_split: bool = False  # latency mode in send and receive phases
     steps: int = 1  # each with the plan and the outputs of its own
+    checkpoint: bool = False  # the layer's forward is computed again for its backward
 
 
 STEPS = [
@@ -93,7 +94,8 @@ def check_received(got, expected, case):
     else:
         assert got["recv_w"] is None
     if expected.idx is not None:
-        np.testing.assert_array_equal(got["recv_idx"][rows][where], expected.idx[where])
+        named = ... if face.HAS_IDS_OF_TAILS else where
+        np.testing.assert_array_equal(got["recv_idx"][rows][named], expected.idx[named])
 
 
 def check_numbers(world, rank, got, case):
@@ -161,11 +163,35 @@ def test_large_step(seed, size):
     check(make_world(seed, size, **sizes), Case(alignment=8, capacity=2 * 150 * 5 + 13 * 8))
 
 
+SIZE = 0 if face.HAS_EXACT_SIZES else 600  # the capacity of any routing
+
+
 @pytest.mark.parametrize("tokens", [[0, 4, 1], [3, 0, 0], [0, 0, 0]])
 @pytest.mark.parametrize("experts", [1, 2, 7])
-def test_ranks_without_tokens_or_experts(seed, tokens, experts):
+@pytest.mark.parametrize("checkpoint", [False, True][: 1 + face.HAS_CHECKPOINTS])
+def test_ranks_without_tokens_or_experts(seed, tokens, experts, checkpoint):
     world = make_world(seed, 3, experts=experts, tokens=tokens)
-    check(world, Case(capacity=0 if face.HAS_EXACT_SIZES else 200))
+    check(world, Case(capacity=SIZE, checkpoint=checkpoint))
+
+
+@pytest.mark.parametrize("experts", [3, 6])
+@pytest.mark.parametrize("top_k", [1, 3, 5, 7, 31, 32])
+def test_all_entries_on_one_rank(seed, top_k, experts):
+    """The others receive nothing. Entries name the rank's experts again and again."""
+    world = make_world(seed, 3, experts=experts, top_k=top_k)
+    for idx in world.idx:
+        idx[idx >= 0] %= experts // 3
+    check(world, Case(capacity=SIZE))
+
+
+@pytest.mark.parametrize("strange", [np.nan, np.inf])
+def test_strange_rows(seed, strange):
+    """As padding may be that a router has read: it stays in its token."""
+    world = make_world(seed, 3, top_k=8, tokens=[4, 6, 0])
+    for rank in range(2):
+        world.x[rank][1], world.idx[rank][1] = strange, 0
+        world.grad_out[rank][1], world.weights[rank] = 1, np.abs(world.weights[rank]) + 1
+    check(world, Case(capacity=SIZE))
 
 
 @cases([Case(dtype="bfloat16", weights="none"), Case(dtype="float16", weights="none", biases=2)])

@@ -18,6 +18,7 @@ LAYOUTS = ("expert_major",)
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (1, 2, 3)
 HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = False
+HAS_CHECKPOINTS = True
 NUMBERS = ("expert_counts", "expert_padded", "expert_offsets", "totals")
 
 
@@ -44,7 +45,8 @@ def program(ep, case):
                 return ep.combine(done * row_w[:, None], plan), (rows, row_w, plan)
             return ep.combine(done, plan, row_w), (rows, row_w, plan)
 
-        out, pullback, (rows, row_w, plan) = jax.vjp(layer, x, w, *biases, has_aux=True)
+        run = jax.checkpoint(layer) if case.checkpoint else layer
+        out, pullback, (rows, row_w, plan) = jax.vjp(run, x, w, *biases, has_aux=True)
         numbers = {name: getattr(plan, name) for name in NUMBERS}
         grad_x, grad_w, *grads = pullback(grad_out)
         results = dict(recv=rows, out=out, grad_x=grad_x, **numbers)

@@ -245,9 +245,12 @@ def test_what_is_not_supported(pair):
     layer = lambda params, x: moe(ep, params, x)  # noqa: E731
     jvp = lambda params, x: jax.jvp(lambda x: layer(params, x), (x,), (x,))[1]  # noqa: E731
     mapped = lambda params, x: jax.vmap(layer, (None, 0))(params, x[None])[0]  # noqa: E731
+    once = lambda params, x: jax.grad(lambda x: (layer(params, x) ** 2).sum())(x)  # noqa: E731
+    twice = lambda params, x: jax.grad(lambda x: once(params, x).sum())(x)  # noqa: E731
     for text, body in [
         ("EpError expected reverse mode.*got forward mode", jvp),
-        ("NotImplementedError Batching rule for 'ep_prepare' not implemented", mapped),
+        ("UNSUPPORTED prepare: expected a call outside of jax.vmap", mapped),
+        ("UNSUPPORTED combine_backward: expected first derivatives alone", twice),
     ]:
         with refused(text):
             layer_on(mesh, body)(parameters(1), x)

@@ -60,6 +60,16 @@ def test_scan(bootstrap, size, wrap):
         assert_close(step(params, x), expected, SINGLE)
 
 
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_arrays_without_rows(bootstrap, wrap):
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    layer = layer_on(mesh, WRAPPERS[wrap](functools.partial(moe, ep)))
+    _, (of_params, of_x) = value_and_grads(layer)(parameters(2), tokens(2, 2)[:0])
+    assert of_x.shape == (0, HIDDEN) and not any(g.any() for g in jax.tree.leaves(of_params))
+    ep.check()
+
+
 def test_pullbacks_of_two_micro_batches(bootstrap):
     """F0 F1 B0 B1 by hand."""
     mesh = make_mesh(2)

@@ -15,6 +15,7 @@ LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
 DTYPES = ("float32", "float16")
 SIZES = (1, 2, 3, 4)
 HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = True
+HAS_CHECKPOINTS = HAS_IDS_OF_TAILS = False
 BATCHED_ROWS = 48
 
 

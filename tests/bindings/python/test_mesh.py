@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -62,9 +63,10 @@ def test_groups(axes):
 
 
 def test_grid():
-    mesh = Mesh("fsdp=2,expert=2", grid=[3, 1, 0, 2])
-    assert mesh.coordinates(0) == (1, 0)
-    assert mesh.group("expert", 3).ranks == (3, 1)
+    made = Mesh("fsdp=2,expert=2", grid=[3, 1, 0, 2])
+    for mesh in made, pickle.loads(pickle.dumps(made)):
+        assert mesh.coordinates(0) == (1, 0)
+        assert mesh.group("expert", 3).ranks == (3, 1)
 
 
 W1 = TensorKind.EXPERT_WEIGHT

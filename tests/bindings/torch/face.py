@@ -8,6 +8,7 @@ import contextlib
 import numpy as np
 import torch
 from conftest import DEVICE, make_group, on_device, run_threads, use_gpu
+from torch.utils.checkpoint import checkpoint
 
 import libep
 import libep.torch as ep
@@ -16,7 +17,7 @@ NAME = "torch"
 LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (1, 2, 3)
-HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = True
+HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = HAS_CHECKPOINTS = HAS_IDS_OF_TAILS = True
 BATCHED_ROWS = 24
 NUMBERS = "expert_counts expert_padded expert_offsets expert_ends totals source_rows".split()
 
@@ -51,21 +52,26 @@ def play(bootstrap, world, case, expected):
                 for bias in world.biases[: case.biases]
             ]
             home["bias"] = biases if case.biases > 1 else biases[0] if biases else None
-            if case.is_split:
-                received, hook = ep.dispatch_send(handle, *inputs, *sent)
-                hook()
-            else:
-                received = ep.dispatch(handle, *inputs, *sent)
-            scale = torch.full((*received.tokens.shape[:-1], *expected[rank].scale.shape[
-                received.tokens.ndim - 1 :]), torch.nan)  # fmt: skip
-            known = torch.from_numpy(expected[rank].scale)
-            scale[: len(known)] = known
-            done, slot_w = experts(received, scale.to(group.device), case.weights)
-            if case.is_split:
-                out, hook = ep.combine_send(handle, received.plan, done, slot_w, **home)
-                hook()
-            else:
-                out = ep.combine(handle, received.plan, done, slot_w, **home)
+
+            def run(inputs=inputs, sent=sent, home=home):
+                if case.is_split:
+                    received, hook = ep.dispatch_send(handle, *inputs, *sent)
+                    hook()
+                else:
+                    received = ep.dispatch(handle, *inputs, *sent)
+                scale = torch.full((*received.tokens.shape[:-1], *expected[rank].scale.shape[
+                    received.tokens.ndim - 1 :]), torch.nan)  # fmt: skip
+                known = torch.from_numpy(expected[rank].scale)
+                scale[: len(known)] = known
+                done, slot_w = experts(received, scale.to(group.device), case.weights)
+                if case.is_split:
+                    out, hook = ep.combine_send(handle, received.plan, done, slot_w, **home)
+                    hook()
+                else:
+                    out = ep.combine(handle, received.plan, done, slot_w, **home)
+                return out, received
+
+            out, received = checkpoint(run, use_reentrant=False) if case.checkpoint else run()
             if not is_latency:
                 out.backward(on_device(world.grad_out[rank]).to(out.dtype))
         assert group.status().status == libep.Status.OK
@@ -75,7 +81,7 @@ def play(bootstrap, world, case, expected):
         if not is_latency:
             got.update({f"grad_bias{i}": bias.grad for i, bias in enumerate(biases)})
         dtypes = {str(t.dtype).split(".")[1] for t in (out, out if is_latency else x.grad)}
-        del received, done, slot_w, out
+        del received, out
         return dict({name: as_numpy(tensor) for name, tensor in got.items()}, dtypes=dtypes)
 
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 from base import refused
 from conftest import (
-    DEVICE, assert_equal, off, on_ranks, ones, other_device, refuse_each, strided
+    DEVICE, assert_equal, make_buffer, off, on_ranks, ones, other_device, refuse_each, strided
 )  # fmt: skip
 from torch.autograd import forward_ad
 
 import libep
 import libep.torch as ep
 from libep import EpError, Status
+from libep.deep_ep import Buffer, ElasticBuffer
 
 T, H = 3, 16
 EITHER = (TypeError, EpError)
@@ -287,10 +288,19 @@ def test_closed(alone, which):
 
 
 def test_copies_of_a_layer(alone):
-    handle = ep.Handle(alone())
-    assert copy.deepcopy([handle])[0] is handle
-    with refused("TypeError state_dict"):
-        pickle.dumps(handle)
+    handle, bootstrap = ep.Handle(alone()), libep.Bootstrap.local(1)[0]
+    with contextlib.ExitStack() as ends:
+        kinds = Buffer, ElasticBuffer
+        buffer, elastic = (ends.enter_context(make_buffer(bootstrap, kind=kind)) for kind in kinds)
+        x, idx, weights = ones()
+        received = elastic.dispatch(x, idx, weights, num_experts=2, num_max_tokens_per_rank=4)
+        for value in handle, handle.group, bootstrap, buffer, elastic, received[3]:
+            assert copy.deepcopy([value])[0] is value
+            with refused("TypeError a .* belongs to its process: "):
+                pickle.dumps(value)
+        for wrong in "2", True, 2.0:
+            with refused("RANGE num_experts: expected a whole number of at least 1, got "):
+                elastic.dispatch(x, idx, weights, num_experts=wrong, num_max_tokens_per_rank=4)
 
 
 def test_bootstraps():

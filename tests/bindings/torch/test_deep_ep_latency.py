@@ -74,7 +74,7 @@ SERVER = dict(low_latency_mode=True, num_rdma_bytes=1 << 20, num_qps_per_rank=2)
 
 
 @splits
-@pytest.mark.parametrize("tokens", [None, [4, 0, 1]])
+@pytest.mark.parametrize("tokens", [None, [4, 0, 1], [0, 0, 0]])
 @with_buffer("tokens", fields=SERVER)
 def test_step(buffer, rank, world, is_split, nodes):
     x, idx, weights = inputs_of(world, rank)

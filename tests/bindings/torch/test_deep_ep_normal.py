@@ -278,7 +278,7 @@ def test_ids_of_32_bits_and_no_weights(buffer, rank, world):
         assert_equal(rx, rows_of(world, rank))
 
 
-@pytest.mark.parametrize("tokens", [None, [4, 0, 1]])
+@pytest.mark.parametrize("tokens", [None, [4, 0, 1], [0, 0, 0]])
 @with_buffer("tokens", max_tokens=70)
 def test_without_experts(buffer, rank, world):
     """Tokens go to ranks alone: the counts are the caller's."""

@@ -25,10 +25,10 @@ MODES = [*itertools.product([False, True], [False, True])]  # do_expand, do_cpu_
 each_mode = pytest.mark.parametrize("do_expand, do_cpu_sync", MODES)
 
 
-def with_elastic(**sizes):
+def with_elastic(*parameters, **sizes):
     """on_ranks with an ElasticBuffer and a World."""
     fields = dict(num_max_tokens_per_rank=BOUND)
-    return with_buffer(kind=ElasticBuffer, fields=fields, **sizes)
+    return with_buffer(*parameters, kind=ElasticBuffer, fields=fields, **sizes)
 
 
 def layout(do_expand):
@@ -108,7 +108,8 @@ def test_step(buffer, rank, world, do_expand, do_cpu_sync, alignment, is_async):
 
 
 @each_mode
-@with_elastic()
+@pytest.mark.parametrize("tokens", [None, [4, 0, 1], [0, 0, 0]])
+@with_elastic("tokens")
 def test_gradients(buffer, rank, world, do_expand, do_cpu_sync):
     """The backward calls of a framework give the derivatives of the dense layer."""
     modes = dict(do_expand=do_expand, do_zero_padding=do_expand)

@@ -68,7 +68,7 @@ for turn in range(3):
     dist.destroy_process_group()
 say("good")
 """
-# Two layers in one program on each of two ranks, with another number of tokens on each.
+# Two layers in one program on each of two ranks, with another number of tokens on each, or none.
 COMPILED = """
 initialize()
 def two(x, idx, weights):
@@ -80,7 +80,7 @@ def two(x, idx, weights):
 with group(max_recv_rows=None) as g:
     handles = ep.Handle(g), ep.Handle(g)
     program = torch.compile(two, fullgraph=True, backend="aot_eager")
-    for count in (4 - rank, 2 + rank, 4):
+    for count in (4 - rank, 2 + rank, 4 * rank, 0):
         results = []
         for call in (two, program):
             data = [t[:count].detach().clone() for t in (x, idx, weights)]
