@@ -20,7 +20,9 @@ from mesh_model import (
     whole_parameters
 )  # fmt: skip
 
-from libep.jax._weights import BLOCK, dequantise, quantise
+import libep
+from libep import Blocks, Quant
+from libep.jax._weights import BLOCK, Form, dequantise, quantise
 
 SINGLE = 1e-5
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -120,13 +122,14 @@ def test_collectives(bootstrap, layout):
 
 
 def test_collectives_of_a_scan(bootstrap):
-    """One call per direction in the loops, and nothing but weights is gathered, under checkpoint."""
+    """One call per direction in the loops, and in backward dispatch once more; nothing but weights
+    is gathered, under checkpoint."""
     layout, layers = LAYOUTS["compound"], 2
     ep = bootstrap(layout.mesh, "expert")
     placed = layout.place(whole_parameters(5, layers), tokens(5, layout.devices), layers)
     step = value_and_grads(functools.partial(stack, ep, layout)).lower(*placed).compile()
     text = step.as_text()
-    assert len(calls(text)) == 5
+    assert len(calls(text)) == 6
     gathered = [c for c in collectives(text) if c.operation == "all-gather"]
     weights = {(HIDDEN, HIDDEN), (HIDDEN, INNER), (INNER, HIDDEN)}
     assert {shape[-2:] for c in gathered for _, shape in c.arrays} == weights
@@ -160,6 +163,39 @@ def test_quantise(last):
         assert steps.max() <= (rounding > 0)
     back = np.asarray(dequantise(elements, scales, jnp.float32))
     assert np.abs(back - x)[0].max() <= np.abs(x[0]).max() / 16
+
+
+@pytest.mark.parametrize("quant, blocks", [
+    (Quant.FP8, Blocks.TILES), (Quant.FP8_UE8M0, Blocks.TILES), (Quant.MXFP8, Blocks.ROWS),
+    (Quant.FP8_POW2, Blocks.ROWS),
+])  # fmt: skip
+def test_forms_as_in_c(quant, blocks):
+    """The bytes and scales of libep's own kernels, which quantise a slab for each expert."""
+    x = np.random.default_rng(5).standard_normal((2, 256, 160)).astype(np.float32)
+    elements, scales = map(np.asarray, jax.jit(quantise, static_argnums=1)(x, Form(quant, blocks)))
+    values, wanted = np.empty(x.shape, np.uint8), np.empty_like(scales)
+    (alone,) = libep.Bootstrap.local(1)
+    fields = dict(num_experts=2, max_tokens=1, max_top_k=1, max_row_bytes=16, backend="host")
+    with alone, libep.Group(alone, **fields) as group:
+        out = libep.tensor(values, libep.Type.FP8_E4M3)
+        group.quantise_rows(x, out=out, scales=wanted, quant=quant, blocks=blocks)
+    np.testing.assert_array_equal(scales, wanted)
+    np.testing.assert_array_equal(elements.view(np.uint8), values)
+    back = dequantise(elements, scales, jnp.float32, Form(quant, blocks))
+    assert np.abs(back - x).max() <= np.abs(x).max() / 16
+
+
+@pytest.mark.parametrize("per_expert", [False, True])
+def test_amax(bootstrap, per_expert):
+    layout = LAYOUTS["data-fsdp-expert"]
+    ep, spec = bootstrap(layout.mesh, "expert"), P("expert", "fsdp")
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((EXPERTS, 4, 6)), jnp.float32)
+    function = functools.partial(ep.amax, spec=spec, per_expert=per_expert)
+    expected = np.abs(x).max((1, 2) if per_expert else None)
+    inside = jax.shard_map(function, mesh=layout.mesh, in_specs=spec,
+                           out_specs=P("expert") if per_expert else P())  # fmt: skip
+    for amax in (inside, function):
+        np.testing.assert_array_equal(jax.jit(amax)(x), expected)
 
 
 # ---- several meshes, several groups ------------------------------------------------------------

@@ -11,6 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_model import LAYOUTS, routed
 
+from libep import Blocks, Quant
+
 LAYOUT = LAYOUTS["data-fsdp-expert"]
 NAMES = LAYOUT.names
 PARAMS = parameters(1)
@@ -108,6 +110,19 @@ def test_specs_and_weights(bootstrap, text, spec, weights):
     ep = bootstrap(LAYOUT.mesh, "expert")
     with refused(text):
         run(ep, {**PARAMS, **weights}, specs=spec, quantise="to quantise" in text)
+
+
+@pytest.mark.parametrize("given, sentence", [
+    ("fp8", "RANGE experts: quantise: expected a bool, a libep.Quant, .* got 'fp8'"),
+    ((Quant.MXFP8, Blocks.TILES), "UNSUPPORTED quantise: expected blocks of rows with MXFP8"),
+    ((Quant.FP8, Blocks.TILES), "UNSUPPORTED a multiple of 128 elements along the dimension before"),
+    (Quant.MXFP8, "UNSUPPORTED a multiple of 32 elements along the last dimension to quantise"),
+])  # fmt: skip
+def test_forms(bootstrap, given, sentence):
+    ep, is_tiles = bootstrap(LAYOUT.mesh, "expert"), given == (Quant.FP8, Blocks.TILES)
+    with refused(sentence):
+        run(ep, {**PARAMS, **zeros(8, HIDDEN, 8)}, quantise=given,
+            specs=P("expert", "fsdp") if is_tiles else SPLIT)  # fmt: skip
 
 
 @pytest.mark.parametrize("text, spec", [

@@ -96,7 +96,7 @@ def test_shapes(bootstrap, shape):
 
 
 def test_frozen_inputs_under_checkpoint(bootstrap):
-    """Experts alone are trained: dispatch has no gradient, and checkpoint must not repeat it."""
+    """Experts alone are trained: dispatch has no gradient, and runs again in backward."""
     mesh = make_mesh(2)
     params, x, ep = parameters(2), tokens(2, 2), bootstrap(mesh)
     experts = {name: params[name] for name in ("up", "down")}
