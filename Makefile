@@ -106,6 +106,7 @@ nccl_ep := $(call in,bindings/nccl_ep)
 bench := tools/ep_bench.c $(call in,tools/bench tools/common)
 info := tools/ep_info.c $(call in,tools/info tools/common)
 moe := tools/ep_moe.c $(call in,tools/moe tools/common)
+overlap := tools/ep_overlap.c $(call in,tools/overlap tools/common)
 tests_c := $(filter-out tests/gpu/% tests/emulator/% tests/bindings/nccl_ep/%,$(call in,tests))
 host_only := $(wildcard $(shell sed '/^\#/d' tests/gpu/host_only))
 gpu_tests_c := $(filter-out $(host_only),$(tests_c)) $(call in,tests/gpu)
@@ -135,7 +136,7 @@ torch_so := $L/libep_torch.so
 JAXLIB_INCLUDE ?= $(firstword $(wildcard $B/python-jax/lib/python3*/site-packages/jaxlib/include))
 package_files := $(patsubst tools/package/%.in,$B/%,$(wildcard tools/package/*.in))
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(nccl_ep_so) $(package_files)
-tools := $B/ep_bench $B/ep_info $B/ep_moe
+tools := $B/ep_bench $B/ep_info $B/ep_moe $(if $(filter 1,$(CUDA)),$B/ep_overlap)
 tests := $B/tests/ep_tests
 gpu_tests := $B/tests/ep_gpu_tests
 emulated_tests := $B/tests/ep_emulated_tests
@@ -260,6 +261,7 @@ tool_rpath := $(call rpath,:$$ORIGIN/../lib:$$ORIGIN/..)
 $B/ep_bench: $(call objects,,$(call built,$(bench)))
 $B/ep_info: $(call objects,,$(info))
 $B/ep_moe: $(call objects,,$(call built,$(moe)))
+$B/ep_overlap: $(call objects,,$(overlap))
 $(tools): $B/libep.so $B/libep_mpi.so
 	$(call link,$(tool_rpath) -L$B -lep_mpi -lep $(mpi_libs) \
 	    $(if $(filter %/ep_moe,$@),$(openblas_libs)) $(cuda_libs) -lm)

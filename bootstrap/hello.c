@@ -25,6 +25,7 @@ static const struct {
                              {"config.duplicates", EP_NAMES_DUPLICATES},
                              {"config.latency_sets", EP_NUMBERS},
                              {"config.num_nodes", EP_NUMBERS},
+                             {"config.sums", EP_NAMES_SUMS},
                              {"LIBEP_NODE_CHUNK", EP_NUMBERS},
                              {"bootstrap.isend being given", EP_NUMBERS}};
 
@@ -47,6 +48,7 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
                                              c->duplicates,
                                              c->latency_sets,
                                              c->num_nodes,
+                                             c->sums,
                                              settings->node_chunk,
                                              bootstrap->isend != NULL};
     memcpy(mine->field, values, sizeof(values));

@@ -20,6 +20,9 @@ static EpGatherTensors describe_inputs(const EpOperation *o, const EpTensor *exp
                              .row_bytes = ep_tensor_row_bytes(expert_out),
                              .row_elements = ep_tensor_row_elements(expert_out),
                              .format = ep_quant_format(handle->shape.sum_quant),
+                             .by_entry = handle->shape.by_entry,
+                             .carries_values = handle->shape.by_entry && slot_weights,
+                             .slot_values = slot_weights ? slot_weights->data : NULL,
                              .weighs = slot_weights || topk_weights,
                              .weighs_entries = topk_weights != NULL,
                              .slot_weights = slot_weights ? slot_weights->data : NULL,
@@ -27,13 +30,14 @@ static EpGatherTensors describe_inputs(const EpOperation *o, const EpTensor *exp
 }
 
 /* Check the weights at the token's rank. A row with one slot stands for several k, which
- * its expert side has weighted and added before. */
+ * its expert side has weighted and added before. Sums by entry are made at the token's rank, where
+ * these weights are. */
 static EpStatus check_topk_weights(EpOperation *o, const EpTensor *slot_weights,
                                    const EpTensor *topk_weights) {
-    if (!ep_handle_is_latency(o->handle))
+    if (!ep_handle_is_latency(o->handle) && !o->handle->shape.by_entry)
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "topk_weights",
-                         "expected NULL in throughput mode, where dispatch takes them, got a "
-                         "tensor");
+                         "expected NULL in throughput mode, where dispatch takes them, unless sums "
+                         "are by entry (EpGroupConfig.sums), got a tensor");
     if (o->handle->shape.has_rows)
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "topk_weights",
                          "expected NULL in the %s layouts, where a row stands for several experts, "
@@ -68,7 +72,8 @@ static EpStatus combine(const char *name, EpHandle *handle, const EpTensor *plan
     EpOperation o;
     EpExtras extras;
     EP_TRY(ep_operation_begin(&o, name, handle, plan));
-    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS | EP_TAKES_ROWS | EP_TAKES_WAITS, &extras));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_BIAS | EP_TAKES_ROWS | EP_TAKES_WAITS | EP_TAKES_DONE,
+                          &extras));
     EP_TRY(ep_arg_summed_rows(&o, "expert_out", expert_out, "out", out));
     EP_TRY(ep_arg_sum_elements(&o, "expert_out", expert_out));
     EP_TRY(check_weights(&o, slot_weights, topk_weights));
@@ -76,6 +81,7 @@ static EpStatus combine(const char *name, EpHandle *handle, const EpTensor *plan
     gather.t = describe_inputs(&o, expert_out, slot_weights, topk_weights);
     gather.t.out_rows = out->data, gather.t.out_num_rows = out->shape[0];
     EP_TRY(ep_extras_bias(&o, &extras, out, &gather.t));
+    EP_TRY(ep_extras_blocks(&o, &extras, EP_TAKES_DONE, expert_out, &gather.t.done));
     EP_TRY(describe_statistics(&o, &extras, &gather));
     return ep_run_gather(&o, &gather);
 }
@@ -103,7 +109,7 @@ static EpStatus combine_send(const char *name, EpHandle *handle, const EpTensor 
     EP_TRY(ep_operation_begin_plan(&o, name, handle, plan));
     EP_TRY(ep_handle_check_phases(&o.call, handle));
     EP_TRY(ep_handle_read(&o.call, handle, o.plan, &o.step));
-    EP_TRY(ep_extras_read(&o, given, EP_TAKES_ROWS | EP_TAKES_WAITS, &extras));
+    EP_TRY(ep_extras_read(&o, given, EP_TAKES_ROWS | EP_TAKES_WAITS | EP_TAKES_DONE, &extras));
     EP_TRY(ep_arg_blocks(&o, "expert_out", expert_out));
     EP_TRY(ep_arg_slot_rows(&o, "expert_out", expert_out, -1, NULL));
     EP_TRY(ep_arg_summable(&o.call, "expert_out", expert_out));
@@ -113,6 +119,7 @@ static EpStatus combine_send(const char *name, EpHandle *handle, const EpTensor 
     EpGather gather = {.op = &ep_op_combine_send, .phase = EP_PHASE_SEND, .stream = stream};
     gather.t = describe_inputs(&o, expert_out, slot_weights, topk_weights);
     gather.t.out_num_rows = o.step.num_rows;
+    EP_TRY(ep_extras_blocks(&o, &extras, EP_TAKES_DONE, expert_out, &gather.t.done));
     EP_TRY(describe_statistics(&o, &extras, &gather));
     return ep_run_gather(&o, &gather);
 }

@@ -222,13 +222,16 @@ static void set_routing(const EpOperation *o, Route *route, EpStream stream, EpS
     scatter->routing = ep_handle_is_latency(o->handle) ? &route->routing : NULL;
 }
 
-/* Read the extras of a dispatch or one of its phases, and describe them: its statistics and, where
- * it takes rows, their global scale. */
+/* Read the extras of a dispatch or one of its phases, and describe them: its statistics, where it
+ * takes rows, their global scale, and where it delivers them, their blocks' words. recv_tokens:
+ * NULL in the send phase. */
 static EpStatus describe_extras(const EpOperation *o, const EpExtras *given, unsigned takes,
-                                EpScatter *scatter) {
+                                const EpTensor *recv_tokens, EpScatter *scatter) {
     EpExtras extras;
     EP_TRY(ep_extras_read(o, given, takes | EP_TAKES_WAITS, &extras));
     if (takes & EP_TAKES_GLOBAL_SCALE) EP_TRY(ep_extras_global_scale(o, &extras, &scatter->t));
+    if (recv_tokens)
+        EP_TRY(ep_extras_blocks(o, &extras, EP_TAKES_READY, recv_tokens, &scatter->t.ready));
     return ep_extras_statistics(o, &extras, ep_scatter_row_bytes(&scatter->t, o->step.info.top_k),
                                 &scatter->stats);
 }
@@ -242,11 +245,15 @@ static EpStatus dispatch(const char *name, EpHandle *handle, const EpTensor *pla
     EP_TRY(begin_dispatch(&o, name, handle, plan, prepare, &route));
     EP_TRY(describe_inputs(&o, in, &scatter));
     EP_TRY(describe_outputs(&o, out, &scatter.t));
-    EP_TRY(describe_extras(&o, extras, EP_TAKES_EXPERTS | EP_TAKES_ROWS | EP_TAKES_GLOBAL_SCALE,
-                           &scatter));
+    const unsigned takes =
+        EP_TAKES_EXPERTS | EP_TAKES_ROWS | EP_TAKES_GLOBAL_SCALE | EP_TAKES_READY;
+    EP_TRY(describe_extras(&o, extras, takes, out->tokens, &scatter));
     set_routing(&o, &route, stream, &scatter);
+    /* The numbers come before any word of a block, and else behind the rows, which do not wait. */
+    int is_first = route.publishes && scatter.t.ready.words;
+    if (is_first) EP_TRY(ep_run_publish(&o, &route.routing));
     EP_TRY(ep_run_scatter(&o, &scatter));
-    return route.publishes ? ep_run_publish(&o, &route.routing) : EP_OK;
+    return route.publishes && !is_first ? ep_run_publish(&o, &route.routing) : EP_OK;
 }
 
 EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
@@ -281,7 +288,7 @@ static EpStatus dispatch_send(const char *name, EpHandle *handle, const EpTensor
     route.routing.op = &ep_op_route_send;
     o.step = ep_routing_step(&route.routing);
     EP_TRY(describe_inputs(&o, in, &scatter));
-    EP_TRY(describe_extras(&o, extras, EP_TAKES_ROWS | EP_TAKES_GLOBAL_SCALE, &scatter));
+    EP_TRY(describe_extras(&o, extras, EP_TAKES_ROWS | EP_TAKES_GLOBAL_SCALE, NULL, &scatter));
     scatter.phase = EP_PHASE_SEND;
     set_routing(&o, &route, stream, &scatter);
     return ep_run_scatter(&o, &scatter);
@@ -307,7 +314,7 @@ static EpStatus dispatch_wait(const char *name, EpHandle *handle, EpStream strea
     EP_TRY(ep_operation_begin_receive(&o, name, handle, EP_PENDING_DISPATCH));
     EpScatter scatter = handle->pending.scatter;
     EP_TRY(describe_outputs(&o, out, &scatter.t));
-    EP_TRY(describe_extras(&o, extras, EP_TAKES_EXPERTS, &scatter));
+    EP_TRY(describe_extras(&o, extras, EP_TAKES_EXPERTS | EP_TAKES_READY, out->tokens, &scatter));
     scatter.phase = EP_PHASE_RECEIVE;
     scatter.stream = stream;
     return ep_run_scatter(&o, &scatter);
@@ -361,6 +368,7 @@ static EpStatus dispatch_backward(const char *name, EpHandle *handle, const EpTe
                                .row_bytes = ep_tensor_row_bytes(grad_recv_tokens),
                                .row_elements = ep_tensor_row_elements(grad_recv_tokens),
                                .format = ep_quant_format(handle->shape.sum_quant),
+                               .by_entry = handle->shape.by_entry,
                                .carries_values = grad_slot_weights != NULL,
                                .slot_values = grad_slot_weights ? grad_slot_weights->data : NULL,
                                .out_rows = grad_tokens->data,

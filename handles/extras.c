@@ -24,9 +24,16 @@ static const Member members[] = {
     MEMBER(peer_bytes, EP_TAKES_ROWS),
     MEMBER(peer_wait_ns, EP_TAKES_WAITS),
     MEMBER(peer_longest_wait_ns, EP_TAKES_WAITS),
+    MEMBER(ready, EP_TAKES_READY),
+    MEMBER(done, EP_TAKES_DONE),
 };
 
-enum { MEMBERS = sizeof(members) / sizeof(members[0]), FIRST_COUNTER = EP_MAX_BIASES + 1 };
+enum {
+    MEMBERS = sizeof(members) / sizeof(members[0]),
+    FIRST_COUNTER = EP_MAX_BIASES + 1,
+    READY = MEMBERS - 2, /* behind the counters */
+    DONE
+};
 
 static const EpTensor *tensor_of(const EpExtras *extras, const Member *m) {
     return *(const EpTensor *const *)((const char *)extras + m->offset);
@@ -41,6 +48,13 @@ EpStatus ep_extras_read(const EpOperation *o, const EpExtras *given, unsigned ta
         if (tensor_of(out, &members[i]) && !(takes & members[i].takes))
             return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, members[i].name,
                              "expected NULL, since this call has no use for it, got a tensor");
+    if (out->block_rows && !out->ready && !out->done)
+        return ep_refuse(&o->call, EP_ERR_NULL, "extras.block_rows",
+                         "expected 0, since neither ready nor done is given, got %d",
+                         out->block_rows);
+    if (out->expected && !out->done)
+        return ep_refuse(&o->call, EP_ERR_NULL, "extras.expected",
+                         "expected 0, since done is NULL, got %d", out->expected);
     return EP_OK;
 }
 
@@ -116,7 +130,7 @@ static void *counters_of(const EpTensor *t) {
 
 EpStatus ep_extras_statistics(const EpOperation *o, const EpExtras *extras, int64_t row_bytes,
                               EpStatistics *out) {
-    for (int i = FIRST_COUNTER; i < MEMBERS; i++) {
+    for (int i = FIRST_COUNTER; i < READY; i++) {
         const EpTensor *t = tensor_of(extras, &members[i]);
         if (!t) continue;
         EP_TRY(check_counter(o, &members[i], t));
@@ -130,5 +144,55 @@ EpStatus ep_extras_statistics(const EpOperation *o, const EpExtras *extras, int6
                           .peer_wait = counters_of(extras->peer_wait_ns),
                           .peer_longest_wait = counters_of(extras->peer_longest_wait_ns),
                           .row_bytes = row_bytes};
+    return EP_OK;
+}
+
+/* ---- blocks of rows ------------------------------------------------------------------------ */
+
+static EpStatus check_sizes(const EpOperation *o, const EpExtras *extras, int is_done) {
+    const EpPlanShape *shape = &o->handle->shape;
+    if (extras->block_rows < 1)
+        return ep_refuse(&o->call, EP_ERR_RANGE, "extras.block_rows",
+                         "expected at least 1 row, got %d", extras->block_rows);
+    if (is_done && extras->expected < 1)
+        return ep_refuse(&o->call, EP_ERR_RANGE, "extras.expected", "expected at least 1, got %d",
+                         extras->expected);
+    if (shape->has_rows || shape->is_fixed || shape->alignment % extras->block_rows == 0)
+        return EP_OK;
+    return ep_refuse(&o->call, EP_ERR_ALIGNMENT, "extras.block_rows",
+                     "expected a divisor of the handle's alignment, %d, got %d", shape->alignment,
+                     extras->block_rows);
+}
+
+/* Cut the rows into blocks. Returns the number of all blocks. */
+static int64_t cut_rows(const EpPlanShape *shape, const EpTensor *rows, EpRowBlocks *out) {
+    out->sections = (int32_t)(shape->is_fixed ? rows->shape[0] : 1);
+    out->section_rows = (int32_t)ep_min(rows->shape[shape->is_fixed], INT32_MAX);
+    out->per_section = (int32_t)(((int64_t)out->section_rows + out->rows - 1) / out->rows);
+    return (int64_t)out->sections * out->per_section;
+}
+
+EpStatus ep_extras_blocks(const EpOperation *o, const EpExtras *extras, unsigned takes,
+                          const EpTensor *rows, EpRowBlocks *out) {
+    const Member *m = &members[takes == EP_TAKES_DONE ? DONE : READY];
+    const EpTensor *t = tensor_of(extras, m);
+    *out = (EpRowBlocks){.words = NULL};
+    if (!t) return EP_OK;
+    EP_TRY(check_sizes(o, extras, takes == EP_TAKES_DONE));
+    *out = (EpRowBlocks){.expected = extras->expected, .rows = extras->block_rows};
+    int64_t count = cut_rows(&o->handle->shape, rows, out);
+    EP_TRY(ep_arg_tensor(&o->call, m->name, t, 1));
+    EP_TRY(ep_arg_type(&o->call, m->name, t, EP_TYPE_INT32));
+    EP_TRY(ep_arg_alignment(&o->call, m->name, t, (int64_t)sizeof(int32_t)));
+    if (t->shape[0] < count)
+        return ep_refuse(&o->call, EP_ERR_BUFFER_SIZE, m->name,
+                         "expected at least %lld words, one for each block of %d rows, got %lld",
+                         (long long)count, out->rows, (long long)t->shape[0]);
+    if (count > EP_MAX_BLOCK_WORDS)
+        return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "extras.block_rows",
+                         "expected at most %d blocks, got %lld of %d rows", EP_MAX_BLOCK_WORDS,
+                         (long long)count, out->rows);
+    EP_TRY(ep_arg_reachable(&o->call, o->handle, EP_CHECK_ALL, m->name, t));
+    out->words = count ? t->data : NULL;
     return EP_OK;
 }

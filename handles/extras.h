@@ -12,7 +12,9 @@ typedef enum EpTakes {
     EP_TAKES_EXPERTS = 2,
     EP_TAKES_ROWS = 4, /**< rows and bytes for each peer */
     EP_TAKES_WAITS = 8,
-    EP_TAKES_GLOBAL_SCALE = 16
+    EP_TAKES_GLOBAL_SCALE = 16,
+    EP_TAKES_READY = 32,
+    EP_TAKES_DONE = 64
 } EpTakes;
 
 /** Copy the extras of a call (NULL: none), which may have the size of an earlier version. Refuses
@@ -30,5 +32,10 @@ EpStatus ep_extras_global_scale(const EpOperation *o, const EpExtras *extras, Ep
 /** Check the statistics, and describe them. `row_bytes`: of a row as it travels. */
 EpStatus ep_extras_statistics(const EpOperation *o, const EpExtras *extras, int64_t row_bytes,
                               EpStatistics *out);
+
+/** Check the words of ready (`takes` is EP_TAKES_READY) or done, which belong to the receive rows
+ *  `rows`, and describe them. `rows` has been checked. */
+EpStatus ep_extras_blocks(const EpOperation *o, const EpExtras *extras, unsigned takes,
+                          const EpTensor *rows, EpRowBlocks *out);
 
 #endif

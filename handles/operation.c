@@ -323,6 +323,7 @@ EpStatus ep_run_gather(const EpOperation *o, EpGather *gather) {
         handle->pending.gather = *gather;
         handle->pending.gather.t.rows = NULL, handle->pending.gather.t.slot_weights = NULL;
         handle->pending.gather.t.topk_weights = NULL;
+        handle->pending.gather.t.done.words = NULL;
     }
     note_phase(o, gather->phase, EP_PENDING_COMBINE, gather->place);
     return EP_OK;

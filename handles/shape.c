@@ -54,6 +54,23 @@ static EpStatus check_sum_quant(const EpCall *call, const EpHandleConfig *c) {
                      (int)c->sum_quant);
 }
 
+/* Where sums are by entry, each entry has a slot of its own, whose row travels as it is. */
+static EpStatus check_sums(const EpCall *call, const EpGroupConfig *group,
+                           const EpHandleConfig *c) {
+    if (group->sums != EP_SUMS_BY_ENTRY) return EP_OK;
+    if (ep_layout_has(c->layout, EP_SLOTS_OF_ROWS))
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.layout",
+                         "expected another layout than %s, whose rows stand for several entries, "
+                         "in a group with EP_SUMS_BY_ENTRY, got %s",
+                         ep_layout_names(EP_SLOTS_OF_ROWS, " and ").text,
+                         ep_layout_facts(c->layout)->symbol);
+    if (!ep_quant_format(c->sum_quant).bits) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.sum_quant",
+                     "expected EP_QUANT_NONE in a group with EP_SUMS_BY_ENTRY, where no sum "
+                     "travels, got %d",
+                     (int)c->sum_quant);
+}
+
 static EpStatus check_expert_ids(const EpCall *call, const EpHandleConfig *c) {
     if (c->expert_ids != EP_IDS_LOCAL && c->expert_ids != EP_IDS_GLOBAL)
         return ep_refuse(call, EP_ERR_RANGE, "config.expert_ids", "expected an EpExpertIds, got %d",
@@ -117,6 +134,7 @@ static EpStatus check_config(const EpCall *call, const EpGroupConfig *group,
     EP_TRY(check_tail(call, c));
     EP_TRY(check_padding(call, c));
     EP_TRY(check_sum_quant(call, c));
+    EP_TRY(check_sums(call, group, c));
     return check_mode_and_scales(call, c);
 }
 
@@ -216,6 +234,7 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
     s.padding = c->padding;
     s.expert_ids = c->expert_ids;
     s.row_weights = (EpRowWeights)c->row_weights;
+    s.by_entry = group->sums == EP_SUMS_BY_ENTRY;
     s.merges = group->duplicates == EP_DUPLICATES_MERGE;
     s.num_sms = c->num_sms ? c->num_sms : EP_DEFAULT;
     set_layout(c, &s);

@@ -45,6 +45,7 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
     EP_TRY(check_range(call, "config.mode", c->mode, EP_MODE_AUTO, EP_MODE_LATENCY));
     EP_TRY(check_range(call, "config.duplicates", c->duplicates, EP_DUPLICATES_KEEP,
                        EP_DUPLICATES_MERGE));
+    EP_TRY(check_range(call, "config.sums", c->sums, EP_SUMS_BY_RANK, EP_SUMS_BY_ENTRY));
     if (c->latency_sets != EP_DEFAULT)
         EP_TRY(check_range(call, "config.latency_sets", c->latency_sets, 0, EP_MAX_LATENCY_SETS));
     EP_TRY(ep_config_check_sms(call, c->num_sms));
@@ -103,6 +104,12 @@ int32_t ep_config_latency_sets(const EpGroupConfig *config, unsigned offers) {
     return mode == EP_MODE_LATENCY ? USUAL_SETS : 0;
 }
 
+int64_t ep_config_record_bytes(const EpGroupConfig *c) {
+    int64_t one = ep_record(c->max_row_bytes, c->max_top_k, c->max_scale_bytes).bytes;
+    if (c->sums != EP_SUMS_BY_ENTRY) return one;
+    return ep_max(one, ep_entries_record(c->max_row_bytes, c->max_top_k, 1).bytes);
+}
+
 /* ---- several nodes --------------------------------------------------------------------------- */
 
 #define LEAST_CHUNK_BYTES (1 << 20) /* 20 us at 50 GB/s, as much as an exchange takes besides */
@@ -110,9 +117,7 @@ int32_t ep_config_latency_sets(const EpGroupConfig *config, unsigned offers) {
 
 int32_t ep_config_chunk(const EpGroupConfig *config, const EpNodeSizes *nodes,
                         const EpSettings *settings) {
-    int64_t token =
-        nodes->most *
-        ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes;
+    int64_t token = nodes->most * ep_config_record_bytes(config);
     if (nodes->nodes == 1) return 0;
     int64_t bytes = ep_max(LEAST_CHUNK_BYTES, config->max_tokens * token / LEAST_CHUNKS);
     bytes = ep_min(bytes, settings->node_chunk);

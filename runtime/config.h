@@ -38,6 +38,9 @@ EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned
 /** Returns the sets of buffers of latency mode that a group has, whose backend offers these. */
 int32_t ep_config_latency_sets(const EpGroupConfig *config, unsigned offers);
 
+/** Returns the bytes of the largest record that travels in any operation of a group. */
+int64_t ep_config_record_bytes(const EpGroupConfig *config);
+
 /** Returns the nodes that ep_group_memory counts with for a group of `num_ranks` ranks. */
 EpNodeSizes ep_config_nodes(const EpGroupConfig *config, int32_t num_ranks,
                             const EpSettings *settings);

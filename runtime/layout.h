@@ -180,6 +180,18 @@ static inline EpRecord ep_record(int64_t row_bytes, int64_t num_weights, int64_t
     return r;
 }
 
+/**
+ * With sums by entry, what a rank returns of a token: the rows of its entries, entry k's row at
+ * k * row_bytes (the host backend packs them, and puts the rest first); K floats, if values or
+ * weights travel; and 16 bytes with a word whose bit k says whether row k is there, in place of
+ * scales.
+ */
+#define EP_ENTRY_MASK_BYTES 16
+
+static inline EpRecord ep_entries_record(int64_t row_bytes, int64_t top_k, int carries_values) {
+    return ep_record(top_k * row_bytes, carries_values ? top_k : 0, EP_ENTRY_MASK_BYTES);
+}
+
 /* ---- nodes --------------------------------------------------------------------------------- */
 
 /** The nodes of a group (runtime/nodes.h), as far as sizes of memory follow from them. */
@@ -227,6 +239,7 @@ typedef struct EpPlanShape {
     EpScaleOrder scale_order;
     EpExpertIds expert_ids;
     EpRowWeights row_weights;
+    int32_t by_entry; /**< whether sums are by entry: see EpSums */
     int32_t merges;  /**< whether an expert named twice in a row of topk_idx has one slot */
     int32_t num_sms; /**< multiprocessors of the handle's operations, or EP_DEFAULT */
     EpNodeSizes nodes;

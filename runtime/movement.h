@@ -57,6 +57,38 @@ static inline int ep_counts_any(const EpStatistics *s) {
            s->peer_longest_wait;
 }
 
+/**
+ * Blocks of receive rows, each with a word: EpExtras.ready and .done. Rows lie in sections, and
+ * each section is cut into blocks by itself: an expert's rows or a source's where they have a fixed
+ * number, else all rows.
+ */
+typedef struct EpRowBlocks {
+    int32_t *words;   /**< [sections, per_section]; NULL: none */
+    int32_t expected; /**< done: the least value of a word */
+    int32_t rows;     /**< of a block; the last one of a section may have fewer */
+    int32_t sections;
+    int32_t section_rows;
+    int32_t per_section; /**< blocks */
+} EpRowBlocks;
+
+/** Returns the block of a row. */
+EP_HOST_DEVICE static inline int32_t ep_row_block(const EpRowBlocks *b, int32_t row) {
+    uint32_t section = (uint32_t)row / (uint32_t)b->section_rows;
+    uint32_t in_section = (uint32_t)row - section * (uint32_t)b->section_rows;
+    return (int32_t)(section * (uint32_t)b->per_section + in_section / (uint32_t)b->rows);
+}
+
+/** Returns the first row of a block, and their number. */
+EP_HOST_DEVICE static inline int32_t ep_block_first(const EpRowBlocks *b, int32_t block) {
+    int32_t section = block / b->per_section;
+    return section * b->section_rows + block % b->per_section * b->rows;
+}
+
+EP_HOST_DEVICE static inline int32_t ep_block_size(const EpRowBlocks *b, int32_t block) {
+    int32_t left = b->section_rows - block % b->per_section * b->rows;
+    return left < b->rows ? left : b->rows;
+}
+
 /** A step's routing, checked. */
 typedef struct EpRouting {
     EpPlanRef plan;       /**< to write */
@@ -164,6 +196,7 @@ typedef struct EpScatterTensors {
     int32_t weighs;            /**< whether slot_weights multiply */
     int32_t takes_dots;        /**< whether dot products are computed */
     const float *global_scale; /**< EP_SCALE_GLOBAL: of the rows; else NULL */
+    EpRowBlocks ready;         /**< blocks whose words are stored */
 } EpScatterTensors;
 
 /** Whether a scatter quantises to NVFP4 or swizzles scales. GPUs have kernels of their own for it,
@@ -205,19 +238,23 @@ typedef struct EpGatherTensors {
     int64_t row_elements;
     EpQuantFormat format;      /**< of partial sums on their way; without bits: they have the rows'
                                     type. Equal on all ranks */
+    int32_t by_entry;          /**< whether each entry's row travels, and the token's rank adds
+                                    them all: see EpSums */
     int32_t weighs;            /**< whether weights multiply each row before it is added */
     int32_t weighs_entries;    /**< whether these are topk_weights, at the token's rank; equal on
                                     all ranks. Else slot_weights */
     const float *slot_weights; /**< [rows] */
     const float *topk_weights; /**< [T, K] */
     int32_t carries_values;    /**< whether slot_values travel; equal on all ranks */
-    const float *slot_values;  /**< [rows] ([rows, K] if flat): carried back to [T, K] */
+    const float *slot_values;  /**< [rows] ([rows, K] if flat): carried back to [T, K]. Sums by
+                                    entry: or the slot_weights, for which there is no output */
     char *out_rows;            /**< [out_num_rows, row_bytes]; zero past the step's tokens */
     int64_t out_num_rows;
     float *out_values;               /**< [T, K] */
     const char *bias[EP_MAX_BIASES]; /**< [num_biases]: rows like out_rows, added to the sums last
                                           and in this order */
     int32_t num_biases;
+    EpRowBlocks done; /**< blocks whose words are waited for */
 } EpGatherTensors;
 
 typedef struct EpGather {
@@ -232,9 +269,16 @@ typedef struct EpGather {
     EpStatistics stats;
 } EpGather;
 
-/** Returns the bytes of a partial sum as it travels: with its scales, and its K values. */
+/** Returns whether the values that travel are the weights of sums by entry. */
+EP_HOST_DEVICE static inline int ep_carries_weights(const EpGatherTensors *t) {
+    return t->by_entry && t->carries_values && t->weighs;
+}
+
+/** Returns the bytes of a partial sum as it travels: with its scales, and its K values. Of sums by
+ *  entry: of an entry's row, with its value. */
 static inline int64_t ep_gather_row_bytes(const EpGatherTensors *t, int64_t top_k) {
-    int64_t values = t->carries_values ? top_k * (int64_t)sizeof(float) : 0;
+    int64_t each = t->by_entry ? 1 : top_k;
+    int64_t values = t->carries_values ? each * (int64_t)sizeof(float) : 0;
     if (!t->format.bits) return t->row_bytes + values;
     int64_t scales = ep_quant_scales(t->format, t->row_elements) * (int64_t)sizeof(float);
     return ep_quant_bytes(t->format, t->row_elements) + scales + values;

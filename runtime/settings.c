@@ -146,28 +146,22 @@ static int choice(const char *kind, const char *text) {
     }
 }
 
-static EpStatus parse_EpBackend(const char *name, const char *kind, const char *text,
-                                EpBackend *out) {
-    int index = choice(kind, text);
-    if (index < 0) return malformed(name, kind, text);
-    *out = (EpBackend)(EP_BACKEND_AUTO + index);
-    return EP_OK;
-}
-
-/* Define the parser of an enumeration whose words count from 0. */
-#define PARSE_WORDS(type)                                                              \
+/* Define the parser of an enumeration whose words count from `first`. */
+#define PARSE_WORDS(type, first)                                                       \
     static EpStatus parse_##type(const char *name, const char *kind, const char *text, \
                                  type *out) {                                          \
         int index = choice(kind, text);                                                \
         if (index < 0) return malformed(name, kind, text);                             \
-        *out = (type)index;                                                            \
+        *out = (type)((first) + index);                                                \
         return EP_OK;                                                                  \
     }
-PARSE_WORDS(EpBind)
-PARSE_WORDS(EpCheck)
-PARSE_WORDS(EpShareGpus)
-PARSE_WORDS(EpLines)
-PARSE_WORDS(EpLogLevel)
+PARSE_WORDS(EpBackend, EP_BACKEND_AUTO)
+PARSE_WORDS(EpSums, EP_SUMS_BY_RANK)
+PARSE_WORDS(EpBind, 0)
+PARSE_WORDS(EpCheck, 0)
+PARSE_WORDS(EpShareGpus, 0)
+PARSE_WORDS(EpLines, 0)
+PARSE_WORDS(EpLogLevel, 0)
 #undef PARSE_WORDS
 
 static const char *value_of(const char *name, const char *standard) {

@@ -32,6 +32,8 @@
       "yes: ranks in separate processes may share a GPU; for debugging, not for speed")      \
     X(lines, EpLines, "LIBEP_LINES", "choice: auto|whole|fenced", "auto",                    \
       "how rows of latency mode signal their arrival; auto: whole lines over NVLink")        \
+    X(sums, EpSums, "LIBEP_SUMS", "choice: rank|entry", "rank",                              \
+      "libnccl_ep: entry makes its groups add all of a token's rows on the token's rank")    \
     X(spin, int64_t, "LIBEP_SPIN", "count", "auto",                                          \
       "polls before a waiting rank yields its CPU; auto: 0 where ranks outnumber CPUs")      \
     X(topology, EpSettingTopology, "LIBEP_TOPOLOGY", "nodes", "",                            \

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._abi import Mode, Quant, Status
+from .._abi import DEFAULT, Mode, Quant, Status, Sums
 from .._bootstrap import Bootstrap
 from .._group import Group as CoreGroup
 from .._library import EpError, OfProcess
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
 
+_LEAST_SMS = 2  # multiprocessors of an operation
 _HINT_TOP_K = 8  # experts per token in get_low_latency_rdma_size_hint, which is not told
 
 
@@ -49,6 +50,10 @@ class Buffer(OfProcess):
 
     num_sms: int = 20
     """Multiprocessors of dispatch and combine where no config is given. See set_num_sms."""
+
+    low_latency_sums: Sums = Sums.BY_RANK
+    """How low_latency_combine adds. BY_ENTRY: all of a token's rows on its own rank, in the order of
+    topk_idx, as DeepEP does: more bytes travel. Set it on all ranks before their first call."""
 
     def __init__(
         self,
@@ -135,6 +140,7 @@ class Buffer(OfProcess):
             max_top_k=min(_HINT_TOP_K, num_experts),
             max_row_bytes=2 * hidden,
             mode=Mode.LATENCY,
+            sums=Buffer.low_latency_sums,
         )
         return memory.shared_bytes + memory.private_bytes
 
@@ -494,6 +500,7 @@ class Buffer(OfProcess):
                 x.dtype,
                 num_max_dispatch_tokens_per_rank,
                 x.device,
+                Buffer.low_latency_sums,
             )
         )
 
@@ -521,6 +528,14 @@ class Buffer(OfProcess):
         return_recv_hook: bool = False,
         out: Optional[Tensor] = None,
         combine_wait_recv_cost_stats: Optional[Tensor] = None,
+        overlap: bool = False,
+        packed_recv_count: Optional[Tensor] = None,
+        comp_signal: Optional[Tensor] = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 0,
+        src_signals: Optional[Tensor] = None,
+        src_signal_expect_value: int = 0,
         **unknown: Any,
     ) -> tuple[Tensor, EventOverlap, Optional[Hook]]:
         """Return the experts' rows to the ranks of their tokens, and sum them, weighted. Collective.
@@ -534,6 +549,12 @@ class Buffer(OfProcess):
         return_recv_hook  as in low_latency_dispatch
         combine_wait_recv_cost_stats
                           as dispatch_wait_recv_cost_stats there
+        overlap           whether a GEMM still writes x. Its start must precede this call on the
+                          stream. Either it adds to comp_signal [L * ceil(R * N / block_m)], a word
+                          for each block of block_m rows, up to `threshold`; or to src_signals [L], a
+                          word for each expert, up to src_signal_expect_value. Words are 32 bits.
+        packed_recv_count not used: the handle has the counts
+        num_sms           multiprocessors of this operation beside the GEMM; 0: all
 
         Returns the sums [T, H], the event, and the hook or None.
         """
@@ -548,10 +569,17 @@ class Buffer(OfProcess):
         name = "combine_wait_recv_cost_stats"
         _checks.waits("low_latency_combine", name, waits, self.group_size, rows.device)
 
+        signals = comp_signal, block_m, threshold, src_signals, src_signal_expect_value
+        done = _checks.signals(made_by, *signals) if overlap else None
+        sms = max(num_sms, _LEAST_SMS) if overlap and num_sms else DEFAULT
+
         def body() -> Used:
-            combined, operation = _latency.combine(made_by, rows, topk_weights, out, waits)
+            combined, operation = _latency.combine(
+                made_by, rows, topk_weights, out, waits, done, sms
+            )
             (operation.send if return_recv_hook else operation.whole)()
-            return Used((combined, operation), (rows, topk_weights, out, waits), (combined,))
+            words = None if done is None else done.words
+            return Used((combined, operation), (rows, topk_weights, out, waits, words), (combined,))
 
         (combined, operation), event = self._lane.run(rows.device, None, async_finish, body)
         hook = self._hook(rows.device, operation) if return_recv_hook else None

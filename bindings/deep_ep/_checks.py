@@ -11,6 +11,7 @@ import torch
 from .._abi import Status
 from .._library import EpError
 from ..torch._calls import ROW_UNIT, SCALE_UNIT, TYPES, WEIGHTS
+from ..torch._counters import Blocks
 
 if TYPE_CHECKING:
     from typing import Any, Container, NoReturn, Optional, Union
@@ -226,6 +227,8 @@ def combine(handle: NormalHandle, x: Any, topk_weights: Any, biases: tuple[Any, 
         if topk_weights.shape[1] != handle.layer.top_k:
             expected = f"{handle.layer.top_k} columns"
             _refuse(Status.SHAPE, "combine", "topk_weights", expected, topk_weights.shape[1])
+    if len(biases) > 2:
+        _refuse(Status.SHAPE, "combine", "bias", "up to 2 tensors", len(biases))
     for bias in biases:
         _tensor("combine", "bias", bias, (handle.num_tokens, x.shape[1]), (x.dtype,), device)
 
@@ -264,6 +267,26 @@ def waits(call: str, name: str, given: Any, num_ranks: int, device: torch.device
     """Check a tensor that waits are added to, if there is one."""
     if given is not None:
         _tensor(call, name, given, (num_ranks,), (torch.int64,), device)
+
+
+def signals(
+    handle: LatencyHandle,
+    by_block: Optional[Tensor],
+    block_rows: Any,
+    threshold: Any,
+    by_expert: Optional[Tensor],
+    expected: Any,
+) -> Blocks:
+    """The words that a GEMM sets, of blocks or of experts."""
+    call, device, group = "low_latency_combine", handle.plan.device, handle.group
+    words = by_expert if by_block is None else by_block
+    name = "src_signals" if by_block is None else "comp_signal"
+    if words is None:
+        _refuse(Status.NULL, call, "overlap", "comp_signal or src_signals with it", "neither")
+    if by_block is None:
+        block_rows, threshold = group.rows_per_expert, expected
+    _tensor(call, name, words, ("words",), (torch.int32, torch.uint32), device)
+    return Blocks(words.view(torch.int32), operator.index(block_rows), operator.index(threshold))
 
 
 def latency_combine(handle: LatencyHandle, x: Any, topk_weights: Any, out: Any) -> None:

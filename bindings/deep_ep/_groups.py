@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._abi import DEFAULT, Backend, Layout, Mode, Quant, ScaleOrder, Status, Tail
+from .._abi import DEFAULT, Backend, Layout, Mode, Quant, ScaleOrder, Status, Sums, Tail
 from .._library import EpError
 from ..torch import Handle, create_group
 from ._keywords import refuse
@@ -54,6 +54,7 @@ class LatencyKey(NamedTuple):
     dtype: torch.dtype
     max_tokens: int
     device: torch.device
+    sums: Sums
 
 
 class HostNumbers:
@@ -164,15 +165,16 @@ class LatencyGroup:
             dtype=key.dtype,
             top_k=key.top_k,
             mode=Mode.LATENCY,
+            sums=key.sums,
             backend=_backend(key.device),
             device=_ordinal(key.device),
         )
-        self._idle: dict[Quant, list[Handle]] = {}
+        self._idle: dict[tuple[Quant, int], list[Handle]] = {}
         self._combine_buffer: Optional[Tensor] = None
 
-    def take(self, quant: Quant) -> Handle:
+    def take(self, quant: Quant, num_sms: int = DEFAULT) -> Handle:
         """A handle without a pending operation. give_back() it after the receive phase."""
-        idle = self._idle.setdefault(quant, [])
+        idle = self._idle.setdefault((quant, num_sms), [])
         if idle:
             return idle.pop()
         return Handle(
@@ -181,6 +183,7 @@ class LatencyGroup:
             rows_per_expert=self.rows_per_expert,
             quant=quant,
             scale_order=_ORDERS.get(quant, ScaleOrder.BY_COLUMN),
+            num_sms=num_sms,
         )
 
     def read_sources(self, plan: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,9 +193,9 @@ class LatencyGroup:
         self.give_back(handle)
         return found
 
-    def give_back(self, handle: Handle) -> None:
+    def give_back(self, handle: Handle, num_sms: int = DEFAULT) -> None:
         """Let others take the handle."""
-        self._idle[Quant(handle.quant)].append(handle)
+        self._idle[Quant(handle.quant), num_sms].append(handle)
 
     def combine_buffer(self) -> Tensor:
         """[L, rows, H]: memory for the experts' outputs, always the same."""

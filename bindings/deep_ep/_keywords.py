@@ -20,7 +20,6 @@ _REFUSED = {
     "use_nvfp4": "here libep dispatches bf16 or fp8 rows, and nvfp4 in low_latency_dispatch",
     "x_global_scale": "it belongs to use_nvfp4 of low_latency_dispatch",
     "sf_scale_for_nvfp4": "the global scale of low_latency_dispatch is x_global_scale",
-    "overlap": "libep's combine does not wait for signals of single blocks of a GEMM",
 }
 _seen: set[tuple[str, str]] = set()
 

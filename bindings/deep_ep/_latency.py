@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._abi import Quant, Status
+from .._abi import DEFAULT, Quant, Status
 from .._library import EpError
 from ..torch import _calls
 from ..torch._autograd import make_plan, make_received
-from ..torch._counters import Counters, as_given
+from ..torch._counters import Blocks, Counters, as_given
 from ._handles import LatencyHandle
 from ._streams import keep
 
@@ -156,31 +156,36 @@ def combine(
     topk_weights: Tensor,
     out: Optional[Tensor],
     waits: Optional[Tensor],
+    done: Optional[Blocks] = None,
+    num_sms: int = DEFAULT,
 ) -> tuple[Tensor, Operation]:
     """Set a combine up. Arguments as of Buffer.low_latency_combine.
 
-    waits  combine_wait_recv_cost_stats
+    waits    combine_wait_recv_cost_stats
+    done     the GEMM's words, for which it waits
+    num_sms  multiprocessors beside that GEMM
 
     Returns the output and the operation.
     """
     group = handle.group
-    layer = group.take(Quant.NONE)
+    layer = group.take(Quant.NONE, num_sms)
     if out is None:
         out = x.new_empty((handle.num_tokens, x.shape[-1]))
     written = out
     counters = as_given(Counters(peer_wait_ns=waits))
+    awaited = as_given(Counters(peer_wait_ns=waits), done)
 
     def send() -> None:
         keep(handle.plan, handle.stream)
-        _calls.combine_send(layer, handle.plan, x, None, topk_weights, *counters)
+        _calls.combine_send(layer, handle.plan, x, None, topk_weights, *awaited)
 
     def receive() -> None:
         _calls.combine_wait(layer, None, None, written, *counters)
-        group.give_back(layer)
+        group.give_back(layer, num_sms)
 
     def whole() -> None:
         keep(handle.plan, handle.stream)
-        _calls.combine(layer, handle.plan, x, None, topk_weights, None, None, written, *counters)
-        group.give_back(layer)
+        _calls.combine(layer, handle.plan, x, None, topk_weights, None, None, written, *awaited)
+        group.give_back(layer, num_sms)
 
     return out, Operation(send, receive, whole)

@@ -25,12 +25,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._abi import MAX_ROW_BYTES, MAX_TOP_K, Duplicates, Mode, Quant, Rows, ScaleOrder, Status
+from .. import _layer
+from .._abi import (
+    MAX_ROW_BYTES,
+    MAX_TOP_K,
+    Blocks,
+    Duplicates,
+    Mode,
+    Overflow,
+    Quant,
+    Rows,
+    ScaleOrder,
+    Status,
+)
 from .._config import GroupFields, HandleFields, name_members
 from .._config import max_recv_rows as worst_case_rows
 from .._library import EpError, OfProcess
 from . import _gradients, _program  # noqa: F401 (derivatives, and the order of calls)
 from . import _weights as sharded
+from ._moe import moe, moe_parameters
 from ._operations import ROW_TYPES, Operations, Plan, take_biases
 from ._ranks import Counters, Ranks
 from ._regions import Regions, product
@@ -44,7 +57,7 @@ if TYPE_CHECKING:
 
     _: Spec = PartitionSpec()  # mypy checks here that libep.Mesh takes one
 
-__all__ = ["Counters", "Ep", "Plan", "bootstrap", "jit"]
+__all__ = ["Counters", "Ep", "Plan", "bootstrap", "jit", "moe", "moe_parameters"]
 
 # Fields of a group that bootstrap sets, and what they follow from.
 _OWN_FIELDS = {
@@ -66,6 +79,7 @@ def bootstrap(
     top_k: int,
     token_axes: Optional[tuple[str, ...]] = None,
     max_recv_rows: Optional[int] = None,
+    capacity_factor: Optional[float] = None,
     dtype: Any = jnp.float32,
     counters: bool = False,
     quant: Union[Quant, str] = Quant.NONE,
@@ -84,6 +98,8 @@ def bootstrap(
                    of `axis`, and others along which devices have other tokens. None: all axes
     max_recv_rows  rows of the receive buffer; None: so many that no row is ever lost, also where
                    tokens name an expert more than once, unless duplicates="merge"
+    capacity_factor
+                   in place of max_recv_rows: this many times the rows of an even routing
     counters       whether operations count what they do: see Ep.counters
     quant          how dispatch quantises rows, a libep.Quant or its name, such as "nvfp4"
     scale_order    the order of their scales, a libep.ScaleOrder or its name
@@ -120,7 +136,16 @@ def bootstrap(
         max_top_k=top_k,
         max_row_bytes=hidden * row.itemsize,
     )
-    if max_recv_rows is None:
+    if capacity_factor is not None:
+        if max_recv_rows is not None:
+            expected = "none, with max_recv_rows"
+            _refuse(Status.UNSUPPORTED, "capacity_factor", expected, capacity_factor)
+        policy, alignment = fields.get("overflow", Overflow.ERROR), fields.get("alignment", 1)
+        local = num_experts // size
+        max_recv_rows = _layer.count_capacity(
+            capacity_factor, policy, max_tokens, top_k, local, alignment
+        )
+    elif max_recv_rows is None:
         merges = fields.get("duplicates") == Duplicates.MERGE
         flags = Rows(0) if merges else Rows.DUPLICATES
         max_recv_rows = worst_case_rows(size, 0, flags=flags, **config)
@@ -226,6 +251,10 @@ class Ep(OfProcess):
         self.top_k: int = config["max_top_k"]
         self.max_recv_rows: int = config["max_recv_rows"]
         self.max_row_bytes: int = config["max_row_bytes"]
+        self.alignment: int = config.get("alignment", 1)
+        self.axes: tuple[str, ...] = regions.axes
+        self.device: jax.Device = regions.mesh.devices.flat[0]
+        """One of the devices, for what kind they are."""
         self.plan_bytes = -(-ranks.plan_bytes // _PLAN_ALIGNMENT) * _PLAN_ALIGNMENT
         self._operations = Operations(
             key=ranks.key,
@@ -302,20 +331,20 @@ class Ep(OfProcess):
 
     def experts(
         self,
-        function: Callable[[jax.Array, jax.Array, Any], Any],
-        rows: jax.Array,
+        function: Callable[[Any, jax.Array, Any], Any],
+        rows: Any,
         plan: Plan,
         weights: Any,
         specs: Any,
         *,
-        quantise: bool = False,
+        quantise: Union[bool, Quant, tuple[Quant, Blocks]] = False,
     ) -> Any:
         """Apply the experts to received rows, each device its own. Return what function returns.
 
         function  function(rows, group_sizes, weights), which runs on one device: rows [rows, H],
                   group_sizes [L] int32 for jax.lax.ragged_dot, weights [L, ...]. It returns an
                   array with a leading dimension, such as [rows, H], or a tree of such.
-        rows      recv_tokens, or what was computed from it
+        rows      recv_tokens, what was computed from it, or a tree of such
         plan      of the dispatch
         weights   a tree of arrays [E, ...]
         specs     how the weights are sharded: a PartitionSpec for all, or a tree of them. The
@@ -324,7 +353,8 @@ class Ep(OfProcess):
                   the gradient is reduce-scattered over them. Axes that do not split the tokens
                   stay.
         quantise  weights of three dimensions or more are quantised to e4m3 before they are
-                  gathered, with a float32 scale for each 128 elements along the last dimension. The
+                  gathered: by a Quant, with Blocks.ROWS along the last dimension or Blocks.TILES of
+                  the last two. True: Quant.FP8 and ROWS, a float32 scale for each 128 elements. The
                   gradient is that of the weights without quantising.
         """
         self._operations.check_plan("experts", plan)
@@ -332,9 +362,10 @@ class Ep(OfProcess):
         leaves, tree = jax.tree.flatten(weights)
         specs = sharded.specs_of(weights, specs)
         is_shard = self._regions.is_inside("experts")
+        form = sharded.form_of(quantise)
         gathers = [
             sharded.gather_of(
-                self._regions, name, weight.shape, spec, self.num_experts, is_shard, quantise
+                self._regions, name, weight.shape, spec, self.num_experts, is_shard, form
             )
             for name, weight, spec in zip(sharded.names_of(weights), leaves, specs)
         ]
@@ -346,6 +377,17 @@ class Ep(OfProcess):
 
         operands = (rows, plan.expert_padded)
         return self._regions.run("experts", body, operands, leaves, specs)
+
+    def amax(
+        self, weight: jax.Array, spec: PartitionSpec, *, per_expert: bool = False
+    ) -> jax.Array:
+        """The largest magnitude of a weight [E, ...], float32; NaN wins. Without gradient.
+
+        weight      inside shard_map a device's shard by `spec`, outside the whole weight
+        per_expert  one for each expert of the array that is given, [its first dimension]
+        """
+        is_shard = self._regions.is_inside("amax")
+        return sharded.amax(self._regions, weight, spec, per_expert, is_shard)
 
     def per_device(self, function: Callable[..., Any], *arrays: Any) -> Any:
         """Return function(*arrays), called on each device with its own part of the arrays.

@@ -26,8 +26,9 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax._src import core, effects
+from jax._src.interpreters import partial_eval as policies
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, partial_eval, xla
+from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import Mesh, PartitionSpec
 from jaxlib.mlir import ir
 
@@ -104,8 +105,34 @@ def _keep_outputs(_saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> 
     count = len(eqn.outvars)
     if not any(unknown):
         return eqn, None, [False] * count, [False] * count, []
-    residuals = [v for v, here in zip(eqn.invars, instantiated) if not here]
-    return None, eqn, [True] * count, [True] * count, residuals
+    return None, eqn, [True] * count, [True] * count, _residuals(instantiated, eqn)
+
+
+def _residuals(instantiated: Any, eqn: Any) -> list[Any]:
+    return [v for v, here in zip(eqn.invars, instantiated) if not here]
+
+
+def _follow_policy(
+    again: Primitive, saveable: Any, unknown: Any, instantiated: Any, eqn: Any
+) -> tuple[Any, ...]:
+    """Of dispatch: if the policy does not save the outputs, backward makes the call again.
+
+    checkpoint_name comes behind the call. If a policy saves by that name, nothing needs the call
+    again, and _drop_unused drops it.
+    """
+    if not any(unknown):
+        types = [v.aval for v in eqn.invars]
+        policy = policies.ensure_enum(saveable(eqn.primitive, *types, **eqn.params))
+        if isinstance(policy, policies.RecomputeType):
+            count, inputs = len(eqn.outvars), _residuals(instantiated, eqn)
+            staged = eqn.replace(primitive=again)
+            return eqn, staged, [False] * count, [True] * count, inputs
+    return _keep_outputs(saveable, unknown, instantiated, eqn)
+
+
+def _drop_unused(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """A call that backward makes again, and nobody needs. All devices drop it alike."""
+    return [any(used)] * len(eqn.invars), eqn if any(used) else None
 
 
 def _register(name: str) -> str:
@@ -151,8 +178,7 @@ def refuse_batches(name: str, primitive: Primitive) -> None:
     batching.primitive_batchers[primitive] = rule
 
 
-def _make(name: str) -> Primitive:
-    target = _register(name)
+def _make(name: str, target: str) -> Primitive:
     lower_call = jax.ffi.ffi_lowering(target, has_side_effect=True)
 
     def lower(ctx: Any, *operands: Any, key: int, outputs: Outputs, **others: int) -> Any:
@@ -181,8 +207,27 @@ def _make(name: str) -> Primitive:
 
 # Latency mode, with phases and routing in dispatch, is not for XLA.
 CALLS = {
-    name: _make(name)
+    name: _make(name, _register(name))
     for name, operation in OPERATIONS.items()
     if name == operation.function and not operation.is_phase
 }
 """By the names of the operations."""
+
+# Dispatch that backward makes again, with the plan that forward has made: no routing is exchanged.
+_AGAIN = _make("dispatch_again", "ep_jax_dispatch")
+for _primitive in (CALLS["dispatch"], _AGAIN):
+    _rule = functools.partial(_follow_policy, _AGAIN)
+    partial_eval.partial_eval_jaxpr_custom_rules[_primitive] = _rule
+partial_eval.dce_rules[_AGAIN] = _drop_unused
+
+
+# ---- what every checkpoint keeps -----------------------------------------------------------------
+
+KEEP = Primitive("ep_keep")
+"""The identity of an array of integers, which jax.checkpoint keeps under any policy."""
+KEEP.def_impl(lambda array: array)
+KEEP.def_abstract_eval(lambda kind: kind)
+mlir.register_lowering(KEEP, lambda _, array: [array])
+ad.primitive_jvps[KEEP] = lambda arrays, tangents: (KEEP.bind(*arrays), tangents[0])
+partial_eval.partial_eval_jaxpr_custom_rules[KEEP] = _keep_outputs
+refuse_batches("moe", KEEP)

@@ -17,6 +17,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
+from .._abi import Status
+from .._library import EpError
 from .._operations import OPERATIONS, Operation
 from . import _calls as calls
 

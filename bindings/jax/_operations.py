@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from .._abi import Quant, ScaleOrder, Status
 from .._formats import FORMATS, count_scales, scales_shape
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from typing import Any, Optional, Union
 
     Received = Union[jax.Array, tuple[jax.Array, jax.Array]]
+
+DISPATCHED = "libep_dispatch"
+"""The name by which policies of jax.checkpoint save what dispatch returns, rows and weights."""
 
 ROW_TYPES = ("float32", "bfloat16", "float16")
 _PLAN_ARRAYS = ("bytes", "expert_counts", "expert_padded", "expert_offsets", "totals")
@@ -90,7 +94,8 @@ class Operations:
         weights = [((self.max_recv_rows,), "float32")] if topk_weights is not None else []
         outputs = [rows, *weights, *scales]
         flags = dict(scaled=int(global_scale is not None), quantises=1) if scales else {}
-        received = self._bind("dispatch", plan.bytes, tokens, *others, outputs=outputs, **flags)
+        found = self._bind("dispatch", plan.bytes, tokens, *others, outputs=outputs, **flags)
+        received = [checkpoint_name(array, DISPATCHED) for array in found]
         recv_weights = received[1] if weights else None
         return (received[0], received[-1]) if scales else received[0], recv_weights, plan
 

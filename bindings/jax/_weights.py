@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .._abi import Status
+from .._abi import Blocks, Quant, Status
+from .._formats import FORMATS
+from .._layer import E4M3
 from .._library import EpError
 from ._regions import Regions, is_array, kind_of, product, spec_axes, vary
 
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
 
-BLOCK = 128  # elements along the last dimension that share a scale
+BLOCK = 128  # elements along the last dimension that share a scale, but with MXFP8
+_EXPONENT_BIAS = 127  # of UE8M0
 _LARGEST = 448.0  # of e4m3
 _LEAST_AMAX = 2.0**-100
 
@@ -33,12 +36,57 @@ Steps = tuple[tuple[int, tuple[str, ...]], ...]
 """Dimensions, and the axes over which each is gathered, one after the other."""
 
 
+class Form(NamedTuple):
+    """How a weight is quantised: as EpWeightForm, without transposing."""
+
+    quant: Quant = Quant.FP8
+    blocks: Blocks = Blocks.ROWS
+
+    @property
+    def wide(self) -> int:
+        """Elements of a block along the last dimension."""
+        return FORMATS[self.quant].block
+
+    @property
+    def high(self) -> int:
+        """Along the dimension before."""
+        return self.wide if self.blocks == Blocks.TILES else 1
+
+    @property
+    def has_exponents(self) -> bool:
+        """Whether scales are UE8M0, in a byte."""
+        return self.quant in (Quant.FP8_UE8M0, Quant.MXFP8)
+
+
+def form_of(given: Any) -> Optional[Form]:
+    """What `quantise` of Ep.experts means. EpError for what it cannot be."""
+    if isinstance(given, bool) or given is None or given == Quant.NONE:
+        return Form() if given is True else None
+    try:
+        form = Form(*given) if isinstance(given, tuple) else Form(given)
+        form = Form(Quant(form.quant), Blocks(form.blocks))
+        known = form.quant in E4M3
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        raise EpError(
+            Status.RANGE,
+            "experts: quantise: expected a bool, a libep.Quant, or one with libep.Blocks, got "
+            f"{given!r}",
+        )
+    if form.quant == Quant.MXFP8 and form.blocks == Blocks.TILES:
+        raise EpError(
+            Status.UNSUPPORTED, "experts: quantise: expected blocks of rows with MXFP8, got TILES"
+        )
+    return form
+
+
 class Gather(NamedTuple):
     """How a weight is gathered, over which axes it stays sharded, and whether it is quantised."""
 
     steps: Steps
     stays: tuple[str, ...]
-    quantised: bool
+    form: Optional[Form]
 
 
 def names_of(weights: Any) -> list[str]:
@@ -90,7 +138,7 @@ def gather_of(
     spec: PartitionSpec,
     num_experts: int,
     is_shard: bool,
-    quantise: bool,
+    form: Optional[Form],
 ) -> Gather:
     """How a weight is gathered, and whether it is quantised. EpError if it cannot be.
 
@@ -140,10 +188,12 @@ def gather_of(
             )
         else:
             stays += axes
-    quantised = quantise and bool(steps) and len(shape) > 2
-    if quantised:
-        _check_blocks(given, shape[-1], parts[-1])
-    return Gather(tuple(steps), tuple(stays), quantised)
+    if not steps or len(shape) < 3:
+        form = None
+    if form is not None:
+        _check_blocks(given, "the last dimension", form.wide, shape[-1], parts[-1])
+        _check_blocks(given, "the dimension before", form.high, shape[-2], parts[-2])
+    return Gather(tuple(steps), tuple(stays), form)
 
 
 def _check_axes(given: str, regions: Regions, entries: list[tuple[str, ...]]) -> None:
@@ -179,13 +229,13 @@ def _check_shape(given: str, shape: tuple[int, ...], parts: list[int], num_exper
             )
 
 
-def _check_blocks(given: str, length: int, parts: int) -> None:
-    """Refuse to quantise shards that share a block of the last dimension."""
-    if parts > 1 and length // parts % BLOCK:
+def _check_blocks(given: str, which: str, block: int, length: int, parts: int) -> None:
+    """Refuse to quantise shards that share a block."""
+    if parts > 1 and length // parts % block:
         raise EpError(
             Status.UNSUPPORTED,
-            f"{given}: expected shards of a multiple of {BLOCK} elements along the last dimension "
-            f"to quantise, got {length // parts}",
+            f"{given}: expected shards of a multiple of {block} elements along {which} to quantise, "
+            f"got {length // parts}",
         )
 
 
@@ -198,9 +248,9 @@ def gather(regions: Regions, shard: jax.Array, how: Gather) -> jax.Array:
                 Status.RANGE, f"experts: expected a call inside shard_map over {axes}, got {bound}"
             )
     shard = vary(shard, [axis for axis in regions.token_axes if axis in bound])
-    if not how.quantised:
+    if how.form is None:
         return _all_gather(shard, how.steps)
-    whole: jax.Array = _gather_quantised(shard, how.steps)
+    whole: jax.Array = _gather_quantised(shard, how.steps, how.form)
     return whole
 
 
@@ -210,47 +260,89 @@ def _all_gather(array: jax.Array, steps: Steps) -> jax.Array:
     return array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_quantised(shard: jax.Array, steps: Steps) -> jax.Array:
-    elements, scales = quantise(shard)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_quantised(shard: jax.Array, steps: Steps, form: Form) -> jax.Array:
+    elements, scales = quantise(shard, form)
     # As bytes, since some of XLA's backends widen fp8 in collectives.
     numbers = jax.lax.bitcast_convert_type(elements, jnp.uint8)
     numbers, scales = _all_gather(numbers, steps), _all_gather(scales, steps)
     elements = jax.lax.bitcast_convert_type(numbers, elements.dtype)
-    return dequantise(elements, scales, shard.dtype)
+    return dequantise(elements, scales, shard.dtype, form)
 
 
-def _reduce_scatter(steps: Steps, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+def _reduce_scatter(steps: Steps, _form: Form, _: None, gradient: jax.Array) -> tuple[jax.Array]:
     for dimension, axes in reversed(steps):
         gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True)
     return (gradient,)
 
 
 _gather_quantised.defvjp(
-    lambda shard, steps: (_gather_quantised(shard, steps), None), _reduce_scatter
+    lambda shard, *how: (_gather_quantised(shard, *how), None), _reduce_scatter
 )
 
 
-def quantise(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., N] as e4m3 [..., N] and float32 scales [..., ceil(N / BLOCK)].
+def quantise(array: jax.Array, form: Form = Form()) -> tuple[jax.Array, jax.Array]:
+    """[..., N] as e4m3 [..., N] and its scales, a float32 or uint8 (UE8M0) for each block: of rows
+    [..., ceil(N / B)], of tiles [..., ceil(M / B), ceil(N / B)].
 
-    The arithmetic is EP_QUANT_FP8's, docs/semantics.md. But XLA's divisions on GPUs are off by a unit
-    in the last place at times.
+    The arithmetic is that of docs/semantics.md. But XLA's divisions on GPUs are off by a unit in the
+    last place at times.
     """
-    last = array.shape[-1]
-    wide = array.astype(jnp.float32)
-    padding = [(0, 0)] * (array.ndim - 1) + [(0, -last % BLOCK)]
-    blocks = jnp.pad(wide, padding).reshape(*array.shape[:-1], -1, BLOCK)
+    shape, high, wide = array.shape, form.high, form.wide
+    blocks = _divide(array.astype(jnp.float32), high, wide)
     magnitudes = jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), 0)
-    amax = jnp.maximum(magnitudes.max(-1, keepdims=True), _LEAST_AMAX)
-    scaled = jnp.clip(blocks * (_LARGEST / amax), -_LARGEST, _LARGEST)
-    elements = scaled.reshape(*array.shape[:-1], -1)[..., :last].astype(jnp.float8_e4m3fn)
+    amax = jnp.maximum(magnitudes.max((-3, -1), keepdims=True), _LEAST_AMAX)
     # Not a constant: XLA replaces a division by one with a product with its rounded reciprocal.
     largest = jnp.where(amax > 0, _LARGEST, 1)
-    return elements, (amax / largest)[..., 0]
+    scales, factors = amax / largest, _LARGEST / amax
+    if form.quant != Quant.FP8:  # the next power of two
+        mantissa, exponent = jnp.frexp(scales)
+        exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
+        scales = jnp.ldexp(jnp.ones_like(scales), exponent)
+        factors = jnp.ldexp(jnp.ones_like(scales), -exponent)
+        if form.has_exponents:
+            scales = (exponent + _EXPONENT_BIAS).astype(jnp.uint8)
+    scaled = jnp.clip(blocks * factors, -_LARGEST, _LARGEST).astype(jnp.float8_e4m3fn)
+    return _join(scaled, shape), scales[..., 0, :, 0]
 
 
-def dequantise(elements: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def dequantise(
+    elements: jax.Array, scales: jax.Array, dtype: jnp.dtype, form: Form = Form()
+) -> jax.Array:
     """What quantise returned, as an array of type dtype."""
-    factors = jnp.repeat(scales, BLOCK, axis=-1)[..., : elements.shape[-1]]
-    return (elements.astype(jnp.float32) * factors).astype(dtype)
+    if form.has_exponents:
+        exponents = scales.astype(jnp.int32) - _EXPONENT_BIAS
+        scales = jnp.ldexp(jnp.ones(scales.shape, jnp.float32), exponents)
+    blocks = _divide(elements.astype(jnp.float32), form.high, form.wide)
+    return _join(blocks * scales[..., :, None, :, None], elements.shape).astype(dtype)
+
+
+def _divide(array: jax.Array, high: int, wide: int) -> jax.Array:
+    """[..., M, N] as [..., M / high, high, N / wide, wide], padded with zeros."""
+    *lead, height, width = array.shape
+    padding = [(0, 0)] * len(lead) + [(0, -height % high), (0, -width % wide)]
+    return jnp.pad(array, padding).reshape(*lead, -(-height // high), high, -(-width // wide), wide)
+
+
+def _join(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    *lead, tall, high, many, wide = blocks.shape
+    return blocks.reshape(*lead, tall * high, many * wide)[..., : shape[-2], : shape[-1]]
+
+
+# ---- magnitudes ----------------------------------------------------------------------------------
+
+
+def amax(
+    regions: Regions, weight: jax.Array, spec: PartitionSpec, per_expert: bool, is_shard: bool
+) -> jax.Array:
+    """The largest magnitude of a weight, or of each expert of the array that is given."""
+    magnitudes = jnp.abs(jax.lax.stop_gradient(weight)).astype(jnp.float32)
+    found = magnitudes.max(tuple(range(1, weight.ndim)) if per_expert else None)
+    if not is_shard:
+        return found  # XLA's reduction is over all devices
+    first, *others = spec_axes(spec, weight.ndim)
+    axes = [axis for entry in ([] if per_expert else [first]) + others for axis in entry]
+    axes += [axis for axis in regions.token_axes if axis not in (*first, *axes)]
+    bound = jax.sharding.get_abstract_mesh().manual_axes
+    axes = [axis for axis in axes if axis in bound]
+    return jax.lax.pmax(vary(found, axes), tuple(axes)) if axes else found

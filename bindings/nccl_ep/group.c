@@ -126,6 +126,11 @@ static EpGroupConfig describe(const ncclEpGroupConfig_t *c, struct ncclComm *com
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
+static void find_sums(const EpSetting *setting, void *config) {
+    if (!strcmp(setting->name, "LIBEP_SUMS") && !strcmp(setting->value, "entry"))
+        ((EpGroupConfig *)config)->sums = EP_SUMS_BY_ENTRY;
+}
+
 static void find_log_level(const EpSetting *setting, void *is_info) {
     if (!strcmp(setting->name, "LIBEP_LOG"))
         *(int *)is_info = !strcmp(setting->value, "info") || !strcmp(setting->value, "trace");
@@ -163,6 +168,7 @@ static int check_nodes(const char *call, ncclEpGroup_t group, const EpGroupInfo 
 static int open_group(const char *call, ncclEpGroup_t group, struct ncclComm *comm) {
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     EpGroupConfig config = describe(&group->config, comm);
+    ep_settings(find_sums, &config);
     group->bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
     NEP_TRY(nep_result(call, ep_bootstrap_nccl(comm, &group->bootstrap)));
     NEP_TRY(nep_result(call, ep_group_create(&group->bootstrap, &config, &group->ep)));

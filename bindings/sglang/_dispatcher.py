@@ -121,7 +121,9 @@ class Dispatcher(BaseDispatcher):  # type: ignore[misc]
     def combine_a(self, combine_input: Any) -> None:
         """The first half of combine."""
         self._require(_Stage.COMBINE_A)
-        self._pending = self._mode.combine_a(combine_input, self.overlap_args)
+        self._pending = self._mode.combine_a(
+            combine_input, self.overlap_args, self.meta_overlap_args
+        )
         self._stage = _Stage.COMBINE_B
 
     def combine_b(self) -> torch.Tensor:

@@ -137,7 +137,7 @@ class Normal(_Mode):
             num_tokens_per_expert=layout[2],
         )
 
-    def combine_a(self, given: Any, overlap: Any) -> tuple[Tensor, EventOverlap]:
+    def combine_a(self, given: Any, overlap: Any, _: Any) -> tuple[Tensor, EventOverlap]:
         handle, self._handle = self._handle, None
         _deepep_precompile_tp_barrier()
         out, _, event = self.layer.buffer.combine(
@@ -192,9 +192,10 @@ class LowLatency(_Mode):
             x, scales, topk.topk_ids, topk.topk_weights, counts, expected_m
         )
 
-    def combine_a(self, given: Any, overlap: Any) -> Any:
+    def combine_a(self, given: Any, overlap: Any, meta: Any) -> Any:
         handle, self._handle = self._handle, None
-        with _beside(overlap):
+        signals = _signals(overlap, meta)
+        with _beside(overlap, bool(signals)):
             _deepep_precompile_tp_barrier()
             out, _, receive = self.layer.buffer.low_latency_combine(
                 given.hidden_states,
@@ -202,6 +203,7 @@ class LowLatency(_Mode):
                 given.topk_weights,
                 handle,
                 return_recv_hook=True,
+                **signals,
             )
         return out, receive, given  # which the other stream may still read
 
@@ -235,15 +237,27 @@ def _require_packs(hidden: int) -> None:
         )
 
 
-def _beside(overlap: Optional[Any]) -> ContextManager[object]:
+def _signals(overlap: Optional[Any], meta: Any) -> dict[str, Any]:
+    """The words of the last GEMM, which it sets by blocks on Hopper, and by experts on Blackwell."""
+    signal = getattr(overlap, "signal", None)
+    if overlap is None or not overlap.overlap or signal is None:
+        return {}
+    given = dict(overlap=True, num_sms=overlap.num_sms)
+    if meta and "block_m" in meta:
+        return given | dict(
+            comp_signal=signal, block_m=meta["block_m"], threshold=meta["threshold"]
+        )
+    return given | dict(src_signals=signal, src_signal_expect_value=overlap.threshold)
+
+
+def _beside(overlap: Optional[Any], has_signals: bool) -> ContextManager[object]:
     """The stream of SGLang's overlap of combine with the shared experts or the last GEMM.
 
-    libep does not wait for blocks of a GEMM: where SGLang would overlap the two (`overlap`), combine
-    waits for all work before.
+    Without the GEMM's signals combine waits for all work before.
     """
     if overlap is None:
         return contextlib.nullcontext()
-    if overlap.overlap:
+    if overlap.overlap and not has_signals:
         overlap.stream.wait_stream(torch.cuda.current_stream())
     else:
         overlap.stream.wait_event(overlap.wait_event)

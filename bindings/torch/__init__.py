@@ -14,23 +14,28 @@ tree is the manual.
 
 from ._autograd import Received, combine, dispatch, prepare
 from ._bootstrap import from_process_group, from_store
-from ._counters import Counters
+from ._counters import Blocks, Counters
 from ._group import Group, create_group
 from ._handle import Handle, Plan
-from ._ops import EXCHANGES
+from ._moe import MoE
+from ._ops import EXCHANGES, keep
 from ._phases import Hook, combine_send, dispatch_send
 from ._quant import quantise_rows
 from ._receive import ReceiveMemory
+from ._weights import Weight
 
 __all__ = [
+    "Blocks",
     "Counters",
     "EXCHANGES",
     "Group",
     "Handle",
     "Hook",
+    "MoE",
     "Plan",
     "ReceiveMemory",
     "Received",
+    "Weight",
     "combine",
     "combine_send",
     "create_group",
@@ -38,6 +43,7 @@ __all__ = [
     "dispatch_send",
     "from_process_group",
     "from_store",
+    "keep",
     "prepare",
     "quantise_rows",
 ]

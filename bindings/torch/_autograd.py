@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ._counters import Counters, Given
+    from ._counters import Blocks, Counters, Given
     from ._quant import Scaled
 
     Shape = tuple[int, ...]
@@ -394,6 +394,7 @@ def dispatch(
     recv_tokens: Optional[Tensor] = None,
     global_scale: Optional[Tensor] = None,
     counters: Optional[Counters] = None,
+    ready: Optional[Blocks] = None,
 ) -> Received:
     """Send token rows, and their weights, to the ranks that own their experts. Collective.
 
@@ -412,6 +413,7 @@ def dispatch(
                   magnitude of the tokens of all ranks). Else None.
     counters      what it adds to, and its prepare to the waits; its derivative to nothing. None: not
                   counted
+    ready         words that it stores as the rows of their blocks come. None: none
 
     Returns a Received. Its tensors are new, except tokens in recv_tokens. Differentiable with
     respect to tokens and topk_weights in throughput mode, without scales and quantising.
@@ -425,7 +427,7 @@ def dispatch(
             "dispatch: expected tensors without gradient in latency mode, and where rows are "
             "quantised or have scales: call it under torch.no_grad(), or detach them",
         )
-    scaled, counted = as_scaled(handle, "dispatch", global_scale), as_given(counters)
+    scaled, counted = as_scaled(handle, "dispatch", global_scale), as_given(counters, ready)
     if is_latency:
         given = topk_weights, scales, num_tokens, recv_tokens
         return _dispatch_routed(handle, which, tokens, routing, *given, scaled, counted)
@@ -689,6 +691,7 @@ def combine(
     topk_weights: Optional[Tensor] = None,
     bias: Bias = None,
     counters: Optional[Counters] = None,
+    done: Optional[Blocks] = None,
 ) -> Tensor:
     """Return the experts' rows to the ranks of their tokens, and sum them. Collective.
 
@@ -697,12 +700,15 @@ def combine(
     weights       [rows] float32, bfloat16 or float16, by which rows are multiplied:
                   Received.topk_weights of an expert-major or batched dispatch. None: 1, for rows
                   that are weighted already.
-    topk_weights  [T, K], in latency mode in place of `weights`: those of this rank's tokens
+    topk_weights  [T, K], in latency mode or in a group with sums by entry, in place of `weights`:
+                  those of this rank's tokens
     bias          [T, H] of the rows' type, or up to two of them, such as what a shared expert
                   returns: added to the sums in float32, in order, before they are rounded. None: no
                   bias. Its gradient is that of the result.
     counters      what it adds to, without expert_tokens; its derivative to nothing. None: not
                   counted
+    done          words that it waits for, before it reads the rows of their blocks; their derivative
+                  waits for nothing. None: all rows are there
 
     Returns a new tensor [T, H], zero plus bias for tokens without a slot; zero for those past
     num_tokens. Differentiable with respect to expert_out, weights and bias in throughput mode.
@@ -712,7 +718,7 @@ def combine(
         block, num_tokens = plan.bytes, plan.num_tokens
     except AttributeError:
         _checks.refuse_plan(plan)
-    counted = as_given(counters)
+    counted = as_given(counters, done)
     biases = _NO_BIASES if bias is None else take_biases(bias)
     if not needs_grad(expert_out, weights, topk_weights, *biases):
         if type(which) is Handle and topk_weights is None and not counted:
@@ -726,8 +732,8 @@ def combine(
     if handle.is_latency or topk_weights is not None:
         raise EpError(
             Status.UNSUPPORTED,
-            "combine: expected tensors without gradient in latency mode: call it under "
-            "torch.no_grad(), or detach them",
+            "combine: expected tensors without gradient in latency mode, or with topk_weights: call "
+            "it under torch.no_grad(), or detach them",
         )
     if type(which) is Handle and bias is None and not counted and not _count_modes():
         made = handle.make_fast(

@@ -156,9 +156,16 @@ def _extras(
     bias1: Optional[Tensor],
     *counters: Optional[Tensor],
     global_scale: Optional[Tensor] = None,
+    words: Optional[Tensor] = None,
+    block_rows: int = 0,
+    expected: int = 0,
 ) -> Optional[Extras]:
     """The biases of a sum, which PyTorch may make anywhere in its memory, counters, and the scale
-    of a dispatch, if any."""
+    of a dispatch, if any.
+
+    words  of blocks of rows: done if some value is expected, else ready
+    """
+    given: dict[str, Any]
     given = {
         name: _given(handle, tensor, name)
         for name, tensor in zip(COUNTERS, counters)
@@ -166,6 +173,9 @@ def _extras(
     }
     if global_scale is not None:
         given["global_scale"] = _given(handle, global_scale, "global_scale", 4)
+    if words is not None:
+        given["done" if expected else "ready"] = _given(handle, words, "words")
+        given.update(block_rows=block_rows, expected=expected)
     if bias0 is None and bias1 is None and not given:
         return None
     biases = _gradient(handle, bias0, "bias0"), _gradient(handle, bias1, "bias1")
@@ -235,15 +245,17 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
     arguments = operation.inputs + operation.outputs
     given = {each.name: f"to_{each.kind}(handle, {each.name}, '{each.name}')" for each in arguments}
     taken = ["handle", *given, *(f"{name}=None" for name in COUNTERS)]
+    taken += ["words=None", "block_rows=0", "expected=0"]
     if operation.of_kind("indices"):
         routing = ", ".join(given.pop(each) for each in ("topk_idx", "num_tokens", "numbers"))
         given["prepare"] = f"Prepare({routing})"
     elif operation.of_kind("kept"):
         given["out"] = given.pop("numbers")
     biases = [name if given.pop(name, None) else "None" for name in ("bias0", "bias1")]
+    blocks = [f"{name}={name}" for name in ("words", "block_rows", "expected")]
     scaled = ["global_scale=global_scale"] if operation.name in SCALED else []
     taken += ["global_scale=None"] if scaled else []
-    given["extras"] = f"extras(handle, {', '.join((*biases, *COUNTERS, *scaled))})"
+    given["extras"] = f"extras(handle, {', '.join((*biases, *COUNTERS, *blocks, *scaled))})"
     given["stream"] = "handle.stream()"
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     run = getattr(CoreHandle, operation.function)
@@ -254,14 +266,15 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
 
 def _make(name: str) -> Callable[..., None]:
     """The call of an operation: its arguments are a handle, what the table says, and perhaps
-    counters. Those of SCALED also take a global_scale, by its name."""
+    counters, and behind these words of blocks, their rows, and what is expected of them. Those of
+    SCALED also take a global_scale, by its name."""
     operation = OPERATIONS[name]
     slow, form = _make_slow(operation), _fast.FORMS.get(name)
     if form is None:
         return slow
     keeps = bool(operation.of_kind("kept"))
 
-    def call(handle: Handle, *tensors: Optional[Tensor], **scaled: Optional[Tensor]) -> None:
+    def call(handle: Handle, *tensors: Any, **scaled: Optional[Tensor]) -> None:
         # In latency mode prepare records the tensors, which somebody must keep.
         if keeps and handle.is_latency or scaled or not handle.call_fast(form, tensors):
             slow(handle, *tensors, **scaled)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ._handle import Handle
 
-    Given = tuple[Optional[Tensor], ...]
+    Given = tuple[Any, ...]
 
 
 class Counters(NamedTuple):
@@ -60,6 +60,26 @@ class Counters(NamedTuple):
         return self._replace(peer_rows=None, peer_bytes=None)
 
 
-def as_given(counters: Optional[Counters]) -> Given:
-    """The last arguments of an operation; none without counters."""
+class Blocks(NamedTuple):
+    """Words of blocks of receive rows, so that other kernels work while an operation runs.
+
+    ep.h (EpExtras) says how rows are cut into blocks, and docs/overlap.md shows the kernels. Set the
+    words to 0, on the stream of the operation, before it and before the other kernel. On a CPU words
+    of a dispatch are full when it returns.
+    """
+
+    words: Tensor
+    """[words] int32 on the group's device, at least one for each block."""
+
+    block_rows: int
+    """Rows of a block. In the expert-major layout it divides the alignment."""
+
+    expected: int = 0
+    """Of a combine: it reads a block's rows once its word is at least this. 0 for a dispatch."""
+
+
+def as_given(counters: Optional[Counters], blocks: Optional[Blocks] = None) -> Given:
+    """The last arguments of an operation; none without counters and blocks."""
+    if blocks is not None:
+        return (*(counters or Counters()), *blocks)
     return () if counters is None or not any(each is not None for each in counters) else counters

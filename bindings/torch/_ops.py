@@ -11,10 +11,14 @@ dispatch mode is active: a selective checkpoint keeps what an op returns.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from .._abi import Status
+from .._library import EpError
 from .._operations import COUNTERS, OPERATIONS, SCALED
 from . import _calls
 from ._handle import find_handle
@@ -31,13 +35,15 @@ _library = torch.library.Library("libep", "DEF")
 
 
 def _schema(operation: Operation) -> str:
-    """The op's arguments: outputs and counters are what it mutates."""
+    """The op's arguments: outputs, counters and words are what it mutates. Words that are expected
+    to be something are only read: but then the op must stay behind what changes them."""
     inputs = [f"Tensor{_mark(each)} {each.name}" for each in operation.inputs]
     outputs = zip("abcdefgh", operation.outputs)
     mutated = [f"Tensor({letter}!){_mark(each)} {each.name}" for letter, each in outputs]
     mutated += [f"Tensor({letter}!)? {name}=None" for letter, name in zip("vwxyz", COUNTERS)]
+    blocks = "Tensor(u!)? words=None", "int block_rows=0", "int expected=0"
     named = ["*", "Tensor? global_scale=None"] if operation.name in SCALED else []
-    return ", ".join(["int handle", *inputs, *mutated, *named])
+    return ", ".join(["int handle", *inputs, *mutated, *blocks, *named])
 
 
 def _mark(argument: Argument) -> str:
@@ -188,3 +194,21 @@ combine_new = torch.ops.libep.combine_new.default
 EXCHANGES = [prepare_new, dispatch_new, combine_new]
 """For torch.utils.checkpoint.create_selective_checkpoint_contexts: keep what ranks exchange, so that
 backward computes the rest of a layer again and sends no row twice."""
+
+_KEPT = {"dispatch": dispatch_new, "combine": combine_new}
+
+
+def keep(*names: str) -> Callable[[], Any]:
+    """The context_fn of torch.utils.checkpoint.checkpoint that keeps the results of operations.
+
+    names  "dispatch", "combine", both or none. Operations that are not named run again in backward
+
+    Plans are kept in any case, and with them the results of torch.topk: an operation that runs again
+    exchanges no routing, and weights stay those of the experts of the plan.
+    """
+    for name in names:
+        if name not in _KEPT:
+            known = " or ".join(map(repr, _KEPT))
+            raise EpError(Status.RANGE, f"keep: names: expected {known}, got {name!r}")
+    kept = [prepare_new, torch.ops.aten.topk.default, *(_KEPT[name] for name in names)]
+    return functools.partial(create_selective_checkpoint_contexts, kept)

@@ -20,6 +20,7 @@ from ._autograd import (
     require_indices,
     take_biases,
 )
+from ._counters import as_given
 from ._quant import as_scaled
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ._autograd import Bias
-    from ._counters import Counters
+    from ._counters import Blocks, Counters
     from ._handle import Handle, Plan
 
 
@@ -85,12 +86,14 @@ def dispatch_send(
     recv_tokens: Optional[Tensor] = None,
     global_scale: Optional[Tensor] = None,
     counters: Optional[Counters] = None,
+    ready: Optional[Blocks] = None,
 ) -> tuple[Received, Hook]:
     """The send phase of a dispatch, in latency mode. Arguments as of dispatch.
 
     Returns what the dispatch delivers, and the hook that completes it, the plan's numbers included.
     Until then the handle takes no other operation; other handles do. Inputs may be overwritten once
-    the send phase has run. No gradient. Either phase adds to the counters what it does itself.
+    the send phase has run. No gradient. Either phase adds to the counters what it does itself. The
+    receive phase stores the words of `ready`.
     """
     _require_plain("dispatch_send", "tokens", tokens, topk_weights, scales)
     idx = require_indices(topk_idx)
@@ -100,7 +103,7 @@ def dispatch_send(
     plan = make_plan(handle, idx)
     received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
     sends = () if counters is None else counters.without_experts
-    receives = () if counters is None else counters.of_receiving
+    receives = as_given(None if counters is None else counters.of_receiving, ready)
     _calls.dispatch_send(
         *(handle, idx, num_tokens, tokens, topk_weights, scales, plan.bytes, plan.numbers),
         *sends,
@@ -120,7 +123,7 @@ def dispatch_send(
 
     tensors: tuple[Optional[Tensor], ...]
     tensors = plan.bytes, plan.numbers, idx, num_tokens, received.tokens
-    tensors += received.topk_weights, received.scales, received.topk_idx, *receives
+    tensors += received.topk_weights, received.scales, received.topk_idx, *receives[:6]
     return received, Hook(handle, receive, tensors)
 
 
@@ -133,16 +136,18 @@ def combine_send(
     topk_weights: Optional[Tensor] = None,
     bias: Bias = None,
     counters: Optional[Counters] = None,
+    done: Optional[Blocks] = None,
 ) -> tuple[Tensor, Hook]:
     """The send phase of a combine, in latency mode. Arguments as of combine.
 
     The receive phase reads bias, so it may be written until the hook is called. Either phase adds to
-    the counters what it does itself. Returns [T, H], and the hook that completes it. No gradient.
+    the counters what it does itself, and the send phase waits for the words of `done`. Returns
+    [T, H], and the hook that completes it. No gradient.
     """
     biases = take_biases(bias)
     _require_plain("combine_send", "expert_out", expert_out, weights, topk_weights, *biases)
     out = expert_out.new_empty((plan.num_tokens, expert_out.shape[-1]))
-    sends = () if counters is None else counters.without_experts
+    sends = as_given(None if counters is None else counters.without_experts, done)
     waits = () if counters is None else counters.of_waits
     _calls.combine_send(handle, plan.bytes, expert_out, weights, topk_weights, *sends)
 

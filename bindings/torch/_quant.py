@@ -38,6 +38,11 @@ def row_values(quant: Quant, hidden: int) -> tuple[int, torch.dtype]:
     return hidden // FORMATS[quant].packed, _KINDS[quant][0]
 
 
+def scale_type(quant: Quant) -> torch.dtype:
+    """The type of a quantisation's scales."""
+    return _KINDS[quant][1]
+
+
 def as_scaled(handle: Handle, call: str, global_scale: Optional[Tensor]) -> Scaled:
     """The last argument of a dispatch; none without a global scale.
 

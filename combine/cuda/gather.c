@@ -26,6 +26,13 @@ static int64_t travelling_bytes(const EpGatherTensors *t) {
 
 static const EpGranularity LARGE_SUMS = {1, 6};
 
+/* Rows that travel as they are: a sender has an item for each rank, and a row for each entry. */
+static void set_entry_traffic(EpGatherArgs *args, EpSpread s, EpTraffic *t) {
+    t->sent = 2 * s.other, t->received = s.own + s.other + args->t.num_biases + 1;
+    if (args->rounds) t->received = 2 * (s.own + s.other);
+    ep_entry_times(s, args->t.row_bytes, t);
+}
+
 int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
     int32_t blocks = args->group.blocks;
     EpSpread s = ep_spread(&args->group, args->top_k);
@@ -38,8 +45,11 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
                          .scheduled = s.ranks,
                          .ordered = 1};
     EpGranularity granularity = ep_granularity(blocks, travelling_bytes(&args->t), LARGE_SUMS);
-    ep_sum_times(blocks, s, args->t.row_bytes, travelling_bytes(&args->t), args->t.carries_values,
-                 &traffic);
+    if (args->t.by_entry)
+        set_entry_traffic(args, s, &traffic);
+    else
+        ep_sum_times(blocks, s, args->t.row_bytes, travelling_bytes(&args->t),
+                     args->t.carries_values, &traffic);
     EpDivision division = ep_divide(blocks, args->top_k, args->t.row_bytes,
                                     (int32_t)ep_max(LEAST_CHUNK, granularity.chunk), traffic);
     int32_t loads = args->top_k + args->t.num_biases;
@@ -55,6 +65,14 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
     return fits;
 }
 
+/* Let rows travel as they are, in records of all of a token's entries. */
+static void take_entries(EpGatherArgs *args) {
+    EpWindowLayout *layout = &args->group.layout;
+    args->record = ep_entries_record(args->t.row_bytes, args->top_k, args->t.carries_values);
+    layout->depth = layout->entries_depth, layout->record_bytes = layout->entries_bytes;
+    args->t.weighs = 0;
+}
+
 EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
     if (ep_handle_is_latency(handle)) return ep_cuda_latency_gather(handle, g);
     const EpGroup *group = handle->group;
@@ -67,11 +85,14 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
         .t = *t,
         .record = ep_record(travelling_bytes(t), t->carries_values ? g->top_k : 0, 0),
         .owners = group->nodes.sizes.ranks,
+        .carries_weights = ep_carries_weights(t),
         .target = {t->row_bytes, g->top_k * (int64_t)sizeof(float)},
         .top_k = (int32_t)g->top_k,
         .stats = g->stats};
-    const int64_t agreed[] = {g->top_k,          t->row_bytes,    t->type,
-                              t->carries_values, t->format.quant, t->block_rows};
+    if (t->by_entry) take_entries(&args);
+    int64_t kinds = t->carries_values + 2 * args.carries_weights + 4 * t->weighs_entries;
+    const int64_t agreed[] = {g->top_k, t->row_bytes,    t->type,
+                              kinds,    t->format.quant, t->block_rows};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 6);
     if (handle->shape.nodes.nodes > 1) return ep_cuda_gather_nodes(handle, g, &args);
     if (!ep_partition_gather(&args, cuda->shared_bytes))

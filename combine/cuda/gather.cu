@@ -11,9 +11,12 @@
  * runtime/cuda/pipeline.cuh describes the warps of a block; runtime/cuda/device.h how blocks divide
  * the work, why there is no circular wait, and the memory order of records, heads and credits.
  *
+ * Rows may still be produced while this runs (EpExtras.done): scheduler warps then wait for a word
+ * of the rows' block before they post what loads them. Tokens stay in their order.
+ *
  * Who waits on whom: a receiving block waits for the heads of a token's rows; a sending block waits
  * for all ranks' arrivals and for credits, that is, until the other rank's receiving block has
- * emptied a record of the ring.
+ * emptied a record of the ring. Either waits for done blocks, whose producer waits for no rank.
  */
 #include "combine/cuda/gather.h"
 
@@ -32,11 +35,21 @@ enum Form {
     ONE_NODE,
     NODES,  /* of this node for another one; and with the sums of other nodes */
     PACKED, /* either, with sums that travel packed */
-    PACKED_BIASED
+    PACKED_BIASED,
+    ENTRIES, /* sums by entry, on one node */
+    ENTRIES_NODES
 };
 
 __device__ constexpr int is_packed_form(Form form) {
     return form == PACKED || form == PACKED_BIASED;
+}
+
+__device__ constexpr int is_entries_form(Form form) {
+    return form == ENTRIES || form == ENTRIES_NODES;
+}
+
+__device__ constexpr int has_nodes(Form form) {
+    return form != ONE_NODE && form != ENTRIES;
 }
 
 /* Load VECTORS vectors of a stage; each has an element for each compute thread. */
@@ -142,6 +155,7 @@ typedef struct Term {
     float weight;
     int peer, row;    /* rank to signal, and the record to signal it about; peer -1: none */
     int run, run_end; /* of the item's terms, as in WorkItem; the same in all lanes of the team */
+    int slot;         /* receiving blocks: of this rank that `from` is, -1: none */
 } Term;
 
 /* Returns the 16-byte units of a packed fragment. */
@@ -193,6 +207,48 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, con
         }
         if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);
     }
+}
+
+/* Post the work items of a token's entries, which are moved as they are: entry k's row to its place
+ * in the record `to`. */
+__device__ __forceinline__ void post_entries(const EpGatherArgs &a, Pipeline *p, const Team &t,
+                                             uint32_t number, const Term &term, char *to, int index,
+                                             int source, int valid) {
+    int terms, signals, fragments = a.pipeline.fragments;
+    team_rank(t, term.from != NULL, &terms);
+    int signal = team_rank(t, term.peer >= 0, &signals), is_last = team_is_last(t, valid);
+    for (int fragment = 0; fragment < fragments; fragment++) {
+        uint32_t n = number + fragment;
+        int j = n % PIPELINE_ENTRIES, cell = j * a.pipeline.width;
+        int64_t offset = (int64_t)fragment * a.pipeline.stage_bytes;
+        if (valid) pipeline_await_entry(p, n);
+        if (valid && term.from)
+            p->from[cell + term.at] = term.from + offset,
+                           p->to[cell + term.at] = to + t.k * a.t.row_bytes + offset;
+        if (valid && term.peer >= 0)
+            p->peer[cell + signal] = term.peer, p->row[cell + signal] = term.row;
+        if (valid && t.k == 0) {
+            if (!terms) p->from[cell] = NULL; /* an item without rows needs a stage, too */
+            int32_t bytes = fragment_bytes(a.pipeline, a.t.row_bytes, fragment);
+            p->item[j] = WorkItem{(int16_t)max(1, terms),
+                                  (int16_t)terms,
+                                  (int16_t)terms,
+                                  (int16_t)terms,
+                                  bytes,
+                                  0,
+                                  0,
+                                  0};
+            p->signals[j] = pipeline_signals(signals, fragment, fragments, is_last);
+            p->fragment[j] = fragment, p->index[j] = index, p->source[j] = source;
+        }
+        if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);
+    }
+}
+
+/* Returns whether the caller counts rows. With sums by entry each entry is one, which the plan does
+ * not count. */
+__device__ __forceinline__ int counts_rows(const EpGatherArgs &a) {
+    return a.stats.peer_rows || a.stats.peer_bytes;
 }
 
 /* ---- values -------------------------------------------------------------------------------- */
@@ -419,17 +475,21 @@ template <Form FORM>
 __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, const Team &t,
                                            const RowBatch &r, float weight) {
     int terms, at = team_rank(t, r.slot >= 0, &terms);
-    Term term = {NULL, at, weight, -1, r.row, 0, terms};
+    Term term = {NULL, at, weight, -1, r.row, 0, terms, r.slot};
     if (r.slot >= 0) term.from = a.t.rows + r.slot * a.t.row_bytes;
     if (r.valid && t.k == 0) term.peer = r.source;
     char *to = r.valid ? ep_ring(a.group, r.source, a.group.rank, r.row) : NULL;
     int fragments = a.pipeline.fragments;
     uint32_t number = pipeline_take(p, r.count * fragments) + t.index * fragments;
-    post_sum<FORM>(a, p, t, number, term, to, r.row, r.source, 0, r.valid);
+    if constexpr (!is_entries_form(FORM))
+        return post_sum<FORM>(a, p, t, number, term, to, r.row, r.source, 0, r.valid);
+    if (counts_rows(a) && term.peer >= 0)
+        ep_count_row(a.stats, ep_member(a.group, r.source), terms);
+    post_entries(a, p, t, number, term, to, r.row, r.source, r.valid);
 }
 
-/* A scheduler warp. */
-template <Form FORM>
+/* A scheduler warp. DONE: it waits for blocks of rows. */
+template <Form FORM, int DONE>
 __device__ void schedule_rows(const EpGatherArgs &a, Pipeline *p, ChunkRows *rows,
                               const FirstClaim &first_claim, uint32_t epoch, int blocks) {
     Team t = make_team(a.top_k, a.pipeline);
@@ -438,7 +498,10 @@ __device__ void schedule_rows(const EpGatherArgs &a, Pipeline *p, ChunkRows *row
     };
     auto await = [&](const RowBatch &r, uint64_t word) {
         int waits = r.valid && t.k == 0;
-        return __all_sync(~0u, !waits || ep_await_room(a.group, epoch, r.source, r.row, word));
+        int alive = !waits || ep_await_room(a.group, epoch, r.source, r.row, word);
+        if (DONE && alive && r.slot >= 0) alive = ep_await_done(a.group, a.t.done, r.slot);
+        if (DONE) ep_fence_proxy_global();
+        return __all_sync(~0u, alive);
     };
     auto post = [&](const RowBatch &r, float weight) { post_batch<FORM>(a, p, t, r, weight); };
     walk_rows(a, rows, t, first_claim, SENDERS, blocks, 1, preload, await, post);
@@ -456,13 +519,16 @@ __device__ void send_values(const EpGatherArgs &a, Pipeline *p, Gate *gate, int 
     });
 }
 
-template <Form FORM>
+template <Form FORM, int DONE>
 __device__ void send(const EpGatherArgs &a, Pipeline *p, Sending *s, const FirstClaim &first_claim,
                      uint32_t epoch, int blocks) {
-    constexpr PipelineWork work = is_packed_form(FORM) ? WORK_PACKED : WORK_COMPUTE;
+    constexpr PipelineWork work = is_packed_form(FORM)    ? WORK_PACKED
+                                  : is_entries_form(FORM) ? WORK_MOVE
+                                                          : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
-        schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch, blocks);
+        schedule_rows<FORM, DONE>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch,
+                                  blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
@@ -482,7 +548,7 @@ __device__ void send(const EpGatherArgs &a, Pipeline *p, Sending *s, const First
 
 /* Returns the place of a rank, or of another node, in the order of summation. */
 template <Form FORM> __device__ __forceinline__ int place_of(const EpGatherArgs &a, int owner) {
-    return FORM != ONE_NODE && a.nodes.order && owner >= 0 ? a.nodes.order[owner] : owner;
+    return has_nodes(FORM) && a.nodes.order && owner >= 0 ? a.nodes.order[owner] : owner;
 }
 
 /* Returns the position of a lane's term in its team's sum: by place, and within this rank by k.
@@ -510,7 +576,7 @@ __device__ __forceinline__ const char *node_sum(const EpGatherArgs &a, int owner
 template <Form FORM>
 __device__ __forceinline__ int is_elsewhere(const EpGatherArgs &a, const EpEntry &e) {
     if (e.owner < 0 || e.owner == a.group.rank) return 0;
-    return FORM == ONE_NODE || e.owner < a.group.size ||
+    return !has_nodes(FORM) || e.owner < a.group.size ||
            (uint32_t)e.row < (uint32_t)a.nodes.message_slots;
 }
 
@@ -523,7 +589,14 @@ __device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, 
     int is_sum = is_elsewhere<FORM>(a, e) && e.leader, own, before;
     team_rank(t, is_own, &own);
     team_rank(t, is_sum && place < place_of<FORM>(a, g.rank), &before);
-    Term term = {NULL, order_term(t, is_own || is_sum, place), 1, -1, e.row, before, before + own};
+    Term term = {NULL,
+                 order_term(t, is_own || is_sum, place),
+                 1,
+                 -1,
+                 e.row,
+                 before,
+                 before + own,
+                 is_own ? e.slot : -1};
     if (FORM != ONE_NODE && is_sum && e.owner >= g.size)
         term.from = node_sum(a, e.owner, e.row);
     else if (is_sum)
@@ -532,13 +605,58 @@ __device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, 
     return term;
 }
 
+/* Returns a lane's term of sums by entry: its own entry's row, from wherever it is, in ascending k.
+ * The leader of the entries on another rank waits for them. */
+template <Form FORM>
+__device__ __forceinline__ Term make_entry(const EpGatherArgs &a, const Team &t, const EpEntry &e) {
+    const EpCudaGroup &g = a.group;
+    int is_own = e.owner == g.rank && e.slot >= 0, is_other = is_elsewhere<FORM>(a, e), terms;
+    Term term = {NULL, 0, 1, -1, e.row, 0, 0, is_own ? e.slot : -1};
+    if (is_own) term.from = a.t.rows + e.slot * a.t.row_bytes;
+    if (has_nodes(FORM) && is_other && e.owner >= g.size) {
+        const char *record = node_sum(a, e.owner, e.row);
+        uint32_t mask = __ldcg((const uint32_t *)(record + a.record.scales));
+        if (mask >> t.k & 1) term.from = record + t.k * a.t.row_bytes;
+    } else if (is_other) {
+        if (e.slot >= 0) term.from = ep_ring(g, g.rank, e.owner, e.row) + t.k * a.t.row_bytes;
+        if (e.leader) term.peer = e.owner;
+    }
+    term.at = team_rank(t, term.from != NULL, &terms);
+    term.run_end = terms;
+    return term;
+}
+
 /* ---- the scheduler warps ------------------------------------------------------------------- */
 
 /* A token that a team holds until all its sums are here; -1: none. */
 typedef struct HeldToken {
     int token;
-    Term term; /* of this lane */
+    Term term;              /* of this lane */
+    const float *weight_at; /* sums by entry: where its weight is once its row is here, or NULL */
 } HeldToken;
+
+/* Give a lane its entry's weight, or the place where it will be. */
+__device__ __forceinline__ void find_weight(const EpGatherArgs &a, const Team &t, const EpEntry &e,
+                                            HeldToken *held) {
+    if (!held->term.from) return;
+    if (a.t.weighs_entries)
+        held->term.weight = a.t.topk_weights[(int64_t)held->token * a.top_k + t.k];
+    else if (a.carries_weights && e.owner == a.group.rank)
+        held->term.weight = a.t.slot_values[e.slot];
+    else if (a.carries_weights)
+        held->weight_at =
+            (const float *)(held->term.from - t.k * a.t.row_bytes + a.record.weights) + t.k;
+}
+
+/* Count a lane's entry: one that stays here, or is passed on to the rank that has its token. */
+__device__ __forceinline__ void count_entry(const EpGatherArgs &a, const EpEntry &e,
+                                            const HeldToken &held) {
+    if (!held.term.from || !counts_rows(a)) return;
+    if (e.owner == a.group.rank) ep_count_row(a.stats, ep_member(a.group, a.group.rank), 1);
+    if (!a.rounds) return;
+    int source = held.token / max(1, a.shape.nodes.chunk);
+    if (source < a.num_sources) ep_count_row(a.stats, a.sources[source], 1);
+}
 
 /* Give the next chunk's tokens to teams that hold none: `free` are the first lanes of such teams. A
  * weight is only begun to load. */
@@ -547,10 +665,16 @@ __device__ __forceinline__ void hold_chunk(const EpGatherArgs &a, const Team &t,
                                            unsigned free, HeldToken *held) {
     int i = __popc(free & ((1u << t.index * t.width) - 1)), token = walk->first + i;
     EpEntry e = check_entry(a, shuffle_entry(walk->entry, (i * t.width + t.k) % 32));
-    Term term = make_term<FORM>(a, t, e);
+    Term term;
+    if constexpr (is_entries_form(FORM))
+        term = make_entry<FORM>(a, t, e);
+    else
+        term = make_term<FORM>(a, t, e);
     if (held->token < 0 && t.index < t.count && i < walk->size && token < walk->tokens) {
-        *held = HeldToken{token, term};
-        if (a.t.weighs && e.owner == a.group.rank && e.slot >= 0)
+        *held = HeldToken{token, term, NULL};
+        if constexpr (is_entries_form(FORM))
+            find_weight(a, t, e, held), count_entry(a, e, *held);
+        else if (a.t.weighs && e.owner == a.group.rank && e.slot >= 0)
             held->term.weight = a.t.slot_weights[e.slot];
     }
     next_tokens(a, t, walk);
@@ -563,7 +687,7 @@ __device__ __forceinline__ void hold_chunk(const EpGatherArgs &a, const Team &t,
  * through this loop takes a microsecond, whatever it posts. Looking is not waiting: no token that
  * is held keeps another one from being posted.
  */
-template <Form FORM>
+template <Form FORM, int DONE>
 __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstClaim &first_claim,
                                 uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
@@ -571,7 +695,7 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstC
     TokenWalk walk = open_tokens(a, t, first_claim, RECEIVERS, blocks);
     int leads = t.k == 0 && t.index < t.count;
     int is_whole = t.count < 2 * walk.size;
-    HeldToken held = {-1, {NULL, 0, 1, -1, 0, 0, 0}};
+    HeldToken held = {-1, {NULL, 0, 1, -1, 0, 0, 0, -1}, NULL};
     EpTimeout timeout = {0, 0};
     for (;;) {
         unsigned free = __ballot_sync(~0u, leads && held.token < 0);
@@ -583,6 +707,8 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstC
         int alive = 1, here = 1;
         if (held.token >= 0 && held.term.peer >= 0)
             here = ep_poll_record(g, epoch, held.term.peer, held.term.row, &timeout, &alive);
+        if (DONE && held.token >= 0 && held.term.slot >= 0)
+            here = ep_poll_done(g, a.t.done, held.term.slot, &timeout, &alive);
         if (!__all_sync(~0u, alive)) break;
         unsigned missing = __ballot_sync(~0u, !here);
         int ready = held.token >= 0 && !(missing & t.mask);
@@ -592,9 +718,16 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstC
         int before = __popc(posted & ((1u << t.index * t.width) - 1)),
             fragments = a.pipeline.fragments;
         uint32_t number = pipeline_take(p, __popc(posted) * fragments) + before * fragments;
-        post_sum<FORM>(a, p, t, number, held.term,
-                       a.t.out_rows + (int64_t)held.token * a.target.row_stride, held.token, g.rank,
-                       FORM == PACKED ? 0 : a.t.num_biases, ready);
+        char *to = a.t.out_rows + (int64_t)held.token * a.target.row_stride;
+        if constexpr (is_entries_form(FORM)) {
+            __syncwarp(); /* the leader has seen that the rows and their weights are here */
+            if (ready && held.weight_at) held.term.weight = __ldcg(held.weight_at);
+        }
+        if (FORM == ENTRIES_NODES && a.rounds)
+            post_entries(a, p, t, number, held.term, to, held.token, g.rank, ready);
+        else
+            post_sum<FORM>(a, p, t, number, held.term, to, held.token, g.rank,
+                           FORM == PACKED ? 0 : a.t.num_biases, ready);
         if (ready) held.token = -1;
         timeout = EpTimeout{0, 0};
     }
@@ -632,6 +765,24 @@ __device__ void receive_values(const EpGatherArgs &a, Pipeline *p, int warp) {
     });
 }
 
+/* The metadata warps of a receiving block that passes entries on: their values or weights, and
+ * which of them have rows. */
+__device__ void pass_values(const EpGatherArgs &a, Pipeline *p, int warp) {
+    int k = threadIdx.x % 32;
+    pipeline_metadata(p, warp, METADATA_WARPS, [&](int j, uint32_t) {
+        int64_t token = p->index[j];
+        char *record = a.t.out_rows + token * a.target.row_stride;
+        EpEntry e = {-1, 0, -1, 0, 0};
+        if (k < a.top_k) e = a.plan.entries[token * a.top_k + k];
+        float value = a.t.carries_values ? returned_value(a, e, k) : 0;
+        if (a.t.carries_values && k < a.top_k) ((float *)(record + a.record.weights))[k] = value;
+        int slot = e.owner == a.group.rank ? ep_check_slot(a.plan, e.slot) : e.slot;
+        int is_here = e.owner >= 0 && e.owner < a.owners && slot >= 0;
+        uint32_t mask = __ballot_sync(~0u, is_here);
+        if (k == 0) *(uint32_t *)(record + a.record.scales) = mask;
+    });
+}
+
 /* Zero the rows of a fixed-shape buffer past this step's tokens, which have no slots. By the
  * compute warps. */
 __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thread) {
@@ -639,7 +790,8 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
     for (int64_t t = tokens + role.index; t < a.t.out_num_rows; t += role.count) {
         for (int64_t at = thread * 16; at < a.t.row_bytes; at += COMPUTE_THREADS * 16)
             *(uint4 *)(a.t.out_rows + t * a.t.row_bytes + at) = make_uint4(0, 0, 0, 0);
-        if (a.t.carries_values && thread < a.top_k) a.t.out_values[t * a.top_k + thread] = 0;
+        if (a.t.carries_values && !a.carries_weights && thread < a.top_k)
+            a.t.out_values[t * a.top_k + thread] = 0;
     }
 }
 
@@ -648,28 +800,42 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
 /* Add to the caller's counters. By the signal warp of the first receiving block, before its first
  * item: until all ranks are here there is none. */
 template <Form FORM> __device__ __forceinline__ void count(const EpGatherArgs &a, uint32_t epoch) {
+    constexpr int counts = !is_entries_form(FORM); /* else entries are counted one by one */
     if (blockIdx.x != 1) return;
-    ep_count_rows(a.group, a.stats, a.plan.rows_from);
-    for (int i = threadIdx.x % 32; FORM != ONE_NODE && i < a.num_sources; i += 32)
+    if (counts) ep_count_rows(a.group, a.stats, a.plan.rows_from);
+    for (int i = threadIdx.x % 32; counts && has_nodes(FORM) && i < a.num_sources; i += 32)
         ep_count_row(a.stats, a.sources[i],
                      min(max(a.plan.rows_to[a.group.size + i], 0), a.group.layout.max_tokens));
     ep_measure_arrivals(a.group, a.stats, epoch);
 }
 
-template <Form FORM>
+/* Whether receiving blocks pass entries on as they are. */
+template <Form FORM> __device__ __forceinline__ int passes_on(const EpGatherArgs &a) {
+    return FORM == ENTRIES_NODES && a.rounds;
+}
+
+/* Whether they write values that have travelled. */
+template <Form FORM> __device__ __forceinline__ int receives_values(const EpGatherArgs &a) {
+    return a.t.carries_values && !(is_entries_form(FORM) && a.carries_weights);
+}
+
+template <Form FORM, int DONE>
 __device__ void receive(const EpGatherArgs &a, Pipeline *p, const FirstClaim &first_claim,
                         uint32_t epoch, int blocks) {
     constexpr PipelineWork work = is_packed_form(FORM) ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
-        schedule_tokens<FORM>(a, p, first_claim, epoch, blocks);
+        schedule_tokens<FORM, DONE>(a, p, first_claim, epoch, blocks);
     else if (warp == LOAD_WARP)
-        pipeline_load(p, work);
+        pipeline_load(p, passes_on<FORM>(a) ? WORK_MOVE : work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, is_packed_form(FORM) && a.rounds, 0);
+        pipeline_store(p, warp - FIRST_STORE_WARP, passes_on<FORM>(a) ? WORK_MOVE : work, 0,
+                       is_packed_form(FORM) && a.rounds, 0);
     else if (warp == SIGNAL_WARP)
         count<FORM>(a, epoch), pipeline_signal(p, a.group, epoch, CREDITS);
-    else if (warp >= FIRST_METADATA_WARP && a.t.carries_values)
+    else if (warp >= FIRST_METADATA_WARP && passes_on<FORM>(a))
+        pass_values(a, p, warp - FIRST_METADATA_WARP);
+    else if (warp >= FIRST_METADATA_WARP && receives_values<FORM>(a))
         receive_values(a, p, warp - FIRST_METADATA_WARP);
 }
 
@@ -690,7 +856,7 @@ __device__ __forceinline__ FirstClaim claim_first(const EpGatherArgs &a, const R
                          : claim_first_rows(a, &s->rows[warp - SCHEDULER_WARP], SENDERS);
 }
 
-template <Form FORM>
+template <Form FORM, int DONE>
 __global__ void __launch_bounds__(GATHER_THREADS, 1)
     gather_kernel(const __grid_constant__ EpGatherArgs a) {
     extern __shared__ __align__(128) char memory[];
@@ -704,15 +870,18 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     int warp = (int)threadIdx.x / 32;
     if (warp == SCHEDULER_WARP) first_claim = claim_first(a, role, &shared->sending, warp);
     if (threadIdx.x == SCHEDULER_WARP * 32) init_gate(&shared->sending.gate);
-    pipeline_open(&shared->pipeline, a.pipeline, memory, COMPUTE_WARPS, a.t.carries_values,
-                  a.schedulers, a.top_k);
-    int reads_messages = FORM != ONE_NODE && a.marks.watch != NULL;
+    int has_metadata = a.t.carries_values;
+    if (is_entries_form(FORM) && role.receives)
+        has_metadata = passes_on<FORM>(a) || receives_values<FORM>(a);
+    pipeline_open(&shared->pipeline, a.pipeline, memory, COMPUTE_WARPS, has_metadata, a.schedulers,
+                  a.top_k);
+    int reads_messages = has_nodes(FORM) && a.marks.watch != NULL;
     if (reads_messages) ep_compare_stamps(a.marks, &header);
     if (!ep_begin_operation(a.group, a.plan, header, &epoch)) {
         if (reads_messages) ep_report_stamps(a.group, a.marks);
         ep_report_plan(a.group, a.plan);
         ep_end_operation(a.group, epoch, 0);
-        if (FORM != ONE_NODE && a.stamp) ep_seal_stamp(a.group, a.stamp);
+        if (has_nodes(FORM) && a.stamp) ep_seal_stamp(a.group, a.stamp);
         return;
     }
     if (reads_messages) ep_take_messages(a.marks);
@@ -721,31 +890,49 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
         first_claim = claim_first(a, role, &shared->sending, warp);
     /* First, since nothing has been loaded yet that could be summed. */
     if (thread >= 0 && role.receives && a.plan.use.fills_rest) zero_extra_rows(a, role, thread);
-    int rounds = FORM != ONE_NODE && role.receives && a.rounds;
-    if (thread >= 0 && is_packed_form(FORM))
+    int rounds = has_nodes(FORM) && !is_entries_form(FORM) && role.receives && a.rounds;
+    if (thread >= 0 && is_entries_form(FORM) && (!role.receives || passes_on<FORM>(a)))
+        ; /* nothing to add */
+    else if (thread >= 0 && is_packed_form(FORM))
         sum_packed<FORM>(a, &shared->pipeline, rounds, !role.receives || rounds, thread);
     else if (thread >= 0)
         sum(a, &shared->pipeline, rounds, thread);
     else if (role.receives)
-        receive<FORM>(a, &shared->pipeline, first_claim, epoch, role.count);
+        receive<FORM, DONE>(a, &shared->pipeline, first_claim, epoch, role.count);
     else
-        send<FORM>(a, &shared->pipeline, &shared->sending, first_claim, epoch, role.count);
+        send<FORM, DONE>(a, &shared->pipeline, &shared->sending, first_claim, epoch, role.count);
     ep_end_operation(a.group, epoch, 0);
-    if (FORM != ONE_NODE && a.stamp) ep_seal_stamp(a.group, a.stamp);
+    if (has_nodes(FORM) && a.stamp) ep_seal_stamp(a.group, a.stamp);
+}
+
+/* With done blocks a kernel without biases is that with any. */
+static decltype(&gather_kernel<ONE_NODE, 0>) kernel_of(int is_packed, int has_nodes, int has_biases,
+                                                       int waits) {
+    if (is_packed && waits) return gather_kernel<PACKED_BIASED, 1>;
+    if (is_packed) return has_biases ? gather_kernel<PACKED_BIASED, 0> : gather_kernel<PACKED, 0>;
+    if (waits) return has_nodes ? gather_kernel<NODES, 1> : gather_kernel<ONE_NODE, 1>;
+    return has_nodes ? gather_kernel<NODES, 0> : gather_kernel<ONE_NODE, 0>;
+}
+
+static decltype(&gather_kernel<ONE_NODE, 0>) entries_kernel_of(int has_nodes, int waits) {
+    if (waits) return has_nodes ? gather_kernel<ENTRIES_NODES, 1> : gather_kernel<ENTRIES, 1>;
+    return has_nodes ? gather_kernel<ENTRIES_NODES, 0> : gather_kernel<ENTRIES, 0>;
 }
 
 extern "C" int ep_cuda_open_gather(int shared_bytes) {
-    int error = ep_open_kernel(gather_kernel<ONE_NODE>, shared_bytes);
-    if (!error) error = ep_open_kernel(gather_kernel<NODES>, shared_bytes);
-    if (!error) error = ep_open_kernel(gather_kernel<PACKED>, shared_bytes);
-    return error ? error : ep_open_kernel(gather_kernel<PACKED_BIASED>, shared_bytes);
+    int error = 0;
+    for (int i = 0; i < 16 && !error; i++) {
+        error = ep_open_kernel(kernel_of(i & 1, i & 2, i & 4, i & 8), shared_bytes);
+        if (!error) error = ep_open_kernel(entries_kernel_of(i & 2, i & 8), shared_bytes);
+    }
+    return error;
 }
 
 extern "C" int ep_cuda_launch_gather(const void *args, int blocks, void *stream) {
     const EpGatherArgs *a = (const EpGatherArgs *)args;
-    int has_nodes = a->rounds || a->nodes.order || a->nodes.records;
-    auto packed = a->t.num_biases ? gather_kernel<PACKED_BIASED> : gather_kernel<PACKED>;
-    auto rounded = has_nodes ? gather_kernel<NODES> : gather_kernel<ONE_NODE>;
-    auto kernel = a->t.format.bits ? packed : rounded;
+    int on_nodes = a->rounds || a->nodes.order || a->nodes.records, waits = !!a->t.done.words;
+    auto kernel = a->t.by_entry
+                      ? entries_kernel_of(on_nodes, waits)
+                      : kernel_of(a->t.format.bits != 0, on_nodes, a->t.num_biases, waits);
     return ep_launch(kernel, blocks, GATHER_THREADS, pipeline_bytes(a->pipeline), stream, *a);
 }

@@ -37,13 +37,16 @@ typedef struct EpGatherArgs {
     int32_t owners;     /**< ranks, and nodes if their sums are terms; entries of others are none */
     int32_t rounds; /**< whether this rank's own partial sum is rounded to the rows' type, too, as
                          those of the other ranks are: the sum of a node for another one. Where
-                         sums are packed: that one is, and the total travels packed */
+                         sums are packed: that one is, and the total travels packed. Sums by entry:
+                         whether rows are passed on to another node */
     EpTarget target;
     EpStamp *stamp; /**< where records are filled for other nodes: this rank's, which goes with
                        them; else NULL */
     EpNodeSums nodes;
     EpMarks marks; /**< of the messages that these lie in; watch NULL: there are none */
     int32_t top_k;
+    int32_t carries_weights; /**< sums by entry: whether the values that travel are weights; then no
+                                  launch has t.weighs, since rows travel as they are */
     int32_t
         packed_stride; /**< where sums are quantised: bytes from one packed fragment to the next */
     EpStatistics stats;

@@ -30,6 +30,7 @@ static EpStatus sum_chunk(Operation *o, int32_t chunk) {
     args.t.out_rows = records, args.t.out_values = (float *)(records + args.record.weights);
     args.target = (EpTarget){args.record.bytes, args.record.bytes};
     args.t.num_biases = 0;
+    args.t.weighs_entries = 0; /* they are of this rank's own tokens */
     args.rounds = 1, args.stamp = o->run.relay->stamp;
     const EpMarks marks = ep_relay_marks(&o->run, chunk, EP_TO_RELAYS);
     args.sources = marks.peers, args.num_sources = marks.num_peers;
@@ -49,9 +50,10 @@ static EpStatus finish_chunk(Operation *o, int32_t chunk) {
                               .order = tables->order};
     args.marks = ep_relay_marks(&o->run, chunk, EP_FROM_RELAYS);
     args.t.out_rows += first * args.target.row_stride;
+    if (args.t.weighs_entries) args.t.topk_weights += first * args.top_k;
     for (int i = 0; i < args.t.num_biases; i++)
         args.t.bias[i] += first * args.t.row_bytes;
-    if (args.t.carries_values)
+    if (args.t.carries_values && !args.carries_weights)
         args.t.out_values = (float *)((char *)args.t.out_values + first * args.target.value_stride);
     EP_TRY(ep_relay_exchange(&o->run, chunk, EP_FROM_RELAYS));
     return gather_chunk(o, EP_CHUNK_OWN, chunk, &args);

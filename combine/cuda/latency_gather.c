@@ -30,6 +30,7 @@ static void partition(const EpHandle *handle, int64_t num_rows, int blocks,
 
 /* Returns the steps of a sum on its way. */
 static int64_t count_steps(const EpGatherTensors *t) {
+    if (t->by_entry) return ep_entry_steps(ep_units(t->row_bytes));
     if (!t->format.bits) return ep_steps(ep_units(t->row_bytes));
     return (t->row_elements + EP_PACKED_STEP_ELEMENTS - 1) / EP_PACKED_STEP_ELEMENTS;
 }
@@ -47,12 +48,16 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
                                 .top_k = (int32_t)g->top_k,
                                 .row_units = (int32_t)ep_units(g->t.row_bytes),
                                 .steps = (int32_t)count_steps(&g->t)};
-    const int64_t agreed[] = {g->top_k,          g->t.row_bytes, g->t.type, g->t.weighs_entries,
-                              g->t.format.quant, g->t.block_rows};
+    args.carries_weights = ep_carries_weights(&g->t);
+    int64_t weights = g->t.weighs_entries + 2 * args.carries_weights;
+    const int64_t agreed[] = {g->top_k, g->t.row_bytes,    g->t.type,
+                              weights,  g->t.format.quant, g->t.block_rows};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 6);
-    args.latency.awaits_weights = g->t.weighs_entries;
-    int blocks = ep_latency_blocks(&args.group, g->phase, tokens, args.steps,
-                                   percent_of_senders(group, g->top_k), &args.latency);
+    args.latency.awaits_weights = g->t.weighs_entries && !g->t.by_entry;
+    int percent = g->t.by_entry ? SENDERS_PERCENT : percent_of_senders(group, g->top_k);
+    int blocks =
+        ep_latency_blocks(&args.group, g->phase, tokens, args.steps, percent, &args.latency);
+    if (g->t.done.words) args.latency.releases = 0; /* who produces rows needs the room */
     args.latency.token = g->place.token;
     args.stats = g->stats, args.counts = ep_counts_any(&g->stats);
     partition(handle, tokens, blocks, &args);

@@ -10,6 +10,9 @@
  * Weights come with the slots, or are given at the tokens' ranks. Then sending blocks first push
  * them to the ranks that have the tokens' slots, and sums await them.
  *
+ * Rows may still be produced while this runs (EpExtras.done): then a warp that sums slots first
+ * waits for the words of their blocks.
+ *
  * Who waits on whom: sending blocks wait for no rank, or only for the weights of other ranks, which
  * every rank sends before it waits; receiving blocks wait for the sums and heads of
  * other ranks. runtime/cuda/latency.h says why no wait is circular. Memory order: every line
@@ -17,12 +20,18 @@
  * behind a fence (runtime/cuda/latency.cuh). The first blocks send; see EpLatency for those that
  * receive.
  *
+ * Sums by entry: the rows themselves are sent, each into a record of its k, and the token's rank
+ * adds them all.
+ *
  * Without a plan to read, a launch that receives takes the heads of an operation that was dropped.
  */
 #include "combine/cuda/latency_gather.h"
 
 #include "runtime/cuda/latency.cuh"
 #include "runtime/cuda/rows.cuh"
+
+/* The forms of the kernel: sums in the rows' type, packed sums, sums by entry. */
+enum { ENTRIES = 2 };
 
 /* ==== weights =============================================================================== */
 
@@ -292,11 +301,24 @@ __device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int so
     return Terms{slot, __ldg(weight), __ballot_sync(~0u, slot >= 0)};
 }
 
+/* Wait until the blocks of all slots of a row are done, a slot in a lane. Returns 0 if they will
+ * not be. By a warp. */
+__device__ __forceinline__ int await_done(const EpLatencyGatherArgs &a, int slot) {
+    int alive = slot < 0 || ep_await_done(a.group, a.t.done, slot);
+    __syncwarp();
+    return __all_sync(~0u, alive);
+}
+
+/* Load 16 bytes of a row of slots. DONE: another kernel may have stored them meanwhile. */
+template <int DONE> __device__ __forceinline__ uint4 load_row_unit(const char *from) {
+    return DONE ? ep_load_global(from) : ep_load_unchanging(from);
+}
+
 /* Sum units unit[] of a row's slots: ascending k, each term by one fused operation. By a warp;
  * skips a negative unit. No load is conditional: compilers would load to other registers there and
  * wait before they copy, so that one load waits for another. A load that is not needed repeats an
  * address that is. */
-template <typename T, int UNITS, int AT_ONCE>
+template <typename T, int DONE, int UNITS, int AT_ONCE>
 __device__ __forceinline__ void sum_slots(const EpLatencyGatherArgs &a, const Terms &t,
                                           const int unit[UNITS], EpVector<T> sum[UNITS]) {
     const char *from[UNITS];
@@ -315,7 +337,7 @@ __device__ __forceinline__ void sum_slots(const EpLatencyGatherArgs &a, const Te
             left &= left - 1;
 #pragma unroll
             for (int u = 0; u < UNITS; u++)
-                x[i][u] = ep_load_unchanging(from[u] + slot * (uint32_t)a.t.row_bytes);
+                x[i][u] = load_row_unit<DONE>(from[u] + slot * (uint32_t)a.t.row_bytes);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
@@ -348,7 +370,7 @@ typedef struct SumPart {
 } SumPart;
 
 /* Send a part of a sum. Returns 0 if the row's weights do not come. */
-template <typename T, int PACKED>
+template <typename T, int PACKED, int DONE>
 __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride, uint64_t flag) {
     const EpCudaGroup &g = a.group;
     const EpLatency &l = a.latency;
@@ -361,6 +383,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
         if (!w.alive) return 0;
         t.weight = w.weight;
     }
+    if (DONE && !await_done(a, t.slot)) return 0;
     char *to = latency_record(l, l.window[s.source], g.rank, g.size, s.token, flag);
     constexpr int STEPS = SumShape<T, PACKED>::STEPS, PARTS = SumShape<T, PACKED>::PARTS;
     constexpr int UNITS = SumShape<T, PACKED>::UNITS;
@@ -369,7 +392,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
         EpVector<T> sum[UNITS] = {};
         int unit[UNITS];
         find_units<T, PACKED, UNITS>(a, step, stride, 1, unit);
-        sum_slots<T, UNITS, SumShape<T, PACKED>::TERMS>(a, t, unit, sum);
+        sum_slots<T, DONE, UNITS, SumShape<T, PACKED>::TERMS>(a, t, unit, sum);
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             int at = step + i * stride;
@@ -399,18 +422,20 @@ __device__ __forceinline__ uint4 *own_sum_unit(const EpLatencyGatherArgs &a, int
     return (uint4 *)(stored + unit * (int)sizeof(EpVector<T>));
 }
 
-/* Store this rank's own sum for one of its tokens, not rounded, for the receive phase. */
-template <typename T, int PACKED>
-__device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
-                              uint64_t flag) {
+/* Store this rank's own sum for one of its tokens, not rounded, for the receive phase. Returns 0 if
+ * its blocks are not done in time. */
+template <typename T, int PACKED, int DONE>
+__device__ int store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
+                             uint64_t flag) {
     constexpr int PARTS = StepParts<T, PACKED>::COUNT;
     Terms t = find_terms(a, a.group.rank, s.slot, s.token);
+    if (DONE && !await_done(a, t.slot)) return 0;
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
         EpVector<T> sum[PARTS] = {};
         int unit[PARTS];
         find_units<T, PACKED, PARTS>(a, step, stride, 0, unit);
-        sum_slots<T, PARTS, 2>(a, t, unit, sum);
+        sum_slots<T, DONE, PARTS, 2>(a, t, unit, sum);
 #pragma unroll
         for (int u = 0; u < PARTS; u++) {
             if (unit[u] < 0) continue;
@@ -421,6 +446,92 @@ __device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, in
                     {sum[u].at[i], sum[u].at[i + 1], sum[u].at[i + 2], sum[u].at[i + 3]}});
         }
     }
+    return 1;
+}
+
+/* ---- entries ------------------------------------------------------------------------------- */
+
+/*
+ * Sums by entry: for each row that a rank has sent, the row of each of its slots here as it is, in
+ * the record of its k. Unit 29 of each step has the entry's weight, and whether the entry has a
+ * slot (runtime/cuda/latency.h). A send phase stores this rank's own rows in its own window
+ * likewise.
+ */
+
+#define ENTRIES_AT_ONCE 4
+
+/* Returns this lane's unit of a step of an entry's row, -1: none. */
+__device__ __forceinline__ int entry_unit(const EpLatencyGatherArgs &a, int step, int end) {
+    int own = step_unit(), unit = step * EP_ENTRY_STEP_UNITS + own;
+    return own >= 0 && own < EP_ENTRY_STEP_UNITS && step < end && unit < a.row_units ? unit : -1;
+}
+
+/* Returns where the topk_weights of one of this rank's tokens lie between the phases. */
+__device__ __forceinline__ float *kept_weights(const EpLatencyGatherArgs &a, int token,
+                                               uint64_t flag) {
+    const EpLatency &l = a.latency;
+    int row = EP_FLAG_SET(flag) * l.layout.max_tokens + token;
+    return (float *)(l.own + l.layout.sums + (int64_t)row * l.layout.sum_bytes);
+}
+
+/* Returns the address of a unit of a slot's row; without either, one that may be read all the same:
+ * no load is conditional, see sum_slots. */
+__device__ __forceinline__ const char *unit_address(const EpLatencyGatherArgs &a, int slot,
+                                                    int unit) {
+    uint64_t at = (uint64_t)(uint32_t)slot * (uint32_t)a.t.row_bytes + 16 * (uint32_t)max(unit, 0);
+    return slot >= 0 ? a.t.rows + at : (const char *)a.plan.begins;
+}
+
+/* Send a part of a row's entries; a lost one's elements have no meaning. Returns 0 on timeout. By a
+ * warp. */
+template <int DONE>
+__device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
+                            uint64_t flag) {
+    const EpLatency &l = a.latency;
+    int lane = threadIdx.x % 32, slot = ep_check_slot(a.plan, s.slot);
+    int is_own = s.source == a.group.rank, is_first = s.step == 0;
+    if (is_own && is_first && a.t.weighs_entries && lane < a.top_k)
+        kept_weights(a, s.token, flag)[lane] = __ldg(a.t.topk_weights + (s.token * a.top_k + lane));
+    if (s.row == EP_ROW_NONE) return 1;
+    if (DONE && !await_done(a, slot)) return 0;
+    float weight = a.carries_weights && slot >= 0 ? __ldg(a.t.slot_values + slot) : 1;
+    unsigned lanes = __ballot_sync(~0u, s.slot != -1 && lane < a.top_k);
+    unsigned kept = __ballot_sync(~0u, slot >= 0);
+    if (a.counts && is_first && lane == 0)
+        ep_count_row(a.stats, ep_member(a.group, s.source), __popc(kept));
+#pragma unroll 1
+    for (int step = s.step; step < a.steps; step += stride) {
+        int unit = entry_unit(a, step, a.steps);
+#pragma unroll 1
+        for (unsigned left = lanes; left;) {
+            uint4 x[ENTRIES_AT_ONCE];
+            int k[ENTRIES_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < ENTRIES_AT_ONCE; i++) {
+                k[i] = left ? __ffs((int)left) - 1 : -1;
+                left &= left - 1;
+                int row = __shfl_sync(~0u, slot, max(k[i], 0));
+                x[i] = load_row_unit<DONE>(unit_address(a, k[i] < 0 ? -1 : row, unit));
+            }
+#pragma unroll
+            for (int i = 0; i < ENTRIES_AT_ONCE; i++) {
+                float given = __shfl_sync(~0u, weight, max(k[i], 0));
+                if (k[i] < 0) continue;
+                if (step_unit() == EP_ENTRY_STEP_UNITS)
+                    x[i] = make_uint4(__float_as_uint(given), kept >> k[i] & 1, 0, 0);
+                char *to = latency_entry(l, l.window[s.source], k[i], s.token, flag);
+                step_store(to + step * EP_STEP_BYTES, step_pack(x[i], flag), l.whole);
+            }
+        }
+        if (l.whole) continue;
+        step_fence();
+#pragma unroll 1
+        for (unsigned left = lanes; left; left &= left - 1) {
+            char *to = latency_entry(l, l.window[s.source], __ffs((int)left) - 1, s.token, flag);
+            step_store_flag(to + step * EP_STEP_BYTES, flag);
+        }
+    }
+    return 1;
 }
 
 /* ---- all ----------------------------------------------------------------------------------- */
@@ -496,7 +607,7 @@ __device__ __forceinline__ void push_item(const EpLatencyGatherArgs &a, const in
 }
 
 /* Send or store the sums of all rows. tokens[R]: of each rank. */
-template <typename T, int PACKED>
+template <typename T, int FORM, int DONE>
 __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const SumPart &first,
                           const LatencyOp &op) {
     int rows = count_sums(a, tokens), expected = rows <= a.sent.rows;
@@ -515,10 +626,12 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
         if (item != known) s = find_sum(a, item - pushes, partition.each);
         if (!alive || s.token * a.targets.by >= rows || s.token >= tokens[s.source]) return;
         if (item != known) load_sum(a, &s);
-        if (s.source != a.group.rank)
-            alive = send_sum<T, PACKED>(a, s, stride, op.flag);
+        if constexpr (FORM == ENTRIES)
+            alive = send_entries<DONE>(a, s, stride, op.flag);
+        else if (s.source != a.group.rank)
+            alive = send_sum<T, FORM, DONE>(a, s, stride, op.flag);
         else
-            store_own_sum<T, PACKED>(a, s, stride, op.flag);
+            alive = store_own_sum<T, FORM, DONE>(a, s, stride, op.flag);
     });
 }
 
@@ -766,7 +879,7 @@ __device__ __forceinline__ void add_biases(const EpLatencyGatherArgs &a, int tok
 /* Sum up and write some steps of a token, or return those that have not arrived in time. This
  * rank's own sum is computed while other ranks' sums are loaded. Ranks beyond the first few have a
  * loop of their own, so that no total takes registers meanwhile. */
-template <typename T, int PACKED>
+template <typename T, int PACKED, int DONE>
 __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, const TokenPart &s,
                                                  int slot, uint64_t flag) {
     constexpr int STEPS = ReducedShape<T, PACKED>::STEPS, UNITS = ReducedShape<T, PACKED>::UNITS;
@@ -780,8 +893,8 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
         if (s.step + u / (UNITS / STEPS) >= s.end) unit[u] = -1;
     find_incoming(a, s, last, flag, &c);
     if (s.has_own && !a.latency.senders) load_own_sum<T, UNITS>(a, s.token, unit, flag, own);
-    unsigned missing =
-        receive_incoming(a, &c, flag, [&]() { sum_slots<T, UNITS, OWN_AT_ONCE>(a, t, unit, own); });
+    unsigned missing = receive_incoming(
+        a, &c, flag, [&]() { sum_slots<T, DONE, UNITS, OWN_AT_ONCE>(a, t, unit, own); });
     if (missing) return Missing{last, missing};
     EpVector<T> sum[UNITS] = {};
     add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, s.step, own, &has_own, sum);
@@ -822,7 +935,7 @@ __device__ __noinline__ int await_missing(const EpLatencyGatherArgs &a, TokenPar
 
 /* Receive a part of a token. It has more steps than are reduced at a time only if rows are so long
  * that the host has made longer parts. By a warp. Returns 0 on timeout. */
-template <typename T, int PACKED>
+template <typename T, int PACKED, int DONE>
 __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int token, int step,
                                             const TokenWords &w, uint64_t flag) {
     constexpr int STEPS = ReducedShape<T, PACKED>::STEPS;
@@ -830,12 +943,158 @@ __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int to
     int has_own = __any_sync(~0u, owner == a.group.rank);
     int end = min(step + a.latency.received.steps, a.steps);
     TokenPart s = {token, step, end, owner == a.group.rank ? -1 : owner, has_own};
+    if (DONE && !await_done(a, find_terms(a, a.group.rank, w.slot, token).slot)) return 0;
 #pragma unroll 1
     while (s.step < s.end) {
-        Missing missing = receive_steps<T, PACKED>(a, s, w.slot, flag);
+        Missing missing = receive_steps<T, PACKED, DONE>(a, s, w.slot, flag);
         if (!missing.bits)
             s.step += STEPS;
         else if (!await_missing<STEPS>(a, s, missing, flag))
+            return 0;
+    }
+    return 1;
+}
+
+/* ---- a part of sums by entry --------------------------------------------------------------- */
+
+/* Some steps of a token. Lane k has entry k: the rank of its expert, -1 for none; its slot, if its
+ * row is read where it lies on this rank, else -1; and its weight, if it is known here. */
+typedef struct EntriesPart {
+    int token, step, end;
+    int owner, slot;
+    float weight;
+    unsigned entries; /* whose rows are to be added, or come as lost */
+} EntriesPart;
+
+/* The first step that has not arrived. */
+typedef struct MissingEntry {
+    int k, step; /* k -1: none */
+} MissingEntry;
+
+/* A unit in the registers of a step that is loaded. */
+__device__ __forceinline__ ulonglong2 as_pair(const uint4 &x) {
+    return ulonglong2{x.x | (unsigned long long)x.y << 32, x.z | (unsigned long long)x.w << 32};
+}
+
+__device__ __forceinline__ uint4 as_unit(const ulonglong2 &x) {
+    return make_uint4((uint32_t)x.x, (uint32_t)(x.x >> 32), (uint32_t)x.y, (uint32_t)(x.y >> 32));
+}
+
+/* Sum up and write some steps of a token, or return one that has not arrived in time. By a warp. */
+template <typename T, int DONE>
+__device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a,
+                                                    const EntriesPart &s, uint64_t flag) {
+    constexpr int STEPS = EP_REDUCED_AT_ONCE;
+    EpVector<T> sum[STEPS] = {};
+    int unit[STEPS];
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+        unit[i] = entry_unit(a, s.step + i, s.end);
+#pragma unroll 1
+    for (unsigned left = s.entries; left;) {
+        Incoming<STEPS> c;
+        int slot[AWAITED_AT_ONCE];
+        c.awaited = 0;
+#pragma unroll
+        for (int r = 0; r < AWAITED_AT_ONCE; r++) {
+            int k = c.rank[r] = left ? __ffs((int)left) - 1 : RANK_NONE;
+            left &= left - 1;
+            slot[r] = __shfl_sync(~0u, s.slot, k & 31);
+            if (k == RANK_NONE || slot[r] >= 0) continue;
+            c.from[r] =
+                latency_entry(a.latency, a.latency.own, k, s.token, flag) + s.step * EP_STEP_BYTES;
+#pragma unroll
+            for (int i = 0; i < STEPS; i++)
+                if (s.step + i < s.end) c.awaited |= incoming_bit<STEPS>(r, i);
+        }
+        unsigned missing = receive_incoming(a, &c, flag, [&]() {
+#pragma unroll
+            for (int r = 0; r < AWAITED_AT_ONCE; r++)
+#pragma unroll
+                for (int i = 0; i < STEPS; i++)
+                    if (slot[r] >= 0)
+                        c.x[r][i] = as_pair(load_row_unit<DONE>(unit_address(a, slot[r], unit[i])));
+        });
+        if (missing) {
+            int at = __ffs((int)missing) - 1, k = c.rank[0];
+#pragma unroll
+            for (int r = 1; r < AWAITED_AT_ONCE; r++)
+                if (at / STEPS == r) k = c.rank[r];
+            return MissingEntry{k, s.step + at % STEPS};
+        }
+#pragma unroll
+        for (int r = 0; r < AWAITED_AT_ONCE; r++) {
+            if (c.rank[r] == RANK_NONE) break;
+            float weight = __shfl_sync(~0u, s.weight, c.rank[r] & 31);
+            int is_here = 1;
+#pragma unroll
+            for (int i = 0; i < STEPS; i++) {
+                uint4 x = as_unit(c.x[r][i]);
+                if (slot[r] < 0 && s.step + i < s.end) {
+                    x = step_unpack(c.x[r][i]);
+                    int from = lane_of_unit(EP_ENTRY_STEP_UNITS);
+                    uint32_t sent = __shfl_sync(~0u, x.x, from);
+                    is_here = __shfl_sync(~0u, x.y, from) != 0;
+                    if (!a.t.weighs_entries) weight = __uint_as_float(sent);
+                }
+                if (is_here && unit[i] >= 0) ep_add_weighted(&sum[i], weight, ep_unpack<T>(x));
+            }
+        }
+    }
+    EpVector<T> total[STEPS] = {};
+    add_own<T, STEPS>(sum, total); /* zeros become positive, as in other sums */
+    if (a.t.num_biases) add_biases<T, STEPS>(a, s.token, unit, total);
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+        if (unit[i] >= 0)
+            *((uint4 *)a.t.out_rows + ((int64_t)s.token * a.row_units + unit[i])) =
+                ep_pack(total[i]);
+    return MissingEntry{-1, 0};
+}
+
+/* Wait for a missing step. By a warp, which keeps nothing in registers meanwhile. Returns 0 on
+ * timeout. */
+__device__ __noinline__ int await_entry(const EpLatencyGatherArgs &a, int rank, int token,
+                                        MissingEntry m, uint64_t flag) {
+    const char *from =
+        latency_entry(a.latency, a.latency.own, m.k, token, flag) + m.step * EP_STEP_BYTES;
+    ulonglong2 x = step_load(from);
+    return step_await(a.group, a.latency, from, flag, &x, StepOrigin{rank, EP_AWAIT_LINES, token});
+}
+
+/* Find the entries of a token. A launch that also sends reads this rank's own rows where they lie;
+ * otherwise the send phase has put them where other ranks' come. By a warp. */
+__device__ __forceinline__ EntriesPart find_entries(const EpLatencyGatherArgs &a, int token,
+                                                    int step, const TokenWords &w, uint64_t flag) {
+    int lane = threadIdx.x % 32, end = min(step + a.latency.received.steps, a.steps);
+    int owner = w.owner < a.group.size ? w.owner : -1;
+    int reads = owner == a.group.rank && a.latency.senders, slot = -1;
+    if (reads) slot = ep_check_slot(a.plan, w.slot);
+    EntriesPart s = {token, step, end, owner, slot, 1, 0};
+    s.entries = __ballot_sync(~0u, owner >= 0 && (!reads || slot >= 0));
+    if (a.t.weighs_entries && owner >= 0)
+        s.weight = a.latency.senders ? __ldg(a.t.topk_weights + (token * a.top_k + lane))
+                                     : kept_weights(a, token, flag)[lane];
+    else if (a.carries_weights && slot >= 0)
+        s.weight = __ldg(a.t.slot_values + slot);
+    unsigned own = __ballot_sync(~0u, slot >= 0);
+    if (a.counts && step == 0 && own && lane == 0)
+        ep_count_row(a.stats, ep_member(a.group, a.group.rank), __popc(own));
+    return s;
+}
+
+/* Receive a part of a token of sums by entry; see receive_part. */
+template <typename T, int DONE>
+__device__ __forceinline__ int receive_entries(const EpLatencyGatherArgs &a, int token, int step,
+                                               const TokenWords &w, uint64_t flag) {
+    EntriesPart s = find_entries(a, token, step, w, flag);
+    if (DONE && !await_done(a, s.slot)) return 0;
+#pragma unroll 1
+    while (s.step < s.end) {
+        MissingEntry missing = add_entries<T, DONE>(a, s, flag);
+        if (missing.k < 0)
+            s.step += EP_REDUCED_AT_ONCE;
+        else if (!await_entry(a, __shfl_sync(~0u, s.owner, missing.k), token, missing, flag))
             return 0;
     }
     return 1;
@@ -855,7 +1114,7 @@ __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 
 /* Receive all tokens. By the receiving blocks. A warp loads the plan's words for its next part
  * while it works on one. */
-template <typename T, int PACKED>
+template <typename T, int FORM, int DONE>
 __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &role, int tokens,
                              uint64_t flag) {
     int warps = role.blocks * LATENCY_WARPS, i = (int)(threadIdx.x / 32) * role.blocks + role.block;
@@ -866,7 +1125,12 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
         int token = ep_quotient(i, partition.each), part = i - token * partition.each.by;
         TokenWords words = next;
         next = load_token(a, tokens, ep_quotient(i + warps, partition.each));
-        if (!receive_part<T, PACKED>(a, token, part * a.latency.received.steps, words, flag)) break;
+        int step = part * a.latency.received.steps, alive;
+        if constexpr (FORM == ENTRIES)
+            alive = receive_entries<T, DONE>(a, token, step, words, flag);
+        else
+            alive = receive_part<T, FORM, DONE>(a, token, step, words, flag);
+        if (!alive) break;
     }
     if (role.block == role.blocks - 1) take_heads(a, flag);
 }
@@ -879,14 +1143,15 @@ __device__ __forceinline__ int observes(const EpLatency &l) {
     return l.receives && blockIdx.x == (l.first_receiver ? 0 : gridDim.x - 1);
 }
 
-/* Add to the caller's counters. */
+/* Add to the caller's counters; entries are counted one by one. */
+template <int FORM>
 __device__ __forceinline__ void count(const EpLatencyGatherArgs &a, uint64_t flag) {
-    if (blockIdx.x + threadIdx.x / 32 == 0 && a.latency.senders)
+    if (FORM != ENTRIES && blockIdx.x + threadIdx.x / 32 == 0 && a.latency.senders)
         ep_count_rows(a.group, a.stats, a.plan.rows_from);
     if (observes(a.latency)) latency_measure_heads(a.group, a.latency, a.stats, flag);
 }
 
-template <typename T, int PACKED>
+template <typename T, int FORM, int DONE>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
     __shared__ int tokens[EP_CUDA_MAX_RANKS];
@@ -903,17 +1168,27 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
         latency_pass(a.group, a.latency, op, latency_ticket(a.latency, op));
         return;
     }
-    if (role.sends) send_sums<T, PACKED>(a, tokens, first, op);
+    if (role.sends) send_sums<T, FORM, DONE>(a, tokens, first, op);
     uint32_t ticket = latency_ticket(a.latency, op);
-    if (a.counts) count(a, op.flag);
-    if (role.receives) receive_sums<T, PACKED>(a, role, tokens[a.group.rank], op.flag);
+    if (a.counts) count<FORM>(a, op.flag);
+    if (role.receives) receive_sums<T, FORM, DONE>(a, role, tokens[a.group.rank], op.flag);
     latency_pass(a.group, a.latency, op, ticket);
+}
+
+template <typename T>
+static decltype(&latency_gather_kernel<T, 0, 0>) kernel_of(int form, int waits) {
+    if (form == ENTRIES)
+        return waits ? latency_gather_kernel<T, ENTRIES, 1> : latency_gather_kernel<T, ENTRIES, 0>;
+    if (form) return waits ? latency_gather_kernel<T, 1, 1> : latency_gather_kernel<T, 1, 0>;
+    return waits ? latency_gather_kernel<T, 0, 1> : latency_gather_kernel<T, 0, 0>;
 }
 
 /* Each type has kernels of its own: the instruction caches hold the code of one. */
 template <typename T> static int open_kernels(int shared_bytes) {
-    int error = ep_open_kernel(latency_gather_kernel<T, 0>, shared_bytes);
-    return error ? error : ep_open_kernel(latency_gather_kernel<T, 1>, shared_bytes);
+    int error = 0;
+    for (int i = 0; i < 6 && !error; i++)
+        error = ep_open_kernel(kernel_of<T>(i / 2, i % 2), shared_bytes);
+    return error;
 }
 
 extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
@@ -922,8 +1197,11 @@ extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
     return error ? error : open_kernels<float>(shared_bytes);
 }
 
+/* Words of blocks are stored while the kernel runs, so it starts after all that is before it. */
 template <typename T> static int launch(const EpLatencyGatherArgs &a, int blocks, void *stream) {
-    auto kernel = a.t.format.bits ? latency_gather_kernel<T, 1> : latency_gather_kernel<T, 0>;
+    int form = a.t.by_entry ? (int)ENTRIES : a.t.format.bits != 0;
+    auto kernel = kernel_of<T>(form, !!a.t.done.words);
+    if (a.t.done.words) return ep_launch(kernel, blocks, LATENCY_THREADS, 0, stream, a);
     return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
 }
 

@@ -33,6 +33,7 @@ typedef struct EpLatencyGatherArgs {
     EpDivisor targets; /**< ranks that sums are sent to or kept for, at least 1 */
     EpStatistics stats;
     int32_t counts; /**< whether there are any */
+    int32_t carries_weights; /**< sums by entry: whether weights come with rows */
 } EpLatencyGatherArgs;
 
 #ifdef __cplusplus

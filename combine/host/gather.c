@@ -11,10 +11,13 @@
  * their turn together, where the node's lowest rank stands in the group. That is what a relay on
  * that node would do, so results are those of backends that have relays.
  *
- * Where a combine is weighted at the tokens' ranks, two rounds alternate: in the first each rank
- * sends the weights of the rows that a peer has from it in that chunk of tokens, packed in the same
- * order, and in the second the peer sums with them. It reads them in place, and releases both
- * rounds together.
+ * Sums by entry (EpSums): every entry's row is stored as it is, and the token's rank adds those of
+ * all ranks in ascending k.
+ *
+ * Where a combine is weighted at the tokens' ranks, and sums are not by entry, two rounds
+ * alternate: in the first each rank sends the weights of the rows that a peer has from it in that
+ * chunk of tokens, packed in the same order, and in the second the peer sums with them. It reads
+ * them in place, and releases both rounds together.
  *
  * Bytes per rank: every slot read once; R * T * (fraction received) rows written to and read from
  * staging, which stays in cache; T rows written.
@@ -22,6 +25,7 @@
 #include <string.h>
 
 #include "combine/host/gather.h"
+#include "handles/host/blocks.h"
 #include "handles/host/plan.h"
 #include "handles/host/statistics.h"
 #include "runtime/host/host.h"
@@ -41,7 +45,7 @@ typedef struct Gather {
     const int32_t *nodes;        /* [size] node of each rank */
     int32_t order[EP_MAX_RANKS]; /* the ranks in the order of summation */
     int64_t top_k;
-    EpRecord record;
+    EpRecord record;                    /* by entry: of all K rows */
     int64_t chunk;                      /* tokens of each source in one round */
     int32_t summed[EP_MAX_RANKS];       /* rows of each source already summed */
     int32_t returned[EP_MAX_RANKS];     /* this rank's rows whose sums each rank has returned */
@@ -49,6 +53,13 @@ typedef struct Gather {
     const char *back[EP_MAX_RANKS];     /* next record of this round from each rank */
     const float *weights[EP_MAX_RANKS]; /* [rows of this round, K] topk_weights of each rank */
 } Gather;
+
+/* What precedes the rows of a token's entries, and where they begin. */
+typedef struct EntriesHead {
+    uint32_t mask; /* bit k: entry k has a row here; rows are in ascending k */
+    uint32_t reserved[3];
+} EntriesHead;
+_Static_assert(sizeof(EntriesHead) == EP_ENTRY_MASK_BYTES, "as the record's size counts it");
 
 /* Partial sums of other ranks and this rank's own slots, at most K of each, and the biases. */
 #define MAX_TERMS (2 * EP_MAX_TOP_K + EP_MAX_BIASES)
@@ -109,6 +120,42 @@ static void store_sum(const Gather *x, char *record, const EpTerm *terms, int co
         x->math->sum(g->type, record, g->row_elements, terms, count);
 }
 
+/* ---- entries ------------------------------------------------------------------------------- */
+
+/* Returns the values in a record of entries, [K] if any travel, and where its rows begin. */
+static float *entry_values(const char *record) {
+    return (float *)(record + sizeof(EntriesHead));
+}
+
+static char *entry_rows(const Gather *x, const char *record) {
+    return (char *)record + sizeof(EntriesHead) + (x->record.scales - x->record.weights);
+}
+
+/* Store a row's entries as they travel. Returns the end of the record. */
+static char *store_entries(const Gather *x, int32_t row, char *record) {
+    const EpGatherTensors *g = x->g;
+    EntriesHead head = {0};
+    char *to = entry_rows(x, record);
+    for (int32_t i = x->plan.row_entry[row]; i < x->plan.row_entry[row] + x->plan.row_entries[row];
+         i++, to += g->row_bytes) {
+        head.mask |= 1u << x->plan.entry_k[i];
+        memcpy(to, g->rows + position(x, i) * g->row_bytes, (size_t)g->row_bytes);
+    }
+    if (g->carries_values) collect_values(x, row, entry_values(record));
+    memcpy(record, &head, sizeof(head));
+    return to;
+}
+
+/* Store the entries of one source's rows, up to token `end`, in its region. */
+static void send_entries(Gather *x, int32_t source, int64_t end) {
+    char *region = ep_round_region(x->exchange, source), *record = region;
+    int32_t row = x->summed[source], last = x->plan.recv_begin[source + 1];
+    for (; row < last && x->plan.row_token[row] < end; row++)
+        record = store_entries(x, row, record);
+    x->summed[source] = row;
+    ep_round_fill(x->exchange, source, record - region);
+}
+
 /* Store the sums of one source's rows, up to token `end`, in its region. */
 static void sum_rows(Gather *x, int32_t source, int64_t end) {
     const EpGatherTensors *g = x->g;
@@ -143,7 +190,7 @@ static void take_values(const Gather *x, int32_t rank, int64_t token, const floa
 static int take_own(Gather *x, int64_t token, EpTerm *terms) {
     int32_t row =
         x->plan.recv_begin[x->rank] + x->returned[x->rank]++ - x->plan.send_begin[x->rank];
-    if (x->g->carries_values) {
+    if (x->g->out_values) {
         float values[EP_MAX_TOP_K];
         collect_values(x, row, values);
         take_values(x, x->rank, token, values);
@@ -161,6 +208,55 @@ static void take_record(Gather *x, int32_t rank, int64_t token, EpRun run, EpTer
         take_values(x, rank, token, (const float *)(record + x->record.weights));
     const char *scales = is_quantised(x) ? record + x->record.scales : NULL;
     *term = (EpTerm){record, 1, run, (const float *)scales};
+}
+
+/* Take a token's entries on another rank: a term for each, in the place of its k. */
+static void take_entries(Gather *x, int32_t rank, int64_t token, EpTerm terms[EP_MAX_TOP_K]) {
+    const EpGatherTensors *g = x->g;
+    const char *record = x->back[rank];
+    const float *values = entry_values(record);
+    const char *row = entry_rows(x, record);
+    const float *weights = ep_carries_weights(g) ? values : NULL;
+    EntriesHead head;
+    memcpy(&head, record, sizeof(head));
+    if (g->weighs_entries) weights = g->topk_weights + token * x->top_k;
+    for (int64_t k = 0; k < x->top_k; k++) {
+        if (!(head.mask >> k & 1)) continue;
+        terms[k] = (EpTerm){row, weights ? weights[k] : 1, EP_RUN_GOES_ON, NULL};
+        row += g->row_bytes;
+    }
+    if (g->out_values) take_values(x, rank, token, values);
+    x->back[rank] = row;
+    x->returned[rank]++;
+}
+
+/* Take a token's entries on this rank. */
+static void take_own_entries(Gather *x, int64_t token, EpTerm terms[EP_MAX_TOP_K]) {
+    EpTerm own[EP_MAX_TOP_K];
+    int32_t row = x->plan.recv_begin[x->rank] + x->returned[x->rank] - x->plan.send_begin[x->rank];
+    int count = take_own(x, token, own);
+    for (int i = 0; i < count; i++)
+        terms[x->plan.entry_k[x->plan.row_entry[row] + i]] = own[i];
+}
+
+/* List a token's entries on all ranks as one run, in ascending k. Returns their number. */
+static int list_entries(Gather *x, int64_t token, EpTerm *terms) {
+    EpTerm entries[EP_MAX_TOP_K] = {{0}};
+    int count = 0;
+    for (int32_t r = 0; r < x->size; r++) {
+        if (!is_next_row(x, r, token)) continue;
+        if (r == x->rank)
+            take_own_entries(x, token, entries);
+        else
+            take_entries(x, r, token, entries);
+    }
+    for (int64_t k = 0; k < x->top_k; k++) {
+        if (!entries[k].row) continue;
+        terms[count] = entries[k];
+        terms[count].run = count ? EP_RUN_GOES_ON : EP_RUN_BEGINS;
+        count++;
+    }
+    return count;
 }
 
 /* Put the ranks into the order of summation: ascending, but all ranks of another node where its
@@ -188,15 +284,11 @@ static void write_sum(const Gather *x, int64_t token, const EpTerm *terms, int c
         x->math->sum(g->type, out, g->row_elements, terms, count);
 }
 
-/* Write one token's sum, and its values. */
-static void finish_token(Gather *x, int64_t token) {
-    const EpGatherTensors *g = x->g;
-    EpTerm terms[MAX_TERMS];
+/* List a token's sums on all ranks, in the order of summation. Returns the number of terms. */
+static int list_sums(Gather *x, int64_t token, EpTerm *terms) {
     int32_t own_node = x->nodes[x->rank], last_node = own_node;
     EpRun other_node = is_quantised(x) ? EP_RUN_BEGINS_QUANTISED : EP_RUN_BEGINS_ROUNDED;
     int count = 0;
-    if (g->carries_values)
-        memset(g->out_values + token * x->top_k, 0, (size_t)x->top_k * sizeof(float));
     for (int32_t i = 0; i < x->size; i++) {
         int32_t r = x->order[i], node = x->nodes[r];
         if (!is_next_row(x, r, token)) continue;
@@ -210,6 +302,16 @@ static void finish_token(Gather *x, int64_t token) {
             take_record(x, r, token, EP_RUN_GOES_ON, terms + count++);
         last_node = node;
     }
+    return count;
+}
+
+/* Write one token's sum, and its values. */
+static void finish_token(Gather *x, int64_t token) {
+    const EpGatherTensors *g = x->g;
+    EpTerm terms[MAX_TERMS];
+    if (g->out_values)
+        memset(g->out_values + token * x->top_k, 0, (size_t)x->top_k * sizeof(float));
+    int count = g->by_entry ? list_entries(x, token, terms) : list_sums(x, token, terms);
     for (int i = 0; i < g->num_biases; i++)
         terms[count++] = (EpTerm){g->bias[i] + token * g->row_bytes, 1, EP_RUN_BEGINS, NULL};
     write_sum(x, token, terms, count);
@@ -262,8 +364,13 @@ static EpStatus run_round(Gather *x, int64_t begin) {
     EpRoundHeader expected = expected_header(x);
     int64_t end = begin + x->chunk, own_end = ep_min(end, x->plan.header->num_tokens);
     EP_TRY(ep_round_open(x->exchange, x->call->op, &expected, EP_ROUND_EACH));
-    for (int32_t i = 1; i < x->size; i++)
-        sum_rows(x, ep_round_peer(x->rank, x->size, i), end);
+    for (int32_t i = 1; i < x->size; i++) {
+        int32_t peer = ep_round_peer(x->rank, x->size, i);
+        if (x->g->by_entry)
+            send_entries(x, peer, end);
+        else
+            sum_rows(x, peer, end);
+    }
     EP_TRY(ep_round_publish(x->exchange));
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
@@ -285,14 +392,14 @@ static void zero_unused_rows(const Gather *x) {
     int64_t tokens = x->plan.header->num_tokens, rows = g->out_num_rows - tokens;
     if (rows <= 0) return;
     memset(g->out_rows + tokens * x->out_bytes, 0, (size_t)(rows * x->out_bytes));
-    if (g->carries_values)
+    if (g->out_values)
         memset(g->out_values + tokens * x->top_k, 0, (size_t)(rows * x->top_k) * sizeof(float));
 }
 
 static EpStatus run_rounds(Gather *x) {
     zero_unused_rows(x);
     for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk) {
-        if (x->g->weighs_entries) EP_TRY(run_weights_round(x, begin + x->chunk));
+        if (x->g->weighs_entries && !x->g->by_entry) EP_TRY(run_weights_round(x, begin + x->chunk));
         EP_TRY(run_round(x, begin));
     }
     return ep_exchange_flush(x->exchange, x->call->op);
@@ -324,9 +431,22 @@ static EpStatus finish_sums(const EpHandle *handle, const EpGather *gather) {
 /* Returns how a sum lies in staging. Quantised it takes no more bytes than in any type. */
 static EpRecord sum_record(const EpGatherTensors *g, int64_t top_k) {
     int64_t values = g->carries_values ? top_k : 0;
+    if (g->by_entry) return ep_entries_record(g->row_bytes, top_k, g->carries_values);
     if (!g->format.bits) return ep_record(g->row_bytes, values, 0);
     int64_t scales = ep_quant_scales(g->format, g->row_elements) * (int64_t)sizeof(float);
     return ep_record(ep_quant_bytes(g->format, g->row_elements), values, scales);
+}
+
+/* Count what each rank has got: its rows' sums, or entries. */
+static void count_rows(const Gather *x) {
+    const int32_t *begin = x->plan.recv_begin;
+    int32_t entries[EP_MAX_RANKS + 1] = {0};
+    for (int32_t r = 0; r < x->size && x->g->by_entry; r++) {
+        entries[r + 1] = entries[r];
+        for (int32_t row = begin[r]; row < begin[r + 1]; row++)
+            entries[r + 1] += x->plan.row_entries[row];
+    }
+    ep_host_count_rows(x->handle->group, &x->call->stats, x->g->by_entry ? entries : begin);
 }
 
 static EpStatus run(EpHandle *handle, const void *call) {
@@ -346,15 +466,16 @@ static EpStatus run(EpHandle *handle, const void *call) {
     x.rank = handle->group->rank, x.size = handle->group->size;
     x.nodes = handle->group->nodes.of;
     order_ranks(&x);
+    EP_TRY(ep_host_await_done(handle, &named, &x.plan, &g.done));
     x.top_k = x.plan.header->top_k;
     x.record = sum_record(&g, x.top_k);
-    int64_t weights = g.weighs_entries ? x.top_k * (int64_t)sizeof(float) : 0;
+    int64_t weights = g.weighs_entries && !g.by_entry ? x.top_k * (int64_t)sizeof(float) : 0;
     x.chunk = ep_exchange_body_bytes(x.exchange, EP_ROUND_EACH) / ep_max(x.record.bytes, weights);
     memcpy(x.weighed, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));
     memcpy(x.summed, x.plan.recv_begin, (size_t)x.size * sizeof(int32_t));
     memcpy(x.returned, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));
     EP_TRY_EXCHANGE(handle->group, run_rounds(&x));
-    ep_host_count_rows(handle->group, &gather->stats, x.plan.recv_begin);
+    count_rows(&x);
     return EP_OK;
 }
 

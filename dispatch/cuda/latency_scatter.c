@@ -56,9 +56,12 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     int blocks = ep_latency_blocks(&route->group, s->phase, route->num_rows, args.record.steps,
                                    has_quant ? EP_ALL_SEND : SENDERS_PERCENT, &args.latency);
     partition_receive(handle, blocks, &args);
+    args.block_counters = ep_cuda(group)->block_counters + EP_MAX_BLOCK_WORDS;
+    if (s->t.ready.words) args.latency.releases = 0; /* who waits for words needs the room */
     int64_t staged = has_quant ? s->t.row_bytes + ep_round_up(s->t.scale_bytes, 16) : 0;
     int64_t entries = (int64_t)route->num_rows * route->top_k;
     args.workspace = ep_workspace_layout(&handle->shape, entries, staged);
+    args.lost_slot = handle->shape.by_entry ? EP_SLOT_LOST : -1;
     args.first_expert = ep_owner_first(&args.route.owners, group->rank);
     while (1 << args.team_shift < route->top_k)
         args.team_shift++;

@@ -8,6 +8,10 @@
  * from. A receiving block computes where slabs begin from the counts in all ranks' heads, then
  * takes the records as they arrive and copies their rows to their slots.
  *
+ * Where blocks of rows have words (EpExtras.ready), each warp counts the parts of rows that it has
+ * stored and the rows that it has zeroed (EpBlockCounters). The block that publishes the routing
+ * counts the rest, and one unit more for each block of rows: so the routing precedes all words.
+ *
  * Who waits on whom: sending blocks wait for no rank; receiving blocks wait for the heads and
  * records of all ranks. Memory order: every line carries a flag that shows its own arrival; only
  * where lines do not arrive whole, flags follow behind a fence (runtime/cuda/latency.cuh).
@@ -744,8 +748,8 @@ __device__ __forceinline__ HeaderWords header_words(const uint4 &unit, int has_w
     return HeaderWords{k & 2 ? (k & 1 ? w : z) : (k & 1 ? y : x), 0};
 }
 
-/* Returns the slot of an entry, or -1 beyond the capacity. `before` is the number of the source's
- * earlier entries for the expert (if rows have one slot: of its earlier rows). */
+/* Returns the slot of an entry, or a negative number beyond the capacity. `before` is the number of
+ * the source's earlier entries for the expert (if rows have one slot: of its earlier rows). */
 __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int source, int local,
                                          int before) {
     int num_local = a.route.shape.num_local;
@@ -753,7 +757,7 @@ __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int sour
     if (a.route.shape.has_rows) return slot < ep_row_limit(&a.route.shape) ? (int)slot : -1;
     slot = (int64_t)before + workspace_offset(a)[local] +
            workspace_counts(a)[source * num_local + local];
-    return slot < ep_slot_limit(&a.route.shape, local) ? (int)slot : -1;
+    return slot < ep_slot_limit(&a.route.shape, local) ? (int)slot : a.lost_slot;
 }
 
 /* Returns the byte offset of a slot's first scale. */
@@ -900,6 +904,84 @@ __device__ __forceinline__ void store_units(const EpLatencyScatterArgs &a, const
     }
 }
 
+/* ---- blocks of rows ------------------------------------------------------------------------ */
+
+/* The counters of blocks of rows in this operation, and the units of a row: its parts. */
+typedef struct BlockCount {
+    uint64_t *counters;
+    uint32_t units;
+} BlockCount;
+
+#define ROUTING_UNIT 1u /* of each block, besides its rows' */
+
+/* Count a part of a row that the warp has stored to all slots; `is_first`: the row's first part. By
+ * a warp. */
+__device__ __forceinline__ void count_part(const EpLatencyScatterArgs &a, const BlockCount &c,
+                                           const Entry &e, int is_first) {
+    __syncwarp();
+    if (!(e.slot_lanes >> threadIdx.x % 32 & 1)) return;
+    ep_add_to_block(a.t.ready, c.counters, ep_row_block(&a.t.ready, e.slot), 1, (uint32_t)is_first,
+                    c.units, ROUTING_UNIT);
+}
+
+/* Count a slot that the warp has zeroed. By a warp. */
+__device__ __forceinline__ void count_zeroed(const EpLatencyScatterArgs &a, const BlockCount &c,
+                                             int64_t slot) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        ep_add_rest(a.t.ready, c.counters, slot, slot + 1, c.units, ROUTING_UNIT, 0, 1);
+}
+
+/* Count the rows of a slab that hold no token and that nobody zeroes: see zero_padding. By a
+ * warp. */
+__device__ __forceinline__ void count_kept_rows(const EpLatencyScatterArgs &a, const BlockCount &c,
+                                                int e) {
+    const EpPlanShape &s = a.route.shape;
+    int has_tails = s.is_fixed && s.tail == EP_TAIL_ZERO, lane = threadIdx.x % 32;
+    int64_t begin = workspace_offset(a)[e], limit = ep_slot_limit(&s, e);
+    int64_t filled = min(limit, begin + workspace_total(a)[e]);
+    int64_t padded = min(limit, begin + ep_slab_rows(&s, workspace_total(a)[e]));
+    int64_t first = s.padding == EP_PADDING_KEEP ? padded : filled;
+    int64_t last = has_tails ? limit : padded;
+    if (!ep_has_padding(&s) && !has_tails) first = last = filled;
+    ep_add_rest(a.t.ready, c.counters, filled, first, c.units, ROUTING_UNIT, lane, 32);
+    ep_add_rest(a.t.ready, c.counters, last, s.is_fixed ? limit : padded, c.units, ROUTING_UNIT,
+                lane, 32);
+}
+
+/* Returns the end of all rows that follow one another, padding included. */
+__device__ __forceinline__ int64_t end_of_rows(const EpLatencyScatterArgs &a) {
+    const EpPlanShape &s = a.route.shape;
+    int last = (s.has_rows ? a.route.group.size : s.num_local) - 1;
+    if (s.has_rows) return workspace()->flat_begin[last] + (int64_t)workspace()->source_rows[last];
+    return last < 0
+               ? 0
+               : workspace_offset(a)[last] + (int64_t)ep_slab_rows(&s, workspace_total(a)[last]);
+}
+
+/* Count what holds no token and is not zeroed, and then the routing, which this block has
+ * published. By all of its threads. */
+__device__ __noinline__ void count_rest(const EpLatencyScatterArgs &a, BlockCount c) {
+    const EpPlanShape &s = a.route.shape;
+    const EpRowBlocks &b = a.t.ready;
+    int warp = (int)(threadIdx.x / 32), lane = threadIdx.x % 32, keeps = s.tail == EP_TAIL_KEEP;
+    int64_t end = min(end_of_rows(a), ep_row_limit(&s)), all = b.section_rows;
+    __syncthreads();
+#pragma unroll 1
+    for (int e = warp; e < s.num_local && !s.has_rows; e += LATENCY_WARPS)
+        count_kept_rows(a, c, e);
+#pragma unroll 1
+    for (int r = warp; r < b.sections && s.has_rows && s.is_fixed && keeps; r += LATENCY_WARPS)
+        ep_add_rest(b, c.counters, r * all + workspace()->source_rows[r], (r + 1) * all, c.units,
+                    ROUTING_UNIT, lane, 32);
+    if (!s.is_fixed)
+        ep_add_rest(b, c.counters, keeps ? end : max(end, a.t.out_capacity), all, c.units,
+                    ROUTING_UNIT, (int)threadIdx.x, LATENCY_THREADS);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < b.sections * b.per_section; i += LATENCY_THREADS)
+        ep_add_to_block(b, c.counters, i, ROUTING_UNIT, 0, c.units, ROUTING_UNIT);
+}
+
 /* ---- a record ------------------------------------------------------------------------------ */
 
 /* A warp's part of a record: steps `step` to before `end`. */
@@ -960,9 +1042,10 @@ __device__ __forceinline__ int await_steps(const EpLatencyScatterArgs &a, const 
 }
 
 /* Receive a warp's part of a record. Returns 0 on timeout. */
-template <int TILED>
+template <int TILED, int READY>
 __device__ __forceinline__ int receive_record(const EpLatencyScatterArgs &a, Record r, Fetched f,
-                                              uint64_t flag) {
+                                              uint64_t flag, const BlockCount &c) {
+    int is_first = r.step == 0;
     const char *from = record_from(a, r, flag);
     const StepOrigin origin = {r.source, EP_AWAIT_LINES, r.token};
     if (!step_await(a.route.group, a.latency, from, flag, &f.head, origin)) return 0;
@@ -982,6 +1065,7 @@ __device__ __forceinline__ int receive_record(const EpLatencyScatterArgs &a, Rec
         if (r.step >= r.end) break;
         fetch_steps(r, from, f.x);
     }
+    if (READY) count_part(a, c, e, is_first);
     return 1;
 }
 
@@ -1034,15 +1118,20 @@ __device__ __forceinline__ void refetch_part(const EpLatencyScatterArgs &a, Rece
     if (!steps_are_here(r, flag, s->fetched.x)) fetch_steps(r, from, s->fetched.x);
 }
 
+/* Returns how all records are divided, once it is known how many tokens ranks have. */
+__device__ __forceinline__ EpPartition partition_of(const EpLatencyScatterArgs &a, int warps) {
+    int most = workspace()->most_tokens;
+    if (most <= a.route.num_rows) return a.latency.received;
+    return ep_partition(most * a.route.group.size, a.record.steps, EP_RECEIVED_AT_ONCE, warps);
+}
+
 /* Receive this warp's parts of all records. The next part is loaded while one is copied. Returns 0
  * on timeout. */
-template <int TILED>
+template <int TILED, int READY>
 __device__ __forceinline__ int receive_records(const EpLatencyScatterArgs &a, ReceiveState s,
-                                               uint64_t flag) {
-    int most = workspace()->most_tokens;
-    if (most > a.route.num_rows) {
-        s.partition =
-            ep_partition(most * a.route.group.size, a.record.steps, EP_RECEIVED_AT_ONCE, s.warps);
+                                               uint64_t flag, const BlockCount &c) {
+    if (workspace()->most_tokens > a.route.num_rows) {
+        s.partition = partition_of(a, s.warps);
         begin_part(a, &s, s.warp, flag);
     }
 #pragma unroll 1
@@ -1051,7 +1140,7 @@ __device__ __forceinline__ int receive_records(const EpLatencyScatterArgs &a, Re
         Fetched fetched = s.fetched;
         begin_part(a, &s, s.at + s.warps, flag);
         if (r.token < workspace()->source_tokens[r.source] &&
-            !receive_record<TILED>(a, r, fetched, flag))
+            !receive_record<TILED, READY>(a, r, fetched, flag, c))
             return 0;
     }
     return 1;
@@ -1081,34 +1170,37 @@ __device__ __noinline__ void zero_slot(const EpLatencyScatterArgs &a, int64_t sl
 
 /* Zero slots `begin` to before `end` of each lane. By `warps` warps that pass the same ranges and
  * divide them; this one is number `warp`. */
-template <int TILED>
-__device__ __forceinline__ void zero_slots(const EpLatencyScatterArgs &a, int64_t begin,
-                                           int64_t end, int warp, int warps) {
+template <int TILED, int READY>
+__device__ __forceinline__ void zero_slots(const EpLatencyScatterArgs &a, const BlockCount &c,
+                                           int64_t begin, int64_t end, int warp, int warps) {
     int count = (int)max((int64_t)0, end - begin), through = ep_warp_prefix(count);
     int all = __shfl_sync(~0u, through, 31);
 #pragma unroll 1
     for (int i = warp; i < all; i += warps) {
         int lane = __popc(__ballot_sync(~0u, through <= i));
-        zero_slot<TILED>(a, __shfl_sync(~0u, begin + i - (through - count), lane));
+        int64_t slot = __shfl_sync(~0u, begin + i - (through - count), lane);
+        zero_slot<TILED>(a, slot);
+        if (READY) count_zeroed(a, c, slot);
     }
 }
 
 /* Zero the slots behind each source's rows, in blocks of fixed size. */
-template <int TILED>
-__device__ __forceinline__ void zero_source_tails(const EpLatencyScatterArgs &a, int warp,
-                                                  int warps) {
+template <int TILED, int READY>
+__device__ __forceinline__ void zero_source_tails(const EpLatencyScatterArgs &a,
+                                                  const BlockCount &c, int warp, int warps) {
     int size = a.route.group.size, lane = threadIdx.x % 32, most = (int)a.route.shape.block_rows;
 #pragma unroll 1
     for (int at = 0; at < size; at += 32) {
         int source = min(at + lane, size - 1);
         int64_t begin = workspace()->flat_begin[source], end = at + lane < size ? begin + most : 0;
-        zero_slots<TILED>(a, begin + workspace()->source_rows[source], end, warp, warps);
+        zero_slots<TILED, READY>(a, c, begin + workspace()->source_rows[source], end, warp, warps);
     }
 }
 
 /* Zero the slots of slabs that receive nothing and, on request, the rows behind the slabs. */
-template <int TILED>
-__device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int warp, int warps) {
+template <int TILED, int READY>
+__device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, const BlockCount &c,
+                                             int warp, int warps) {
     const EpPrepareArgs &route = a.route;
     const EpPlanShape &s = route.shape;
     int local = s.num_local, lane = threadIdx.x % 32;
@@ -1122,18 +1214,18 @@ __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int 
         int64_t last = min(limit, begin + ep_slab_rows(&s, total));
         int64_t first = keeps ? last : begin + total;
         if (has_tails) last = limit;
-        zero_slots<TILED>(a, first, at + lane < local ? last : 0, warp, warps);
+        zero_slots<TILED, READY>(a, c, first, at + lane < local ? last : 0, warp, warps);
     }
     if (s.tail == EP_TAIL_KEEP || (s.is_fixed && !s.has_rows)) return;
-    if (s.is_fixed) return zero_source_tails<TILED>(a, warp, warps);
+    if (s.is_fixed) return zero_source_tails<TILED, READY>(a, c, warp, warps);
     if (s.has_rows)
         end = workspace()->flat_begin[route.group.size - 1] +
               (int64_t)workspace()->source_rows[route.group.size - 1];
     else if (local)
         end = workspace_offset(a)[local - 1] +
               (int64_t)ep_slab_rows(&s, workspace_total(a)[local - 1]);
-    zero_slots<TILED>(a, min(end, ep_row_limit(&route.shape)), lane == 0 ? a.t.out_capacity : 0,
-                      warp, warps);
+    zero_slots<TILED, READY>(a, c, min(end, ep_row_limit(&route.shape)),
+                             lane == 0 ? a.t.out_capacity : 0, warp, warps);
 }
 
 /* ==== kernel ================================================================================ */
@@ -1150,7 +1242,7 @@ __device__ __noinline__ void report_blocks(const EpLatencyScatterArgs &a) {
 
 /* Receive this rank's rows. By all threads of a block. The last block publishes the routing. If
  * flat rows are lost, the block that finishes last does so at the end. */
-template <int TILED>
+template <int TILED, int READY>
 __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const LatencyRole &role,
                                         const LatencyOp &op) {
     uint64_t flag = op.flag;
@@ -1159,20 +1251,29 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
     ReceiveState state = begin_receiving(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
     if (a.t.block_rows && workspace()->most_tokens > a.t.block_rows) return report_blocks(a);
+    BlockCount c = {NULL, 1};
+    if (READY)
+        c = BlockCount{a.block_counters + EP_FLAG_SET(flag) * EP_MAX_BLOCK_WORDS,
+                       (uint32_t)partition_of(a, state.warps).each.by};
     int publishes = role.block == role.blocks - 1,
         has_lost_rows = flat && flat_rows_kept(a) < flat_rows(a);
     if (counts(role) && threadIdx.x / 32 == MEASURE_WARP && !has_lost_rows) count_experts(a);
     if (role.block < blocks) {
-        receive_records<TILED>(a, state, flag);
-        zero_padding<TILED>(a, state.warp, state.warps);
+        receive_records<TILED, READY>(a, state, flag, c);
+        zero_padding<TILED, READY>(a, c, state.warp, state.warps);
     }
     if (publishes && !flat) publish_routing(a, op);
     if (publishes && flat && !has_lost_rows) publish_flat(a, op);
-    if (has_lost_rows && latency_is_last(a.latency, role, op.flag)) publish_flat_kept(a, op);
+    if (READY && publishes && !has_lost_rows) count_rest(a, c);
+    if (has_lost_rows && latency_is_last(a.latency, role, op.flag)) {
+        publish_flat_kept(a, op);
+        if (READY) count_rest(a, c);
+    }
 }
 
-/* TILED: the kernel where ep_scatter_is_tiled. Others do not pay for its code. */
-template <int TILED>
+/* TILED: the kernels where ep_scatter_is_tiled; READY: where blocks of rows have words. Others do
+ * not pay for that code. */
+template <int TILED, int READY>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_scatter_kernel(const __grid_constant__ EpLatencyScatterArgs a) {
     const EpCudaGroup &g = a.route.group;
@@ -1193,18 +1294,24 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     if (role.sends && a.route.shape.merges) merge_duplicates(a);
     if (role.sends) send_all<TILED>(a, op);
     uint32_t ticket = latency_ticket(l, op);
-    if (role.receives) receive<TILED>(a, role, op);
+    if (role.receives) receive<TILED, READY>(a, role, op);
     latency_pass(g, l, op, ticket);
 }
 
 extern "C" int ep_cuda_open_latency_scatter(int shared_bytes) {
-    int error = ep_open_kernel(latency_scatter_kernel<0>, shared_bytes);
-    return error ? error : ep_open_kernel(latency_scatter_kernel<1>, shared_bytes);
+    int error = ep_open_kernel(latency_scatter_kernel<0, 0>, shared_bytes);
+    if (!error) error = ep_open_kernel(latency_scatter_kernel<0, 1>, shared_bytes);
+    if (!error) error = ep_open_kernel(latency_scatter_kernel<1, 0>, shared_bytes);
+    return error ? error : ep_open_kernel(latency_scatter_kernel<1, 1>, shared_bytes);
 }
 
+/* Words of blocks are read while the kernel runs, so it starts after all that is before it. */
 extern "C" int ep_cuda_launch_latency_scatter(const void *args, int blocks, void *stream) {
     const EpLatencyScatterArgs *a = (const EpLatencyScatterArgs *)args;
-    auto kernel =
-        ep_scatter_is_tiled(&a->t) ? latency_scatter_kernel<1> : latency_scatter_kernel<0>;
+    int tiled = ep_scatter_is_tiled(&a->t);
+    auto counting = tiled ? latency_scatter_kernel<1, 1> : latency_scatter_kernel<0, 1>;
+    auto kernel = tiled ? latency_scatter_kernel<1, 0> : latency_scatter_kernel<0, 0>;
+    if (a->t.ready.words)
+        return ep_launch(counting, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
     return ep_launch_early(kernel, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
 }

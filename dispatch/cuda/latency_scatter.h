@@ -30,8 +30,10 @@ typedef struct EpLatencyScatterArgs {
     EpRecordShape record;
     EpWorkspaceLayout workspace;
     int32_t first_expert; /**< of this rank */
+    int32_t lost_slot;    /**< what the plan has as the slot of a lost entry: -1 or EP_SLOT_LOST */
     int32_t team_shift;   /**< 1 << team_shift lanes hold a token's entries */
     EpScatterTensors t;
+    uint64_t *block_counters; /**< [sets, EP_MAX_BLOCK_WORDS]: see EpBlockCounters */
 } EpLatencyScatterArgs;
 
 #ifdef __cplusplus

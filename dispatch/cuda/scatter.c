@@ -162,7 +162,8 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
         .multiplied = t->weighs || t->takes_dots ? (int32_t)t->type : 0,
         .owners = group->nodes.sizes.ranks,
         .source = {t->source_row_bytes, s->top_k * (int64_t)sizeof(float), t->scale_bytes},
-        .stats = s->stats};
+        .stats = s->stats,
+        .blocks = {.counter = cuda->block_counters, .clears = 1}};
     int64_t unit = describe_quantising(handle, &args);
     choose_receive(group, &args);
     const int64_t agreed[] = {s->top_k,       t->row_bytes,       t->type,

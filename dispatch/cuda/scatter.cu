@@ -12,6 +12,10 @@
  * Who waits on whom: a sending block waits for all ranks' arrivals and for credits, that is, until
  * the receiver's block has emptied a record of the ring; a receiving block waits for heads.
  *
+ * Where blocks of rows have words (EpExtras.ready), the signal warps of both kinds of blocks count
+ * the rows that are written, and the threads that write padding what holds no token; see
+ * EpBlockCounters.
+ *
  * Rows of the rank's own tokens that are only copied go from the sending block straight to their
  * slots. Where rows are multiplied, the receiving block reads them in place.
  */
@@ -26,8 +30,17 @@
 /* Weights, scales and local experts on the way to a row's slots, in blocks of both kinds. */
 
 /* What becomes of rows. Each form has a kernel of its own: code that does not run is not free.
- * TILED: as COPIED, where ep_scatter_is_tiled. */
-enum Form { COPIED, MULTIPLIED, TILED };
+ * TILED: as COPIED, where ep_scatter_is_tiled. COUNTED: likewise, and counted for the words of
+ * their blocks. */
+enum Form { COPIED, MULTIPLIED, TILED, COUNTED, TILED_COUNTED };
+
+__device__ constexpr int is_tiled(Form form) {
+    return form == TILED || form == TILED_COUNTED;
+}
+
+__device__ constexpr int is_counted(Form form) {
+    return form == COUNTED || form == TILED_COUNTED;
+}
 
 /* Whether rows have metadata. */
 __device__ __forceinline__ int has_metadata(const EpScatterArgs &a) {
@@ -70,7 +83,7 @@ __device__ __forceinline__ void spread_tiles(const EpScaleMap &map, char *to, co
  * element of 8 bytes is two words. By a warp. */
 template <Form FORM>
 __device__ __forceinline__ void spread_columns(const EpScaleMap &map, char *to, const char *from) {
-    if (FORM == TILED && map.swizzled)
+    if (is_tiled(FORM) && map.swizzled)
         spread_tiles(map, to, from);
     else if (map.element_bytes == 1)
         spread_column<uint8_t>(map, to, from, 1);
@@ -83,7 +96,7 @@ __device__ __forceinline__ void spread_columns(const EpScaleMap &map, char *to, 
 /* Returns the byte offset of a slot's first scale. */
 template <Form FORM>
 __device__ __forceinline__ int64_t scale_at(const EpScaleMap &map, int64_t slot) {
-    return FORM == TILED ? ep_scale_at(&map, slot, 0) : ep_plain_scale_at(&map, slot, 0);
+    return is_tiled(FORM) ? ep_scale_at(&map, slot, 0) : ep_plain_scale_at(&map, slot, 0);
 }
 
 /* Entry k of a row, in lane k of a warp. */
@@ -113,7 +126,7 @@ __device__ __forceinline__ void spread_metadata(const EpScatterArgs &a, const Me
     if (!a.t.scale_bytes) return;
     char *to = e.record ? e.record + a.record.scales : NULL, *out = NULL;
     if (e.slot >= 0) out = a.t.out_scales + scale_at<FORM>(a.t.scale_map, e.slot);
-    if (!a.t.scale_map.by_column && !(FORM == TILED && a.t.scale_map.swizzled)) {
+    if (!a.t.scale_map.by_column && !(is_tiled(FORM) && a.t.scale_map.swizzled)) {
         spread_scales(out ? out : to, scales, a.t.scale_bytes);
         return;
     }
@@ -196,11 +209,14 @@ __device__ __forceinline__ int choose_target(const EpScatterArgs &a, const Recei
 }
 
 /* Post the work items of a team's token, one for each fragment of its row. `number` is the first.
- */
+ * COUNTED: `slot` is one of this rank's that the row is stored to, -1: none. */
+template <Form FORM>
 __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, const Team &t,
                                            uint32_t number, int token, int valid, char *to, int row,
-                                           int peer) {
-    int stores, signals, at = team_rank(t, to != NULL, &stores);
+                                           int peer, int slot) {
+    int stores, slots = 0, place = 0;
+    if (is_counted(FORM)) place = team_rank(t, slot >= 0, &slots);
+    int signals, at = team_rank(t, to != NULL, &stores);
     int signal = team_rank(t, peer >= 0, &signals), is_last = team_is_last(t, valid);
     for (int fragment = 0; fragment < a.send.fragments; fragment++) {
         uint32_t n = number + fragment;
@@ -209,11 +225,17 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, 
         if (valid) pipeline_await_entry(p, n);
         if (valid && to) p->to[cell + at] = to + (offset >> a.send.shrink);
         if (valid && peer >= 0) p->peer[cell + signal] = peer, p->row[cell + signal] = row;
+        if (is_counted(FORM) && valid && slot >= 0) p->slot[cell + place] = slot;
         if (valid && t.k == 0) {
             p->from[cell] = a.t.rows + token * a.source.row_stride + offset;
-            p->item[j] = WorkItem{
-                1, 1, (int16_t)stores, 0, fragment_bytes(a.send, a.t.source_row_bytes, fragment), 0,
-                0, 0};
+            p->item[j] = WorkItem{1,
+                                  1,
+                                  (int16_t)stores,
+                                  (int16_t)slots,
+                                  fragment_bytes(a.send, a.t.source_row_bytes, fragment),
+                                  0,
+                                  0,
+                                  0};
             p->signals[j] = pipeline_signals(signals, fragment, a.send.fragments, is_last);
             p->index[j] = token, p->fragment[j] = fragment;
         }
@@ -233,7 +255,8 @@ __device__ void schedule_tokens(const EpScatterArgs &a, Pipeline *p, ReceiveRows
         int peer;
         if (!__all_sync(~0u, choose_target<FORM>(a, receivers, epoch, e, &to, &peer))) return 0;
         uint32_t number = pipeline_take(p, count * a.send.fragments) + t.index * a.send.fragments;
-        post_token(a, p, t, number, token, valid, to, e.row, peer);
+        int slot = is_counted(FORM) && e.owner == a.group.rank ? e.slot : -1;
+        post_token<FORM>(a, p, t, number, token, valid, to, e.row, peer, slot);
         return 1;
     };
     walk_tokens(a, t, first_claim, SENDERS, blocks, ready, post);
@@ -350,12 +373,12 @@ __device__ __forceinline__ const char *find_row(const EpScatterArgs &a, int sour
 /* Write a work item. By one lane. */
 __device__ __forceinline__ void write_item(const EpScatterArgs &a, Pipeline *p, uint32_t n,
                                            int source, int row, int fragment, int loads, int loaded,
-                                           int stores) {
+                                           int stores, int terms) {
     int j = n % PIPELINE_ENTRIES, cell = j * a.receive.width;
     p->item[j] = WorkItem{(int16_t)loads,
                           (int16_t)loaded,
                           (int16_t)stores,
-                          (int16_t)stores,
+                          (int16_t)terms,
                           fragment_bytes(a.receive, a.t.row_bytes, fragment),
                           0,
                           0,
@@ -395,15 +418,18 @@ __device__ __forceinline__ void post_rows(const EpScatterArgs &a, Pipeline *p, c
                 a.t.takes_dots ? a.t.slot_rows + slot * a.t.row_bytes + offset : NULL;
             p->slot[cell + at] = slot, p->weight[cell + at] = weight;
         }
+        if (is_counted(FORM) && valid && slot >= 0) p->slot[cell + at] = slot;
         if (valid && t.k == 0) {
             p->from[cell] = from ? from + offset : NULL;
-            write_item(a, p, n, r.source, r.row, fragment, loads, loaded, stores);
+            write_item(a, p, n, r.source, r.row, fragment, loads, loaded, stores,
+                       is_counted(FORM) ? slots : stores);
         }
         if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);
     }
 }
 
 /* A scheduler warp of a receiving block that copies. Sending blocks store rows that stay here. */
+template <Form FORM>
 __device__ void schedule_copies(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows,
                                 const FirstClaim &first_claim, uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
@@ -414,7 +440,7 @@ __device__ void schedule_copies(const EpScatterArgs &a, Pipeline *p, ChunkRows *
         int alive = !waits || ep_await_record(g, epoch, r.source, r.row);
         return __all_sync(~0u, alive);
     };
-    auto post = [&](const RowBatch &r, float weight) { post_rows<COPIED>(a, p, t, r, weight); };
+    auto post = [&](const RowBatch &r, float weight) { post_rows<FORM>(a, p, t, r, weight); };
     walk_rows(a, rows, t, first_claim, RECEIVERS, blocks, 0, preload, await, post);
     pipeline_end(p, t);
 }
@@ -453,7 +479,7 @@ __device__ __forceinline__ void schedule_rows(const EpScatterArgs &a, Pipeline *
     if (FORM == MULTIPLIED)
         schedule_products(a, p, rows, first_claim, epoch, blocks);
     else
-        schedule_copies(a, p, rows, first_claim, epoch, blocks);
+        schedule_copies<FORM>(a, p, rows, first_claim, epoch, blocks);
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */
@@ -626,7 +652,7 @@ __device__ void zero_tiles(const EpScatterArgs &a, int64_t begin, int64_t end, Z
 template <Form FORM>
 __device__ void zero_scales(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
     const EpScaleMap &map = a.t.scale_map;
-    if (FORM == TILED && map.swizzled) return zero_tiles(a, begin, end, z);
+    if (is_tiled(FORM) && map.swizzled) return zero_tiles(a, begin, end, z);
     char *out = a.t.out_scales + scale_at<FORM>(map, begin);
     int64_t step = ep_scale_step(&map), rows = end - begin;
     if (!map.by_column) zero_bytes(out, rows * a.t.scale_bytes, z);
@@ -700,6 +726,88 @@ __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThrea
     zero_slots<FORM>(a, begin, min(begin + rows, a.t.out_capacity), z);
 }
 
+/* ==== counting ============================================================================== */
+
+/* For the words of blocks: what holds a token, and what does not. */
+
+/* Count the rows of finished items: those that have ended, with their last fragment. A row has a
+ * lane for each of its slots. By a signal warp; see pipeline_signal. */
+__device__ __forceinline__ void count_rows(const EpScatterArgs &a, const Pipeline *p, uint32_t n,
+                                           uint32_t items) {
+    int width = p->shape.width, lane = threadIdx.x % 32, at_once = 32 / width;
+    int last = p->shape.fragments - 1;
+    ep_fence_proxy_global();
+#pragma unroll 1
+    for (int base = 0; base < (int)items; base += at_once) {
+        int i = base + lane / width, j = (n + i) % PIPELINE_ENTRIES, at = lane % width;
+        if (lane / width >= at_once || i >= (int)items) continue;
+        if (p->fragment[j] != last || at >= p->item[j].terms) continue;
+        int block = ep_row_block(&a.t.ready, p->slot[j * width + at]);
+        ep_add_to_block(a.t.ready, a.blocks.counter, block, 1, 1, 1, 0);
+    }
+}
+
+#define REST_BARRIER 2
+
+/* Zero rows `zero_begin` to before `zero_end` of rows `begin` to before `end`, none of which holds
+ * a token, and count them all. By all threads of `z`. */
+template <Form FORM>
+__device__ void finish_rest(const EpScatterArgs &a, int64_t begin, int64_t end, int64_t zero_begin,
+                            int64_t zero_end, ZeroThreads z) {
+    if (begin >= end) return;
+    zero_slots<FORM>(a, max(begin, zero_begin), min(end, zero_end), z);
+    ep_barrier(REST_BARRIER, z.count);
+    ep_add_rest(a.t.ready, a.blocks.counter, begin, end, 1, 0, z.index, z.count);
+}
+
+/* Divide rows that hold no token among the receiving blocks. */
+template <Form FORM>
+__device__ void finish_part(const EpScatterArgs &a, const Role &role, int64_t begin, int64_t end,
+                            int64_t zero_begin, int64_t zero_end, ZeroThreads z) {
+    int64_t part = (max(end - begin, (int64_t)0) + role.count - 1) / role.count;
+    begin += role.index * part;
+    finish_rest<FORM>(a, begin, min(begin + part, end), zero_begin, zero_end, z);
+}
+
+/* Zero a receiving block's part of all padding, as zero_padding does, and count all rows that hold
+ * no token. */
+template <Form FORM>
+__device__ void finish_padding(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
+    const EpPlanShape &s = a.shape;
+    const int32_t *offsets = a.plan.expert_offsets, *padded = a.plan.expert_padded;
+    int64_t rows = (int64_t)a.t.ready.sections * a.t.ready.section_rows;
+    int64_t zeroed = s.tail == EP_TAIL_KEEP ? 0 : a.t.out_capacity;
+    int parts = max(1, 2 * role.count / max(s.num_local, 1)); /* see zero_slabs */
+#pragma unroll 1
+    for (int i = role.index; i < s.num_local * parts && !s.has_rows; i += role.count) {
+        int e = i / parts;
+        int64_t begin = offsets[e] + (int64_t)a.plan.expert_counts[e];
+        int64_t end = offsets[s.is_fixed ? e + 1 : e] + (int64_t)(s.is_fixed ? 0 : padded[e]);
+        int64_t part = (max(end - begin, (int64_t)0) + parts - 1) / parts;
+        begin += i % parts * part;
+        finish_rest<FORM>(a, begin, min(begin + part, end),
+                          ep_padding_begin(&s, offsets, a.plan.expert_counts, padded, e),
+                          ep_padding_end(&s, offsets, padded, e), z);
+    }
+    int end = a.plan.header->rows_received + a.plan.header->rows_kept, all = a.plan.use.block_rows;
+#pragma unroll 1
+    for (int r = s.num_ranks - 1; r >= 0 && ep_has_source_blocks(&s); r--) {
+        int begin = a.plan.flat_begin[r];
+        int64_t first = (int64_t)r * all, filled = first + min(max(end - begin, 0), all);
+        finish_part<FORM>(a, role, filled, first + all, 0, zeroed, z);
+        end = begin;
+    }
+    if (!s.is_fixed) finish_part<FORM>(a, role, a.plan.header->recv_rows, rows, 0, zeroed, z);
+}
+
+/* Leave counters for the next operation as this one has found them. By all threads of the last
+ * block. */
+__device__ void clear_counters(const EpScatterArgs &a) {
+    int words = a.t.ready.sections * a.t.ready.per_section;
+    for (int i = threadIdx.x; i < words; i += (int)blockDim.x)
+        a.blocks.counter[i] = 0;
+}
+
 /* ==== kernel ================================================================================ */
 
 #define SCATTER_THREADS (FIRST_COMPUTE_WARP * 32 + COMPUTE_THREADS)
@@ -730,9 +838,12 @@ __device__ void send(const EpScatterArgs &a, Shared *s, const FirstClaim &first_
                       WORK_COPY); /* for either work: all stages are held until they are stored */
     else if (pipeline_is_store_warp(warp) && lane == 0)
         pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, 0, 0);
+    else if (warp == SIGNAL_WARP && is_counted(FORM))
+        pipeline_signal(p, a.group, epoch, HEADS,
+                        [&](uint32_t n, uint32_t items) { count_rows(a, p, n, items); });
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, HEADS);
-    else if (warp >= FIRST_COMPUTE_WARP && FORM == TILED && a.t.global_scale)
+    else if (warp >= FIRST_COMPUTE_WARP && is_tiled(FORM) && a.t.global_scale)
         quantise<1>(a, p, threadIdx.x - FIRST_COMPUTE_WARP * 32);
     else if (warp >= FIRST_COMPUTE_WARP && work == WORK_CONVERT)
         quantise<0>(a, p, threadIdx.x - FIRST_COMPUTE_WARP * 32);
@@ -770,13 +881,20 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const FirstClaim &fir
         (moves_metadata ? FIRST_METADATA_WARP + ALL_METADATA_WARPS : FIRST_COMPUTE_WARP) * 32;
     ZeroThreads zero_threads = {(int)threadIdx.x - first_free, SCATTER_THREADS - first_free};
     /* Warps that multiply do this first, while the first rows are still on their way. */
-    if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding<FORM>(a, role, zero_threads);
+    if (zero_threads.index >= 0 && a.plan.use.fills_rest && is_counted(FORM))
+        finish_padding<FORM>(a, role, zero_threads);
+    else if (zero_threads.index >= 0 && a.plan.use.fills_rest)
+        zero_padding<FORM>(a, role, zero_threads);
     if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch, role.count);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, 0, 0);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, is_counted(FORM), 0, 0);
+    else if (warp == SIGNAL_WARP && is_counted(FORM))
+        count(a, role, epoch),
+            pipeline_signal(p, a.group, epoch, CREDITS,
+                            [&](uint32_t n, uint32_t items) { count_rows(a, p, n, items); });
     else if (warp == SIGNAL_WARP)
         count(a, role, epoch), pipeline_signal(p, a.group, epoch, CREDITS);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
@@ -812,10 +930,10 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
                   role.receives ? has_metadata_to_receive<FORM>(a) : has_metadata(a), a.schedulers,
                   a.top_k);
     if (READS_RECORDS) ep_compare_stamps(a.marks, &header);
-    int has_global = FORM != TILED || ep_has_global(a.t.global_scale);
+    int has_global = !is_tiled(FORM) || ep_has_global(a.t.global_scale);
     if (!ep_begin_operation(a.group, a.plan, header, &epoch) || !has_global) {
         if (READS_RECORDS) ep_report_stamps(a.group, a.marks);
-        if (FORM == TILED) ep_report_global(a.group, a.t.global_scale);
+        if (is_tiled(FORM)) ep_report_global(a.group, a.t.global_scale);
         ep_report_plan(a.group, a.plan);
         ep_end_operation(a.group, epoch, 0);
         return;
@@ -828,7 +946,8 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
         receive<FORM>(a, shared, first_claim, epoch, role);
     else
         send<FORM>(a, shared, first_claim, epoch, role.count);
-    ep_end_operation(a.group, epoch, 0);
+    int is_last = ep_end_operation(a.group, epoch, 0) != EP_NOT_LAST;
+    if (is_counted(FORM) && is_last && a.blocks.clears) clear_counters(a);
 }
 
 template <Form FORM> static int open(int shared_bytes) {
@@ -839,7 +958,9 @@ template <Form FORM> static int open(int shared_bytes) {
 extern "C" int ep_cuda_open_scatter(int shared_bytes) {
     int error = open<COPIED>(shared_bytes);
     if (!error) error = open<MULTIPLIED>(shared_bytes);
-    return error ? error : open<TILED>(shared_bytes);
+    if (!error) error = open<TILED>(shared_bytes);
+    if (!error) error = open<COUNTED>(shared_bytes);
+    return error ? error : open<TILED_COUNTED>(shared_bytes);
 }
 
 template <Form FORM> static int launch(const EpScatterArgs &a, int blocks, void *stream) {
@@ -850,7 +971,9 @@ template <Form FORM> static int launch(const EpScatterArgs &a, int blocks, void 
 
 extern "C" int ep_cuda_launch_scatter(const void *args, int blocks, void *stream) {
     const EpScatterArgs *a = (const EpScatterArgs *)args;
-    if (ep_scatter_is_tiled(&a->t)) return launch<TILED>(*a, blocks, stream);
-    return a->multiplied ? launch<MULTIPLIED>(*a, blocks, stream)
-                         : launch<COPIED>(*a, blocks, stream);
+    int tiled = ep_scatter_is_tiled(&a->t), counts = a->t.ready.words != NULL;
+    if (a->multiplied) return launch<MULTIPLIED>(*a, blocks, stream);
+    if (tiled && counts) return launch<TILED_COUNTED>(*a, blocks, stream);
+    if (tiled) return launch<TILED>(*a, blocks, stream);
+    return counts ? launch<COUNTED>(*a, blocks, stream) : launch<COPIED>(*a, blocks, stream);
 }

@@ -35,6 +35,7 @@ typedef struct EpScatterArgs {
     EpMarks marks;     /**< of the messages that records lie in; watch NULL: rows are no records */
     int32_t paired;    /**< number of the paired window that t.out_rows are in; -1: in none */
     EpStatistics stats;
+    EpBlockCounters blocks; /**< of t.ready */
 } EpScatterArgs;
 
 #ifdef __cplusplus

@@ -50,6 +50,7 @@ static EpStatus scatter_chunk(Operation *o, EpChunkPlan kind, int32_t chunk) {
         take_tokens((int64_t)chunk * args.shape.nodes.chunk, &args.t, &args.source);
     else
         take_records(o->run.relay->recv[chunk % 2], &args);
+    args.blocks.clears = kind == EP_CHUNK_RELAYED && chunk == o->run.chunks - 1;
     if (kind == EP_CHUNK_RELAYED) args.marks = ep_relay_marks(&o->run, chunk, EP_TO_RELAYS);
     if (!ep_partition_scatter(&args, ep_cuda(group)->shared_bytes,
                               kind == EP_CHUNK_OWN ? o->unit : 16))

@@ -16,6 +16,7 @@
 #include <string.h>
 
 #include "dispatch/host/scatter.h"
+#include "handles/host/blocks.h"
 #include "handles/host/plan.h"
 #include "handles/host/statistics.h"
 #include "runtime/args.h"
@@ -389,6 +390,7 @@ static EpStatus run(EpHandle *handle, const void *call) {
     if (status != EP_OK) return ep_host_broken(handle->group);
     ep_host_count_rows(handle->group, &scatter->stats, x.plan.send_begin);
     ep_host_count_experts(&scatter->stats, x.plan.expert_counts, x.shape->num_local);
+    ep_host_set_ready(x.shape, &x.plan, &s->ready);
     return EP_OK;
 }
 

@@ -32,6 +32,11 @@ static void awaited_row(const volatile EpCudaFailure *f, char *out, size_t bytes
 static EpStatus report_timeout(const EpGroup *group, const volatile EpCudaFailure *f,
                                EpFinding *finding) {
     char row[24], refusal[EP_ABORT_BYTES];
+    if (f->awaited == EP_AWAIT_DONE)
+        return ep_fail(EP_ERR_TIMEOUT,
+                       "rank %d: %s: extras.done: block %d was not done within %g s (expected at "
+                       "least %u, seen %u)",
+                       group->rank, finding->phase, f->row, group->timeout, f->expected, f->seen);
     awaited_row(f, row, sizeof(row));
     ep_cuda_find_refusal(group, f->peer, refusal);
     return ep_fail(EP_ERR_TIMEOUT,

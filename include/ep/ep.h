@@ -365,6 +365,14 @@ typedef enum EpDuplicates {
                                  "no expert", and their weights are not used */
 } EpDuplicates;
 
+/** How the sums of ep_combine and ep_dispatch_backward are made: see ep_combine. */
+typedef enum EpSums {
+    EP_SUMS_BY_RANK = 1, /**< each rank adds up its slots of a token, and one sum travels */
+    EP_SUMS_BY_ENTRY = 2 /**< every entry's row travels, and the token's rank adds them all: the
+                              bits depend on no division into ranks or nodes, for K rows per token
+                              on the way back. EXPERT_MAJOR and BATCHED only, without sum_quant */
+} EpSums;
+
 /**
  * Configuration of a group. Fields marked = must have the same value on every rank. ep_group_create
  * compares them; EP_ERR_MISMATCH names the field, the ranks and both values.
@@ -400,6 +408,9 @@ typedef struct EpGroupConfig {
     int32_t num_nodes;       /**< = nodes (EpGroupInfo.num_nodes) that the ranks are on; a group of
                                   other nodes is refused. 0: any. ep_group_memory counts with as
                                   many, of equal size; 0: with those of LIBEP_TOPOLOGY, or one */
+    EpSums sums;             /**< = how the sums of a token's rows are made. BY_ENTRY takes more
+                                  memory that peers reach: ep_group_memory counts it */
+    int32_t reserved;        /**< 0 */
 } EpGroupConfig;
 
 #define EP_MAX_LATENCY_SETS 16
@@ -429,7 +440,7 @@ typedef struct EpGroupConfig {
     {                                                                                         \
         sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,       \
             EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT, EP_DEFAULT, EP_DUPLICATES_KEEP, \
-            EP_DEFAULT, 0                                                                     \
+            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0                                                 \
     }
 
 /**
@@ -1165,12 +1176,13 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *pr
  *               FP16 or FP32. Padding and rows past the last slab are never read.
  * slot_weights  [rows] FP32 (BATCHED: [L, rows_per_expert]), as dispatch delivered them, or NULL
  *               for w = 1. FLAT and RANK_MAJOR ([R, N]): one weight per row.
- * topk_weights  latency mode, expert-major or batched, instead of slot_weights: [T, K] FP32, the
- *               weights at the token's rank, for a dispatch that carried none; or NULL. All ranks
- *               give them or none does (EP_ERR_ORDER). Weights of entries without a slot are not
- *               used. The bytes are those of a combine with the same weights as slot_weights. No
- *               derivative. In throughput mode, FLAT and RANK_MAJOR: EP_ERR_UNSUPPORTED; with
- *               slot_weights: EP_ERR_NULL.
+ * topk_weights  expert-major or batched, instead of slot_weights: [T, K] FP32, the weights at the
+ *               token's rank, for a dispatch that carried none; or NULL. In latency mode, and with
+ *               EP_SUMS_BY_ENTRY in both modes. All ranks give them or none does (EP_ERR_ORDER).
+ *               Weights of entries without a slot are not used. The bytes are those of a combine
+ *               with the same weights as slot_weights. No derivative. In FLAT and RANK_MAJOR, and
+ *               in throughput mode without EP_SUMS_BY_ENTRY: EP_ERR_UNSUPPORTED; with slot_weights:
+ *               EP_ERR_NULL.
  * out           [T, H] of the same type. Every one of the T rows is written: exact zero for a
  *               token without live slots.
  *
@@ -1185,6 +1197,14 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *pr
  * rounded once more to the rows' type. The token's rank adds it in the place of the node's lowest
  * rank: the lowest of all ranks there, with a slot of the token or not. So sums depend on routing,
  * placement of experts and nodes.
+ *
+ * In a group with EP_SUMS_BY_ENTRY (EpGroupConfig.sums) no partial sum exists. Every entry's row
+ * travels as it is, with its weight if slot_weights are given, which all ranks or none then do
+ * (EP_ERR_ORDER). The token's rank adds its entries that have a slot, on whatever rank, in
+ * ascending k: acc = fmaf(w, x, acc) from acc = +0, or acc + x. It adds the biases and rounds once.
+ * So sums depend on routing, weights and rows alone: not on ranks, nodes, placement, mode, layout
+ * or backend, as long as no row is lost. ep_dispatch_backward adds in this order, too, and the
+ * derivatives are those of other groups. docs/same_bits.md says more.
  *
  * With EpHandleConfig.sum_quant = EP_QUANT_FP8 sums are not rounded to the rows' type where they
  * travel. They are quantised from FP32, as ep_dispatch quantises a row of FP32, and each receiver
@@ -1257,6 +1277,8 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
  *                two. The rank's own place counts the rows that stay. Every pair of a token and a
  *                rank with experts of it is a row, in every layout. Taken by the four data
  *                operations and the send phases.
+ *                With EP_SUMS_BY_ENTRY, ep_combine and ep_dispatch_backward count a row for each
+ *                entry that has a slot.
  * peer_bytes     [R] their bytes on the way: elements, or the codes of rows and sums that are
  *                quantised, scales, and the K weights (ep_dispatch_backward: values) of each row.
  *                Without headers and padding of messages, and without the topk_weights of
@@ -1278,7 +1300,38 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
  * ranks that it relays for counts there, with the sums of others. Waits are those within the node,
  * of each part of the operation by itself; what comes over the network adds nothing, and
  * ep_prepare_with adds none.
+ *
+ * ready and done let kernels of the caller's work on some rows while others still travel. Receive
+ * rows are cut into blocks of block_rows rows, the last one shorter, each with an INT32 word. In
+ * BATCHED every expert's rows are cut by themselves, in RANK_MAJOR every source's: n words for each
+ * of L or R. In EXPERT_MAJOR block_rows divides the handle's alignment (EP_ERR_ALIGNMENT), so a
+ * block lies in one slab. docs/overlap.md shows a kernel on either side of the words.
+ *
+ * ready  [words] at least one for each block of recv_tokens, at most EP_MAX_BLOCK_WORDS. The caller
+ *        sets them to 0, in stream order before the operation and before whoever reads them. A word
+ *        stays 0 until all rows of its block are there, with weights, scales and ids; padding that
+ *        is zeroed counts as there. Then it becomes 1 + the rows of the block that hold a token.
+ *        Blocks without such rows become 1. All outputs of the plan are there before any word
+ *        changes. If the operation fails, words may stay 0. A word that was not 0 before the call
+ *        tells its reader nothing. Taken by ep_dispatch_with and ep_dispatch_wait_with.
+ * done   [words] likewise for expert_out. The operation reads the rows of a block only after it has
+ *        seen a word of at least `expected`, 1 or more. The caller sets words to 0 in stream order
+ *        before the operation and before the producer of the rows. A word left from an earlier step
+ *        counts as done, and its rows are read as they are. Blocks without rows of tokens are not
+ *        waited for. A word that does not come within the group's timeout fails the group, with
+ *        EP_ERR_TIMEOUT and the block; on the host backend only the call, before it writes
+ *        anything. Rows are summed in the order of tokens, so a producer overlaps with the
+ *        operation if it completes the rows of lower tokens first. Taken by ep_combine_with and
+ *        ep_combine_send_with.
+ *
+ * On the host backend all ready words are full when the call returns, and the call waits for all
+ * done words before it begins. On the CUDA backend kernels read and write the words while the
+ * operation runs, so it starts only when the work before it on its stream is complete. It and the
+ * other kernel have to leave each other multiprocessors (num_sms): else both end at their
+ * deadlines.
  */
+#define EP_MAX_BLOCK_WORDS 65536
+
 typedef struct EpExtras {
     size_t struct_size;
     const EpTensor *bias0;
@@ -1289,10 +1342,14 @@ typedef struct EpExtras {
     const EpTensor *peer_wait_ns;
     const EpTensor *peer_longest_wait_ns;
     const EpTensor *global_scale;
+    const EpTensor *ready;
+    const EpTensor *done;
+    int32_t block_rows; /* of ready or done; 0 without them */
+    int32_t expected;   /* of done; 0 without it */
 } EpExtras;
 
 #define EP_EXTRAS_INIT \
-    { sizeof(EpExtras), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+    { sizeof(EpExtras), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0 }
 
 /** As ep_prepare. extras: may be NULL, and is refused in latency mode, where ep_dispatch waits. */
 EpStatus ep_prepare_with(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,

@@ -23,11 +23,18 @@
 #include "handles/weights/cuda/slices.h"
 #include "handles/weights/cuda/weight.h"
 
+/* Returns the bytes of counters of rows' blocks. `sets`: of latency mode. */
+static int64_t counter_bytes(int32_t sets) {
+    return (1 + sets) * (int64_t)sizeof(uint64_t) * EP_MAX_BLOCK_WORDS;
+}
+
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
                     const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {
     ep_cuda_measure(config, nodes, settings, shared_bytes, private_bytes);
     if (nodes->nodes == 1) *shared_bytes += ep_cuda_latency_bytes(config, num_ranks);
     *private_bytes += ep_cuda_workspace_bytes(config);
+    *private_bytes +=
+        counter_bytes(nodes->nodes == 1 ? ep_config_latency_sets(config, EP_OFFERS_LATENCY) : 0);
     *private_bytes += ep_cuda_relay_bytes(config, num_ranks, nodes);
 }
 
@@ -49,7 +56,11 @@ static EpStatus load_kernels(const EpGroup *group) {
 static EpStatus open_own(EpGroup *group) {
     size_t bytes = (size_t)ep_cuda_workspace_bytes(&group->config);
     EpCuda *cuda = ep_cuda(group);
+    size_t counters = (size_t)counter_bytes(group->latency_sets);
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&cuda->workspace, bytes)));
+    EP_TRY(
+        ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&cuda->block_counters, counters)));
+    EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(cuda->block_counters, 0, counters)));
     EP_TRY(ep_cuda_check(group, "cudaStreamCreate",
                          cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking)));
     return load_kernels(group);
@@ -82,6 +93,7 @@ static void close(EpGroup *group, int together) {
     ep_cuda_slices_close(group);
     ep_cuda_free_plans(group);
     (void)cudaFree(cuda->workspace);
+    (void)cudaFree(cuda->block_counters);
     if (cuda->stream) (void)cudaStreamDestroy(cuda->stream);
     ep_cuda_close(group, together);
 }

@@ -64,6 +64,7 @@ typedef struct Costs {
 } Costs;
 
 #define ITEM_US 5
+#define ENTRY_ITEM_US .83
 #define LOAD .8
 #define POST_US .2
 #define POST_PASS_US .45
@@ -186,6 +187,16 @@ void ep_sum_times(int32_t blocks, EpSpread s, int64_t row_bytes, int64_t sum_byt
     if (t->busy) return;
     set_sum_times(&OF_MANY, s, row_bytes, sums, t);
     if (carries_values) t->receive_us += OF_MANY.values_us;
+}
+
+/* As rows that blocks copy, one of many or not: what a sender has under way for a rank are the rows
+ * of all entries there. */
+void ep_entry_times(EpSpread s, int64_t row_bytes, EpTraffic *t) {
+    double other = s.other * (double)row_bytes, all = (s.own + 1) * (double)row_bytes + other;
+    t->wire_us = other / WIRE_BYTES_PER_US;
+    t->send_us = s.ranks * ENTRY_ITEM_US + time_of(OF_MANY.send_copies, s.other, other);
+    t->receive_us = time_of(OF_FEW.receive_sums, s.own + 1 + s.other, all);
+    t->spare = SPARE_SENDERS, t->busy = 1;
 }
 
 #define MEMORY_SENDERS 66    /* as many blocks copy rows at the rate of a GPU's memory */

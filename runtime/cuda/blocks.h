@@ -63,6 +63,9 @@ void ep_multiply_times(int32_t blocks, int32_t active, int32_t top_k, int64_t ro
 void ep_sum_times(int32_t blocks, EpSpread spread, int64_t row_bytes, int64_t sum_bytes,
                   int carries_values, EpTraffic *t);
 
+/** Set the times of sums by entry: senders copy rows, receivers add them. */
+void ep_entry_times(EpSpread spread, int64_t row_bytes, EpTraffic *t);
+
 /** How blocks divide the work. */
 typedef struct EpDivision {
     int32_t receivers;  /**< blocks; the others send */

@@ -227,6 +227,8 @@ EpStatus ep_cuda_finish(EpGroup *group) {
 #ifndef EP_RING_BYTES
 #define EP_RING_BYTES (44 << 20) /* of all rings together, if that makes them deep enough */
 #endif
+/* A record of K rows holds a few of them, and as many rows are under way as in other groups. */
+#define EP_ENTRIES_ROOM 4
 
 /* NCCL's send and receive do not start beside a kernel that leaves fewer multiprocessors: they have
  * 16 blocks for a chunk, in clusters of four that must lie together. They would run after it, so
@@ -269,6 +271,15 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, const EpNodeSizes *
     int64_t depth = ep_max(EP_MIN_RING_DEPTH, EP_RING_BYTES / (rings * w.record_bytes));
     while (w.depth * 2 <= depth && w.depth < most)
         w.depth *= 2;
+    int64_t ring_bytes = w.depth * w.record_bytes;
+    if (config->sums == EP_SUMS_BY_ENTRY) {
+        EpRecord entries = ep_entries_record(config->max_row_bytes, config->max_top_k, 1);
+        w.entries_bytes = ep_round_up(entries.bytes, 128), w.entries_depth = w.depth;
+        int64_t room = EP_ENTRIES_ROOM * (int64_t)EP_RING_BYTES / rings;
+        while (w.entries_depth > EP_MIN_RING_DEPTH && w.entries_depth * w.entries_bytes > room)
+            w.entries_depth /= 2;
+        ring_bytes = ep_max(ring_bytes, w.entries_depth * w.entries_bytes);
+    }
     w.arrival = ep_arena_offset(&arena, 2 * ranks * (int64_t)sizeof(EpArrival));
     w.sent = ep_arena_offset(&arena, ranks * EP_SENT_WORDS * 8);
     w.head = ep_arena_offset(&arena, ranks * w.depth * 8);
@@ -277,7 +288,7 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, const EpNodeSizes *
     w.begins = ep_arena_offset(&arena, 2 * routed * tokens * 8);
     w.routes = ep_arena_offset(&arena, 2 * routed * tokens * config->max_top_k * 4);
     w.aborted = ep_arena_offset(&arena, (1 + ranks) * EP_ABORT_BYTES);
-    w.ring = ep_arena_offset(&arena, ranks > 1 ? rings * w.depth * w.record_bytes : 0);
+    w.ring = ep_arena_offset(&arena, ranks > 1 ? rings * ring_bytes : 0);
     w.bytes = arena.bytes;
     return w;
 }

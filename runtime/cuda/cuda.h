@@ -63,6 +63,8 @@ typedef struct EpCuda {
     cudaStream_t stream;         /**< of the library's, which follows no other */
     char *workspace;             /**< of quantising dispatches in throughput mode: a
                                       step's scales. They follow each other */
+    uint64_t *block_counters;    /**< see EpBlockCounters: of throughput mode, then of each set of
+                                      latency mode */
     struct EpCudaOwn *spare;     /**< plans whose handles are gone: handles/cuda/plan.c */
     struct EpCudaWatch *watch;   /**< NULL on one node; see bootstrap/network/cuda/network.h */
     struct EpCudaRelay *relay;   /**< NULL on one node; see handles/nodes/cuda/relay.h */

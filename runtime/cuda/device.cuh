@@ -514,6 +514,61 @@ __device__ __forceinline__ int ep_end_operation(const EpCudaGroup &g, uint32_t e
     return result;
 }
 
+/* ---- blocks of receive rows ---------------------------------------------------------------- */
+
+/** Add units, and rows with a token, to a block whose rows have `units` each, and which has `more`
+ *  units besides. Stores its word if they complete it. See EpBlockCounters. By one thread, which
+ *  has written what it adds or knows it to be written. */
+__device__ __forceinline__ void ep_add_to_block(const EpRowBlocks &b, uint64_t *counters, int block,
+                                                uint32_t added, uint32_t rows, uint32_t units,
+                                                uint32_t more) {
+    uint32_t all = (uint32_t)ep_block_size(&b, block) * units + more;
+    uint64_t sum = ep_add_release_gpu(&counters[block], (uint64_t)added << 32 | rows);
+    if ((uint32_t)(sum >> 32) != all) return;
+    ep_fence_gpu();
+    ep_store_relaxed_gpu(&counters[block], 0);
+    ep_store_relaxed_gpu32((uint32_t *)&b.words[block], 1 + (uint32_t)sum);
+}
+
+/** Add the units of rows `begin` to before `end`, which hold no token. This thread is number
+ * `index` of `threads`, which divide the blocks. */
+__device__ __forceinline__ void ep_add_rest(const EpRowBlocks &b, uint64_t *counters, int64_t begin,
+                                            int64_t end, uint32_t units, uint32_t more, int index,
+                                            int threads) {
+    begin = max(begin, (int64_t)0), end = min(end, (int64_t)b.sections * b.section_rows);
+    if (begin >= end) return;
+    int last = ep_row_block(&b, (int)end - 1);
+#pragma unroll 1
+    for (int i = ep_row_block(&b, (int)begin) + index; i <= last; i += threads) {
+        int first = ep_block_first(&b, i);
+        int from = max(first, (int)begin), to = min(first + ep_block_size(&b, i), (int)end);
+        ep_add_to_block(b, counters, i, (uint32_t)(to - from) * units, 0, units, more);
+    }
+}
+
+/** Look once whether the block of a row is done. The acquire orders loads of its rows behind its
+ *  word; ep_fence_proxy_global has to follow before bulk copies. `timeout` is that of all looks
+ *  since something was here. *alive becomes 0 on timeout, or if a rank has given up. */
+__device__ __forceinline__ int ep_poll_done(const EpCudaGroup &g, const EpRowBlocks &b, int row,
+                                            EpTimeout *timeout, int *alive) {
+    int block = ep_row_block(&b, row);
+    int seen = (int)ep_load_acquire_gpu32((const uint32_t *)&b.words[block]);
+    if (seen >= b.expected) return 1;
+    EpAwaited awaited = {g.rank, EP_AWAIT_DONE, block, (uint32_t)b.expected, (uint32_t)seen};
+    *alive =
+        !(ep_is_long_wait(*timeout) && ep_finds_failure(g)) && ep_keep_waiting(g, timeout, awaited);
+    return 0;
+}
+
+/** Wait until the block of a row is done, as ep_poll_done. Returns 0 if it will not be. */
+__device__ __forceinline__ int ep_await_done(const EpCudaGroup &g, const EpRowBlocks &b, int row) {
+    EpTimeout timeout = {0, 0};
+    int alive = 1;
+    while (!ep_poll_done(g, b, row, &timeout, &alive) && alive) {
+    }
+    return alive;
+}
+
 /* ---- statistics ---------------------------------------------------------------------------- */
 
 /*

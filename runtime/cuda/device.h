@@ -100,6 +100,8 @@ typedef struct EpWindowLayout {
     int32_t depth; /**< records of a ring: a power of two */
     int32_t max_tokens;
     int64_t record_bytes; /**< of the largest record */
+    int32_t entries_depth; /**< sums by entry: in a gather the rings have as many records */
+    int64_t entries_bytes; /**< of this size, each with the rows of all of a token's entries */
 } EpWindowLayout;
 
 #define EP_SENT_WORDS 64
@@ -140,7 +142,8 @@ enum EpAwait {
     EP_AWAIT_GRID,
     EP_AWAIT_HEAD, /**< from here on: latency mode; see ep_find_unsent for the rank to blame */
     EP_AWAIT_LINES,
-    EP_AWAIT_WEIGHTS
+    EP_AWAIT_WEIGHTS,
+    EP_AWAIT_DONE /**< in either mode: the word of a block of rows; `row` is the block */
 };
 
 /** What is wrong with a plan. */
@@ -233,6 +236,23 @@ typedef struct __attribute__((aligned(32))) EpCudaState {
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
     unsigned long long lost;      /**< as in EpCudaAsyncErrors, counted here first */
 } EpCudaState;
+
+/**
+ * What is there of each block of receive rows, while a dispatch whose caller has words for them
+ * runs (EpExtras.ready): units << 32 | rows with a token. A row has one unit, or in latency mode as
+ * many as it has parts. Who adds the last unit of a block sets the counter to 0 and stores the
+ * word.
+ *
+ * Memory order: whoever adds has written the rows before it, and its addition releases them. The
+ * addition that completes a block is ordered behind the others by the counter itself; a fence makes
+ * an acquire of that, and a release of the store behind it. Rows that bulk copies have written are
+ * waited for first, with a proxy fence behind that.
+ */
+typedef struct EpBlockCounters {
+    uint64_t *counter; /**< device [EP_MAX_BLOCK_WORDS], in latency mode for each set */
+    int32_t clears;    /**< whether this launch is the operation's last: a damaged plan may have
+                            left something */
+} EpBlockCounters;
 
 /** What every kernel gets from its group. */
 typedef struct EpCudaGroup {

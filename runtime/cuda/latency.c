@@ -16,17 +16,26 @@ EpBufferLayout ep_latency_layout(const EpGroupConfig *config, int32_t num_ranks)
     int64_t words = EP_HEAD_COUNTS + ep_placement_most(&placement);
     int64_t units = ep_units(8 * (int64_t)config->max_top_k) + ep_units(config->max_row_bytes) +
                     ep_units(config->max_scale_bytes);
+    int by_entry = config->sums == EP_SUMS_BY_ENTRY, k = config->max_top_k;
+    int64_t sum_bytes = by_entry ? k * (int64_t)sizeof(float) : 2 * config->max_row_bytes;
     EpBufferLayout b = {.head_bytes = EP_STEP_BYTES * (int32_t)ep_steps(ep_units(4 * words)),
                         .record_bytes = EP_STEP_BYTES * (int32_t)ep_steps(units),
                         .weight_bytes = EP_LINE_BYTES * ep_weight_lines(config->max_top_k),
-                        .sum_bytes = (int32_t)ep_round_up(2 * config->max_row_bytes, 128),
+                        .sum_bytes = (int32_t)ep_round_up(sum_bytes, 128),
                         .max_tokens = config->max_tokens};
     b.state = ep_arena_offset(&arena, sizeof(EpLatencyState));
     b.heads = ep_arena_offset(&arena, sources * b.head_bytes);
     b.records = ep_arena_offset(
         &arena, ep_saturated_product(sources * b.max_tokens, (int64_t)b.record_bytes));
+    if (by_entry) {
+        b.entry_places = k;
+        b.entry_bytes = EP_STEP_BYTES * (int32_t)ep_entry_steps(ep_units(config->max_row_bytes));
+        b.entries = ep_arena_offset(
+            &arena, ep_saturated_product(2 * sets * k * b.max_tokens, (int64_t)b.entry_bytes));
+    }
     b.weights = ep_arena_offset(
-        &arena, ep_saturated_product(sources * b.max_tokens, (int64_t)b.weight_bytes));
+        &arena,
+        by_entry ? 0 : ep_saturated_product(sources * b.max_tokens, (int64_t)b.weight_bytes));
     b.sums = ep_arena_offset(&arena, sets * b.max_tokens * (int64_t)b.sum_bytes);
     b.bytes = arena.bytes;
     return b;

@@ -260,6 +260,14 @@ __device__ __forceinline__ char *latency_record(const EpLatency &l, char *window
     return window + l.layout.records + (uint64_t)index * (uint32_t)l.layout.record_bytes;
 }
 
+/* Returns the record of entry k of a token, in the window of the rank that has the token. */
+__device__ __forceinline__ char *latency_entry(const EpLatency &l, char *window, int k, int token,
+                                               uint64_t flag) {
+    uint32_t place = (uint32_t)(EP_FLAG_BUFFER(flag) * l.layout.entry_places + k);
+    uint64_t index = place * (uint32_t)l.layout.max_tokens + (uint32_t)token;
+    return window + l.layout.entries + index * (uint32_t)l.layout.entry_bytes;
+}
+
 /* Returns where the weights of a token of `source` lie in a rank's `window`. */
 __device__ __forceinline__ char *latency_weights(const EpLatency &l, char *window, int source,
                                                  int size, int token, uint64_t flag) {

@@ -44,6 +44,10 @@
 #define EP_STEP_BYTES 512
 #define EP_STEP_UNITS 30 /* of 16 bytes */
 
+/** With sums by entry an entry's row travels in steps of 29 units; unit 29 of each has the entry's
+ * weight, and a word that is 0 if the entry is lost. */
+#define EP_ENTRY_STEP_UNITS 29
+
 /** A line, and the floats in the units that belong to one line alone. */
 #define EP_LINE_BYTES 128
 #define EP_LINE_WEIGHTS 28
@@ -58,13 +62,17 @@ typedef struct EpBufferLayout {
     int64_t state;   /**< EpLatencyState: this rank's own */
     int64_t heads;   /**< [2 * sets, R] heads, by buffer (EP_FLAG_BUFFER) and by source */
     int64_t records; /**< [2 * sets, R, max_tokens] records */
+    int64_t entries; /**< [2 * sets, K, max_tokens] entry_bytes: sums by entry: what comes of each
+                          entry of this rank's tokens in a combine */
     int64_t weights; /**< [2 * sets, R, max_tokens] topk_weights of each source's tokens, for a
                           combine: one or two lines of EP_LINE_WEIGHTS floats each */
     int64_t sums;    /**< float [sets, max_tokens, sum_bytes]: between the phases of a combine, this
-                          rank's partial sums of its own tokens, unrounded */
+                          rank's partial sums of its own tokens, unrounded; with sums by entry, the
+                          tokens' topk_weights */
     int64_t bytes;
     int32_t head_bytes, record_bytes, weight_bytes, sum_bytes;
     int32_t max_tokens;
+    int32_t entry_bytes, entry_places; /**< sums by entry: of a record of one entry; K */
 } EpBufferLayout;
 
 /** Returns the layout for a group of this configuration. */
@@ -156,6 +164,8 @@ typedef struct EpLatency {
     char *own; /**< this rank's window */
 } EpLatency;
 
+#define EP_SLOT_LOST (-2) /* in routes, with sums by entry: the capacity has no slot */
+
 /** In latency mode, a plan's begins hold one word for each token of a rank: the row's slot (FLAT,
  *  RANK_MAJOR), 0, or one of these. */
 #define EP_ROW_NONE (-1)
@@ -164,6 +174,10 @@ typedef struct EpLatency {
 /** Returns the 16-byte units, and the steps, that hold so many bytes or units. */
 EP_HOST_DEVICE static inline int64_t ep_units(int64_t bytes) {
     return (bytes + 15) / 16;
+}
+
+EP_HOST_DEVICE static inline int64_t ep_entry_steps(int64_t units) {
+    return (units + EP_ENTRY_STEP_UNITS - 1) / EP_ENTRY_STEP_UNITS;
 }
 
 EP_HOST_DEVICE static inline int64_t ep_steps(int64_t units) {

@@ -9,8 +9,9 @@
  *
  *     scheduler warps  produce work items: claim rows, wait for other ranks, fill an entry
  *     load warp        bulk copies: global memory -> stages
- *     compute warps    (all but WORK_COPY) stages -> stages, in place; all of them on one
- *                      item, so that its stages are soon free: bytes in flight limit the speed
+ *     compute warps    (all but WORK_COPY and WORK_MOVE) stages -> stages, in place; all of them
+ *                      on one item, so that its stages are soon free: bytes in flight limit the
+ *                      speed
  *     store warps      bulk copies: stages -> global memory, here or on a peer; they take turns
  *     metadata warps   (optional) weights and scales, too small for bulk copies; they take turns
  *     signal warp      stores heads of written records, or credits for records that were read
@@ -115,7 +116,8 @@ enum PipelineWork {
     WORK_CONVERT, /* likewise, after compute warps have replaced its contents */
     WORK_COMPUTE, /* compute warps leave a stage for each store, the last ones, and free the others
                    */
-    WORK_PACKED   /* likewise; terms outside of the run are packed, and stores may be */
+    WORK_PACKED,  /* likewise; terms outside of the run are packed, and stores may be */
+    WORK_MOVE     /* nothing: each load has a store of its own */
 };
 
 /** A work item as the scheduler warp writes it. */
@@ -450,7 +452,8 @@ __device__ __forceinline__ void pipeline_store(Pipeline *p, int warp, PipelineWo
     const Stages s = pipeline_stages(p);
     char *const *to = p->to.begin();
     int width = p->shape.width, shrink = p->shape.shrink;
-    int computes = work != WORK_COPY, pending = -1; /* last item's entry until it is written */
+    int computes = work != WORK_COPY && work != WORK_MOVE;
+    int pending = -1; /* last item's entry until it is written */
     for (uint32_t n = warp;; n += STORE_WARPS) {
         int j = n % PIPELINE_ENTRIES, cell = j * width;
         /* Never block while the last item is unsignaled: the next item may wait for its signal. */
@@ -580,14 +583,21 @@ enum Signals {
     LATE_HEADS  /* likewise; and an item is under way until its head has left */
 };
 
+/** Does nothing with finished items: see pipeline_signal. */
+struct IgnoreItems {
+    __device__ __forceinline__ void operator()(uint32_t, uint32_t) const {}
+};
+
 /**
- * Send the signals of all items. A head is stored with a release, which orders the writes of its
- * record before it. Behind a record that was read nothing is left to order: each load has returned
- * its value. A fence instead of releases would empty the multiprocessor's cache, from which
- * schedulers read. By the signal warp.
+ * Send the signals of all items. `finish(n, count)` is called for `count` finished items from n on,
+ * while their entries are still theirs, by all lanes. A head is stored with a release, which orders
+ * the writes of its record before it. Behind a record that was read nothing is left to order: each
+ * load has returned its value. A fence instead of releases would empty the multiprocessor's cache,
+ * from which schedulers read. By the signal warp.
  */
+template <typename Finish = IgnoreItems>
 __device__ __forceinline__ void pipeline_signal(Pipeline *p, const EpCudaGroup &g, uint32_t epoch,
-                                                Signals signals) {
+                                                Signals signals, Finish finish = Finish()) {
     uint32_t lane = threadIdx.x % 32;
     int heads = signals >= HEADS;
     for (uint32_t n = 0, batch;; n += batch) {
@@ -598,6 +608,7 @@ __device__ __forceinline__ void pipeline_signal(Pipeline *p, const EpCudaGroup &
         batch = take_signals(p, n, heads, &signal);
         if (signals == NO_SIGNALS) signal.peer = -1;
         if (signals == LATE_HEADS && signal.peer >= 0) send_signal(g, epoch, signal, heads);
+        finish(n, batch);
         __syncwarp();
         if (lane < batch)
             ep_mbarrier_arrive(&p->barrier[ITEM_SIGNALED][(n + lane) % PIPELINE_ENTRIES]);

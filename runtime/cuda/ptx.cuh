@@ -106,6 +106,16 @@ __device__ __forceinline__ uint4 ep_load_unchanging(const void *address) {
     return x;
 }
 
+/** Load what another kernel may have stored, before the caller's acquire. */
+__device__ __forceinline__ uint4 ep_load_global(const void *address) {
+    uint4 x;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(address)
+                 : "memory");
+    return x;
+}
+
 __device__ __forceinline__ uint64_t ep_load_acquire_sys(const uint64_t *address) {
     uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
@@ -198,6 +208,26 @@ __device__ __forceinline__ void ep_store_relaxed_sys32(uint32_t *address, uint32
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void ep_store_relaxed_gpu32(uint32_t *address, uint32_t value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t ep_load_acquire_gpu32(const uint32_t *address) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+/** Add behind all that the thread has written, or knows to have been written. Returns the sum. */
+__device__ __forceinline__ uint64_t ep_add_release_gpu(uint64_t *address, uint64_t value) {
+    uint64_t before;
+    asm volatile("atom.release.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(address), "l"(value)
+                 : "memory");
+    return before + value;
+}
+
 /** Increment and return the old value, in threads where `counts`; the others get 0. `inc` does not
  *  block until the result is used. An atomic addition does: the compiler shares it among the
  *  threads of a warp. */
@@ -217,6 +247,10 @@ __device__ __forceinline__ int32_t ep_count_up(int32_t *address, int counts) {
 
 __device__ __forceinline__ void ep_fence_sys(void) {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+__device__ __forceinline__ void ep_fence_gpu(void) {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
 /** Wait until the kernels that this one's launch follows have ended. What they have written can be

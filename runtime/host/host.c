@@ -10,7 +10,7 @@
 
 int64_t ep_host_stage_bytes(const EpGroupConfig *c, int32_t num_ranks, const EpSettings *settings) {
     EpPlacement placement = ep_config_placement(c, num_ranks);
-    int64_t record = ep_record(c->max_row_bytes, c->max_top_k, c->max_scale_bytes).bytes;
+    int64_t record = ep_config_record_bytes(c);
     int64_t route =
         4 * (EP_ROUTE_HEAD_WORDS + ep_placement_most(&placement) + ep_route_words(c->max_top_k));
     int64_t least = ep_exchange_least_stage(num_ranks, ep_max(record, route));
@@ -18,6 +18,7 @@ int64_t ep_host_stage_bytes(const EpGroupConfig *c, int32_t num_ranks, const EpS
     /* Larger groups get room for about half of the rows that a step may send to other ranks. More
      * would save little time, and take more memory than a step sends. */
     int64_t spread = ep_max(2, ep_min(c->max_top_k, num_ranks - 1) / 2);
+    if (c->sums == EP_SUMS_BY_ENTRY) spread = 1; /* a token's entries, wherever they are */
     int64_t lean = spread * ep_round_up(record * c->max_tokens + 64, 64);
     int64_t useful = ep_max(lean, ep_min(one_round, SMALL_STAGE_BYTES));
     int64_t most = ep_min(settings->stage_bytes, MOST_STAGE_BYTES);

@@ -7,30 +7,21 @@
 
 enum { RANKS = 2, PAGE = 4096 };
 
-static EpGroup *open_plain(const EpBootstrap *bootstrap) {
-    Case c = case_complete((Case){.ranks = bootstrap->size, .weighted = 1, .seed = 7});
-    return open_group(bootstrap, &c);
-}
-
 /* Each rank adopts on its own, in its own order; then a whole step. */
-ThreadTest(bootstrap_adopt, local_at_any_time, RANKS) {
-    Case c = case_of("ranks=%d weighted=1 seed=7", RANKS);
-    Step step = open_step(bootstrap, &c);
-    EpGroup *group = step.group;
+StepTest(bootstrap_adopt, local_at_any_time, RANKS, "weighted=1 seed=7") {
+    EpGroup *group = step->group;
     static _Alignas(16) char memory[RANKS][4 * PAGE];
     char *mine = memory[bootstrap->rank];
     for (int32_t i = 0; i < 4; i++) {
         int32_t id = bootstrap->rank ? 3 - i : i;
         CHECK_OK(ep_window_adopt(group, NULL, id, mine + id * PAGE, PAGE));
-        step_all(&step);
+        step_all(step);
     }
     if (bootstrap->rank == 0) CHECK_OK(ep_window_release(group, mine + PAGE));
     if (bootstrap->rank == 0) CHECK_OK(ep_window_adopt(group, NULL, 63, mine + PAGE, 1));
-    close_step(&step);
 }
 
-ThreadTest(bootstrap_adopt, wrong_arguments, 1) {
-    EpGroup *group = open_plain(bootstrap);
+GroupTest(bootstrap_adopt, wrong_arguments, 1, "") {
     static _Alignas(PAGE) char memory[4 * PAGE];
     void *allocated = NULL;
     CHECK_REFUSED(ep_window_adopt(group, NULL, -2, memory, PAGE), EP_ERR_RANGE, "rank 0",
@@ -54,12 +45,11 @@ ThreadTest(bootstrap_adopt, wrong_arguments, 1) {
     CHECK_OK(ep_mem_alloc(group, 1000, &allocated));
     CHECK_REFUSED(ep_window_adopt(group, NULL, 7, allocated, 1), EP_ERR_RANGE, "overlaps the 1000");
     CHECK_OK(ep_mem_free(group, allocated));
-    ep_group_destroy(group);
 }
 
 /* The calls that undo one kind of window do not take the other kind. */
 ThreadTest(bootstrap_adopt, kinds_stay_apart, 1) {
-    EpGroup *group = open_plain(bootstrap);
+    EpGroup *group = open_group_of(bootstrap, "");
     static _Alignas(PAGE) char memory[4 * PAGE];
     CHECK_OK(ep_window_adopt(group, NULL, 0, memory, PAGE));
     CHECK_OK(ep_window_register(group, memory + PAGE, PAGE));
@@ -83,7 +73,7 @@ ThreadTest(bootstrap_adopt, kinds_stay_apart, 1) {
 
 /* All ids at once, beside all windows that ranks make together. */
 ThreadTest(bootstrap_adopt, all_ids, 1) {
-    EpGroup *group = open_plain(bootstrap);
+    EpGroup *group = open_group_of(bootstrap, "");
     static _Alignas(PAGE) char memory[EP_MAX_ADOPTED_WINDOWS][PAGE];
     void *allocated[EP_MAX_WINDOWS];
     for (int32_t id = EP_MAX_ADOPTED_WINDOWS - 1; id >= 0; id--)

@@ -85,12 +85,10 @@ ThreadTest(bootstrap_bind, asked_for_without_a_gpu, 1) {
     const char *path = temporary_file();
     setenv("LIBEP_BIND", "gpu", 1);
     setenv("LIBEP_LOG_FILE", path, 1);
-    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
-    config.num_experts = 4, config.max_tokens = 4, config.max_top_k = 2, config.max_row_bytes = 64;
+    EpGroupConfig config = group_config(1);
     config.backend = EP_BACKEND_HOST;
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
     EpGroup *group = open_group_with(bootstrap, &config);
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     CHECK(info.bound == 0, "bound");
     ep_group_destroy(group);
     read_file(path, text, sizeof(text));

@@ -108,36 +108,28 @@ static int create(const EpBootstrap *bootstrap, int comm, int collectives, int s
     return end_round(bootstrap, made);
 }
 
-static void depart_after_each(const EpBootstrap *bootstrap, int comm) {
-    int made = 0, collectives = 0;
-    while (made < RANKS && collectives < 60) {
-        CHECK(made == 0 || made == RANKS - 1, "%d ranks of %d have made it", made, RANKS);
-        made = create(bootstrap, comm, collectives++, 0);
+static void depart_after_each(const EpBootstrap *bootstrap, int comm, int stops) {
+    int made = 0, collectives = stops;
+    for (; made < RANKS && collectives < 60; collectives++) {
+        CHECK(stops || made == 0 || made == RANKS - 1, "%d ranks of %d have made it", made, RANKS);
+        made = create(bootstrap, comm, collectives, stops * collectives);
     }
     CHECK(made == RANKS && collectives > 3, "%d ranks have made it after %d collectives", made,
           collectives);
 }
 
-ThreadTest(bootstrap_departed, after_each_collective, RANKS) {
 #if TESTS_ON_GPU && !defined(TESTS_EMULATED)
-    HOST_ONLY("NCCL is given a minute to set up, each time");
+#define ON_GPUS 1
+#else
+#define ON_GPUS 0
 #endif
-    depart_after_each(bootstrap, 0);
-}
-
 /* The deadline of the call holds for each of its waits. */
-ThreadTest(bootstrap_departed, after_each_collective_of_a_mesh, RANKS) {
-    HOST_ONLY("NCCL is given a minute to set up, each time");
-    depart_after_each(bootstrap, 1);
-}
-
-ThreadTest(bootstrap_departed, stopped_after_each_collective, RANKS) {
-#if TESTS_ON_GPU && !defined(TESTS_EMULATED)
-    HOST_ONLY("NCCL is given a minute to set up, each time");
-#endif
-    int made = 0, collectives = 1;
-    while (made < RANKS && collectives < 60)
-        made = create(bootstrap, 0, collectives, collectives), collectives++;
-    CHECK(made == RANKS && collectives > 3, "%d ranks have a group after %d collectives", made,
-          collectives);
-}
+#define AFTER_EACH(name, skips, comm, stops)                                 \
+    ThreadTest(bootstrap_departed, name, RANKS) {                            \
+        if (skips) HOST_ONLY("NCCL is given a minute to set up, each time"); \
+        depart_after_each(bootstrap, comm, stops);                           \
+    }                                                                        \
+    struct name##_done
+AFTER_EACH(after_each_collective, ON_GPUS, 0, 0);
+AFTER_EACH(after_each_collective_of_a_mesh, 1, 1, 0);
+AFTER_EACH(stopped_after_each_collective, ON_GPUS, 0, 1);

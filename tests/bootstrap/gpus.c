@@ -4,6 +4,7 @@
 #include "bootstrap/gpus.h"
 #include "runtime/layout.h"
 #include "tests/cases/run.h"
+#include "tests/harness/text.h"
 
 #define MOST 8
 #define NEEDS 60000 /* bytes of shared memory */
@@ -13,163 +14,164 @@ typedef struct Machine {
     int32_t size, nodes[MOST], devices[MOST];
     int pretended; /* whether the nodes are */
     EpGpuReport reports[MOST];
-    char reason[256];
 } Machine;
+
+static const TextField rank_fields[] = {
+    TEXT_FIELD(EpGpuReport, count, ""),    TEXT_FIELD(EpGpuReport, current, ""),
+    TEXT_FIELD(EpGpuReport, wanted, ""),   TEXT_FIELD(EpGpuReport, process, ""),
+    TEXT_FIELD(EpGpuReport, reason, ""),   TEXT_FIELD(EpGpuReport, may_share, ""),
+    TEXT_FIELD(EpGpuReport, nccl_host, "")};
+static const TextField gpu_fields[] = {
+    TEXT_FIELD(EpGpu, uuid, ""),    TEXT_FIELD(EpGpu, name, ""),
+    TEXT_FIELD(EpGpu, num_sms, ""), TEXT_FIELD(EpGpu, capability, ""),
+    TEXT_FIELD(EpGpu, fabric, ""),  TEXT_FIELD(EpGpu, shared_bytes, ""),
+    TEXT_FIELD(EpGpu, clique, ""),  TEXT_FIELD(EpGpu, reaches, "")};
 
 static EpGpu make_gpu(int number) {
     EpGpu gpu = {.capability = 90, .num_sms = 132, .shared_bytes = 232448, .reaches = ~0u};
-    gpu.uuid[3] = (unsigned char)(number + 1);
+    snprintf((char *)gpu.uuid, sizeof(gpu.uuid), "%d", number);
     snprintf(gpu.bus, sizeof(gpu.bus), "0000:%02x:00.0", number);
-    snprintf(gpu.name, sizeof(gpu.name), "NVIDIA H200");
+    snprintf(gpu.name, sizeof(gpu.name), "H200");
     return gpu;
 }
 
-/* Returns ranks on one node that all see the same GPUs, and of which none has chosen. */
-static Machine make_machine(int32_t ranks, int32_t gpus) {
-    Machine m = {.size = ranks};
-    for (int r = 0; r < ranks; r++) {
-        m.reports[r] = (EpGpuReport){.count = gpus, .wanted = EP_DEFAULT, .process = 100 + r};
-        for (int d = 0; d < gpus; d++)
-            m.reports[r].gpu[d] = make_gpu(d);
-        if (!gpus) snprintf(m.reports[r].reason, sizeof(m.reports[r].reason), "expected a GPU");
+static void set_nodes(Machine *m, const char *digits) {
+    for (int r = 0; r < m->size; r++)
+        m->nodes[r] = digits[r] - '0';
+}
+
+/* Do what a word says: "rank.field=value" or "rank.gpu.field=value", '*' being all of them. */
+static void change_machine(Machine *m, const char *word) {
+    char rank = '*', gpu = 0, name[32] = "", value[32] = "";
+    m->pretended |= !strncmp(word, "pretended=", 10);
+    if (strchr("np", word[0])) return set_nodes(m, strchr(word, '=') + 1);
+    if (sscanf(word, "%c.%c.%31[^=]=%31s", &rank, &gpu, name, value) < 4)
+        gpu = 0, (void)sscanf(word, "%c.%31[^=]=%31s", &rank, name, value);
+    for (int r = 0; r < m->size; r++) {
+        EpGpuReport *report = &m->reports[r];
+        if (rank != '*' && r != rank - '0') continue;
+        if (!gpu) text_set(report, rank_fields, LENGTH(rank_fields), name, value);
+        for (int d = 0; gpu && d < report->count; d++)
+            if (gpu == '*' || d == gpu - '0')
+                text_set(&report->gpu[d], gpu_fields, LENGTH(gpu_fields), name, value);
     }
-    return m;
 }
 
-static int decide(Machine *m) {
-    m->reason[0] = 0;
-    ep_gpus_assign(m->reports, m->size, m->devices);
-    ep_gpus_domains(m->reports, m->size, m->devices, m->pretended, m->nodes);
-    return ep_gpus_agree(m->reports, m->size, m->nodes, m->devices, NEEDS, m->reason,
-                         sizeof(m->reason));
+/* Make ranks that see the same GPUs and have not chosen: "ranks gpus", and words of changes. */
+static void make_machine(Machine *m, const char *text) {
+    char words[256], *rest = words;
+    snprintf(words, sizeof(words), "%s", text);
+    *m = (Machine){.size = atoi(strtok_r(words, " ", &rest))};
+    int gpus = atoi(strtok_r(NULL, " ", &rest));
+    for (int r = 0; r < m->size; r++) {
+        m->reports[r] = (EpGpuReport){.count = gpus, .wanted = EP_DEFAULT, .process = 100 + r};
+        for (int d = 0; d < gpus; d++)
+            m->reports[r].gpu[d] = make_gpu(d);
+    }
+    for (char *word; (word = strtok_r(NULL, " ", &rest));)
+        change_machine(m, word);
 }
 
-static void check_served(Machine *m, const int *devices) {
-    CHECK(decide(m), "not served: %s", m->reason);
+/* Say which device each rank gets, and what is unusual: the domains, or that ranks share. */
+static void describe(const Machine *m, char *text, size_t bytes) {
+    int n = 0, domains = 0;
     for (int r = 0; r < m->size; r++)
-        CHECK(m->devices[r] == devices[r], "rank %d has device %d, not %d", r, m->devices[r],
-              devices[r]);
+        n += snprintf(text + n, bytes - (size_t)n, "%d", m->devices[r]), domains |= m->nodes[r];
+    if (domains) n += snprintf(text + n, bytes - (size_t)n, " domains ");
+    for (int r = 0; domains && r < m->size; r++)
+        n += snprintf(text + n, bytes - (size_t)n, "%d", m->nodes[r]);
+    if (!ep_gpus_shared(m->reports, m->size, m->devices)) return;
+    snprintf(text + n, bytes - (size_t)n, " shared%s",
+             ep_gpus_nccl(m->reports, m->size, m->devices) ? ", NCCL" : "");
 }
 
-static void check_domains(const Machine *m, const int *domains) {
-    for (int r = 0; r < m->size; r++)
-        CHECK(m->nodes[r] == domains[r], "rank %d is in domain %d, not %d", r, m->nodes[r],
-              domains[r]);
+/* What is decided for a machine, or parts of the reason why it is not served. */
+typedef struct MachineRow {
+    const char *machine, *served, *said[5];
+} MachineRow;
+
+#define TWO_NODES "pretended=0011 *.may_share=1 0.nccl_host=a 1.nccl_host=b 2.nccl_host=c "
+#define FABRIC(nodes) "4 1 " nodes "=0123 1.0.uuid=1 2.0.uuid=2 3.0.uuid=3 *.0.fabric=a "
+
+static const MachineRow rows[] = {
+    {"4 4", "0123", {0}},
+    {"3 8", "012", {0}},
+    {"1 4", "0", {0}},
+    /* A framework may have made a device current: every such choice is kept, even device 0. */
+    {"4 4 0.current=3 1.current=2 2.current=1", "3210", {0}},
+    {"2 4 0.wanted=2 1.wanted=1 0.current=1", "21", {0}},
+    /* CUDA_VISIBLE_DEVICES may show each rank one GPU, or each pair of ranks two. */
+    {"4 1 1.0.uuid=1 2.0.uuid=2 3.0.uuid=3", "0000", {0}},
+    {"4 2 2.0.uuid=2 2.1.uuid=3 3.0.uuid=2 3.1.uuid=3", "0101", {0}},
+    /* Ranks share GPUs only if all of them allow it and each has a process of its own. */
+    {"5 2 *.may_share=1", "01010 shared", {0}},
+    {"5 2 *.may_share=1 4.wanted=1", "00001 shared", {0}},
+    {"5 2 *.may_share=1 2.may_share=0",
+     NULL,
+     {"a GPU for each rank", "ranks 0 and 2", "LIBEP_SHARE_GPUS=yes"}},
+    {"5 2 *.may_share=1 3.process=100", NULL, {"a process for each rank", "ranks 0 and 3"}},
+    {"2 2 *.may_share=1 1.process=100", "01", {0}},
+    {"4 1", NULL, {"a GPU for each rank", "ranks 0 and 1", "H200", "00:00.0", "1 and 1 GPUs"}},
+    {"4 3", NULL, {"a GPU for each rank", "ranks 0 and 3", "3 and 3 GPUs"}},
+    {"3 4 0.current=2 1.current=1 2.current=2",
+     NULL,
+     {"a GPU for each rank", "ranks 0 and 2", "0000:02:00.0"}},
+    {"3 4 0.current=2 1.current=1 2.wanted=3", "213", {0}},
+    {"3 4 0.current=2 1.current=1 2.wanted=1", NULL, {"ranks 1 and 2", "0000:01:00.0"}},
+    {"3 4 1.count=0 1.reason=no_driver", NULL, {"rank 1: no_driver"}},
+    {"1 0 0.reason=no_driver", NULL, {"no_driver"}},
+    {"2 4 1.wanted=4", NULL, {"rank 1", "a device of 0 .. 3", "got 4"}},
+    {"2 2 *.1.capability=80 1.1.name=A100",
+     NULL,
+     {"rank 1: expected", "capability 9.0", "got 8.0", "device 1, A100", "0000:01:00.0"}},
+    {"2 2 *.*.shared_bytes=59999", NULL, {"rank 0", "60000 bytes of shared", "got 59999 bytes"}},
+    {"3 3 *.2.name=PCIe", NULL, {"one kind", "H200", "rank 0", "PCIe", "rank 2"}},
+    {"2 2 *.1.num_sms=114", NULL, {"one kind", "132 multiprocessors", "114"}},
+    {"2 1 nodes=01 1.0.uuid=4 1.0.num_sms=78", NULL, {"GPUs of one kind", "rank 1"}},
+    {"4 4 3.3.reaches=-3", "0123 domains 0001", {0}},
+    /* If a process does not see its peers' GPUs, opening the window finds out. */
+    {"2 1 1.0.uuid=1 *.0.reaches=0", "00", {0}},
+    {"4 2 nodes=0011 2.0.uuid=4 2.1.uuid=5 3.0.uuid=4 3.1.uuid=5", "0101 domains 0011", {0}},
+    /* Ranks of pretended nodes see the same GPUs, and divide them. */
+    {"4 4 pretended=0101", "0123 domains 0101", {0}},
+    {"2 1 nodes=01 *.may_share=1",
+     NULL,
+     {"a GPU for each rank of a group on several nodes", "ranks 0 and 1", "H200"}},
+    /* NCCL takes ranks whose NCCL_HOSTID differs for different hosts, so it connects those that
+     * share. */
+    {"4 1 " TWO_NODES "3.nccl_host=d", "0000 domains 0011 shared, NCCL", {0}},
+    {"4 1 " TWO_NODES "3.nccl_host=d 2.may_share=0",
+     NULL,
+     {"a GPU for each rank", "ranks 0 and 2", "LIBEP_SHARE_GPUS=yes"}},
+    {"4 1 " TWO_NODES "3.nccl_host=b", NULL, {"ranks 1 and 3", "NCCL_HOSTID of every rank"}},
+    {"4 1 " TWO_NODES, NULL, {"ranks 0 and 3", "NCCL_HOSTID of every rank"}},
+    {"4 1 *.may_share=1 0.nccl_host=a 1.nccl_host=b 2.nccl_host=c", "0000 shared", {0}},
+    /* A fabric joins the GPUs of machines, clique by clique; pretended nodes stay apart. */
+    {FABRIC("nodes") "1.0.fabric=b", "0000 domains 0100", {0}},
+    {FABRIC("nodes") "2.0.clique=1 3.0.clique=1", "0000 domains 0011", {0}},
+    {FABRIC("pretended"), "0000 domains 0123", {0}},
+};
+
+SoloTest(bootstrap_gpus, machines) {
+    for (const MachineRow *row = rows; row < rows + LENGTH(rows); row++) {
+        Machine m;
+        char reason[256] = "", decision[64];
+        make_machine(&m, row->machine);
+        ep_gpus_assign(m.reports, m.size, m.devices);
+        ep_gpus_domains(m.reports, m.size, m.devices, m.pretended, m.nodes);
+        int served =
+            ep_gpus_agree(m.reports, m.size, m.nodes, m.devices, NEEDS, reason, sizeof(reason));
+        describe(&m, decision, sizeof(decision));
+        check_note("%s: %s", row->machine, reason);
+        CHECK(served == !!row->served, "served: %d", served);
+        if (served) CHECK(!strcmp(decision, row->served), "%s", decision);
+        for (int i = 0; i < LENGTH(row->said) && row->said[i]; i++)
+            CHECK(strstr(reason, row->said[i]), "no '%s'", row->said[i]);
+        CHECK(m.size > 1 || !strstr(reason, "rank"), "one rank alone needs no number");
+    }
 }
 
-static void check_said(Machine *m, const char *const *parts) {
-    CHECK(!decide(m), "served");
-    for (; *parts; parts++)
-        CHECK(strstr(m->reason, *parts), "no '%s' in: %s", *parts, m->reason);
-}
-
-#define SERVED(m, ...) check_served(&(m), (const int[]){__VA_ARGS__})
-#define SAID(m, ...) check_said(&(m), (const char *const[]){__VA_ARGS__, NULL})
-
-#define CHECK_DOMAINS(m, ...) check_domains(&(m), (const int[]){__VA_ARGS__})
-
-/* ---- assignment ---- */
-
-SoloTest(bootstrap_gpus, dealt_out_where_nobody_chose) {
-    Machine four = make_machine(4, 4), three = make_machine(3, 8), one = make_machine(1, 4);
-    SERVED(four, 0, 1, 2, 3);
-    SERVED(three, 0, 1, 2);
-    SERVED(one, 0);
-}
-
-/* A framework may have made a device current: every such choice is kept, even device 0. */
-SoloTest(bootstrap_gpus, current_devices_are_kept) {
-    Machine m = make_machine(4, 4);
-    for (int r = 0; r < 4; r++)
-        m.reports[r].current = 3 - r;
-    SERVED(m, 3, 2, 1, 0);
-}
-
-SoloTest(bootstrap_gpus, given_devices_are_taken) {
-    Machine m = make_machine(2, 4);
-    m.reports[0].wanted = 2, m.reports[1].wanted = 1;
-    m.reports[0].current = 1;
-    SERVED(m, 2, 1);
-}
-
-/* CUDA_VISIBLE_DEVICES may show each rank one GPU, or each pair of ranks two. */
-SoloTest(bootstrap_gpus, ranks_that_see_different_gpus) {
-    Machine m = make_machine(4, 1);
-    for (int r = 0; r < 4; r++)
-        m.reports[r].gpu[0] = make_gpu(r);
-    SERVED(m, 0, 0, 0, 0);
-    m = make_machine(4, 2);
-    for (int r = 2; r < 4; r++)
-        m.reports[r].gpu[0] = make_gpu(2), m.reports[r].gpu[1] = make_gpu(3);
-    SERVED(m, 0, 1, 0, 1);
-}
-
-/* Ranks share GPUs only if all of them allow it and each has a process of its own. */
-SoloTest(bootstrap_gpus, shared_where_ranks_outnumber_them) {
-    Machine m = make_machine(5, 2);
-    for (int r = 0; r < 5; r++)
-        m.reports[r].may_share = 1;
-    SERVED(m, 0, 1, 0, 1, 0);
-    CHECK(ep_gpus_shared(m.reports, 5, m.devices), "not shared");
-    m.reports[4].wanted = 1;
-    SERVED(m, 0, 0, 0, 0, 1);
-    m.reports[4].wanted = EP_DEFAULT, m.reports[2].may_share = 0;
-    SAID(m, "a GPU for each rank", "ranks 0 and 2", "LIBEP_SHARE_GPUS=yes");
-    m.reports[2].may_share = 1, m.reports[3].process = m.reports[0].process;
-    SAID(m, "a process for each rank", "ranks 0 and 3");
-    m.size = 2, m.reports[1].process = m.reports[0].process;
-    SERVED(m, 0, 1);
-    CHECK(!ep_gpus_shared(m.reports, 2, m.devices), "shared");
-}
-
-/* ---- refusals ---- */
-
-SoloTest(bootstrap_gpus, fewer_gpus_than_ranks) {
-    Machine m = make_machine(4, 1);
-    SAID(m, "a GPU for each rank", "ranks 0 and 1", "NVIDIA H200", "0000:00:00.0", "1 and 1 GPUs");
-    m = make_machine(4, 3);
-    SAID(m, "a GPU for each rank", "ranks 0 and 3", "3 and 3 GPUs");
-}
-
-SoloTest(bootstrap_gpus, two_ranks_that_chose_the_same) {
-    Machine m = make_machine(3, 4);
-    m.reports[0].current = 2, m.reports[1].current = 1, m.reports[2].current = 2;
-    SAID(m, "a GPU for each rank", "ranks 0 and 2", "0000:02:00.0");
-    m.reports[2].wanted = 3;
-    SERVED(m, 2, 1, 3);
-    m.reports[2].wanted = 1;
-    SAID(m, "ranks 1 and 2", "0000:01:00.0");
-}
-
-SoloTest(bootstrap_gpus, a_rank_without) {
-    Machine m = make_machine(3, 4);
-    m.reports[1].count = 0;
-    snprintf(m.reports[1].reason, sizeof(m.reports[1].reason), "expected a CUDA driver, got none");
-    SAID(m, "rank 1: expected a CUDA driver, got none");
-    m = make_machine(1, 0);
-    SAID(m, "expected a GPU");
-    CHECK(!strstr(m.reason, "rank"), "one rank alone needs no number: %s", m.reason);
-}
-
-SoloTest(bootstrap_gpus, no_such_device) {
-    Machine m = make_machine(2, 4);
-    m.reports[1].wanted = 4;
-    SAID(m, "rank 1", "a device of 0 .. 3", "got 4");
-}
-
-SoloTest(bootstrap_gpus, too_old) {
-    Machine m = make_machine(2, 2);
-    m.reports[0].gpu[1].capability = m.reports[1].gpu[1].capability = 80;
-    snprintf(m.reports[1].gpu[1].name, sizeof(m.reports[1].gpu[1].name), "NVIDIA A100");
-    SAID(m, "rank 1", "capability 9.0", "got 8.0", "device 1", "NVIDIA A100", "0000:01:00.0");
-}
-
-SoloTest(bootstrap_gpus, rows_too_large_for_shared_memory) {
-    Machine m = make_machine(2, 2);
-    for (int r = 0; r < 2; r++)
-        for (int d = 0; d < 2; d++)
-            m.reports[r].gpu[d].shared_bytes = NEEDS - 1;
-    SAID(m, "rank 0", "60000 bytes of shared memory", "got 59999 bytes");
+SoloTest(bootstrap_gpus, shared_memory_that_rows_need) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.max_row_bytes = 14336, config.max_top_k = 8, config.max_scale_bytes = 224;
     int64_t needs = ep_cuda_least_shared(&config, 2);
@@ -188,105 +190,6 @@ SoloTest(bootstrap_gpus, experts_too_many_for_shared_memory) {
     CHECK(ep_cuda_least_shared(&config, 8) > h200, "5720 experts fit");
     config.num_experts = EP_MAX_EXPERTS;
     CHECK(ep_cuda_least_shared(&config, 72) > INT64_C(600) << 20, "it overflowed");
-}
-
-SoloTest(bootstrap_gpus, several_kinds) {
-    Machine m = make_machine(3, 3);
-    for (int r = 0; r < 3; r++)
-        snprintf(m.reports[r].gpu[2].name, sizeof(m.reports[r].gpu[2].name), "NVIDIA H100 PCIe");
-    SAID(m, "one kind", "NVIDIA H200", "rank 0", "NVIDIA H100 PCIe", "rank 2");
-    m = make_machine(2, 2);
-    for (int r = 0; r < 2; r++)
-        m.reports[r].gpu[1].num_sms = 114;
-    SAID(m, "one kind", "132 multiprocessors", "114");
-}
-
-SoloTest(bootstrap_gpus, out_of_reach) {
-    Machine m = make_machine(4, 4);
-    m.reports[3].gpu[3].reaches = ~(1u << 1);
-    SERVED(m, 0, 1, 2, 3);
-    CHECK_DOMAINS(m, 0, 0, 0, 1);
-    /* If a process does not see its peers' GPUs, opening the window finds out whether they are
-     * reachable. */
-    m = make_machine(2, 1);
-    m.reports[1].gpu[0] = make_gpu(1);
-    m.reports[0].gpu[0].reaches = m.reports[1].gpu[0].reaches = 0;
-    SERVED(m, 0, 0);
-}
-
-SoloTest(bootstrap_gpus, several_nodes) {
-    Machine m = make_machine(4, 2);
-    for (int r = 2; r < 4; r++) {
-        m.nodes[r] = 1;
-        for (int d = 0; d < 2; d++)
-            m.reports[r].gpu[d] = make_gpu(4 + d);
-    }
-    SERVED(m, 0, 1, 0, 1);
-}
-
-/* Ranks of pretended nodes see the same GPUs, and divide them. */
-SoloTest(bootstrap_gpus, pretended_nodes) {
-    Machine m = make_machine(4, 4);
-    m.nodes[1] = m.nodes[3] = 1;
-    SERVED(m, 0, 1, 2, 3);
-    m = make_machine(2, 1);
-    m.nodes[1] = 1;
-    m.reports[0].may_share = m.reports[1].may_share = 1;
-    SAID(m, "a GPU for each rank of a group on several nodes", "ranks 0 and 1", "NVIDIA H200");
-}
-
-/* NCCL takes ranks whose NCCL_HOSTID differs for different hosts, so it connects those that share.
- */
-SoloTest(bootstrap_gpus, shared_by_pretended_nodes) {
-    Machine m = make_machine(4, 1);
-    m.pretended = 1;
-    for (int r = 0; r < 4; r++) {
-        m.reports[r].may_share = 1, m.nodes[r] = r / 2;
-        m.reports[r].nccl_host[0] = (char)('0' + r);
-    }
-    SERVED(m, 0, 0, 0, 0);
-    CHECK_DOMAINS(m, 0, 0, 1, 1);
-    CHECK(ep_gpus_nccl(m.reports, 4, m.devices), "not connected");
-    m.reports[2].may_share = 0;
-    SAID(m, "a GPU for each rank", "ranks 0 and 2", "LIBEP_SHARE_GPUS=yes");
-    m.reports[2].may_share = 1, m.reports[3].nccl_host[0] = '1';
-    SAID(m, "ranks 1 and 3", "NCCL_HOSTID of every rank");
-    CHECK(!ep_gpus_nccl(m.reports, 4, m.devices), "connected");
-    m.reports[3].nccl_host[0] = 0;
-    SAID(m, "ranks 0 and 3", "NCCL_HOSTID of every rank");
-    for (int r = 0; r < 4; r++)
-        m.nodes[r] = 0;
-    SERVED(m, 0, 0, 0, 0);
-    CHECK(!ep_gpus_nccl(m.reports, 4, m.devices), "connected");
-}
-
-/* A fabric joins the GPUs of machines, clique by clique; pretended nodes stay apart. */
-SoloTest(bootstrap_gpus, one_fabric) {
-    Machine m = make_machine(4, 1);
-    for (int r = 0; r < 4; r++) {
-        m.nodes[r] = r;
-        m.reports[r].gpu[0] = make_gpu(r);
-        m.reports[r].gpu[0].fabric[3] = r == 1 ? 8 : 7;
-    }
-    SERVED(m, 0, 0, 0, 0);
-    CHECK_DOMAINS(m, 0, 1, 0, 0);
-    for (int r = 0; r < 4; r++)
-        m.nodes[r] = r, m.reports[r].gpu[0].fabric[3] = 7, m.reports[r].gpu[0].clique = r / 2;
-    SERVED(m, 0, 0, 0, 0);
-    CHECK_DOMAINS(m, 0, 0, 1, 1);
-    for (int r = 0; r < 4; r++)
-        m.nodes[r] = r;
-    m.pretended = 1;
-    SERVED(m, 0, 0, 0, 0);
-    CHECK_DOMAINS(m, 0, 1, 2, 3);
-}
-
-SoloTest(bootstrap_gpus, nodes_of_other_kinds) {
-    Machine m = make_machine(2, 1);
-    m.nodes[1] = 1;
-    m.reports[1].gpu[0] = make_gpu(4);
-    m.reports[1].gpu[0].num_sms = 78;
-    SAID(m, "GPUs of one kind", "rank 1");
 }
 
 SoloTest(bootstrap_gpus, too_many_ranks_on_a_node) {
@@ -321,8 +224,7 @@ SoloTest(bootstrap_gpus, what_a_wish_becomes) {
 
 /* If the CUDA backend is requested by name, every rank refuses it with the same words. */
 ThreadTest(bootstrap_gpus, refused_on_every_rank, 2) {
-    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
-    config.num_experts = 4, config.max_tokens = 4, config.max_top_k = 2, config.max_row_bytes = 64;
+    EpGroupConfig config = group_config(2);
     config.backend = EP_BACKEND_CUDA;
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     CHECK_OK(ep_group_memory(&config, 2, &memory));
@@ -334,9 +236,8 @@ ThreadTest(bootstrap_gpus, refused_on_every_rank, 2) {
                   "rank 0: ", but + strlen("but "));
     CHECK(group == NULL, "a group was made");
     config.backend = EP_BACKEND_AUTO;
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     CHECK(info.backend == EP_BACKEND_HOST && info.device == -1 && !info.gpu[0], "%d, %d, %s",
           (int)info.backend, info.device, info.gpu);
     CHECK(strstr(info.reason, but + strlen("but ")), "%s", info.reason);
@@ -345,8 +246,8 @@ ThreadTest(bootstrap_gpus, refused_on_every_rank, 2) {
 
 /* If only some ranks brought a communicator, ranks would wait for each other in different calls. */
 ThreadTest(bootstrap_gpus, communicator_on_one_rank_alone, 2) {
-    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
-    config.num_experts = 4, config.max_tokens = 4, config.max_top_k = 2, config.max_row_bytes = 64;
+    EpGroupConfig config = group_config(2);
+    config.backend = EP_BACKEND_AUTO;
     if (bootstrap->rank == 1) config.nccl_comm = &config;
     CHECK_NO_GROUP(bootstrap, &config, EP_ERR_MISMATCH, "config.nccl_comm", "0 on rank 0",
                    "1 on rank 1");

@@ -129,7 +129,7 @@ static void run_steps(Rank *self, const Step *step) {
     while (status == EP_OK && report->calls < CALLS) {
         int call = report->calls % NUM_CALLS;
         double begin = begin_phase(self, OPERATIONS + call, report->calls++ / NUM_CALLS);
-        status = end_phase(self, OPERATIONS + call, begin, calls[call](step));
+        status = end_phase(self, OPERATIONS + call, begin, call_op(step, call_number(call)));
     }
 }
 

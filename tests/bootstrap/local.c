@@ -27,14 +27,6 @@ ThreadTest(bootstrap_local, barrier_waits_for_everyone, 4) {
     }
 }
 
-ThreadTest(bootstrap_local, ranks_and_size, 3) {
-    CHECK(bootstrap->rank >= 0 && bootstrap->rank < 3 && bootstrap->size == 3, "%d of %d",
-          bootstrap->rank, bootstrap->size);
-    int all[3];
-    CHECK_OK(bootstrap->allgather(bootstrap->context, &bootstrap->rank, all, sizeof(int), 60));
-    CHECK(all[0] == 0 && all[1] == 1 && all[2] == 2, "%d %d %d", all[0], all[1], all[2]);
-}
-
 /* All ranks of a node see its segments, which are zeroed and do not overlap. */
 ThreadTest(bootstrap_local, shared_memory_of_a_node, 4) {
     enum { BYTES = 1000 };
@@ -110,8 +102,7 @@ typedef struct Crowd {
 static void crowd_body(const EpBootstrap *bootstrap, void *arg) {
     Crowd *crowd = arg;
     Step step = open_step(bootstrap, &crowd->c);
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(step.group, &info));
+    EpGroupInfo info = group_info(step.group);
     CHECK(info.num_nodes == 2, "%d nodes", info.num_nodes);
     CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
     double begin = seconds_now();
@@ -187,19 +178,4 @@ ThreadTest(bootstrap_local, wrong_bootstraps, 1) {
         check_note("bootstrap %zu", i);
         CHECK_NO_GROUP(&own, &config, wrong->status, wrong->field, wrong->got);
     }
-}
-
-static EpStatus broken_allgather(__attribute__((unused)) void *context,
-                                 __attribute__((unused)) const void *in,
-                                 __attribute__((unused)) void *out,
-                                 __attribute__((unused)) size_t bytes,
-                                 __attribute__((unused)) double timeout) {
-    return ep_set_last_error(EP_ERR_BOOTSTRAP, "the store at 10.0.0.7 is gone");
-}
-
-ThreadTest(bootstrap_local, failure_of_a_callback_reaches_the_caller, 1) {
-    EpBootstrap own = gathers_alone(bootstrap);
-    own.allgather = broken_allgather;
-    EpGroupConfig config = group_config(1);
-    CHECK_NO_GROUP(&own, &config, EP_ERR_BOOTSTRAP, "10.0.0.7");
 }

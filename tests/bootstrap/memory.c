@@ -109,10 +109,8 @@ ThreadTest(bootstrap_memory, weights, RANKS) {
     create_without_memory(bootstrap, &own, WEIGHT);
 }
 
-ThreadTest(bootstrap_memory, windows, RANKS) {
+GroupTest(bootstrap_memory, windows, RANKS, "") {
     if (TESTS_SANITIZED) return;
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroup *group = open_group(bootstrap, &c);
     void *memory = &group;
     int mine = bootstrap->rank == 1;
     watch_fail(mine ? 1 : 0);
@@ -125,5 +123,4 @@ ThreadTest(bootstrap_memory, windows, RANKS) {
     CHECK_OK(ep_mem_free(group, memory));
     CHECK(watch_fail(0) == mine, "ep_mem_free allocates");
     CHECK_OK(ep_group_status(group, NULL));
-    ep_group_destroy(group);
 }

@@ -9,18 +9,7 @@ enum { RANKS = 3, PAGE = 4096 };
 
 TestSuite(bootstrap_windows, .init = be_quiet);
 
-static EpGroup *open_plain(const EpBootstrap *bootstrap, double seconds) {
-    EpGroupConfig config = group_config(bootstrap->size);
-    config.timeout_seconds = seconds;
-    EpGroup *group = open_group_with(bootstrap, &config);
-    return group;
-}
-
-static int64_t library_bytes(const EpGroup *group) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
-    return info.library_bytes;
-}
+static _Thread_local _Alignas(PAGE) char pages[4 * PAGE]; /* of the caller */
 
 /* Allocate memory; check that it is zeroed and aligned, and write all of it. */
 static char *take(EpGroup *group, size_t bytes) {
@@ -34,74 +23,49 @@ static char *take(EpGroup *group, size_t bytes) {
     return data;
 }
 
-/* Returns page-aligned memory of the caller. */
-static char *new_pages(size_t count) {
-    char *pages = aligned_alloc(PAGE, count * PAGE);
-    CHECK(pages != NULL, "no pages");
-    return pages;
-}
-
 /* ---- allocation and registration ---- */
 
-ThreadTest(bootstrap_windows, sizes_may_differ, RANKS) {
-    EpGroup *group = open_plain(bootstrap, 60);
-    int64_t before = library_bytes(group);
+GroupTest(bootstrap_windows, sizes_may_differ, RANKS, "") {
+    int64_t before = group_info(group).library_bytes;
     for (size_t unit = 1; unit < 100000; unit *= 10) {
         char *memory = take(group, unit * (size_t)(bootstrap->rank + 1));
-        CHECK(library_bytes(group) == before, "memory of the caller is counted");
+        CHECK(group_info(group).library_bytes == before, "memory of the caller is counted");
         CHECK_OK(ep_mem_free(group, memory));
     }
-    ep_group_destroy(group);
 }
 
-/* Run a whole step between two changes of the windows. */
-static void step_with(EpGroup *group, const World *world, int rank) {
-    EpHandle *handle = open_handle(group, &world->c);
-    Step step = {group, handle, world, rank, NULL};
-    step_all(&step);
-    ep_handle_destroy(handle);
-}
-
-/* Memory is freed in any order and allocated again; the rest keeps its contents. */
-ThreadTest(bootstrap_windows, freed_in_the_middle, RANKS) {
-    Case c = {.ranks = RANKS, .weighted = 1, .seed = 3};
-    World *world = world_new(&c);
-    EpGroup *group = open_group(bootstrap, &world->c);
+/* Memory is freed in any order and allocated again; the rest keeps its contents. Steps run between
+ * two changes. */
+StepTest(bootstrap_windows, freed_in_the_middle, RANKS, "weighted=1 seed=3") {
     static const int order[] = {2, 0, 4, 2, 3, 2, 0, 1};
     char *memory[5];
     for (int i = 0; i < 5; i++)
-        memory[i] = take(group, 1000), memset(memory[i], i, 1000);
+        memory[i] = take(step->group, 1000), memset(memory[i], i, 1000);
     for (int i = 0; i < 8; i++) {
         int which = order[i];
-        CHECK_OK(ep_mem_free(group, memory[which]));
-        step_with(group, world, bootstrap->rank);
-        memory[which] = take(group, 1000);
+        CHECK_OK(ep_mem_free(step->group, memory[which]));
+        step_all(step);
+        memory[which] = take(step->group, 1000);
         memset(memory[which], which, 1000);
         for (int k = 0; k < 5000; k++)
             if (memory[k / 1000][k % 1000] != k / 1000)
                 CHECK(false, "memory %d has lost byte %d", k / 1000, k % 1000);
     }
     for (int i = 4; i >= 0; i--)
-        CHECK_OK(ep_mem_free(group, memory[i]));
-    ep_group_destroy(group);
-    world_free(world);
+        CHECK_OK(ep_mem_free(step->group, memory[i]));
 }
 
 /* Destroying the group frees what is left. The address sanitizer would report a leak. */
 ThreadTest(bootstrap_windows, left_to_the_group, RANKS) {
-    EpGroup *group = open_plain(bootstrap, 60);
-    char *pages = new_pages(2);
+    EpGroup *group = open_group_of(bootstrap, "");
     take(group, 12345);
     CHECK_OK(ep_window_register(group, pages, 2 * PAGE));
     take(group, 1);
     ep_group_destroy(group);
     memset(pages, 1, 2 * PAGE);
-    free(pages);
 }
 
-ThreadTest(bootstrap_windows, registered_memory_keeps_its_contents, RANKS) {
-    EpGroup *group = open_plain(bootstrap, 60);
-    char *pages = new_pages(3);
+GroupTest(bootstrap_windows, registered_memory_keeps_its_contents, RANKS, "") {
     memset(pages, 0x33, 3 * PAGE);
     for (int i = 0; i < 3; i++) {
         CHECK_OK(ep_window_register(group, pages, PAGE));
@@ -111,13 +75,11 @@ ThreadTest(bootstrap_windows, registered_memory_keeps_its_contents, RANKS) {
     }
     for (int i = 0; i < 3 * PAGE; i++)
         if (pages[i] != 0x33) CHECK(false, "byte %d was written", i);
-    ep_group_destroy(group);
-    free(pages);
 }
 
 /* Two groups of a rank have separate windows. */
 ThreadTest(bootstrap_windows, of_another_group, 2) {
-    EpGroup *one = open_plain(bootstrap, 60), *two = open_plain(bootstrap, 60);
+    EpGroup *one = open_group_of(bootstrap, ""), *two = open_group_of(bootstrap, "");
     char *memory = take(one, 64);
     CHECK_REFUSED(ep_mem_free(two, memory), EP_ERR_FOREIGN, "ep_mem_free", "memory");
     CHECK_OK(ep_mem_free(one, memory));
@@ -128,7 +90,7 @@ ThreadTest(bootstrap_windows, of_another_group, 2) {
 /* ---- refused calls ---- */
 
 ThreadTest(bootstrap_windows, no_live_group, 1) {
-    EpGroup *group = open_plain(bootstrap, 60);
+    EpGroup *group = open_group_of(bootstrap, "");
     void *out = &group;
     ep_group_destroy(group);
     EpGroup *const groups[] = {NULL, group};
@@ -147,8 +109,7 @@ ThreadTest(bootstrap_windows, no_live_group, 1) {
     CHECK_REFUSED(ep_mem_alloc((EpGroup *)(void *)other, 64, &out), EP_ERR_FOREIGN, "group");
 }
 
-ThreadTest(bootstrap_windows, wrong_arguments_of_alloc, 2) {
-    EpGroup *group = open_plain(bootstrap, 60);
+GroupTest(bootstrap_windows, wrong_arguments_of_alloc, 2, "") {
     void *out = &group;
     CHECK_REFUSED(ep_mem_alloc(group, 64, NULL), EP_ERR_NULL, "ep_mem_alloc", "out", "NULL");
     CHECK_REFUSED(ep_mem_alloc(group, 0, &out), EP_ERR_RANGE, "ep_mem_alloc", "bytes", "got 0");
@@ -156,12 +117,10 @@ ThreadTest(bootstrap_windows, wrong_arguments_of_alloc, 2) {
                   "got 18446744073709551615");
     CHECK(out == &group, "an output was written");
     CHECK_OK(ep_mem_free(group, take(group, 64)));
-    ep_group_destroy(group);
 }
 
-ThreadTest(bootstrap_windows, wrong_arguments_of_register, 2) {
-    EpGroup *group = open_plain(bootstrap, 60);
-    char *pages = new_pages(4), *taken = take(group, 64);
+GroupTest(bootstrap_windows, wrong_arguments_of_register, 2, "") {
+    char *taken = take(group, 64);
     CHECK_OK(ep_window_register(group, pages + PAGE, PAGE));
     CHECK_REFUSED(ep_window_register(group, NULL, PAGE), EP_ERR_NULL, "ep_window_register",
                   "memory", "NULL");
@@ -177,13 +136,10 @@ ThreadTest(bootstrap_windows, wrong_arguments_of_register, 2) {
     /* Adjacent windows do not overlap. */
     CHECK_OK(ep_window_register(group, pages, PAGE));
     CHECK_OK(ep_window_register(group, pages + 2 * PAGE, 2 * PAGE));
-    ep_group_destroy(group);
-    free(pages);
 }
 
-ThreadTest(bootstrap_windows, memory_that_is_none, 2) {
-    EpGroup *group = open_plain(bootstrap, 60);
-    char *memory = take(group, 256), *pages = new_pages(1);
+GroupTest(bootstrap_windows, memory_that_is_none, 2, "") {
+    char *memory = take(group, 256);
     CHECK_REFUSED(ep_mem_free(group, &group), EP_ERR_FOREIGN, "ep_mem_free", "memory");
     CHECK_REFUSED(ep_mem_free(group, memory + 128), EP_ERR_FOREIGN, "ep_mem_free", "memory");
     CHECK_OK(ep_mem_free(group, NULL));
@@ -194,13 +150,10 @@ ThreadTest(bootstrap_windows, memory_that_is_none, 2) {
     CHECK_OK(ep_window_register(group, pages, PAGE));
     CHECK_OK(ep_window_deregister(group, pages));
     CHECK_REFUSED(ep_window_deregister(group, pages), EP_ERR_FOREIGN, "memory");
-    ep_group_destroy(group);
-    free(pages);
 }
 
-ThreadTest(bootstrap_windows, too_many, 2) {
-    EpGroup *group = open_plain(bootstrap, 60);
-    char *memory[EP_MAX_WINDOWS], *pages = new_pages(1);
+GroupTest(bootstrap_windows, too_many, 2, "") {
+    char *memory[EP_MAX_WINDOWS];
     void *out = &group;
     for (int i = 0; i < EP_MAX_WINDOWS; i++)
         memory[i] = take(group, 10);
@@ -212,8 +165,6 @@ ThreadTest(bootstrap_windows, too_many, 2) {
     CHECK_REFUSED(ep_mem_alloc(group, 10, &out), EP_ERR_RANGE, "at most 32 windows");
     CHECK_OK(ep_window_deregister(group, pages));
     take(group, 10);
-    ep_group_destroy(group);
-    free(pages);
 }
 
 /* ---- refused on one rank, an error on all ---- */
@@ -226,9 +177,8 @@ static void check_wrong_on_rank_1(const EpBootstrap *bootstrap, EpStatus got, Ep
     CHECK(strstr(ep_last_error(), word), "no '%s' in: %s", word, ep_last_error());
 }
 
-ThreadTest(bootstrap_windows, mistake_of_one_rank, RANKS) {
-    EpGroup *group = open_plain(bootstrap, 60);
-    char *memory = take(group, 64), *pages = new_pages(1);
+GroupTest(bootstrap_windows, mistake_of_one_rank, RANKS, "") {
+    char *memory = take(group, 64);
     void *out = &group;
     int wrong = bootstrap->rank == 1;
     check_wrong_on_rank_1(bootstrap, ep_mem_alloc(group, wrong ? 0 : 64, &out), EP_ERR_RANGE,
@@ -246,14 +196,12 @@ ThreadTest(bootstrap_windows, mistake_of_one_rank, RANKS) {
     CHECK_OK(ep_window_deregister(group, pages));
     CHECK_OK(ep_mem_free(group, memory));
     CHECK_OK(ep_group_status(group, NULL));
-    ep_group_destroy(group);
-    free(pages);
 }
 
 /* The ranks whose allocation succeeded free it again. */
 ThreadTest(bootstrap_windows, no_memory_on_one_rank, RANKS) {
     if (TESTS_SANITIZED) return; /* sanitizers abort the process instead */
-    EpGroup *group = open_plain(bootstrap, 60);
+    EpGroup *group = open_group_of(bootstrap, "");
     void *out = &group;
     size_t bytes = bootstrap->rank == 1 ? (size_t)1 << 62 : 64;
     for (int i = 0; i < EP_MAX_WINDOWS + 1; i++)
@@ -264,9 +212,8 @@ ThreadTest(bootstrap_windows, no_memory_on_one_rank, RANKS) {
     ep_group_destroy(group);
 }
 
-ThreadTest(bootstrap_windows, ranks_that_differ, RANKS) {
-    EpGroup *group = open_plain(bootstrap, 60);
-    char *one = take(group, 64), *two = take(group, 64), *pages = new_pages(2);
+GroupTest(bootstrap_windows, ranks_that_differ, RANKS, "") {
+    char *one = take(group, 64), *two = take(group, 64);
     void *out = &group;
     int odd = bootstrap->rank == 2;
     CHECK_REFUSED(ep_window_register(group, pages, odd ? 2 * PAGE : PAGE), EP_ERR_MISMATCH,
@@ -278,16 +225,13 @@ ThreadTest(bootstrap_windows, ranks_that_differ, RANKS) {
     CHECK(out == &group, "an output was written");
     CHECK_OK(ep_mem_free(group, two));
     CHECK_OK(ep_mem_free(group, one));
-    ep_group_destroy(group);
-    free(pages);
 }
 
 static int gave_up; /* number of ranks */
 
 /* A rank does not call: the other ranks' errors name it, and their group has failed. */
-ThreadTest(bootstrap_windows, absent_rank, RANKS) {
-    EpGroup *group = open_plain(bootstrap, 0.3);
-    char *memory = take(group, 64), *pages = new_pages(1);
+GroupTest(bootstrap_windows, absent_rank, RANKS, "timeout=0.3") {
+    char *memory = take(group, 64);
     void *out = &group;
     EpFinding finding = EP_FINDING_INIT;
     if (bootstrap->rank != 2) {
@@ -303,14 +247,12 @@ ThreadTest(bootstrap_windows, absent_rank, RANKS) {
     }
     while (__atomic_load_n(&gave_up, __ATOMIC_SEQ_CST) < 2)
         usleep(1000);
-    ep_group_destroy(group);
-    free(pages);
 }
 
 /* A rank calls an operation after the others have given up waiting for it in a collective call. */
 ThreadTest(bootstrap_windows, late_rank_learns_of_the_failure, RANKS) {
     HOST_ONLY("waits on devices end by their own deadline");
-    EpGroup *group = open_plain(bootstrap, bootstrap->rank == 2 ? 30 : 0.3);
+    EpGroup *group = open_group_of(bootstrap, bootstrap->rank == 2 ? "" : "timeout=0.3");
     void *out = &group;
     EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
     EpHandle *handle = open_handle_with(group, NULL);
@@ -328,8 +270,7 @@ ThreadTest(bootstrap_windows, late_rank_learns_of_the_failure, RANKS) {
 
 /* One rank destroys its group instead: the others get an error either way, and their group has
  * failed. */
-ThreadTest(bootstrap_windows, group_destroyed_by_one_rank, RANKS) {
-    EpGroup *group = open_plain(bootstrap, 0.3);
+GroupTest(bootstrap_windows, group_destroyed_by_one_rank, RANKS, "timeout=0.3") {
     void *out = &group;
     if (bootstrap->rank != 2) {
         EpStatus status = ep_mem_alloc(group, 64, &out);
@@ -338,5 +279,4 @@ ThreadTest(bootstrap_windows, group_destroyed_by_one_rank, RANKS) {
         CHECK_STATUS(ep_group_status(group, NULL), status);
         CHECK(out == &group, "an output was written");
     }
-    ep_group_destroy(group);
 }

@@ -1,48 +1,36 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/cases/calls.h"
 
-EpStatus call_prepare(const Step *step) {
-    const RankWorld *me = &step->world->rank[step->rank];
-    EpTensor topk_idx = ep_tensor_2d(me->index, EP_TYPE_INT64, me->rows, step->world->c.top_k);
-    return ep_prepare(step->handle, NULL, &topk_idx, NULL, NULL, NULL);
+/* The tensors live as long as the test: a failed operation may have begun to write. */
+EpStatus call_op(const Step *step, StepOp op) {
+    static const StepOutput written[] = {OUT_TOKENS, OUT_SUMS, OUT_GRAD_ROWS, OUT_GRAD_TOKENS};
+    static _Thread_local char *room, *index;
+    StepMemory memory = {.counters = NULL};
+    if (!room) room = calloc(1, 1 << 16), index = calloc(1, 1 << 16);
+    for (StepInput i = 0; i < INPUTS; i++)
+        memory.in[i] = step_input(step, i).data;
+    step_fill(step, IN_INDEX, index), memory.in[IN_INDEX] = index;
+    for (int i = 0; i < LENGTH(written); i++)
+        memory.out[written[i]] = room;
+    return step_call(step, &memory, op, NULL);
 }
 
-/* The outputs live as long as the test: a failed operation may have begun to write. */
-EpStatus call_dispatch(const Step *step) {
-    static _Thread_local _Alignas(16) char room[1 << 16];
-    EpTensor tokens = step_tokens(step);
-    EpTensor rows = step_rows(step, room, EP_TYPE_BF16, step->world->c.hidden);
-    return ep_dispatch(step->handle, NULL, NULL, &tokens, NULL, NULL, NULL, &rows, NULL, NULL,
-                       NULL);
+EpStatus call_ops(const Step *step, unsigned ops) {
+    EpStatus first = EP_OK;
+    for (unsigned op = STEP_PREPARE; op <= ops; op <<= 1) {
+        if (!(ops & op)) continue;
+        GPU_ENQUEUES(ops >= 2 * op && op != STEP_PREPARE);
+        EpStatus status = call_op(step, (StepOp)op);
+        if (first == EP_OK) first = status;
+    }
+    GPU_ENQUEUES(0);
+    return first == EP_OK && TESTS_ON_GPU ? ep_group_status(step->group, NULL) : first;
 }
 
-EpStatus call_combine(const Step *step) {
-    static _Thread_local _Alignas(16) char room[1 << 16];
-    EpTensor rows = step_expert_out(step), out = step_grad_out(step);
-    out.data = room;
-    return ep_combine(step->handle, NULL, &rows, NULL, NULL, NULL, &out);
-}
-
-EpStatus call_combine_backward(const Step *step) {
-    static _Thread_local _Alignas(16) char room[1 << 16];
-    EpTensor grad = step_grad_out(step);
-    EpTensor rows = step_rows(step, room, EP_TYPE_BF16, step->world->c.hidden);
-    return ep_combine_backward(step->handle, NULL, &grad, NULL, NULL, NULL, &rows, NULL);
-}
-
-EpStatus call_dispatch_backward(const Step *step) {
-    static _Thread_local _Alignas(16) char room[1 << 16];
-    EpTensor rows = step_expert_out(step), out = step_grad_out(step);
-    out.data = room;
-    return ep_dispatch_backward(step->handle, NULL, &rows, NULL, NULL, &out, NULL);
-}
-
-const Call calls[NUM_CALLS] = {call_prepare, call_dispatch, call_combine, call_combine_backward,
-                               call_dispatch_backward};
-const char *const call_phases[NUM_CALLS] = {"prepare", "dispatch", "combine", "combine backward",
-                                            "dispatch backward"};
-
-EpStatus call_outcome(Call call, const Step *step) {
-    EpStatus status = call(step);
-    return status == EP_OK && TESTS_ON_GPU ? ep_group_status(step->group, NULL) : status;
+const char *op_phase(StepOp op) {
+    return op == STEP_PREPARE                            ? "prepare"
+           : op & (STEP_DISPATCH | STEP_DISPATCH_PHASES) ? "dispatch"
+           : op & (STEP_COMBINE | STEP_COMBINE_PHASES)   ? "combine"
+           : op == STEP_COMBINE_BACKWARD                 ? "combine backward"
+                                                         : "dispatch backward";
 }

@@ -3,26 +3,22 @@
 #define TESTS_CASES_CALLS_H
 
 /**
- * Calls that may fail: one operation on a step's tensors, with an output that nobody looks at.
+ * Calls that may fail: operations on a step's tensors, with outputs that nobody looks at.
  */
 
 #include "tests/cases/step.h"
 
-typedef EpStatus (*Call)(const Step *step);
+EpStatus call_op(const Step *step, StepOp op);
 
-EpStatus call_prepare(const Step *step);
-EpStatus call_dispatch(const Step *step);
-EpStatus call_combine(const Step *step);
-EpStatus call_combine_backward(const Step *step);
-EpStatus call_dispatch_backward(const Step *step);
+/** Call operations in the order of StepOp, each behind the others, and return the first error. On
+ *  GPUs a call returns while it is running, and ep_group_status reports errors. */
+EpStatus call_ops(const Step *step, unsigned ops);
 
-/** All of them, in the order of a step, and their names in sentences. */
+/** Returns the name of an operation in sentences. */
+const char *op_phase(StepOp op);
+
+/** Throughput mode has this many operations, in this order. */
 enum { NUM_CALLS = 5 };
-extern const Call calls[NUM_CALLS];
-extern const char *const call_phases[NUM_CALLS];
-
-/** Returns a call's final status. On GPUs a call returns while it is running, and ep_group_status
- *  reports errors. */
-EpStatus call_outcome(Call call, const Step *step);
+#define call_number(n) ((StepOp)(1u << (n)))
 
 #endif

@@ -51,7 +51,9 @@ Case case_complete(Case c) {
     }
     const CaseLayout *layout = case_layout(&c);
     if (!c.mode) c.mode = EP_MODE_THROUGHPUT;
-    if (c.mode != EP_MODE_LATENCY || layout->has_rows) c.weights_at_combine = 0;
+    if (layout->has_rows) c.by_entry = 0;
+    if (c.by_entry) c.sum_quant = EP_QUANT_NONE;
+    if ((c.mode != EP_MODE_LATENCY && !c.by_entry) || layout->has_rows) c.weights_at_combine = 0;
     if (c.weights_at_combine) c.weighted = 0;
     if (c.zero_tail == EP_TAIL_IDS && !layout->has_rows) c.zero_tail = EP_TAIL_KEEP;
     int64_t tokens = (int64_t)c.ranks * c.max_tokens, slots = tokens * c.top_k;
@@ -87,6 +89,7 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, rows_per_expert, NULL),
     TEXT_FIELD(Case, overflow, TEXT_OVERFLOWS),
     TEXT_FIELD(Case, weighted, NULL),
+    TEXT_FIELD(Case, by_entry, NULL),
     TEXT_FIELD(Case, weights_at_combine, NULL),
     TEXT_FIELD(Case, scale_bytes, NULL),
     TEXT_FIELD(Case, counted, NULL),
@@ -106,6 +109,7 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, global_ids, NULL),
     TEXT_FIELD(Case, biases, NULL),
     TEXT_FIELD(Case, counters, NULL),
+    TEXT_FIELD(Case, block_rows, NULL),
     TEXT_FIELD(Case, all_weights, NULL),
     TEXT_FIELD(Case, seed, NULL),
 };
@@ -209,6 +213,7 @@ EpGroupConfig case_group_config(const Case *c) {
     config.backend = TEST_BACKEND;
     config.timeout_seconds = c->timeout;
     if (c->mode == EP_MODE_LATENCY || c->sets) config.latency_sets = c->sets ? c->sets : 4;
+    if (c->by_entry) config.sums = EP_SUMS_BY_ENTRY;
     if (c->merged) config.duplicates = EP_DUPLICATES_MERGE;
     return config;
 }
@@ -220,6 +225,8 @@ EpHandleConfig case_handle_config(const Case *c) {
         config.rows_per_expert = c->rows_per_expert;
     else
         config.max_recv_rows = c->capacity;
+    config.alignment = c->alignment;
+    config.overflow = (int32_t)c->overflow;
     config.zero_tail = c->zero_tail;
     config.padding = c->padding;
     config.sum_quant = c->sum_quant;

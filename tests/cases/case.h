@@ -55,8 +55,9 @@ typedef struct Case {
     int64_t rows_per_expert; /**< BATCHED: enough for any routing */
     EpOverflow overflow;     /**< ERROR */
     int weighted;            /**< dispatch sends topk_weights, and combine is weighted */
-    int weights_at_combine;  /**< latency mode, unless case_has_rows: combine gets topk_weights, and
-                                  the case is not `weighted` */
+    int by_entry;            /**< EP_SUMS_BY_ENTRY; not where case_has_rows */
+    int weights_at_combine;  /**< latency mode or by_entry, unless case_has_rows: combine gets
+                                  topk_weights, and the case is not `weighted` */
     int scale_bytes;         /**< per row; 0: no scales */
     int counted;             /**< num_tokens is given, and input tensors have max_tokens rows */
     int spare_rows;          /**< rows of the receive buffers beyond those needed */
@@ -76,6 +77,8 @@ typedef struct Case {
     int global_ids;  /**< recv_topk_idx has global expert ids; ignored where a layout has none */
     int biases;      /**< added to the sums of combine and dispatch_backward: 0, 1 or 2 */
     int counters;    /**< calls add to counters: 1: to all, 2 or 3: to every other one */
+    int block_rows;  /**< dispatch stores ready words, and combine reads done words, of blocks of so
+                          many rows; 0: neither */
     int all_weights; /**< rank-major rows get all K weights; ignored in other layouts */
     uint64_t seed;
 } Case;

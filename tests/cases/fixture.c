@@ -27,6 +27,8 @@ void fixture_open_on(Fixture *fixture, const EpBootstrap *bootstrap, const Case 
     fixture->group = open_group(bootstrap, &fixture->world->c);
     fixture->handle = open_handle(fixture->group, &fixture->world->c);
     fixture->step = (Step){fixture->group, fixture->handle, fixture->world, bootstrap->rank, NULL};
+    if (c->named) open_plan(fixture->group, &fixture->world->c, &fixture->memory);
+    if (c->named) fixture->step.plan = &fixture->memory;
     fixture_reset(fixture);
 }
 
@@ -65,6 +67,7 @@ static void free_images(Fixture *fixture) {
 void fixture_close_on(Fixture *fixture) {
     free_images(fixture);
     ep_group_destroy(fixture->group);
+    free(fixture->memory.data);
     world_free(fixture->world);
 }
 
@@ -77,6 +80,7 @@ void fixture_close(Fixture *fixture) {
 void fixture_reset(Fixture *fixture) {
     const Case *c = &fixture->world->c;
     free_images(fixture);
+    fixture->named = fixture->memory, fixture->plan = c->named ? &fixture->named : NULL;
     for (int i = 0; i < STEP_ARRAYS; i++) {
         EpTensor *t = &fixture->tensor[i];
         *t = i < INPUTS         ? step_input(&fixture->step, (StepInput)i)
@@ -101,6 +105,7 @@ void fixture_reset(Fixture *fixture) {
     if (!quant_form(c->quant)->is_global) fixture->arg[IN_GLOBAL_SCALE] = NULL;
     for (int i = EXPERT_TOKENS; i < STEP_ARRAYS; i++)
         fixture->arg[i] = NULL;
+    fixture->step.block_rows = fixture->step.expected = 0;
 }
 
 EpStatus fixture_call(Fixture *fixture, StepOp op) {
@@ -158,10 +163,16 @@ static Part find_argument(void *context, const char *call, const char *name) {
                   {"peer_rows", "extras.peer_rows", PEER_ROWS},
                   {"peer_bytes", "extras.peer_bytes", PEER_BYTES},
                   {"peer_wait", "extras.peer_wait_ns", PEER_WAIT},
-                  {"longest_wait", "extras.peer_longest_wait_ns", LONGEST_WAIT}};
+                  {"longest_wait", "extras.peer_longest_wait_ns", LONGEST_WAIT},
+                  {"ready", "extras.ready", READY_WORDS},
+                  {"done", "extras.done", DONE_WORDS}};
+    static const TextField step_fields[] = {TEXT_FIELD(Step, block_rows, NULL),
+                                            TEXT_FIELD(Step, expected, NULL)};
     Fixture *fixture = context;
     int array = 0;
     (void)call;
+    if (!*name) return PART(step_fields, &fixture->step);
+    if (!strcmp(name, "plan")) return part_tensor(&fixture->named, &fixture->plan, name);
     for (int i = 0; i < LENGTH(others); i++)
         if (!strcmp(others[i].name, name))
             return part_tensor(&fixture->tensor[others[i].array], &fixture->arg[others[i].array],
@@ -207,6 +218,7 @@ static void check_in_mode(const char *group, Case c, EpMode mode) {
     if (mode == EP_MODE_LATENCY) CHECK_OK(fixture_call(&fixture, STEP_DISPATCH));
     check_refusals(group, &subject, &fixture);
     check_note("after all refusals");
+    fixture.step.block_rows = fixture.step.expected = 0;
     step_all(&fixture.step);
     fixture_close(&fixture);
 }

@@ -16,7 +16,9 @@ typedef struct Fixture {
     World *world;
     EpGroup *group;
     EpHandle *handle;
-    const EpTensor *plan; /**< that calls name; NULL: the handle's own */
+    EpTensor memory;      /**< of the plan that calls name, where the case says so */
+    const EpTensor *plan; /**< what they pass: a copy of `memory`, or NULL */
+    EpTensor named;
     Step step;
     Image image[STEP_ARRAYS];
     EpTensor tensor[STEP_ARRAYS];

@@ -14,6 +14,11 @@ EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c) {
     return open_group_with(bootstrap, &config);
 }
 
+EpGroup *open_group_of(const EpBootstrap *bootstrap, const char *text) {
+    Case c = case_complete(case_of("ranks=%d %s", bootstrap->size, text));
+    return open_group(bootstrap, &c);
+}
+
 EpGroupConfig group_config(int ranks) {
     Case c = case_complete((Case){.ranks = ranks});
     return case_group_config(&c);
@@ -44,6 +49,11 @@ Step open_step(const EpBootstrap *bootstrap, const Case *c) {
     step.group = open_group(bootstrap, &step.world->c);
     step.handle = open_handle(step.group, &step.world->c);
     return step;
+}
+
+Step open_step_of(const EpBootstrap *bootstrap, const char *text) {
+    Case c = case_of("ranks=%d %s", bootstrap->size, text);
+    return open_step(bootstrap, &c);
 }
 
 void close_step(Step *step) {
@@ -139,14 +149,6 @@ static EpGroupConfig shared_config(const CaseList *list) {
     return config;
 }
 
-/* Open a handle of a case, with what differs from the group's defaults. */
-static EpHandle *open_in_shared(EpGroup *group, const Case *c, const Case *first) {
-    EpHandleConfig config = case_handle_config(c);
-    if (c->alignment != first->alignment) config.alignment = c->alignment;
-    if (c->overflow != first->overflow) config.overflow = (int32_t)c->overflow;
-    return open_handle_with(group, &config);
-}
-
 static void cases_body(const EpBootstrap *bootstrap, void *arg) {
     CaseList *list = arg;
     EpGroupConfig config = shared_config(list);
@@ -159,8 +161,7 @@ static void cases_body(const EpBootstrap *bootstrap, void *arg) {
         if (makes) list->world = world_new(c);
         REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
         check_note("case: %s", case_describe(c));
-        run_on_handle(group, open_in_shared(group, c, &list->cases[0]), bootstrap->rank,
-                      list->world);
+        run_on_handle(group, open_handle(group, c), bootstrap->rank, list->world);
         REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
         if (makes) world_free(list->world);
     }

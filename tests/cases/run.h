@@ -45,6 +45,7 @@ void run_dispatch(Case c);
 /** Make the world, group and handle of a case, complete or not. close_step frees all. A test of
  * latency mode is skipped where the backend has none. */
 Step open_step(const EpBootstrap *bootstrap, const Case *c);
+Step open_step_of(const EpBootstrap *bootstrap, const char *text);
 void close_step(Step *step);
 
 /** Create a group or a handle, of a case or of a configuration. Leave the test if that fails. */
@@ -60,6 +61,25 @@ void check_no_group(const EpBootstrap *bootstrap, const EpGroupConfig *config, E
                     const char *const *words, const char *file, int line);
 EpHandle *open_handle(EpGroup *group, const Case *c);
 EpHandle *open_handle_with(EpGroup *group, const EpHandleConfig *config);
+
+EpGroup *open_group_of(const EpBootstrap *bootstrap, const char *text);
+
+/** A test whose body gets what each rank `opens`, and `closes` afterwards. */
+#define OpenTest(suite, name, ranks, parameter, opens, argument, closes)      \
+    static void suite##_##name##_on(const EpBootstrap *bootstrap, parameter); \
+    ThreadTest(suite, name, ranks) {                                          \
+        opens;                                                                \
+        suite##_##name##_on(bootstrap, argument);                             \
+        closes;                                                               \
+    }                                                                         \
+    static void suite##_##name##_on(__attribute__((unused)) const EpBootstrap *bootstrap, parameter)
+/** A group, or a step, of a case, given as text without its ranks. */
+#define GroupTest(suite, name, ranks, text)                                                       \
+    OpenTest(suite, name, ranks, EpGroup *group, EpGroup *group = open_group_of(bootstrap, text), \
+             group, ep_group_destroy(group))
+#define StepTest(suite, name, ranks, text)                                                     \
+    OpenTest(suite, name, ranks, Step *step, Step step = open_step_of(bootstrap, text), &step, \
+             close_step(&step))
 
 /** Allocate a block for a plan of handles of this case, filled with garbage. The caller frees
  *  plan->data. */

@@ -17,7 +17,8 @@ typedef struct Step {
     EpHandle *handle;
     const World *world;
     int rank;
-    const EpTensor *plan; /**< that calls name; NULL: the handle's own */
+    const EpTensor *plan;     /**< that calls name; NULL: the handle's own */
+    int block_rows, expected; /**< as in EpExtras; 0: what the case and the given words want */
 } Step;
 
 static inline const RankWorld *step_mine(const Step *step) {
@@ -85,13 +86,15 @@ typedef enum StepOutput {
     STEP_OUTPUTS
 } StepOutput;
 
-/** What calls add to, numbered behind the outputs. */
+/** What calls add to, and words of blocks of rows. Numbered behind the outputs. */
 typedef enum StepCounter {
     EXPERT_TOKENS = STEP_OUTPUTS,
     PEER_ROWS,
     PEER_BYTES,
     PEER_WAIT,
     LONGEST_WAIT,
+    READY_WORDS,
+    DONE_WORDS,
     STEP_ARRAYS
 } StepCounter;
 
@@ -172,6 +175,9 @@ void step_move(const Step *step);
 /** Prepare, step_move, step_check_status. */
 void step_all(const Step *step);
 
+/** Return what these say of themselves. */
+EpGroupInfo group_info(const EpGroup *group);
+EpHandleInfo handle_info(const EpHandle *handle);
 /** Check that ep_group_status reports what this step's routing must cause. */
 void step_check_status(const Step *step);
 /** Check that ep_handle_info describes this step's plan. */
@@ -191,7 +197,6 @@ void step_check_sources(const Step *step);
 
 /** Receive tensors of dispatch over the caller's memory. */
 EpTensor step_recv_tokens(const Step *step, void *data);
-EpTensor step_recv_scales(const Step *step, void *data);
 /** A tensor shaped like a receive buffer of this step, with `columns` elements of `type` per
  * row. */
 EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns);

@@ -148,12 +148,6 @@ EpTensor step_recv_tokens(const Step *step, void *data) {
     return tensor;
 }
 
-EpTensor step_recv_scales(const Step *step, void *data) {
-    EpTensor tensor = step_output(step, OUT_SCALES);
-    tensor.data = data;
-    return tensor;
-}
-
 /* ---- inputs -------------------------------------------------------------------------------- */
 
 EpTensor step_input(const Step *step, StepInput input) {
@@ -233,7 +227,9 @@ static const struct {
                          [PEER_ROWS] = {"extras.peer_rows", 0},
                          [PEER_BYTES] = {"extras.peer_bytes", 0},
                          [PEER_WAIT] = {"extras.peer_wait_ns", 0},
-                         [LONGEST_WAIT] = {"extras.peer_longest_wait_ns", 0}};
+                         [LONGEST_WAIT] = {"extras.peer_longest_wait_ns", 0},
+                         [READY_WORDS] = {"extras.ready", 0},
+                         [DONE_WORDS] = {"extras.done", 0}};
 
 const char *step_array_name(int array) {
     return arrays[array].name;

@@ -28,18 +28,24 @@ static const EpTensor *scale_of(const EpTensor *const *a, StepOp op) {
     return op & (STEP_DISPATCH | STEP_DISPATCH_SEND) ? a[IN_GLOBAL_SCALE] : NULL;
 }
 
-static int any_extras(const EpTensor *const *a, StepOp op) {
-    int any = a[IN_BIAS0] || a[IN_BIAS1] || scale_of(a, op);
+static int any_extras(const Step *step, const EpTensor *const *a, StepOp op) {
+    int any = a[IN_BIAS0] || a[IN_BIAS1] || scale_of(a, op) || step->block_rows || step->expected;
     for (int i = EXPERT_TOKENS; i < STEP_ARRAYS; i++)
         any |= a[i] != NULL;
     return any;
 }
 
-static EpStatus call_with_extras(EpHandle *h, const EpTensor *plan, const EpTensor *const *a,
+static EpStatus call_with_extras(const Step *step, const EpTensor *const *a,
                                  const EpPrepare *prepare, StepOp op, EpStream stream) {
-    const EpExtras x = {sizeof(x),        a[IN_BIAS0],     a[IN_BIAS1],
-                        a[EXPERT_TOKENS], a[PEER_ROWS],    a[PEER_BYTES],
-                        a[PEER_WAIT],     a[LONGEST_WAIT], scale_of(a, op)};
+    EpHandle *h = step->handle;
+    const EpTensor *plan = step->plan;
+    int has_words = a[READY_WORDS] || a[DONE_WORDS];
+    EpExtras x = {sizeof(x),       a[IN_BIAS0],    a[IN_BIAS1],   a[EXPERT_TOKENS],
+                  a[PEER_ROWS],    a[PEER_BYTES],  a[PEER_WAIT],  a[LONGEST_WAIT],
+                  scale_of(a, op), a[READY_WORDS], a[DONE_WORDS], step->block_rows,
+                  step->expected};
+    if (!x.block_rows && has_words) x.block_rows = step->world->c.block_rows;
+    if (!x.expected && a[DONE_WORDS]) x.expected = 1;
     const EpPlanTensors numbers = plan_outputs(a);
     switch (op) {
     case STEP_PREPARE:
@@ -78,7 +84,8 @@ EpStatus step_call_with(const Step *step, const EpTensor *const a[STEP_ARRAYS], 
     EpPlanTensors numbers = plan_outputs(a);
     EpPrepare prepare = EP_PREPARE_INIT;
     prepare.out = &numbers;
-    if (any_extras(a, op)) return call_with_extras(h, plan, a, again ? &prepare : NULL, op, stream);
+    if (any_extras(step, a, op))
+        return call_with_extras(step, a, again ? &prepare : NULL, op, stream);
     switch (op) {
     case STEP_PREPARE:
         return ep_prepare(h, plan, a[IN_INDEX], a[IN_COUNT], stream, &numbers);

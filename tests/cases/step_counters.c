@@ -3,7 +3,7 @@
 #include "tests/cases/step.h"
 #include "tests/oracle/expect.h"
 
-enum { EXPERTS = 1, ROWS = 2, BYTES = 4, WAITS = 24 };
+enum { EXPERTS = 1, ROWS = 2, BYTES = 4, WAITS = 24, OF_FIXTURE = 4 };
 
 /* Returns the counters that a call takes. */
 static int taken(const Step *step, StepOp op) {
@@ -14,14 +14,48 @@ static int taken(const Step *step, StepOp op) {
 }
 
 int step_counts(const Step *step, StepOp op, StepCounter counter) {
+    if (counter == READY_WORDS)
+        return step->world->c.block_rows && op & (STEP_DISPATCH | STEP_DISPATCH_WAIT);
+    if (counter == DONE_WORDS)
+        return step->world->c.block_rows && op & (STEP_COMBINE | STEP_COMBINE_SEND);
     int which = step->world->c.counters, number = (int)counter - EXPERT_TOKENS;
     return which && taken(step, op) >> number & 1 && (which == 1 || number % 2 == which % 2);
+}
+
+/* How receive rows are cut into blocks. */
+typedef struct Cut {
+    int64_t rows, section_rows, per_section, sections;
+} Cut;
+
+static Cut cut_rows(const Step *step) {
+    const Case *c = &step->world->c;
+    const RankWorld *me = step_mine(step);
+    int64_t fixed = case_block_rows(c), rows = c->block_rows ? c->block_rows : OF_FIXTURE;
+    int64_t all = fixed ? fixed : me->buffer_rows;
+    int64_t sections = !fixed ? 1 : case_has_rows(c) ? c->ranks : me->num_experts;
+    return (Cut){rows, all, (all + rows - 1) / rows, sections};
+}
+
+/* Returns what the word of a block becomes. */
+static int64_t expect_word(const Step *step, int64_t block) {
+    const RankWorld *me = step_mine(step);
+    Cut cut = cut_rows(step);
+    int64_t begin = block % cut.per_section * cut.rows, end = begin + cut.rows, word = 1;
+    for (int64_t i = begin; i < end && i < cut.section_rows; i++)
+        word += me->row[block / cut.per_section * cut.section_rows + i].kind == ROW_FILLED;
+    return word;
 }
 
 EpTensor step_counter(const Step *step, int64_t *counters, StepCounter counter) {
     int64_t experts = step_mine(step)->num_experts, ranks = step->world->c.ranks;
     EpType type = step->world->c.counters == 2 ? EP_TYPE_INT32 : EP_TYPE_INT64;
     if (counter == EXPERT_TOKENS) return ep_tensor_1d(counters, type, experts);
+    if (counter >= READY_WORDS) {
+        Cut cut = cut_rows(step);
+        int64_t words = cut.per_section * cut.sections;
+        if (counters) counters += experts + 4 * ranks + (counter - READY_WORDS) * (words / 2 + 1);
+        return ep_tensor_1d(counters, EP_TYPE_INT32, words);
+    }
     if (counters) counters += experts + (counter - PEER_ROWS) * ranks;
     return ep_tensor_1d(counters, EP_TYPE_INT64, ranks);
 }
@@ -30,6 +64,7 @@ EpTensor step_counter(const Step *step, int64_t *counters, StepCounter counter) 
 
 /* What a counter holds before the first call. */
 static int64_t held(StepCounter counter, int64_t i) {
+    if (counter >= READY_WORDS) return counter == DONE_WORDS ? 1 + i % 3 : 0;
     return counter == LONGEST_WAIT ? 5 : 1000 + i;
 }
 
@@ -38,8 +73,10 @@ static int64_t get(const EpTensor *t, int64_t i) {
 }
 
 int64_t *step_counters_new(const Step *step) {
-    int64_t count = step_mine(step)->num_experts + 4 * (int64_t)step->world->c.ranks;
-    if (!step->world->c.counters) return NULL;
+    const Case *c = &step->world->c;
+    int64_t count = step_mine(step)->num_experts + 4 * (int64_t)c->ranks;
+    if (!c->counters && !c->block_rows) return NULL;
+    count += step_counter(step, NULL, READY_WORDS).shape[0] + 2;
     int64_t *counters = calloc((size_t)count, sizeof(*counters));
     for (StepCounter counter = EXPERT_TOKENS; counter < STEP_ARRAYS; counter++) {
         EpTensor t = step_counter(step, counters, counter);
@@ -56,8 +93,7 @@ int64_t *step_counters_new(const Step *step) {
 /* ---- what calls add ------------------------------------------------------------------------ */
 
 static int passes_rows_on(const Step *step) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(step->group, &info));
+    EpGroupInfo info = group_info(step->group);
     return info.backend == EP_BACKEND_CUDA && info.num_nodes > 1;
 }
 
@@ -67,6 +103,7 @@ static int64_t row_bytes(const Step *step, StepOp op) {
     if (op & (STEP_DISPATCH | STEP_DISPATCH_SEND))
         return (int64_t)(case_recv_bytes(c) + case_recv_scale_bytes(c)) + weights;
     if (op == STEP_COMBINE_BACKWARD) return sum;
+    if (c->by_entry) return sum + (c->weighted ? 4 : 0);
     if (c->sum_quant == EP_QUANT_FP8) sum = c->hidden + (c->hidden + 127) / 128 * 4;
     return op == STEP_DISPATCH_BACKWARD ? sum + weights : sum;
 }
@@ -75,11 +112,13 @@ static int64_t row_bytes(const Step *step, StepOp op) {
 static int64_t rows_sent(const Step *step, StepOp op, int peer, int relays) {
     int back = !!(op & (STEP_COMBINE | STEP_COMBINE_SEND | STEP_DISPATCH_BACKWARD));
     int from = back ? peer : step->rank, to = back ? step->rank : peer;
-    return (relays ? expect_relayed_rows : expect_rows)(step->world, from, to);
+    int entries = back && step->world->c.by_entry;
+    return (relays ? expect_relayed_rows : expect_rows)(step->world, from, to, entries);
 }
 
 static int64_t added(const Step *step, StepOp op, StepCounter counter, int i, int relays) {
-    if (!step_counts(step, op, counter)) return 0;
+    if (!step_counts(step, op, counter) || counter == DONE_WORDS) return 0;
+    if (counter == READY_WORDS) return expect_word(step, i);
     if (counter == EXPERT_TOKENS) return step_mine(step)->count[i];
     int64_t rows = rows_sent(step, op, i, relays);
     return counter == PEER_ROWS ? rows : rows * row_bytes(step, op);
@@ -118,11 +157,13 @@ static int are_waits_right(const Step *step, unsigned ops, int64_t *counters, in
 void step_counters_check(const Step *step, unsigned ops, int times, int64_t *counters) {
     int relays = counters && passes_rows_on(step);
     int is_alone = times == 1 && !(ops & (ops - 1)) && !relays;
-    for (StepCounter counter = EXPERT_TOKENS; counters && counter < PEER_WAIT; counter++) {
+    for (StepCounter counter = EXPERT_TOKENS; counters && counter < STEP_ARRAYS; counter++) {
         EpTensor t = step_counter(step, counters, counter);
+        if (counter == PEER_WAIT || counter == LONGEST_WAIT) continue;
         for (int i = 0; i < t.shape[0]; i++) {
             int64_t seen = get(&t, i) - held(counter, i);
-            int64_t expected = times * added_by_all(step, ops, counter, i, relays);
+            int64_t expected =
+                (counter == READY_WORDS ? 1 : times) * added_by_all(step, ops, counter, i, relays);
             CHECK(seen == expected, "%s[%d]: calls %x added %lld, not %lld",
                   step_array_name(counter), i, ops, (long long)seen, (long long)expected);
         }

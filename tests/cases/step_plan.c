@@ -3,6 +3,18 @@
 #include "tests/cases/step.h"
 #include "tests/oracle/expect.h"
 
+EpGroupInfo group_info(const EpGroup *group) {
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(group, &info));
+    return info;
+}
+
+EpHandleInfo handle_info(const EpHandle *handle) {
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    CHECK_OK(ep_handle_info(handle, &info));
+    return info;
+}
+
 static void check_info_arrays(const RankWorld *me, const EpHandleInfo *info) {
     for (int e = 0; e < me->num_experts; e++) {
         CHECK(info->expert_counts[e] == me->count[e], "expert %d: %d, not %lld", e,
@@ -20,10 +32,10 @@ static void check_info_traffic(const Step *step, const EpHandleInfo *info) {
     int64_t sent = 0, received = 0;
     for (int peer = 0; peer < step->world->c.ranks; peer++) {
         if (peer == step->rank) continue;
-        sent += expect_rows(step->world, step->rank, peer);
-        received += expect_rows(step->world, peer, step->rank);
+        sent += expect_rows(step->world, step->rank, peer, 0);
+        received += expect_rows(step->world, peer, step->rank, 0);
     }
-    int64_t local = expect_rows(step->world, step->rank, step->rank);
+    int64_t local = expect_rows(step->world, step->rank, step->rank, 0);
     CHECK(info->remote_rows_sent == sent, "%lld instead of %lld", (long long)info->remote_rows_sent,
           (long long)sent);
     CHECK(info->remote_rows_received == received, "%lld instead of %lld",
@@ -53,8 +65,7 @@ void step_check_info(const Step *step) {
 
 /* Whether the backend tells the sources of rows: not on several nodes of GPUs. */
 static int tells_sources(const Step *step) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(step->group, &info));
+    EpGroupInfo info = group_info(step->group);
     return info.backend == EP_BACKEND_HOST || info.num_nodes == 1;
 }
 

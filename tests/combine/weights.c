@@ -55,6 +55,8 @@ Test(combine_weights, many_rounds, .timeout = 240) {
 
 RefusalsTest(combine_weights, wrong_tensors, "combine_weights",
              "mode=latency weights_at_combine=1");
+RefusalsTest(combine_weights, wrong_tensors_by_entry, "combine_weights",
+             "by_entry=1 mode=latency weights_at_combine=1");
 RefusalsTest(combine_weights, wrong_tensors_of_batched, "combine_weights",
              "layout=batched mode=latency weights_at_combine=1");
 
@@ -81,6 +83,7 @@ static void check_refuses(const char *changes, bool with_slots, EpStatus status,
 SoloTest(combine_weights, not_by_entry) {
     static const char several[] = "in the flat and rank-major layouts";
     check_refuses("mode=throughput", false, EP_ERR_UNSUPPORTED, "in throughput mode");
+    check_refuses("by_entry=1", true, EP_ERR_NULL, "since slot_weights is given");
     needs_latency();
     check_refuses("layout=batched mode=latency", true, EP_ERR_NULL, "since slot_weights is given");
     check_refuses("layout=flat mode=latency", false, EP_ERR_UNSUPPORTED, several);

@@ -72,22 +72,20 @@ Test(dispatch_overflow, together_with_wrong_indices, .timeout = 120) {
     run_case_on_threads(&c);
 }
 
-/* A handle overrides the group's policy, capacity, alignment and K. */
+/* A handle overrides the group's policy, capacity, alignment and K, or takes them. */
 static void override(const EpBootstrap *bootstrap, const char *of_group, const char *of_handle) {
     Case c = case_complete(case_of("ranks=2 spread=full %s %s", of_group, of_handle));
     Case other = case_complete(case_of("ranks=2 spread=full %s", of_group));
-    EpHandleConfig config = case_handle_config(&c);
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     EpGroup *group = open_group(bootstrap, &other);
-    World *world = world_new(&c);
-    config.overflow = c.overflow;
-    config.alignment = c.alignment, config.top_k = c.top_k;
-    EpHandle *handle = open_handle_with(group, &config);
-    Step step = {group, handle, world, bootstrap->rank, NULL};
-    if (handle) step_all(&step);
+    if (of_handle[0]) config = case_handle_config(&c), config.top_k = c.top_k;
+    Step step = {group, open_handle_with(group, &config), world_new(&c), bootstrap->rank, NULL};
+    step_all(&step);
     close_step(&step);
 }
 
 ThreadTest(dispatch_overflow, settings_of_the_handle, 2) {
     override(bootstrap, "capacity=3", "overflow=drop");
     override(bootstrap, "top_k=4", "capacity=9 alignment=4 top_k=3");
+    override(bootstrap, "capacity=13 overflow=drop alignment=4", "");
 }

@@ -195,8 +195,8 @@ static void while_operations_run(const EpBootstrap *bootstrap) {
     lender_open(&l, bootstrap);
     Case c = adopt_case(bootstrap->size, 1);
     CHECK_OK(adopt(&l, 0, 7));
-    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, bootstrap->rank,
-                     l.rank.stream, l.memory[0]);
+    device_step_open(&gpu, l.group, open_handle(l.group, &c), &c, bootstrap->rank, l.rank.stream,
+                     l.memory[0]);
     device_step_draw(&gpu, &c);
     meet(&l);
     CHECK_CUDA(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
@@ -215,8 +215,7 @@ static void while_operations_run(const EpBootstrap *bootstrap) {
     lender_close(&l);
 }
 
-RankTest(gpu_adopt, while_operations_run_2, 2, while_operations_run(bootstrap));
-RankTest(gpu_adopt, while_operations_run_4, 4, while_operations_run(bootstrap));
+RankTests24(gpu_adopt, while_operations_run, while_operations_run(bootstrap));
 
 /* ---- a sender without the window ------------------------------------------------------------- */
 
@@ -254,7 +253,7 @@ static void unknown_to_rank_0(const EpBootstrap *bootstrap, Unknown how) {
     int id = how == PAIRED ? EP_WINDOW_PAIRED : 9;
     if (rank || how != UNKNOWN) CHECK_OK(adopt(&l, 1, id));
     if (!rank && how == RELEASED) CHECK_OK(ep_window_release(l.group, l.memory[1]));
-    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, rank, l.rank.stream,
+    device_step_open(&gpu, l.group, open_handle(l.group, &c), &c, rank, l.rank.stream,
                      rank ? l.memory[1] : NULL);
     device_step_draw(&gpu, &c);
     device_step_issue(&gpu, STEP_PREPARE);
@@ -292,8 +291,7 @@ static void unknown_to_rank_0(const EpBootstrap *bootstrap, Unknown how) {
     failing_check_next(bootstrap, EP_MODE_THROUGHPUT);
 }
 
-RankTest(gpu_adopt, unknown_2, 2, unknown_to_rank_0(bootstrap, UNKNOWN));
-RankTest(gpu_adopt, unknown_4, 4, unknown_to_rank_0(bootstrap, UNKNOWN));
+RankTests24(gpu_adopt, unknown, unknown_to_rank_0(bootstrap, UNKNOWN));
 RankTest(gpu_adopt, released_2, 2, unknown_to_rank_0(bootstrap, RELEASED));
 RankTest(gpu_adopt, received_elsewhere_2, 2, unknown_to_rank_0(bootstrap, PAIRED));
 
@@ -389,7 +387,6 @@ ThreadTest(gpu_adopt, nothing_lent, 2) {
 /* The memory of a group that borrows a communicator is what was promised. */
 ThreadTest(gpu_adopt, memory_as_promised, 2) {
     Lender l;
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     lender_open(&l, bootstrap);
     Case c = adopt_case(2, 1);
@@ -397,7 +394,7 @@ ThreadTest(gpu_adopt, memory_as_promised, 2) {
     ep_group_config_set_nccl(&config, l.rank.comm);
     CHECK_OK(adopt(&l, 0, 0));
     CHECK_OK(ep_group_memory(&config, 2, &memory));
-    CHECK_OK(ep_group_query(l.group, &info));
+    EpGroupInfo info = group_info(l.group);
     CHECK(info.library_bytes == memory.shared_bytes + memory.private_bytes, "%lld bytes",
           (long long)info.library_bytes);
     lender_close(&l);
@@ -411,7 +408,7 @@ static void captured_before(const EpBootstrap *bootstrap) {
     DeviceStep gpu;
     lender_open(&l, bootstrap);
     Case c = adopt_case(bootstrap->size, 1);
-    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, bootstrap->rank, NULL,
+    device_step_open(&gpu, l.group, open_handle(l.group, &c), &c, bootstrap->rank, NULL,
                      l.memory[0]);
     device_step_draw_step(&gpu, 1);
     cudaGraphExec_t exec = device_step_capture(&gpu, STEP_ALL);

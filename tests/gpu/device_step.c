@@ -11,19 +11,6 @@ cudaStream_t new_stream(void) {
     return stream;
 }
 
-EpHandleConfig device_step_config(const Case *c) {
-    EpHandleConfig config = case_handle_config(c);
-    if (c->layout != EP_LAYOUT_BATCHED) config.max_recv_rows = c->capacity;
-    config.alignment = c->alignment;
-    config.overflow = (int32_t)c->overflow;
-    return config;
-}
-
-EpHandle *device_step_handle(EpGroup *group, const Case *c) {
-    EpHandleConfig config = device_step_config(c);
-    return open_handle_with(group, &config);
-}
-
 static char *host_copy(size_t bytes) {
     char *copy = gpu_allocate_zeroed(1, bytes);
     CHECK(copy != NULL, "no pinned memory for %zu bytes", bytes);
@@ -113,7 +100,7 @@ void device_step_open(DeviceStep *gpu, EpGroup *group, EpHandle *handle, const C
 }
 
 void device_step_new(DeviceStep *gpu, EpGroup *group, const Case *c, int rank) {
-    device_step_open(gpu, group, device_step_handle(group, c), c, rank, NULL, NULL);
+    device_step_open(gpu, group, open_handle(group, c), c, rank, NULL, NULL);
 }
 
 void device_step_close(DeviceStep *gpu) {
@@ -224,7 +211,7 @@ void device_step_check_equal(const DeviceStep *a, const DeviceStep *b, int dots,
 
 void device_step_run(EpGroup *group, const Case *c, int rank, void *device) {
     DeviceStep gpu;
-    EpHandle *handle = device_step_handle(group, c);
+    EpHandle *handle = open_handle(group, c);
     device_step_open(&gpu, group, handle, c, rank, NULL, device);
     device_step_draw(&gpu, c);
     device_step_issue(&gpu, device_step_all(c));
@@ -237,7 +224,10 @@ void device_step_run(EpGroup *group, const Case *c, int rank, void *device) {
 /* ---- calls --------------------------------------------------------------------------------- */
 
 EpStatus device_step_try(const DeviceStep *gpu, StepOp op) {
-    return step_call(&gpu->step, &gpu->memory, op, gpu->stream);
+    gpu_only_enqueue(1);
+    EpStatus status = step_call(&gpu->step, &gpu->memory, op, gpu->stream);
+    gpu_only_enqueue(0);
+    return status;
 }
 
 /* Overwrite inputs after their send phase, to show that they are not read any more. An index of

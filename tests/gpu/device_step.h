@@ -99,11 +99,6 @@ cudaGraphExec_t device_step_capture(DeviceStep *gpu, unsigned ops);
 /** Launch a graph of these operations on the step's stream. */
 void device_step_launch(DeviceStep *gpu, cudaGraphExec_t exec, unsigned ops);
 
-/** Create a handle of a case with its static capacity. */
-EpHandle *device_step_handle(EpGroup *group, const Case *c);
-/** Returns that handle's configuration. */
-EpHandleConfig device_step_config(const Case *c);
-
 #define CHECK_CUDA(call) check_cuda((call), __FILE__, __LINE__, #call)
 #define REQUIRE_CUDA(call)                    \
     do {                                      \

@@ -28,6 +28,8 @@ int gpu_has_latency(void);
 /** Whether calls copy tensors that GPUs cannot reach, as on_gpu.h says. They do, until a test says
  * otherwise. */
 void gpu_copy_tensors(int copies);
+/** Whether this thread's calls only enqueue, with tensors that GPUs reach: its test waits. */
+void gpu_only_enqueue(int only);
 
 /** Allocate from the pinned buffer, 128-byte aligned. Returns NULL if it is full. */
 void *gpu_allocate(size_t alignment, size_t bytes);

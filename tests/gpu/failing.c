@@ -9,12 +9,6 @@ Case failing_case(int ranks, EpMode mode) {
     return case_complete(c);
 }
 
-Case failing_weighing_case(int ranks, Routing routing) {
-    Case c = failing_case(ranks, EP_MODE_LATENCY);
-    c.weights_at_combine = 1, c.routing = routing, c.target = 1;
-    return case_complete(c);
-}
-
 void failing_make_plan(DeviceStep *gpu) {
     device_step_issue(gpu,
                       gpu->c.mode == EP_MODE_LATENCY ? STEP_PREPARE | STEP_DISPATCH : STEP_PREPARE);

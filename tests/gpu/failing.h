@@ -20,8 +20,6 @@ typedef struct FailingGroup {
 } FailingGroup;
 
 Case failing_case(int ranks, EpMode mode);
-/** Likewise in latency mode, where combines get topk_weights; ROUTING_ONE_RANK: to rank 1. */
-Case failing_weighing_case(int ranks, Routing routing);
 
 /** Open a group with a timeout of `seconds`. Collective. */
 void failing_open(FailingGroup *failing, const EpBootstrap *bootstrap, const Case *c,

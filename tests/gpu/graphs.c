@@ -90,10 +90,8 @@ static void replay(const EpBootstrap *bootstrap, Case c) {
 
 #define REPLAY(layout) replay(bootstrap, graph_case(bootstrap->size, EP_LAYOUT_##layout))
 RankTests(gpu_graphs, expert_major, REPLAY(EXPERT_MAJOR));
-RankTest(gpu_graphs, flat_2, 2, REPLAY(FLAT));
-RankTest(gpu_graphs, flat_4, 4, REPLAY(FLAT));
-RankTest(gpu_graphs, batched_2, 2, REPLAY(BATCHED));
-RankTest(gpu_graphs, batched_4, 4, REPLAY(BATCHED));
+RankTests24(gpu_graphs, flat, REPLAY(FLAT));
+RankTests24(gpu_graphs, batched, REPLAY(BATCHED));
 
 #define LATENCY_REPLAY(layout, phases) \
     replay(bootstrap, latency_case(bootstrap->size, EP_LAYOUT_##layout, phases))
@@ -198,7 +196,7 @@ static cudaGraphExec_t capture_two(DeviceStep *a, DeviceStep *b, int swapped) {
 static void run_two(GraphStep *a, GraphStep *b, int swapped, int step) {
     device_step_draw_step(&a->gpu, 2 * step);
     device_step_draw_step(&b->gpu, 2 * step + 1);
-    if (!a->exec || step % 5 == 4) {
+    if (step % 5 == 4) {
         interleave(&a->gpu, &b->gpu, swapped);
     } else {
         device_step_launch(&a->gpu, a->exec, STEP_PHASES);
@@ -209,7 +207,7 @@ static void run_two(GraphStep *a, GraphStep *b, int swapped, int step) {
     device_step_check(&b->gpu);
 }
 
-static void two_streams(const EpBootstrap *bootstrap, int with_graph, int steps) {
+static void two_streams(const EpBootstrap *bootstrap, int steps) {
     GraphStep a, b;
     Case c = latency_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR, 1);
     Case d = latency_case(bootstrap->size, EP_LAYOUT_BATCHED, 1);
@@ -217,7 +215,7 @@ static void two_streams(const EpBootstrap *bootstrap, int with_graph, int steps)
     EpGroup *group = open_group(bootstrap, &c);
     graph_step_open(&a, group, &c, rank);
     graph_step_open(&b, group, &d, rank);
-    if (with_graph) a.exec = capture_two(&a.gpu, &b.gpu, swapped);
+    a.exec = capture_two(&a.gpu, &b.gpu, swapped);
     meet(bootstrap);
     for (int step = 0; step < steps && !check_failure()[0]; step++)
         run_two(&a, &b, swapped, step);
@@ -227,7 +225,5 @@ static void two_streams(const EpBootstrap *bootstrap, int with_graph, int steps)
     graph_step_close(&b);
 }
 
-LatencyTest(gpu_replays, two_streams_1, 1, two_streams(bootstrap, 1, TURNS));
-LatencyTest(gpu_replays, two_streams_2, 2, two_streams(bootstrap, 1, LATENCY_REPLAYS));
-LatencyTest(gpu_replays, two_streams_4, 4, two_streams(bootstrap, 1, LATENCY_REPLAYS));
-LatencyTests(gpu_latency, two_streams, two_streams(bootstrap, 0, 40));
+LatencyTest(gpu_replays, two_streams_1, 1, two_streams(bootstrap, TURNS));
+LatencyTests24(gpu_replays, two_streams, two_streams(bootstrap, LATENCY_REPLAYS));

@@ -43,8 +43,7 @@ ThreadTest(gpu_launches, newer_nccl_2, 2) {
     config.backend = EP_BACKEND_AUTO;
     for (int i = 0; i < 2; i++) {
         EpGroup *group = open_group_with(bootstrap, &config);
-        EpGroupInfo info = EP_GROUP_INFO_INIT;
-        CHECK_OK(ep_group_query(group, &info));
+        EpGroupInfo info = group_info(group);
         CHECK(info.backend == EP_BACKEND_CUDA, "%s", info.reason);
         ep_group_destroy(group);
     }

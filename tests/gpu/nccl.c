@@ -49,8 +49,7 @@ static void lend(const EpBootstrap *bootstrap, int blocking, const char *nodes) 
     nccl_rank_close(&rank);
 }
 
-RankTest(gpu_nccl, borrowed_2, 2, lend(bootstrap, 1, ""));
-RankTest(gpu_nccl, borrowed_4, 4, lend(bootstrap, 1, ""));
+RankTests24(gpu_nccl, borrowed, lend(bootstrap, 1, ""));
 RankTest(gpu_nccl, borrowed_without_blocking_2, 2, lend(bootstrap, 0, ""));
 RankTest(gpu_nccl_split, two_nodes_4, 4, lend(bootstrap, 1, "0011"));
 RankTest(gpu_nccl_split, without_blocking_4, 4, lend(bootstrap, 0, "0101"));

@@ -4,6 +4,9 @@
 #include "bindings/nccl_ep/adapter.h"
 #include "handles/handle.h"
 #include "tests/gpu/nccl_ep_step.h"
+#include "tests/harness/ranked.h"
+
+#define TRAINING nccl_ep_training_case(bootstrap->size, "")
 
 enum { PAGE = 4096, MICRO_BATCHES = 3, REPLAYS = 20 };
 enum { FULL = 2 }; /* every eighth step from this one on has all its tokens */
@@ -44,7 +47,7 @@ static void backward(NcclEpStep *s) {
 static void train(const EpBootstrap *bootstrap) {
     NcclEpRank rank;
     NcclEpStep s[MICRO_BATCHES];
-    Case c = nccl_ep_training_case(bootstrap->size);
+    Case c = TRAINING;
     ncclEpGroupConfig_t config = nccl_ep_config(&c, 1);
     nccl_ep_open(&rank, bootstrap, &config);
     for (int i = 0; i < MICRO_BATCHES; i++) {
@@ -69,6 +72,7 @@ RankTests(gpu_nccl_ep, train, train(bootstrap));
 
 /** What steps do besides. */
 typedef struct Steps {
+    const char *changes; /* of the case */
     int count;
     int exact;              /* sizes, not static ones */
     int quantises;          /* dispatches carry scales */
@@ -78,9 +82,9 @@ typedef struct Steps {
 
 /* Run steps, each with a new handle: in memory of the caller's or of the library's, made by one
  * call or by two. */
-static void run_steps(const EpBootstrap *bootstrap, Case c, Steps steps) {
+static void run_steps(const EpBootstrap *bootstrap, Steps steps) {
     NcclEpRank rank;
-    c = case_complete(c);
+    Case c = nccl_ep_training_case(bootstrap->size, steps.changes);
     ncclEpGroupConfig_t config = nccl_ep_config(&c, !steps.exact);
     nccl_ep_open(&rank, bootstrap, &config);
     for (int i = 0; i < steps.count; i++) {
@@ -102,57 +106,31 @@ static void run_steps(const EpBootstrap *bootstrap, Case c, Steps steps) {
     nccl_ep_close(&rank);
 }
 
-#define TRAINING nccl_ep_training_case(bootstrap->size)
-
-RankTest(gpu_nccl_ep, exact_sizes, 2,
-         run_steps(bootstrap, TRAINING, (Steps){.count = 4, .exact = 1}));
-RankTest(gpu_nccl_ep, flat_local_ids, 2,
-         run_steps(bootstrap, nccl_ep_flat_case(TRAINING, EP_TAIL_KEEP),
-                   (Steps){.count = 3, .exact = 1}));
-
-/* With static sizes a flat row that no token fills is told by its ids. */
-ThreadTest(gpu_nccl_ep, flat_global_ids_and_tail, 2) {
-    Case c = nccl_ep_flat_case(TRAINING, EP_TAIL_IDS);
-    c.global_ids = 1, c.capacity = 157 * bootstrap->size;
-    c.sum_type = EP_TYPE_FP32, c.row_type = EP_TYPE_FP16;
-    run_steps(bootstrap, c, (Steps){.count = 3});
+static void run_each(const EpBootstrap *bootstrap, const Steps *steps) {
+    for (; steps->changes; steps++)
+        run_steps(bootstrap, *steps);
 }
 
+#define STEPS(name, ...) \
+    RankTest(gpu_nccl_ep, name, 2, run_each(bootstrap, (const Steps[]){__VA_ARGS__, {NULL, 0}}))
+#define FLAT NCCL_EP_FLAT
+#define DROPS "overflow=drop zero_tail=zero capacity="
+#define SCALED "scale_bytes=48 row_type=fp8_e4m3 hidden=144 "
+#define LATE .counts_at_dispatch = 1, .moves = 1
+
+STEPS(exact_sizes, {"", 4, .exact = 1});
+STEPS(flat_local_ids, {FLAT "keep", 3, .exact = 1});
+/* With static sizes a flat row that no token fills is told by its ids. */
+STEPS(flat_global_ids_and_tail,
+      {FLAT "ids global_ids=1 capacity=314 sum_type=fp32 row_type=fp16", 3});
 /* Slots past the capacity are dropped, the total says how many rows it takes, and the rest is zero.
  */
-ThreadTest(gpu_nccl_ep, dropped_slots, 2) {
-    Case c = TRAINING;
-    c.overflow = EP_OVERFLOW_DROP, c.capacity = 200, c.zero_tail = EP_TAIL_ZERO;
-    run_steps(bootstrap, c, (Steps){.count = 4});
-    c.capacity = 90;
-    run_steps(bootstrap, nccl_ep_flat_case(c, EP_TAIL_IDS), (Steps){.count = 4});
-}
-
-ThreadTest(gpu_nccl_ep, rows_with_scales, 2) {
-    Case c = TRAINING;
-    c.scale_bytes = 48, c.row_type = EP_TYPE_FP8_E4M3, c.hidden = 144;
-    run_steps(bootstrap, c, (Steps){.count = 1, .quantises = 1});
-    run_steps(bootstrap, nccl_ep_flat_case(c, EP_TAIL_IDS), (Steps){.count = 1, .quantises = 1});
-}
-
-ThreadTest(gpu_nccl_ep, counts_at_dispatch, 2) {
-    Case c = TRAINING, narrow = c, drops = c, exact = nccl_ep_flat_case(c, EP_TAIL_KEEP);
-    narrow.index_type = EP_TYPE_INT32, exact.capacity = 0;
-    drops.overflow = EP_OVERFLOW_DROP, drops.capacity = 200, drops.zero_tail = EP_TAIL_ZERO;
-    run_steps(bootstrap, c, (Steps){.count = 2, .counts_at_dispatch = 1, .moves = 1});
-    run_steps(bootstrap, narrow, (Steps){.count = 2, .counts_at_dispatch = 1, .moves = 1});
-    run_steps(bootstrap, drops, (Steps){.count = 2, .counts_at_dispatch = 1, .moves = 1});
-    run_steps(bootstrap, exact,
-              (Steps){.count = 2, .exact = 1, .counts_at_dispatch = 1, .moves = 1});
-}
-
+STEPS(dropped_slots, {DROPS "200", 4}, {DROPS "90 " FLAT "ids", 4});
+STEPS(rows_with_scales, {SCALED, 1, .quantises = 1}, {SCALED FLAT "ids", 1, .quantises = 1});
+STEPS(counts_at_dispatch, {"", 2, LATE}, {"index_type=int32", 2, LATE}, {DROPS "200", 2, LATE},
+      {FLAT "keep capacity=0", 2, .exact = 1, LATE});
 /* Sums in fp8 have libep's form. */
-ThreadTest(gpu_nccl_ep, quantised_sums, 2) {
-    Case c = TRAINING;
-    c.sum_quant = EP_QUANT_FP8;
-    run_steps(bootstrap, c, (Steps){.count = 2});
-    run_steps(bootstrap, nccl_ep_flat_case(c, EP_TAIL_IDS), (Steps){.count = 2});
-}
+STEPS(quantised_sums, {"sum_quant=fp8", 2}, {"sum_quant=fp8 " FLAT "ids", 2});
 
 /** Given multiprocessors, and those of the group and of both kinds of operations. */
 typedef struct Sms {
@@ -188,7 +166,7 @@ ThreadTest(gpu_nccl_ep, num_sms, 2) {
                                 {V3, 0, 4, 0, EP_DEFAULT, {4, EP_DEFAULT}},
                                 {V3, 8, 1, 6, 6, {2, 6}},
                                 {V2, 4, 7777, 7777, 4, {4, 4}}};
-    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++)
+    for (int i = 0; i < LENGTH(cases); i++)
         run_num_sms(bootstrap, &cases[i]);
 }
 
@@ -241,8 +219,19 @@ static void run_decoding(const EpBootstrap *bootstrap, Case c) {
 
 LatencyTest(gpu_nccl_ep, decode_expert_major_1, 1, run_decoding(bootstrap, DECODING(BATCHED)));
 LatencyTest(gpu_nccl_ep, decode_expert_major_2, 2, run_decoding(bootstrap, DECODING(BATCHED)));
-LatencyTest(gpu_nccl_ep, decode_rank_major_2, 2, run_decoding(bootstrap, DECODING(RANK_MAJOR)));
-LatencyTest(gpu_nccl_ep, decode_rank_major_4, 4, run_decoding(bootstrap, DECODING(RANK_MAJOR)));
+LatencyTests24(gpu_nccl_ep, decode_rank_major, run_decoding(bootstrap, DECODING(RANK_MAJOR)));
+
+/* LIBEP_SUMS=entry: NCCL EP's own order of summation in low latency, bit for bit. */
+static void run_by_entry(const EpBootstrap *bootstrap, Case *decoding) {
+    set_on_ranks(bootstrap, "LIBEP_SUMS", "entry");
+    if (!decoding) return run_steps(bootstrap, (Steps){"by_entry=1", 2});
+    decoding->by_entry = 1;
+    run_decoding(bootstrap, *decoding);
+}
+
+RankTest(gpu_nccl_ep, sums_by_entry, 2, run_by_entry(bootstrap, NULL));
+LatencyTest(gpu_nccl_ep, decode_by_entry_2, 2,
+            run_by_entry(bootstrap, (Case[]){DECODING(BATCHED)}));
 
 /* One handle, whose dispatches quantise in turn or do not; at last they carry scales. */
 static void run_quantised(const EpBootstrap *bootstrap, Case c) {
@@ -339,8 +328,7 @@ static void replay(const EpBootstrap *bootstrap, Case c, int send_only) {
 LatencyTests(gpu_nccl_ep_graphs, decode_expert_major, replay(bootstrap, DECODING(BATCHED), 0));
 LatencyTest(gpu_nccl_ep_graphs, decode_rank_major_2, 2, replay(bootstrap, DECODING(RANK_MAJOR), 0));
 LatencyTest(gpu_nccl_ep_graphs, decode_in_halves_2, 2, replay(bootstrap, DECODING(BATCHED), 1));
-RankTest(gpu_nccl_ep_graphs, train_2, 2, replay(bootstrap, TRAINING, 0));
-RankTest(gpu_nccl_ep_graphs, train_4, 4, replay(bootstrap, TRAINING, 0));
+RankTests24(gpu_nccl_ep_graphs, train, replay(bootstrap, TRAINING, 0));
 
 /* ---- windows --------------------------------------------------------------------------------- */
 

@@ -7,7 +7,7 @@
 #include "tests/gpu/nccl_ep_step.h"
 #include "tests/harness/ranked.h"
 
-#define TRAINING nccl_ep_training_case(bootstrap->size)
+#define TRAINING nccl_ep_training_case(bootstrap->size, "")
 #define DECODING(layout) nccl_ep_decoding_case(bootstrap->size, EP_LAYOUT_##layout)
 
 /* ---- memory and masks ----------------------------------------------------------------------- */
@@ -155,13 +155,7 @@ ThreadTest(gpu_nccl_ep, wrong_calls, 2) {
     CHECK(nccl_ep_dispatch(&s) == NCCL_INVALID_USAGE, "a number of experts is not known");
     /* A refused routing does not set it either. */
     size_t one[] = {1}, shape[] = {3, 2};
-    ncclEpTensor_t counts = {.size = sizeof(counts),
-                             .magic = NCCL_EP_TENSOR_MAGIC,
-                             .ndim = 1,
-                             .datatype = NCCL_INT32,
-                             .data = s.numbers,
-                             .sizes = one};
-    ncclEpTensor_t idx = counts;
+    ncclEpTensor_t counts = nccl_ep_vector(s.numbers, one), idx = counts;
     ncclEpLayoutInfo_t info = {.size = sizeof(info), .magic = NCCL_EP_MAGIC};
     idx.ndim = 2, idx.sizes = shape, info.expert_counters = &counts;
     CHECK(ncclEpUpdateHandle(s.handle, &idx, &info, rank.rank.stream) == NCCL_INVALID_ARGUMENT,
@@ -238,13 +232,7 @@ static void run_unwritten(const EpBootstrap *bootstrap, Case c, const Unwritten 
     nccl_ep_begin(&rank, &s, bootstrap, &c);
     REQUIRE_CUDA(cudaMalloc(&memory, BYTES));
     CHECK_CUDA(cudaMemset(memory, 0, BYTES));
-    ncclEpTensor_t tensor = {.size = sizeof(tensor),
-                             .magic = NCCL_EP_TENSOR_MAGIC,
-                             .ndim = 1,
-                             .datatype = NCCL_INT32,
-                             .data = memory,
-                             .sizes = sizes};
-    ncclEpTensor_t idx = tensor;
+    ncclEpTensor_t tensor = nccl_ep_vector(memory, sizes), idx = tensor;
     idx.ndim = 2, idx.sizes = shape;
     for (int i = 0; i < count && bootstrap->rank == 0; i++) {
         Printed printed;
@@ -262,7 +250,7 @@ static void run_unwritten(const EpBootstrap *bootstrap, Case c, const Unwritten 
     nccl_ep_end(&rank, &s);
 }
 
-#define UNWRITTEN(c, list) run_unwritten(bootstrap, c, list, (int)(sizeof(list) / sizeof(*(list))))
+#define UNWRITTEN(c, list) run_unwritten(bootstrap, c, list, LENGTH(list))
 
 ThreadTest(gpu_nccl_ep, unwritten_outputs, 2) {
     static const Unwritten slabs[] = {
@@ -279,9 +267,8 @@ ThreadTest(gpu_nccl_ep, unwritten_outputs, 2) {
     static const Unwritten flat[] = {INFO(UPDATE, expert_offsets), INFO(CREATE, expert_offsets),
                                      INFO(NUMBERS, expert_offsets),
                                      INFO(NUMBERS, src_rank_counters)};
-    Case c = TRAINING;
-    UNWRITTEN(c, slabs);
-    UNWRITTEN(nccl_ep_flat_case(c, EP_TAIL_IDS), flat);
+    UNWRITTEN(TRAINING, slabs);
+    UNWRITTEN(nccl_ep_training_case(bootstrap->size, NCCL_EP_FLAT "ids"), flat);
 }
 
 static void unwritten_outputs_of_decoding(const EpBootstrap *bootstrap) {
@@ -320,12 +307,10 @@ ThreadTest(gpu_nccl_ep, weights_of_the_backward_pass, 2) {
 
 /* With exact sizes, where one rank receives nothing: a kernel would find these differences, and
  * fail the group. All ranks are refused, and right calls follow. */
-static void run_refused_rows(const EpBootstrap *bootstrap, EpLayout layout) {
+static void run_refused_rows(const EpBootstrap *bootstrap, const char *changes) {
     NcclEpRank rank;
     NcclEpStep s;
-    Case c = TRAINING;
-    c.layout = layout, c.alignment = layout == EP_LAYOUT_FLAT ? 1 : 8;
-    c.capacity = 0, c.routing = ROUTING_ONE_RANK, c = case_complete(c);
+    Case c = nccl_ep_training_case(bootstrap->size, changes);
     nccl_ep_begin(&rank, &s, bootstrap, &c);
     CHECK_CUDA(
         cudaStreamSynchronize(rank.rank.stream)); /* then the host knows how many rows arrive */
@@ -344,8 +329,8 @@ static void run_refused_rows(const EpBootstrap *bootstrap, EpLayout layout) {
 }
 
 ThreadTest(gpu_nccl_ep, refused_rows_fail_no_group, 2) {
-    run_refused_rows(bootstrap, EP_LAYOUT_EXPERT_MAJOR);
-    run_refused_rows(bootstrap, EP_LAYOUT_FLAT);
+    run_refused_rows(bootstrap, "capacity=0 routing=one-rank");
+    run_refused_rows(bootstrap, NCCL_EP_FLAT "keep capacity=0 routing=one-rank");
 }
 
 /* Handles may outlive their group, and then do nothing. */

@@ -6,16 +6,11 @@
 
 /* ---- a rank -------------------------------------------------------------------------------- */
 
-Case nccl_ep_training_case(int ranks) {
-    Case c = {.ranks = ranks, .experts = 4 * ranks + 3, .top_k = 5, .hidden = 136};
-    c.max_tokens = 157, c.masked_percent = 5, c.duplicates = 1, c.merged = 1, c.alignment = 8;
-    c.capacity = 157 * 5 * ranks + 8 * 8, c.index_type = EP_TYPE_INT64;
-    return case_complete(c);
-}
-
-Case nccl_ep_flat_case(Case c, int tail) {
-    c.layout = EP_LAYOUT_FLAT, c.alignment = 1, c.zero_tail = tail;
-    return case_complete(c);
+Case nccl_ep_training_case(int ranks, const char *changes) {
+    return case_complete(
+        case_of("ranks=%d experts=%d top_k=5 hidden=136 max_tokens=157 masked_percent=5 "
+                "duplicates=1 merged=1 alignment=8 capacity=%d index_type=int64 %s",
+                ranks, 4 * ranks + 3, 157 * 5 * ranks + 8 * 8, changes));
 }
 
 Case nccl_ep_decoding_case(int ranks, EpLayout layout) {
@@ -57,8 +52,7 @@ void nccl_ep_close(NcclEpRank *r) {
 }
 
 bool nccl_ep_is_on_one_node(const NcclEpRank *r) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(r->group->ep, &info));
+    EpGroupInfo info = group_info(r->group->ep);
     return info.num_nodes == 1;
 }
 
@@ -85,7 +79,7 @@ static size_t vector_bytes(const NcclEpStep *s) {
 
 static void open_half(NcclEpStep *s, int half, DeviceStep *gpu, int number, void *memory) {
     Case c = s->c;
-    c.weighted = !half, c.weights_at_combine = half || c.mode == EP_MODE_LATENCY;
+    c.weighted = !half, c.weights_at_combine = c.mode == EP_MODE_LATENCY;
     c = case_complete(c);
     s->world[half] = device_step_world(&c, number);
     device_step_open(gpu, NULL, NULL, &c, s->rank->rank.harness->rank, s->rank->rank.stream,
@@ -156,14 +150,19 @@ static int type_of(EpType type) {
     return NCCL_UINT8;
 }
 
+ncclEpTensor_t nccl_ep_vector(void *data, size_t *size) {
+    return (ncclEpTensor_t){.size = sizeof(ncclEpTensor_t),
+                            .magic = NCCL_EP_TENSOR_MAGIC,
+                            .ndim = 1,
+                            .datatype = NCCL_INT32,
+                            .data = data,
+                            .sizes = size};
+}
+
 /* `window`: the tensor names it and an offset, and no address. */
 static ncclEpTensor_t *describe(Tensor *out, EpTensor t, const NcclWindow *window) {
-    out->nccl = (ncclEpTensor_t){.size = sizeof(out->nccl),
-                                 .magic = NCCL_EP_TENSOR_MAGIC,
-                                 .ndim = (unsigned)t.ndim,
-                                 .datatype = type_of(t.type),
-                                 .data = t.data,
-                                 .sizes = out->sizes};
+    out->nccl = nccl_ep_vector(t.data, out->sizes);
+    out->nccl.ndim = (unsigned)t.ndim, out->nccl.datatype = type_of(t.type);
     for (int i = 0; i < t.ndim; i++)
         out->sizes[i] = (size_t)t.shape[i];
     if (!window) return &out->nccl;

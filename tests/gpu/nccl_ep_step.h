@@ -19,12 +19,14 @@ typedef struct NcclEpRank {
     ncclEpGroup_t group;
 } NcclEpRank;
 
-/** Cases of high throughput, with rows of several blocks, and none a multiple of anything; and of
- *  low latency: BATCHED or RANK_MAJOR. */
-Case nccl_ep_training_case(int ranks);
+/** Cases of high throughput with changes, with rows of several blocks, and none a multiple of
+ * anything; and of low latency: BATCHED or RANK_MAJOR. */
+Case nccl_ep_training_case(int ranks, const char *changes);
 Case nccl_ep_decoding_case(int ranks, EpLayout layout);
-/** Returns the case with flat rows; `tail`: what the rows are in which nothing arrives. */
-Case nccl_ep_flat_case(Case c, int tail);
+/** Changes to flat rows; before what the rows are in which nothing arrives. */
+#define NCCL_EP_FLAT "layout=flat alignment=1 zero_tail="
+/** A vector of int32 in device memory. */
+ncclEpTensor_t nccl_ep_vector(void *data, size_t *size);
 
 /** Returns the configuration of a group for a case of either mode; with static sizes if the case's
  *  capacity is `fixed`. */

@@ -79,25 +79,6 @@ ThreadTest(gpu_nodes, known_to_the_group_4, 4) {
     ep_group_destroy(group);
 }
 
-/* By name latency mode is refused, and AUTO is throughput mode. */
-ThreadTest(gpu_nodes, no_latency_mode_4, 4) {
-    Case c = nodes_case();
-    EpGroupConfig config = case_group_config(&c);
-    config.mode = EP_MODE_AUTO, config.latency_sets = 2;
-    EpGroup *group = open_on_nodes(bootstrap, "2", &config);
-    EpHandleConfig handle_config = case_handle_config(&c);
-    EpHandleCost cost = EP_HANDLE_COST_INIT;
-    EpHandle *handle = NULL;
-    handle_config.mode = EP_MODE_LATENCY;
-    CHECK_REFUSED(ep_handle_create(group, &handle_config, &handle), EP_ERR_UNSUPPORTED,
-                  "config.mode", "throughput mode or AUTO", "NCCL between nodes");
-    CHECK(!handle, "a handle was made");
-    handle_config.mode = EP_MODE_AUTO;
-    CHECK_OK(ep_handle_cost(group, &handle_config, &cost));
-    CHECK(cost.mode == EP_MODE_THROUGHPUT, "mode %d", (int)cost.mode);
-    ep_group_destroy(group);
-}
-
 ThreadTest(gpu_nodes, other_nodes_than_expected_2, 2) {
     Case c = nodes_case();
     EpGroupConfig config = case_group_config(&c);
@@ -124,8 +105,7 @@ static void check_promise(const EpBootstrap *bootstrap) {
     EpGroupConfig config = case_group_config(&c);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     EpGroup *group = open_on_nodes(bootstrap, "2", &config);
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     config.num_nodes = 2;
     CHECK_OK(ep_group_memory(&config, bootstrap->size, &memory));
     CHECK(memory.feasible && memory.backend == EP_BACKEND_CUDA, "%s", memory.reason);
@@ -170,5 +150,4 @@ static void two_handles(const EpBootstrap *bootstrap) {
     ep_group_destroy(group);
 }
 
-RankTest(gpu_nodes, two_handles_2, 2, two_handles(bootstrap));
-RankTest(gpu_nodes, two_handles_4, 4, two_handles(bootstrap));
+RankTests24(gpu_nodes, two_handles, two_handles(bootstrap));

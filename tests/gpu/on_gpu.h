@@ -21,35 +21,21 @@
 #include "ep/ep_weight.h"
 #include "tests/gpu/devices.h"
 
-/** The operations; tensors that GPUs cannot reach are copied to the pinned buffer and back. In
- *  latency mode the copies of ep_prepare stay until the handle or its group is destroyed. */
-__typeof__(ep_prepare) gpu_prepare;
-__typeof__(ep_dispatch) gpu_dispatch;
-__typeof__(ep_combine) gpu_combine;
-__typeof__(ep_dispatch_backward) gpu_dispatch_backward;
-__typeof__(ep_combine_backward) gpu_combine_backward;
-__typeof__(ep_dispatch_send) gpu_dispatch_send;
-__typeof__(ep_dispatch_wait) gpu_dispatch_wait;
-__typeof__(ep_combine_send) gpu_combine_send;
-__typeof__(ep_combine_wait) gpu_combine_wait;
-__typeof__(ep_prepare_with) gpu_prepare_with;
-__typeof__(ep_dispatch_with) gpu_dispatch_with;
-__typeof__(ep_combine_backward_with) gpu_combine_backward_with;
-__typeof__(ep_dispatch_send_with) gpu_dispatch_send_with;
-__typeof__(ep_dispatch_wait_with) gpu_dispatch_wait_with;
-__typeof__(ep_combine_send_with) gpu_combine_send_with;
-__typeof__(ep_combine_with) gpu_combine_with;
-__typeof__(ep_combine_wait_with) gpu_combine_wait_with;
-__typeof__(ep_dispatch_backward_with) gpu_dispatch_backward_with;
-__typeof__(ep_weight_gather) gpu_weight_gather;
-__typeof__(ep_weight_reduce) gpu_weight_reduce;
-__typeof__(ep_weight_amax) gpu_weight_amax;
-__typeof__(ep_quantise_rows) gpu_quantise_rows;
-__typeof__(ep_count_routing) gpu_count_routing;
-__typeof__(ep_read_routing_map) gpu_read_routing_map;
-__typeof__(ep_write_routing_map) gpu_write_routing_map;
-__typeof__(ep_handle_destroy) gpu_handle_destroy;
-__typeof__(ep_group_destroy) gpu_group_destroy;
+void gpu_handle_destroy(EpHandle *handle);
+void gpu_group_destroy(EpGroup *group);
+
+/** What a call does to the routing that ep_prepare has deferred in latency mode: the copies of its
+ *  tensors stay until the handle or its group is destroyed. */
+enum { GPU_KEEPS = 1, GPU_READS = 2, GPU_WRITES = 4 };
+
+/** Begin a call, pass one argument each, and end it. */
+void gpu_begin(int routing);
+EpStatus gpu_end(EpStatus status);
+EpHandle *gpu_handle(const void *handle);
+const EpTensor *gpu_tensor(const void *tensor);
+const EpPlanTensors *gpu_numbers(const void *numbers);
+const EpPrepare *gpu_routing(const void *prepare);
+const EpExtras *gpu_extras(const void *extras);
 
 #define malloc(bytes) gpu_allocate(64, bytes)
 #define calloc(count, bytes) gpu_allocate_zeroed(count, bytes)
@@ -57,31 +43,63 @@ __typeof__(ep_group_destroy) gpu_group_destroy;
 #define free(memory) gpu_release(memory)
 
 #ifndef GPU_CALLS_UNCHANGED
-#define ep_prepare gpu_prepare
-#define ep_dispatch gpu_dispatch
-#define ep_combine gpu_combine
-#define ep_dispatch_backward gpu_dispatch_backward
-#define ep_combine_backward gpu_combine_backward
-#define ep_dispatch_send gpu_dispatch_send
-#define ep_dispatch_wait gpu_dispatch_wait
-#define ep_combine_send gpu_combine_send
-#define ep_combine_wait gpu_combine_wait
-#define ep_prepare_with gpu_prepare_with
-#define ep_dispatch_with gpu_dispatch_with
-#define ep_combine_backward_with gpu_combine_backward_with
-#define ep_dispatch_send_with gpu_dispatch_send_with
-#define ep_dispatch_wait_with gpu_dispatch_wait_with
-#define ep_combine_send_with gpu_combine_send_with
-#define ep_combine_with gpu_combine_with
-#define ep_combine_wait_with gpu_combine_wait_with
-#define ep_dispatch_backward_with gpu_dispatch_backward_with
-#define ep_weight_gather gpu_weight_gather
-#define ep_weight_reduce gpu_weight_reduce
-#define ep_weight_amax gpu_weight_amax
-#define ep_quantise_rows gpu_quantise_rows
-#define ep_count_routing gpu_count_routing
-#define ep_read_routing_map gpu_read_routing_map
-#define ep_write_routing_map gpu_write_routing_map
+/* The operations: tensors that GPUs cannot reach are copied to the pinned buffer and back. */
+#define GPU_ANY(x) ((const void *)(uintptr_t)(x))
+#define GPU_ARG(x) \
+    _Generic((x),                                    \
+        EpHandle * : gpu_handle(GPU_ANY(x)),         \
+        EpTensor * : gpu_tensor(GPU_ANY(x)),         \
+        const EpTensor * : gpu_tensor(GPU_ANY(x)),   \
+        EpPlanTensors * : gpu_numbers(GPU_ANY(x)),   \
+        const EpPlanTensors * : gpu_numbers(GPU_ANY(x)), \
+        EpPrepare * : gpu_routing(GPU_ANY(x)),       \
+        const EpPrepare * : gpu_routing(GPU_ANY(x)), \
+        const EpExtras * : gpu_extras(GPU_ANY(x)),   \
+        EpExtras * : gpu_extras(GPU_ANY(x)),         \
+        default : (x))
+#define GPU_1(x) GPU_ARG(x)
+#define GPU_2(x, ...) GPU_ARG(x), GPU_1(__VA_ARGS__)
+#define GPU_3(x, ...) GPU_ARG(x), GPU_2(__VA_ARGS__)
+#define GPU_4(x, ...) GPU_ARG(x), GPU_3(__VA_ARGS__)
+#define GPU_5(x, ...) GPU_ARG(x), GPU_4(__VA_ARGS__)
+#define GPU_6(x, ...) GPU_ARG(x), GPU_5(__VA_ARGS__)
+#define GPU_7(x, ...) GPU_ARG(x), GPU_6(__VA_ARGS__)
+#define GPU_8(x, ...) GPU_ARG(x), GPU_7(__VA_ARGS__)
+#define GPU_9(x, ...) GPU_ARG(x), GPU_8(__VA_ARGS__)
+#define GPU_10(x, ...) GPU_ARG(x), GPU_9(__VA_ARGS__)
+#define GPU_11(x, ...) GPU_ARG(x), GPU_10(__VA_ARGS__)
+#define GPU_12(x, ...) GPU_ARG(x), GPU_11(__VA_ARGS__)
+#define GPU_PICK(a, b, c, d, e, f, g, h, i, j, k, l, picked, ...) picked
+#define GPU_EACH(...)                                                                              \
+    GPU_PICK(__VA_ARGS__, GPU_12, GPU_11, GPU_10, GPU_9, GPU_8, GPU_7, GPU_6, GPU_5, GPU_4, GPU_3, \
+             GPU_2, GPU_1, )                                                                       \
+    (__VA_ARGS__)
+#define GPU_CALL(routing, call, ...) (gpu_begin(routing), gpu_end(call(GPU_EACH(__VA_ARGS__))))
+#define ep_prepare(...) GPU_CALL(GPU_KEEPS, ep_prepare, __VA_ARGS__)
+#define ep_prepare_with(...) GPU_CALL(GPU_KEEPS, ep_prepare_with, __VA_ARGS__)
+#define ep_dispatch(...) GPU_CALL(GPU_READS | GPU_WRITES, ep_dispatch, __VA_ARGS__)
+#define ep_dispatch_with(...) GPU_CALL(GPU_READS | GPU_WRITES, ep_dispatch_with, __VA_ARGS__)
+#define ep_dispatch_send(...) GPU_CALL(GPU_READS, ep_dispatch_send, __VA_ARGS__)
+#define ep_dispatch_send_with(...) GPU_CALL(GPU_READS, ep_dispatch_send_with, __VA_ARGS__)
+#define ep_dispatch_wait(...) GPU_CALL(GPU_WRITES, ep_dispatch_wait, __VA_ARGS__)
+#define ep_dispatch_wait_with(...) GPU_CALL(GPU_WRITES, ep_dispatch_wait_with, __VA_ARGS__)
+#define ep_combine(...) GPU_CALL(0, ep_combine, __VA_ARGS__)
+#define ep_combine_with(...) GPU_CALL(0, ep_combine_with, __VA_ARGS__)
+#define ep_combine_send(...) GPU_CALL(0, ep_combine_send, __VA_ARGS__)
+#define ep_combine_send_with(...) GPU_CALL(0, ep_combine_send_with, __VA_ARGS__)
+#define ep_combine_wait(...) GPU_CALL(0, ep_combine_wait, __VA_ARGS__)
+#define ep_combine_wait_with(...) GPU_CALL(0, ep_combine_wait_with, __VA_ARGS__)
+#define ep_dispatch_backward(...) GPU_CALL(0, ep_dispatch_backward, __VA_ARGS__)
+#define ep_dispatch_backward_with(...) GPU_CALL(0, ep_dispatch_backward_with, __VA_ARGS__)
+#define ep_combine_backward(...) GPU_CALL(0, ep_combine_backward, __VA_ARGS__)
+#define ep_combine_backward_with(...) GPU_CALL(0, ep_combine_backward_with, __VA_ARGS__)
+#define ep_weight_gather(...) GPU_CALL(0, ep_weight_gather, __VA_ARGS__)
+#define ep_weight_reduce(...) GPU_CALL(0, ep_weight_reduce, __VA_ARGS__)
+#define ep_weight_amax(...) GPU_CALL(0, ep_weight_amax, __VA_ARGS__)
+#define ep_quantise_rows(...) GPU_CALL(0, ep_quantise_rows, __VA_ARGS__)
+#define ep_count_routing(...) GPU_CALL(0, ep_count_routing, __VA_ARGS__)
+#define ep_read_routing_map(...) GPU_CALL(0, ep_read_routing_map, __VA_ARGS__)
+#define ep_write_routing_map(...) GPU_CALL(0, ep_write_routing_map, __VA_ARGS__)
 #define ep_handle_destroy gpu_handle_destroy
 #define ep_group_destroy gpu_group_destroy
 #endif
@@ -100,6 +118,7 @@ __typeof__(ep_group_destroy) gpu_group_destroy;
 #define GPU_RANKS(wanted) gpu_least(wanted)
 #define GPU_MISSING() gpu_missing()
 #define GPU_ROOM(bytes) gpu_reserve(bytes)
+#define GPU_ENQUEUES(only) gpu_only_enqueue(only)
 #define HOST_ONLY(why) check_left_out(why)
 
 #endif

@@ -54,7 +54,7 @@ static unsigned part_ops(const PlanStep *step, Part part) {
 
 static void step_open(PlanStep *step, EpGroup *group, EpHandle *handle, const Case *c, int rank,
                       cudaStream_t stream) {
-    EpHandleConfig config = device_step_config(c);
+    EpHandleConfig config = case_handle_config(c);
     size_t bytes = 0;
     *step = (PlanStep){.memory = NULL};
     REQUIRE_OK(ep_handle_memory(group, &config, &bytes));
@@ -113,7 +113,7 @@ typedef struct PlanSet {
 
 static void set_open(PlanSet *set, const EpBootstrap *bootstrap, const Case *c) {
     *set = (PlanSet){.group = open_group(bootstrap, c), .rank = bootstrap->rank};
-    set->handle = device_step_handle(set->group, c);
+    set->handle = open_handle(set->group, c);
     set->stream = new_stream();
     for (int i = 0; i < STEPS; i++)
         step_open(&set->step[i], set->group, set->handle, c, set->rank, set->stream);

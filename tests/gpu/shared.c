@@ -21,8 +21,7 @@ static Case process_case(int ranks, int step) {
 /* ---- shared GPUs --------------------------------------------------------------------------- */
 
 static void check_group(EpGroup *group) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     CHECK(info.backend == EP_BACKEND_CUDA && strstr(info.reason, "ranks share GPUs"), "%s",
           info.reason);
     CHECK_OK(ep_group_status(group, NULL));
@@ -122,7 +121,7 @@ static void uneven(const EpBootstrap *bootstrap) {
     cudaStream_t stream = new_stream();
     for (int step = 0; step < STEPS && !check_failure()[0]; step++) {
         Case c = process_case(bootstrap->size, step);
-        EpHandle *handle = device_step_handle(group, &c);
+        EpHandle *handle = open_handle(group, &c);
         DeviceStep gpu[2];
         for (int i = 0; i < 2; i++) {
             device_step_open(&gpu[i], group, handle, &c, bootstrap->rank, stream, NULL);

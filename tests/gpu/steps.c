@@ -52,7 +52,7 @@ static void run_open(Run *run, const EpBootstrap *bootstrap, Case (*choose)(int 
         run->stream[i] = new_stream();
     for (int i = 0; i < count; i++) {
         Case c = choose(bootstrap->size, i % handles);
-        if (i < handles) handle[i] = device_step_handle(run->group, &c);
+        if (i < handles) handle[i] = open_handle(run->group, &c);
         device_step_open(&run->gpu[i], run->group, handle[i % handles], &c, bootstrap->rank,
                          run->stream[i % 2], NULL);
     }
@@ -148,8 +148,7 @@ static void run_random_steps(const EpBootstrap *bootstrap, int standard) {
 #define MANY_STEPS(bootstrap) (gpu_shares((bootstrap)->size) ? 1000 : 10000)
 
 RankTest(gpu_steps, random_1, 1, run_random_steps(bootstrap, 2000));
-RankTest(gpu_steps, random_2, 2, run_random_steps(bootstrap, MANY_STEPS(bootstrap)));
-RankTest(gpu_steps, random_4, 4, run_random_steps(bootstrap, MANY_STEPS(bootstrap)));
+RankTests24(gpu_steps, random, run_random_steps(bootstrap, MANY_STEPS(bootstrap)));
 
 /* ---- both modes ------------------------------------------------------------------------------ */
 
@@ -236,8 +235,7 @@ static Case kind_case(int ranks, int kind) {
 }
 
 static int64_t library_bytes(EpGroup *group) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     return info.library_bytes;
 }
 
@@ -278,7 +276,7 @@ static void many_handles(const EpBootstrap *bootstrap) {
     EpHandle *handles[LIVE_HANDLES];
     open_kinds(&run, bootstrap);
     for (int i = 0; i < LIVE_HANDLES; i++) {
-        handles[i] = device_step_handle(run.group, &run.gpu[i % KINDS].c);
+        handles[i] = open_handle(run.group, &run.gpu[i % KINDS].c);
         REQUIRE(handles[i], "no handle %d", i);
     }
     int64_t held = library_bytes(run.group);
@@ -298,8 +296,8 @@ LatencyTests(gpu_latency, many_handles, many_handles(bootstrap));
  * more and more. */
 static void replace_handles(Run *run, EpHandle *lasting, int round, int64_t *most) {
     int kind = 1 + round % (KINDS - 1);
-    EpHandle *used = device_step_handle(run->group, &run->gpu[kind].c);
-    EpHandle *unused = device_step_handle(run->group, &run->gpu[(round + 2) % KINDS].c);
+    EpHandle *used = open_handle(run->group, &run->gpu[kind].c);
+    EpHandle *unused = open_handle(run->group, &run->gpu[(round + 2) % KINDS].c);
     load(run, kind, used);
     load(run, 0, lasting);
     device_step_issue(&run->gpu[0], STEP_PREPARE | STEP_DISPATCH);
@@ -320,7 +318,7 @@ static void replace_handles(Run *run, EpHandle *lasting, int round, int64_t *mos
 static void come_and_go(const EpBootstrap *bootstrap) {
     static _Thread_local Run run;
     open_kinds(&run, bootstrap);
-    EpHandle *lasting = device_step_handle(run.group, &run.gpu[0].c);
+    EpHandle *lasting = open_handle(run.group, &run.gpu[0].c);
     int64_t most = 0;
     for (int round = 0; round < LIFETIMES && !check_failure()[0]; round++)
         replace_handles(&run, lasting, round, &most);

@@ -26,7 +26,7 @@ enum { MEMORIES = 3 };
 static void compare_memories(EpGroup *group, const Case *c, int rank, void *reachable) {
     DeviceStep gpu[MEMORIES];
     void *memory[MEMORIES] = {NULL, reachable, rank % 2 ? NULL : reachable};
-    EpHandle *handle = device_step_handle(group, c);
+    EpHandle *handle = open_handle(group, c);
     for (int i = 0; i < MEMORIES; i++) {
         device_step_open(&gpu[i], group, handle, c, rank, NULL, memory[i]);
         device_step_draw(&gpu[i], c);
@@ -73,7 +73,7 @@ RankTests(gpu_zero_copy, as_staged, zero_copy(bootstrap));
 static void no_rows(const EpBootstrap *bootstrap) {
     Case c = case_complete((Case){.ranks = bootstrap->size, .top_k = 1, .max_tokens = 37});
     EpGroup *group = open_group(bootstrap, &c);
-    EpHandle *handle = device_step_handle(group, &c);
+    EpHandle *handle = open_handle(group, &c);
     void *window = NULL;
     DeviceStep gpu;
     REQUIRE_OK(ep_mem_alloc(group, device_step_bytes(&c), &window));
@@ -93,8 +93,7 @@ static void no_rows(const EpBootstrap *bootstrap) {
     ep_group_destroy(group);
 }
 
-RankTest(gpu_zero_copy, no_rows_2, 2, no_rows(bootstrap));
-RankTest(gpu_zero_copy, no_rows_4, 4, no_rows(bootstrap));
+RankTests24(gpu_zero_copy, no_rows, no_rows(bootstrap));
 
 /* ---- allocation ------------------------------------------------------------------------------ */
 

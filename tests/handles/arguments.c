@@ -60,9 +60,8 @@ FixtureTest(handles_arguments, refused_prepare_keeps_the_plan, "") {
 /* The host does not read device memory, so kernels clamp the number of tokens to the rows of
  * topk_idx. */
 static void check_clamped(Fixture *f, int64_t tokens) {
-    EpHandleInfo info = EP_HANDLE_INFO_INIT;
     CHECK_OK(fixture_call(f, STEP_PREPARE));
-    CHECK_OK(ep_handle_info(f->handle, &info));
+    EpHandleInfo info = handle_info(f->handle);
     CHECK(info.num_tokens == tokens, "%lld tokens instead of %lld", (long long)info.num_tokens,
           (long long)tokens);
 }
@@ -171,14 +170,22 @@ static EpStatus call_with_config(void *context, const char *call) {
     return ep_handle_memory(c->group, &c->config, &c->bytes);
 }
 
-FixtureTest(handles_arguments, wrong_configs, "sets=1") {
+static void refuse_configs(Fixture *f, const char *group) {
     static const char *const calls[] = {"ep_handle_create", "ep_handle_memory", "ep_handle_cost",
                                         NULL};
     static const Member members[] = {MEMBER("", config_fields, Configured, config)};
     static const Subject subject = {members, 1, sizeof(Configured), call_with_config,
                                     .calls = calls};
-    check_refusals("handle_config", &subject,
+    check_refusals(group, &subject,
                    &(Configured){f->group, EP_HANDLE_CONFIG_INIT, NULL, EP_HANDLE_COST_INIT, 123});
+}
+
+FixtureTest(handles_arguments, wrong_configs, "sets=1") {
+    refuse_configs(f, "handle_config");
+}
+
+FixtureTest(handles_arguments, wrong_configs_by_entry, "by_entry=1") {
+    refuse_configs(f, "handle_config_by_entry");
 }
 
 /* ---- others ---- */
@@ -238,8 +245,7 @@ FixtureTest(handles_arguments, index_beyond_32_bits, "") {
     CHECK_REFUSED(ep_group_status(f->group, &found), EP_ERR_ROUTING, "token 0", "k 0",
                   "4294967297");
     CHECK(found.seen == index[0] && found.count == 1, "%lld", (long long)found.seen);
-    EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    CHECK_OK(ep_handle_info(f->handle, &info));
+    EpHandleInfo info = handle_info(f->handle);
     CHECK(info.expert_counts[1] == 0 && info.expert_counts[3] == 1, "%d, %d", info.expert_counts[1],
           info.expert_counts[3]);
     CHECK_OK(ep_group_status(f->group, &found));

@@ -30,10 +30,14 @@ CasesTest(handles_counters, many_ranks,
                                            : "ranks=8 experts=24 top_k=6 max_tokens=30"));
 CasesTest(handles_counters, sums_of_fp8,
           run_all_layouts("ranks=2 top_k=4 hidden=1200 sum_quant=fp8"));
+CasesTest(handles_counters, sums_by_entry,
+          run_all_layouts("ranks=2 top_k=4 hidden=1032 masked_percent=30 capacity=50 by_entry=1"));
 LayoutsTest(handles_counters, rows_of_fp8,
             "ranks=2 top_k=4 hidden=1200 quant=fp8 weighted=1 counters=1");
 CasesTest(handles_counters, nodes, setenv("LIBEP_NODE_CHUNK", "3000", 1);
           run_all_layouts("ranks=4 nodes=0110 experts=12 top_k=5 max_tokens=25"));
+CasesTest(handles_counters, nodes_by_entry,
+          run_all_layouts("ranks=5 nodes=01011 experts=12 top_k=3 max_tokens=25 by_entry=1"));
 CasesTest(handles_counters, unequal_nodes,
           run_all_layouts("ranks=5 nodes=01011 experts=12 top_k=3 max_tokens=25"));
 

@@ -2,7 +2,6 @@
 /* Latency mode: which handles get it, what memory it takes, and that a dispatch reads the routing
  * when it runs. run_case_on_threads tests what its operations write. */
 #include "tests/cases/fixture.h"
-#include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
 
 /* ---- which mode ---- */
@@ -58,8 +57,7 @@ static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int
     CHECK(cost.mode == expected, "mode %d", (int)cost.mode);
     CHECK(cost.plan_bytes == (int64_t)bytes, "%lld bytes", (long long)cost.plan_bytes);
     CHECK(cost.buffer_bytes == 0, "%lld bytes of buffers", (long long)cost.buffer_bytes);
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     if (choice->handle == EP_DEFAULT && choice->layout < EP_LAYOUT_BATCHED)
         CHECK(info.mode == expected, "the group says %d", (int)info.mode);
     ep_group_destroy(group);
@@ -87,9 +85,8 @@ static void check_mode(EpGroup *group, int layout, int mode, EpMode expected) {
  * mode there, without other settings; GPUs have none. */
 static void check_modes_on_nodes(EpGroup *group) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
     EpHandle *handle = NULL;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     CHECK(info.num_nodes == 2 && info.mode == EP_MODE_THROUGHPUT, "%d nodes, mode %d",
           info.num_nodes, (int)info.mode);
     check_mode(group, EP_LAYOUT_FLAT, EP_DEFAULT, EP_MODE_THROUGHPUT);
@@ -191,10 +188,9 @@ FixtureTest(handles_latency, there_is_no_backward, "mode=latency") {
 }
 
 static void check_dispatched(Fixture *fixture, int32_t given, int64_t tokens) {
-    EpHandleInfo info = EP_HANDLE_INFO_INIT;
     *(int32_t *)fixture->tensor[IN_COUNT].data = given;
     CHECK_OK(fixture_call(fixture, STEP_DISPATCH));
-    CHECK_OK(ep_handle_info(fixture->handle, &info));
+    EpHandleInfo info = handle_info(fixture->handle);
     CHECK(info.num_tokens == tokens, "%lld tokens instead of %lld", (long long)info.num_tokens,
           (long long)tokens);
 }
@@ -279,46 +275,4 @@ ThreadTest(handles_latency, routes_again_without_prepare, RANKS) {
         replays(bootstrap, layout, 0);
         replays(bootstrap, layout, 1);
     }
-}
-
-/* ---- many handles, delayed ranks ---- */
-
-enum { HANDLES = 5, STEPS = 60 };
-
-static void delay(Random *random) {
-    if (random_percent(random, 30)) usleep((useconds_t)random_below(random, 2000));
-}
-
-static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
-    Case c = case_of("ranks=%d experts=9 top_k=4 max_tokens=12 weighted=1 mode=latency "
-                     "scale_bytes=8 masked_percent=10",
-                     RANKS);
-    EpHandle *handles[HANDLES];
-    EpGroup *group = NULL;
-    /* Equal draws on all ranks, and this rank's delays. */
-    Random shared = random_stream(seed, 1, 0), own = random_stream(seed, 2, bootstrap->rank);
-    for (int i = 0; i < HANDLES; i++) {
-        c.layout = (EpLayout)(1 + i % 4);
-        Case full = case_complete(c);
-        if (!group) group = open_group(bootstrap, &full);
-        handles[i] = open_handle(group, &full);
-    }
-    for (int i = 0; i < STEPS; i++) {
-        int which = (int)random_below(&shared, HANDLES);
-        c.layout = (EpLayout)(1 + which % 4), c.seed = seed * 1000 + (uint64_t)i;
-        World *world = world_new(&c);
-        check_note("stress seed %llu, step %d: %s", (unsigned long long)seed, i, case_describe(&c));
-        Step step = {group, handles[which], world, bootstrap->rank, NULL};
-        delay(&own);
-        step_dispatch(&step);
-        delay(&own);
-        step_combine(&step);
-        world_free(world);
-    }
-    ep_group_destroy(group);
-}
-
-ThreadTest(handles_latency, delayed_ranks, RANKS) {
-    needs_latency();
-    stress(bootstrap, environment_number("LIBEP_TEST_SEED", 7));
 }

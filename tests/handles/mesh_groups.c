@@ -54,10 +54,6 @@ ThreadTest(handles_mesh_groups, gather_without_messages, RANKS) {
     check_all(&plain);
 }
 
-RankedTest(mpi_mesh_groups, gather, RANKS, 60) {
-    check_all(bootstrap);
-}
-
 /* With messages, the groups of a mesh need not call together. */
 ThreadTest(handles_mesh_groups, one_group_alone, RANKS) {
     EpBootstrap group = open_along(bootstrap, "(fsdp,expert)");
@@ -91,7 +87,8 @@ ThreadTest(handles_mesh_groups, steps_without_messages, RANKS) {
     check_steps(&plain);
 }
 
-RankedTest(mpi_mesh_groups, steps, RANKS, 60) {
+RankedTest(mpi_mesh_groups, gathers_and_steps, RANKS, 60) {
+    check_all(bootstrap);
     check_steps(bootstrap);
 }
 

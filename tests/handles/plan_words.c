@@ -130,7 +130,10 @@ static void run_words(const EpBootstrap *bootstrap, EpMode mode) {
                                         STEP_DISPATCH_BACKWARD};
     static const StepOp latency[] = {STEP_COMBINE, STEP_DISPATCH_WAIT, STEP_COMBINE_SEND,
                                      STEP_COMBINE_WAIT};
-    for (int variant = 0; variant < 4 * EP_LAYOUT_RANK_MAJOR; variant++) {
+    static const EpLayout layouts[] = {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_FLAT,
+                                       EP_LAYOUT_BATCHED,      EP_LAYOUT_RANK_MAJOR,
+                                       EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_BATCHED};
+    for (int variant = 0; variant < 4 * LENGTH(layouts); variant++) {
         /* Long chains of slots, and scales in columns of their slabs. */
         const char *more = variant % 2 ? "top_k=8 experts=8 capacity=16 quant=fp8 hidden=272 "
                                          "scale_order=by-column"
@@ -139,8 +142,9 @@ static void run_words(const EpBootstrap *bootstrap, EpMode mode) {
         Words w = {.bootstrap = bootstrap, .owns = !TESTS_ON_GPU && variant % 4 > 1};
         w.c = case_of("ranks=%d experts=4 top_k=3 hidden=16 max_tokens=5 spread=full weighted=1 "
                       "alignment=2 scale_bytes=8 capacity=60 rows_per_expert=%d overflow=drop "
-                      "mode=%d layout=%d named=%d zero_tail=zero seed=%llu %s",
-                      bootstrap->size, 2 * bootstrap->size, mode, 1 + variant / 4, !w.owns,
+                      "mode=%d layout=%d named=%d zero_tail=zero by_entry=%d seed=%llu %s",
+                      bootstrap->size, 2 * bootstrap->size, mode, layouts[variant / 4], !w.owns,
+                      variant / 4 > EP_LAYOUT_RANK_MAJOR - 1,
                       (unsigned long long)environment_number("LIBEP_TEST_SEED", 1), more);
         if (TESTS_ON_GPU) w.c.timeout = 5; /* also to create a group */
         /* In phases a damaged T that is allowed would end the step. */

@@ -51,15 +51,9 @@ static void plans_close(Plans *p) {
 }
 
 /* A test of three plans of one handle, `p`. */
-#define PlansTest(name, ranks, text)                               \
-    static void name##_on(const EpBootstrap *bootstrap, Plans *p); \
-    ThreadTest(handles_plans, name, ranks) {                       \
-        Plans p;                                                   \
-        plans_open(&p, bootstrap, plain(text));                    \
-        name##_on(bootstrap, &p);                                  \
-        plans_close(&p);                                           \
-    }                                                              \
-    static void name##_on(__attribute__((unused)) const EpBootstrap *bootstrap, Plans *p)
+#define PlansTest(name, ranks, text)                        \
+    OpenTest(handles_plans, name, ranks, Plans *p, Plans p; \
+             plans_open(&p, bootstrap, plain(text)), &p, plans_close(&p))
 
 /* Move a plan's bytes, and overwrite those at the old address. */
 static void move(EpTensor *plan) {
@@ -85,6 +79,7 @@ ThreadTest(handles_plans, own_plan_named_on_another_handle, RANKS) {
     CHECK_REFUSED(ep_handle_plan(other, &plan), EP_ERR_UNSUPPORTED, "ep_handle_plan: handle",
                   "EP_PLANS_NAMED");
     CHECK(!plan.struct_size, "a refused call has written the tensor");
+    CHECK_REFUSED(ep_handle_info(other, &info), EP_ERR_UNSUPPORTED, "named plans");
     REQUIRE_OK(ep_handle_plan(owner, &plan));
     Step named = own;
     named.handle = other, named.plan = &plan;
@@ -92,7 +87,7 @@ ThreadTest(handles_plans, own_plan_named_on_another_handle, RANKS) {
     step_dispatch(&named);
     step_combine(&own);
     step_combine_backward(&named);
-    CHECK_OK(ep_handle_info(owner, &info));
+    info = handle_info(owner);
     CHECK(info.recv_rows == own.world->rank[own.rank].recv_rows, "%lld rows",
           (long long)info.recv_rows);
     ep_handle_destroy(other);
@@ -377,8 +372,6 @@ static void set_tokens(Fixture *f, int64_t rows) {
 SoloTest(handles_plans, one_number_of_tokens) {
     for (int named = 0; named < 2; named++) {
         Fixture *f = fixture_new(named ? "capacity=64 named=1" : "capacity=64");
-        EpTensor plan;
-        if (named) open_plan(f->group, &f->world->c, &plan), f->plan = &plan;
         *(int32_t *)f->tensor[IN_COUNT].data = 5;
         REQUIRE_OK(fixture_call(f, STEP_PREPARE));
         for (int64_t rows = 9; rows >= 5; rows--) {
@@ -397,40 +390,10 @@ SoloTest(handles_plans, one_number_of_tokens) {
         CHECK_REFUSED(outcome(&f->step, fixture_call(f, STEP_COMBINE)), EP_ERR_SHAPE, "rank 0",
                       "got 4");
         fixture_free(f);
-        if (named) free(plan.data);
     }
 }
 
-/* Another number of tokens than the plan's. */
-PlansTest(other_tokens, 1, ALONE) {
-    step_prepare(&p->step[0]);
-    EpTensor rows = step_expert_out(&p->step[0]), out = step_grad_out(&p->step[0]);
-    out.shape[0]--;
-    CHECK_REFUSED(
-        outcome(&p->step[0], ep_combine(p->handle, &p->plan[0], &rows, NULL, NULL, NULL, &out)),
-        EP_ERR_SHAPE, "rank 0", "got 8");
-}
-
-PlansTest(wrong_tensors, 1, ALONE) {
-    EpTensor good = p->plan[0], bad = good;
-    EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    char needed[32];
-    step_prepare(&p->step[0]);
-    CHECK_REFUSED(call_combine(&p->step[0], NULL), EP_ERR_NULL, "plan", "EP_PLANS_NAMED");
-    bad.type = EP_TYPE_INT32;
-    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_TYPE, "plan", "uint8");
-    bad = good, bad.ndim = 2;
-    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_NDIM, "plan", "got 2");
-    bad = good, bad.shape[0]--;
-    snprintf(needed, sizeof(needed), "at least %lld", (long long)good.shape[0]);
-    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_BUFFER_SIZE, "plan", needed);
-    bad = good, bad.data = (char *)good.data + 32;
-    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_ADDRESS, "plan", "64");
-    bad = good, bad.data = NULL;
-    CHECK_REFUSED(call_combine(&p->step[0], &bad), EP_ERR_NULL, "plan");
-    CHECK_REFUSED(ep_handle_info(p->handle, &info), EP_ERR_UNSUPPORTED, "named plans");
-    step_all(&p->step[0]);
-}
+RefusalsTest(handles_plans, wrong_tensors, "plans", "capacity=64 named=1");
 
 /* Ranks name plans that different operations wrote. */
 static void name_different_plans(const EpBootstrap *bootstrap, const char *nodes) {

@@ -18,14 +18,6 @@ typedef struct Shape {
     int64_t count[8]; /* of each slab; -1: num_rows is not given */
 } Shape;
 
-static EpGroup *open_group_of(const EpBootstrap *bootstrap, int alignment) {
-    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
-    config.num_experts = 4, config.max_tokens = 8, config.max_top_k = 2;
-    config.max_row_bytes = 256, config.alignment = alignment, config.backend = TEST_BACKEND;
-    EpGroup *group = open_group_with(bootstrap, &config);
-    return group;
-}
-
 static EpTensor tensor_of(const void *data, EpType type, int three, int64_t a, int64_t b,
                           int64_t c) {
     return three ? ep_tensor_3d(data, type, a, b, c) : ep_tensor_2d(data, type, b, c);
@@ -164,28 +156,24 @@ static void check_shape(EpGroup *group, const Shape *s) {
 
 /* Rows and columns of several tiles and of parts of one; counts of all, some, no and too many rows.
  * Local: ranks need not call it together. */
-ThreadTest(handles_rows_quant, against_the_oracle, 1) {
+GroupTest(handles_rows_quant, against_the_oracle, 1, "alignment=128") {
     static const Shape shapes[] = {
         {1, 384, 200, 0, EP_TYPE_BF16, {256}},     {1, 300, 136, 0, EP_TYPE_FP32, {-1}},
         {1, 128, 96, 0, EP_TYPE_FP16, {0}},        {3, 128, 264, 1, EP_TYPE_BF16, {5, 128, 0}},
         {2, 256, 48, 1, EP_TYPE_FP32, {255, 999}}, {4, 128, 16, 1, EP_TYPE_FP16, {-1, -1, -1, -1}}};
-    EpGroup *group = open_group_of(bootstrap, 128);
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++) {
         Shape s = shapes[i];
         for (int e = 0; e < 8; e++)
             if (s.count[e] > s.rows) s.count[e] = s.rows; /* the oracle's view */
         check_shape(group, &s);
     }
-    ep_group_destroy(group);
 }
 
 /* A group whose rank 1 never calls. */
-ThreadTest(handles_rows_quant, is_local, 2) {
+GroupTest(handles_rows_quant, is_local, 2, "") {
     Shape s = {1, 128, 64, 0, EP_TYPE_BF16, {-1}};
     EpRowsForm form = EP_ROWS_FORM_INIT;
-    EpGroup *group = open_group_of(bootstrap, 1);
     if (bootstrap->rank == 0) check_form(group, &s, &form, EP_TYPE_INT32);
-    ep_group_destroy(group);
 }
 
 /* ---- what it refuses ----------------------------------------------------------------------- */
@@ -209,7 +197,7 @@ static EpStatus quantise(void *context, const char *call) {
     return ep_quantise_rows(g->group, &g->form, g->given, &g->num_rows, NULL, &g->out, &g->scales);
 }
 
-ThreadTest(handles_rows_quant, refuses, 1) {
+GroupTest(handles_rows_quant, refuses, 1, "alignment=64") {
     static const Member members[] = {MEMBER("form", form_fields, Given, form),
                                      TENSOR("rows", Given, rows, given),
                                      {"num_rows", NULL, 0, offsetof(Given, num_rows), 0},
@@ -217,7 +205,7 @@ ThreadTest(handles_rows_quant, refuses, 1) {
                                      {"scales", NULL, 0, offsetof(Given, scales), 0}};
     static const Subject subject = {members, LENGTH(members), sizeof(Given), quantise};
     char *memory = filled(1 << 16);
-    Given g = {.group = open_group_of(bootstrap, 64), .form = EP_ROWS_FORM_INIT, .given = &g.rows};
+    Given g = {.group = group, .form = EP_ROWS_FORM_INIT, .given = &g.rows};
     g.rows = ep_tensor_2d(memory, EP_TYPE_BF16, 64, 64);
     g.out = ep_tensor_2d(memory + 8192, EP_TYPE_FP8_E4M3, 64, 64);
     g.scales = ep_tensor_2d(memory + 16384, EP_TYPE_FP32, 64, 1);
@@ -230,5 +218,4 @@ ThreadTest(handles_rows_quant, refuses, 1) {
     for (int i = 0; i < 1 << 16; i++)
         CHECK(memory[i] == FILL, "a refused call has changed byte %d", i);
     free(memory);
-    ep_group_destroy(g.group);
 }

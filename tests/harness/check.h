@@ -127,6 +127,8 @@ _Noreturn void check_leave(void);
 #define GPU_MISSING() 0
 /** Reserve memory for a test that needs more than usual at once. */
 #define GPU_ROOM(bytes) (void)(bytes)
+/** Say whether this thread's calls only enqueue, with tensors that GPUs reach. */
+#define GPU_ENQUEUES(only) (void)(only)
 /** Skip the test on the CUDA backend, for the reason `why`. */
 #define HOST_ONLY(why) (void)(why)
 #endif

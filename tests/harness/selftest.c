@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests of the oracle and the harness: a check that never fails would hide everything. */
 #include <math.h>
-#include <pthread.h>
-#include <semaphore.h>
-#include <signal.h>
-#include <sys/wait.h>
 
 #include "tests/harness/image.h"
 #include "tests/oracle/number.h"
@@ -17,69 +13,6 @@ SoloTest(harness_check, first_failure_is_kept) {
     check_clear();
     CHECK(kept, "the first failure was lost");
 }
-
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-
-/* Run a child that ends by `signal`, and fill `text` with what it prints. */
-static void run_child(void (*child_main)(void), int signal, char *text, size_t bytes) {
-    int ends[2], status = 0;
-    CHECK(pipe(ends) == 0, "no pipe");
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(ends[1], STDERR_FILENO);
-        child_main();
-        _exit(0);
-    }
-    close(ends[1]);
-    for (size_t used = 0; used + 1 < bytes;) {
-        ssize_t got = read(ends[0], text + used, bytes - 1 - used);
-        if (got <= 0) break;
-        used += (size_t)got;
-    }
-    close(ends[0]);
-    waitpid(child, &status, 0);
-    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == signal, "status %#x", (unsigned)status);
-}
-
-static void crash(void) {
-    check_note("seed %d", 7);
-    raise(SIGSEGV);
-}
-
-/* What a child that crashes prints names the signal and where it was. It still ends by the signal.
- */
-SoloTest(harness_crash, says_where) {
-    char text[8192] = "";
-    run_child(crash, SIGSEGV, text, sizeof(text));
-    CHECK(strstr(text, "signal 11") && strstr(text, "seed 7") && strstr(text, "(+0x"), "%s", text);
-}
-
-static void *wait_for_ever(void *has_begun) {
-    check_note("rank 1");
-    sem_post(has_begun);
-    while (pause())
-        ;
-    return NULL;
-}
-
-static void take_too_long(void) {
-    pthread_t thread;
-    sem_t has_begun;
-    check_note("rank 0");
-    sem_init(&has_begun, 0, 0);
-    if (pthread_create(&thread, NULL, wait_for_ever, &has_begun)) return;
-    sem_wait(&has_begun);
-    raise(SIGALRM);
-}
-
-/* One that takes too long prints where each of its threads is. */
-SoloTest(harness_crash, says_where_threads_wait) {
-    char text[16384] = "";
-    run_child(take_too_long, SIGALRM, text, sizeof(text));
-    CHECK(strstr(text, "rank 0") && strstr(text, "rank 1") && strstr(text, "(+0x"), "%s", text);
-}
-
-#endif
 
 SoloTest(harness_image, images_show_every_byte) {
     Image a = image_new(100, 16), b = image_new(100, 16);

@@ -174,13 +174,31 @@ static void add_node(Sum *sum, int lowest) {
         sum->total[h] += sum->node[h];
 }
 
+/* Add a token's entries on all ranks, in ascending k. */
+static void add_entries(Sum *sum) {
+    const Case *c = &sum->world->c;
+    const RankWorld *me = &sum->world->rank[sum->rank];
+    for (int k = 0; k < c->top_k; k++) {
+        int64_t entry = (int64_t)sum->token * c->top_k + k;
+        Position at = me->position[entry];
+        if (at.row < 0) continue;
+        const RankWorld *there = &sum->world->rank[at.rank];
+        float weight = c->weights_at_combine ? me->weight[entry] : there->slot_weight[at.row];
+        for (int h = 0; h < c->hidden; h++) {
+            float x = number_get(there->expert_out, c->sum_type, at.row * c->hidden + h);
+            sum->total[h] = sum->weighted ? fmaf(weight, x, sum->total[h]) : sum->total[h] + x;
+        }
+    }
+}
+
 static void expect_sums(const World *world, int rank, int weighted, Image *out) {
     const Case *c = &world->c;
     Sum sum = {.world = world, .rank = rank, .weighted = weighted};
     memset(out->data, 0, out->bytes);
     for (; sum.token < world->rank[rank].tokens; sum.token++) {
         memset(sum.total, 0, (size_t)c->hidden * sizeof(float));
-        for (int peer = 0; peer < c->ranks; peer++) {
+        if (c->by_entry) add_entries(&sum);
+        for (int peer = 0; peer < c->ranks && !c->by_entry; peer++) {
             if (case_node(c, peer) == case_node(c, rank))
                 add_rank(&sum, peer, peer != rank, sum.total);
             else if (case_node(c, peer) == peer)
@@ -188,7 +206,7 @@ static void expect_sums(const World *world, int rank, int weighted, Image *out) 
         }
         for (int h = 0; h < c->hidden; h++) {
             int64_t element = (int64_t)sum.token * c->hidden + h;
-            float value = sum.total[h];
+            float value = 0 + sum.total[h];
             for (int i = 0; i < c->biases; i++)
                 value += number_get(world->rank[rank].bias[i], c->sum_type, element);
             number_set(out->data, c->sum_type, element, value);
@@ -249,26 +267,30 @@ double expect_slot_gradient(const World *world, int rank, int64_t row, double *m
 
 /* ---- rows between ranks ---- */
 
-/* Returns whether a token has an entry on a rank or, with `node`, on that rank's node. */
-static int is_needed(const World *world, int from, int token, int to, int node) {
+/* Returns whether a token has an entry on a rank or, with `node`, on that rank's node. `slots`:
+ * returns how many there have a slot. */
+static int is_needed(const World *world, int from, int token, int to, int node, int slots) {
     const Case *c = &world->c;
+    int found = 0, kept = 0;
     for (int k = 0; k < c->top_k; k++) {
         if (!world_live(world, from, token, k)) continue;
-        int owner = world_owner(c, world->rank[from].index[(int64_t)token * c->top_k + k]);
-        if (node ? case_node(c, owner) == case_node(c, to) : owner == to) return 1;
+        int64_t entry = (int64_t)token * c->top_k + k;
+        int owner = world_owner(c, world->rank[from].index[entry]);
+        if (node ? case_node(c, owner) != case_node(c, to) : owner != to) continue;
+        found = 1, kept += world->rank[from].position[entry].row >= 0;
     }
-    return 0;
+    return slots ? kept : found;
 }
 
-static int64_t count_needed(const World *world, int from, int to, int node) {
+static int64_t count_needed(const World *world, int from, int to, int node, int slots) {
     int64_t rows = 0;
     for (int t = 0; t < world->rank[from].tokens; t++)
-        rows += is_needed(world, from, t, to, node);
+        rows += is_needed(world, from, t, to, node, slots);
     return rows;
 }
 
-int64_t expect_rows(const World *world, int from, int to) {
-    return count_needed(world, from, to, 0);
+int64_t expect_rows(const World *world, int from, int to, int slots) {
+    return count_needed(world, from, to, 0, slots);
 }
 
 /* Returns the rank that stands for `rank` on the node of `there`: itself on its own node, else the
@@ -285,12 +307,12 @@ static int agent_of(const Case *c, int rank, int there) {
         if (case_node(c, r) == case_node(c, there) && number-- == 0) return r;
 }
 
-int64_t expect_relayed_rows(const World *world, int from, int to) {
+int64_t expect_relayed_rows(const World *world, int from, int to, int slots) {
     const Case *c = &world->c;
     int64_t rows = 0;
     if (case_node(c, from) != case_node(c, to))
-        return agent_of(c, from, to) == to ? count_needed(world, from, to, 1) : 0;
+        return agent_of(c, from, to) == to ? count_needed(world, from, to, 1, slots) : 0;
     for (int source = 0; source < c->ranks; source++)
-        if (agent_of(c, source, from) == from) rows += count_needed(world, source, to, 0);
+        if (agent_of(c, source, from) == from) rows += count_needed(world, source, to, 0, slots);
     return rows;
 }

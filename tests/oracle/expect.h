@@ -25,11 +25,12 @@ void expect_dispatch_backward(const World *world, int rank, Image *tokens, Image
 /** Writes grad_expert_out[buffer_rows, H]. */
 void expect_combine_backward(const World *world, int rank, Image *rows);
 
-/** Returns the number of (token, rank) rows from one rank to another, lost ones included. */
-int64_t expect_rows(const World *world, int from, int to);
+/** Returns the number of (token, rank) rows from one rank to another, lost ones included; or
+ *  `slots`: of their entries that have one. */
+int64_t expect_rows(const World *world, int from, int to, int slots);
 
 /** Returns how many rows a rank hands to another where relays pass them on from node to node. */
-int64_t expect_relayed_rows(const World *world, int from, int to);
+int64_t expect_relayed_rows(const World *world, int from, int to, int slots);
 
 /** Returns the dot product of a slot, in double, and the sum of its products' magnitudes. */
 double expect_slot_gradient(const World *world, int rank, int64_t row, double *magnitude);

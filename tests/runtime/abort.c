@@ -40,6 +40,12 @@ TestSuite(runtime_abort, .init = set_up);
     }                                                                 \
     static void name##_body(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg)
 
+#define OnThreadsCall(name, call) \
+    OnThreads(name) {             \
+        call;                     \
+    }                             \
+    struct name##_done
+
 /* ---- a rank, and a thread that aborts it ---- */
 
 static _Thread_local double opened;
@@ -99,7 +105,7 @@ static void check_refuses(const Step *rank, EpStatus status, const char *part) {
     EpFinding found = EP_FINDING_INIT;
     void *memory = &found;
     for (int i = 0; i < NUM_CALLS; i++)
-        CHECK_REFUSED(calls[i](rank), status, part, WHY);
+        CHECK_REFUSED(call_op(rank, call_number(i)), status, part, WHY);
     CHECK_REFUSED(ep_mem_alloc(rank->group, 64, &memory), status, part, WHY);
     CHECK(memory == &found, "an output was written");
     CHECK_REFUSED(ep_group_status(rank->group, &found), status, part, WHY);
@@ -109,8 +115,7 @@ static void check_refuses(const Step *rank, EpStatus status, const char *part) {
 }
 
 static int rank_nodes(const Step *rank) {
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(rank->group, &info));
+    EpGroupInfo info = group_info(rank->group);
     return info.num_nodes;
 }
 
@@ -132,45 +137,45 @@ static void check_told(const Step *rank, EpStatus status, const char *phase) {
 /* ---- a wait in an operation ---- */
 
 /* Ranks 0 and 1 wait for rank 2, which never comes, until rank 0 is aborted. Then rank 2 calls. */
-static void while_waiting_in(const EpBootstrap *bootstrap, int call, EpMode mode) {
+static void while_waiting_in(const EpBootstrap *bootstrap, StepOp op, EpMode mode) {
     Step rank = rank_open(bootstrap, mode);
     Aborter aborter;
-    if (call > 0) CHECK_OK(call_prepare(&rank));
-    if (call > 1 && mode == EP_MODE_LATENCY) CHECK_OK(call_dispatch(&rank));
+    if (op > STEP_PREPARE) CHECK_OK(call_ops(&rank, STEP_PREPARE));
+    if (op > STEP_DISPATCH && mode == EP_MODE_LATENCY) CHECK_OK(call_ops(&rank, STEP_DISPATCH));
     bootstrap->barrier(bootstrap->context, 60);
     double begin = seconds_now();
     if (bootstrap->rank == ABORTED) {
         aborter_start(&aborter, rank.group, 100000);
-        EpStatus status = call_outcome(calls[call], &rank);
+        EpStatus status = call_ops(&rank, op);
         CHECK(seconds_now() - begin > 0.05, "it did not wait");
         aborter_end(&aborter);
         check_aborted(&rank, status);
         /* On several nodes of GPUs it waited in NCCL, which does not know. */
-        CHECK((TESTS_ON_GPU && rank_nodes(&rank) > 1) || strstr(ep_last_error(), call_phases[call]),
+        CHECK((TESTS_ON_GPU && rank_nodes(&rank) > 1) || strstr(ep_last_error(), op_phase(op)),
               "%s", ep_last_error());
     } else if (bootstrap->rank != ABSENT) {
-        check_told(&rank, call_outcome(calls[call], &rank), call_phases[call]);
+        check_told(&rank, call_ops(&rank, op), op_phase(op));
     }
     bootstrap->barrier(bootstrap->context, 60);
     /* Ranks 0 and 1 may have sent enough for a first operation, but not for a second. */
     if (bootstrap->rank == ABSENT) {
-        EpStatus status = call_outcome(calls[call], &rank);
-        if (status == EP_OK) status = call_outcome(calls[call], &rank);
-        check_told(&rank, status, call_phases[call]);
+        EpStatus status = call_ops(&rank, op);
+        if (status == EP_OK) status = call_ops(&rank, op);
+        check_told(&rank, status, op_phase(op));
     }
     rank_close(&rank);
 }
 
-#define WHILE_WAITING_IN(name, call, mode)                  \
+#define WHILE_WAITING_IN(name, op, mode)                    \
     RankTest(runtime_abort, while_waiting_in_##name, RANKS, \
-             while_waiting_in(bootstrap, call, EP_MODE_##mode))
-WHILE_WAITING_IN(prepare, 0, THROUGHPUT);
-WHILE_WAITING_IN(dispatch, 1, THROUGHPUT);
-WHILE_WAITING_IN(combine, 2, THROUGHPUT);
-WHILE_WAITING_IN(combine_backward, 3, THROUGHPUT);
-WHILE_WAITING_IN(dispatch_backward, 4, THROUGHPUT);
-WHILE_WAITING_IN(dispatch_in_latency_mode, 1, LATENCY);
-WHILE_WAITING_IN(combine_in_latency_mode, 2, LATENCY);
+             while_waiting_in(bootstrap, STEP_##op, EP_MODE_##mode))
+WHILE_WAITING_IN(prepare, PREPARE, THROUGHPUT);
+WHILE_WAITING_IN(dispatch, DISPATCH, THROUGHPUT);
+WHILE_WAITING_IN(combine, COMBINE, THROUGHPUT);
+WHILE_WAITING_IN(combine_backward, COMBINE_BACKWARD, THROUGHPUT);
+WHILE_WAITING_IN(dispatch_backward, DISPATCH_BACKWARD, THROUGHPUT);
+WHILE_WAITING_IN(dispatch_in_latency_mode, DISPATCH, LATENCY);
+WHILE_WAITING_IN(combine_in_latency_mode, COMBINE, LATENCY);
 
 /* All ranks run steps, and rank 0 is aborted at some moment. */
 static void while_running(const EpBootstrap *bootstrap, uint64_t seed) {
@@ -182,7 +187,7 @@ static void while_running(const EpBootstrap *bootstrap, uint64_t seed) {
     if (bootstrap->rank == ABORTED)
         aborter_start(&aborter, rank.group, (useconds_t)random_below(&random, 20000));
     for (int i = 0; status == EP_OK; i++)
-        status = call_outcome(calls[i % NUM_CALLS], &rank);
+        status = call_ops(&rank, call_number(i % NUM_CALLS));
     if (bootstrap->rank == ABORTED) aborter_end(&aborter);
     if (bootstrap->rank == ABORTED)
         check_aborted(&rank, status);
@@ -207,7 +212,7 @@ AbortTest(OnRanks, while_nobody_waits) {
     bootstrap->barrier(bootstrap->context, 60);
     if (bootstrap->rank == ABORTED) CHECK_OK(ep_group_abort(rank->group, WHY));
     bootstrap->barrier(bootstrap->context, 60);
-    EpStatus status = call_outcome(call_dispatch, rank);
+    EpStatus status = call_ops(rank, STEP_DISPATCH);
     if (bootstrap->rank == ABORTED)
         check_aborted(rank, status);
     else
@@ -225,20 +230,18 @@ AbortTest(OnRanks, twice) {
 
 /* A group that has failed keeps its failure. */
 AbortTest(OnRanks, of_a_failed_group) {
-    CHECK_OK(call_prepare(rank));
-    Call call = bootstrap->rank == ABSENT ? call_combine : call_dispatch;
-    CHECK_STATUS(call_outcome(call, rank), EP_ERR_ORDER);
+    CHECK_OK(call_ops(rank, STEP_PREPARE));
+    StepOp op = bootstrap->rank == ABSENT ? STEP_COMBINE : STEP_DISPATCH;
+    CHECK_STATUS(call_ops(rank, op), EP_ERR_ORDER);
     CHECK_OK(ep_group_abort(rank->group, WHY));
-    CHECK_STATUS(call_dispatch(rank), EP_ERR_ORDER);
+    CHECK_STATUS(call_op(rank, STEP_DISPATCH), EP_ERR_ORDER);
     CHECK(!strstr(ep_last_error(), WHY), "%s", ep_last_error());
     CHECK_STATUS(ep_group_status(rank->group, NULL), EP_ERR_ORDER);
 }
 
 /* Threads abort a rank at the same time. One of them comes first. */
-ThreadTest(runtime_abort, by_many_threads, 1) {
+GroupTest(runtime_abort, by_many_threads, 1, "") {
     enum { THREADS = 8 };
-    Case c = case_complete((Case){.ranks = 1});
-    EpGroup *group = open_group(bootstrap, &c);
     Aborter aborters[THREADS];
     char why[THREADS][64], first[512];
     for (int i = 0; i < THREADS; i++) {
@@ -252,7 +255,6 @@ ThreadTest(runtime_abort, by_many_threads, 1) {
     snprintf(first, sizeof(first), "%s", ep_last_error());
     CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_ABORTED);
     CHECK(!strcmp(first, ep_last_error()), "'%s' after '%s'", ep_last_error(), first);
-    ep_group_destroy(group);
 }
 
 /* ---- a rendezvous ---- */
@@ -276,16 +278,12 @@ static void while_meeting(const EpBootstrap *bootstrap, int frees) {
         CHECK(out == &memory, "an output was written");
     }
     wait_for(RANKS);
-    if (bootstrap->rank == ABSENT) check_told(&rank, call_outcome(call_prepare, &rank), "prepare");
+    if (bootstrap->rank == ABSENT) check_told(&rank, call_ops(&rank, STEP_PREPARE), "prepare");
     rank_close(&rank);
 }
 
-OnThreads(while_meeting_in_mem_alloc) {
-    while_meeting(bootstrap, 0);
-}
-OnThreads(while_meeting_in_mem_free) {
-    while_meeting(bootstrap, 1);
-}
+OnThreadsCall(while_meeting_in_mem_alloc, while_meeting(bootstrap, 0));
+OnThreadsCall(while_meeting_in_mem_free, while_meeting(bootstrap, 1));
 
 /* Rank 0 is aborted first; the others then meet without it, or destroy their groups. */
 AbortTest(OnThreads, before_the_others_meet) {
@@ -316,7 +314,7 @@ OnThreads(while_destroying) {
     wait_for(RANKS);
     if (bootstrap->rank != ABSENT) return;
     if (TESTS_ON_GPU) CHECK_OK(ep_group_abort(rank.group, WHY));
-    EpStatus status = call_outcome(call_prepare, &rank);
+    EpStatus status = call_ops(&rank, STEP_PREPARE);
     CHECK_REFUSED(status, TESTS_ON_GPU ? EP_ERR_ABORTED : EP_ERR_PEER, WHY);
     rank_close(&rank);
 }
@@ -385,24 +383,20 @@ static void on_several_nodes(const EpBootstrap *bootstrap, int waits) {
     if (bootstrap->rank == ABORTED) {
         aborter_start(&aborter, rank.group, 100000);
         if (!waits) usleep(200000);
-        status = waits ? call_outcome(call_prepare, &rank) : ep_group_status(rank.group, NULL);
+        status = waits ? call_ops(&rank, STEP_PREPARE) : ep_group_status(rank.group, NULL);
         aborter_end(&aborter);
         check_aborted(&rank, status);
     }
     if (bootstrap->rank != 1 && waits) wait_for(2);
     /* Rank 0 may have taken part in a first prepare, but not in a second. */
     for (int i = 0; i < 2 && status == EP_OK; i++)
-        status = call_outcome(call_prepare, &rank);
+        status = call_ops(&rank, STEP_PREPARE);
     if (bootstrap->rank != ABORTED) check_told(&rank, status, "prepare");
     rank_close(&rank);
 }
 
-OnThreads(on_several_nodes_while_waiting) {
-    on_several_nodes(bootstrap, 1);
-}
-OnThreads(on_several_nodes_while_nobody_waits) {
-    on_several_nodes(bootstrap, 0);
-}
+OnThreadsCall(on_several_nodes_while_waiting, on_several_nodes(bootstrap, 1));
+OnThreadsCall(on_several_nodes_while_nobody_waits, on_several_nodes(bootstrap, 0));
 
 /* ---- a bootstrap of the caller ---- */
 
@@ -423,8 +417,7 @@ ThreadTest(runtime_abort, in_a_callback_that_polls, 1) {
     EpBootstrap mine = gathers_alone(bootstrap);
     wrap_bootstrap(&mine, &wrapped);
     CHECK_OK(ep_poll_abort());
-    Case c = case_complete((Case){.ranks = 1});
-    EpGroup *group = open_group(&mine, &c);
+    EpGroup *group = open_group_of(&mine, "");
     Aborter aborter;
     void *out = &endless;
     endless = 1;
@@ -439,9 +432,8 @@ ThreadTest(runtime_abort, in_a_callback_that_polls, 1) {
 /* ---- arguments ---- */
 
 ThreadTest(runtime_abort, wrong_arguments, 1) {
-    Case c = case_complete((Case){.ranks = 1});
+    EpGroup *group = open_group_of(bootstrap, "");
     int stray[64] = {1, 2, 3};
-    EpGroup *group = open_group(bootstrap, &c);
     CHECK_REFUSED(ep_group_abort(NULL, WHY), EP_ERR_NULL, "ep_group_abort: group: ");
     CHECK_REFUSED(ep_group_abort((EpGroup *)stray, WHY), EP_ERR_FOREIGN, "ep_group_abort: group: ");
     CHECK_REFUSED(ep_group_abort(group, NULL), EP_ERR_NULL, "rank 0: ep_group_abort: sentence: ");
@@ -459,8 +451,7 @@ ThreadTest(runtime_abort, sentences, 1) {
     const char *const given[] = {"", longest, longer};
     const size_t kept[] = {strlen("no reason given"), 255, 254};
     for (int i = 0; i < 3; i++) {
-        Case c = case_complete((Case){.ranks = 1});
-        EpGroup *group = open_group(bootstrap, &c);
+        EpGroup *group = open_group_of(bootstrap, "");
         CHECK_OK(ep_group_abort(group, given[i]));
         CHECK_REFUSED(ep_group_status(group, NULL), EP_ERR_ABORTED, "was aborted: ");
         const char *said = strstr(ep_last_error(), "aborted: ");

@@ -137,9 +137,8 @@ ThreadTest(runtime_bounds, attained_by_padding, 1) {
     EpHandle *handle = step.handle;
     int32_t index[8] = {0, 0, 0, 0, 0, 1, 2, 3};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 8, 1);
-    EpHandleInfo info = EP_HANDLE_INFO_INIT;
     CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
-    CHECK_OK(ep_handle_info(handle, &info));
+    EpHandleInfo info = handle_info(handle);
     int64_t bound = rows_bound(&c, 0);
     CHECK(info.needed_rows == bound && bound == 20, "%lld rows, bound %lld",
           (long long)info.needed_rows, (long long)bound);

@@ -3,7 +3,6 @@
  * it. */
 #include "runtime/layout.h"
 
-#include "runtime/layout.h"
 #include "tests/harness/check.h"
 #include "tests/harness/random.h"
 

@@ -2,6 +2,7 @@
 /* Creating groups: wrong configurations, ranks that disagree, queries of a live group. */
 #include <stddef.h>
 
+#include "tests/cases/calls.h"
 #include "tests/cases/refusals.h"
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
@@ -24,6 +25,7 @@ static const TextField config_fields[] = {
     TEXT_FIELD(EpGroupConfig, mode, TEXT_MODES),
     TEXT_FIELD(EpGroupConfig, num_sms, NULL),
     TEXT_FIELD(EpGroupConfig, duplicates, "|keep|merge"),
+    TEXT_FIELD(EpGroupConfig, sums, "|rank|entry"),
 };
 
 typedef struct Configured {
@@ -40,10 +42,10 @@ static EpStatus call_with_config(void *context, const char *call) {
 }
 
 ThreadTest(runtime_group, wrong_configurations, 1) {
-    static const char *const calls[] = {"ep_group_create", "ep_group_memory", NULL};
+    static const char *const names[] = {"ep_group_create", "ep_group_memory", NULL};
     static const Member members[] = {MEMBER("", config_fields, Configured, config)};
     static const Subject subject = {members, 1, sizeof(Configured), call_with_config,
-                                    .calls = calls};
+                                    .calls = names};
     Configured c = {bootstrap, group_config(1), NULL, EP_GROUP_MEMORY_INIT};
     check_refusals("group_config", &subject, &c);
     ep_group_destroy(open_group_with(bootstrap, &c.config));
@@ -73,8 +75,7 @@ ThreadTest(runtime_group, structs_of_all_versions, 1) {
         for (size_t i = size; i < sizeof(out); i++)
             CHECK(out.byte[i] == 0x77, "size %zu: byte %zu was written", size, i);
     }
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     CHECK(info.mode == EP_MODE_THROUGHPUT, "mode %d", (int)info.mode);
     ep_group_destroy(group);
 }
@@ -133,6 +134,7 @@ static const char *const differences[][5] = {
     {"backend", "auto", "host", "EP_BACKEND_AUTO", "EP_BACKEND_HOST"},
     {"mode", "auto", "latency", "EP_MODE_AUTO", "EP_MODE_LATENCY"},
     {"duplicates", "keep", "merge", "EP_DUPLICATES_KEEP", "EP_DUPLICATES_MERGE"},
+    {"sums", "rank", "entry", "EP_SUMS_BY_RANK", "EP_SUMS_BY_ENTRY"},
 };
 
 ThreadTest(runtime_group, ranks_that_disagree, 3) {
@@ -168,98 +170,47 @@ ThreadTest(runtime_group, mistake_of_one_rank, 3) {
     run_case(bootstrap, &(Case){.ranks = 3});
 }
 
-/* Handles are created without communication; the first prepare compares their configurations. Rank
- * 2's differs. */
-typedef struct Disagreement {
-    EpLayout layout, other_layout;
-    int alignment, other_alignment;
-    int64_t rows, other_rows; /* max_recv_rows, or rows_per_expert in the batched layout */
-    const char *field, *value, *other_value;
-    EpQuant quant, other_quant; /* 0: none */
-} Disagreement;
-
-static const Disagreement disagreements[] = {
-    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_EXPERT_MAJOR, 8, 32, 0, 0, "alignment", "8", "32", 0, 0},
-    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_FLAT, 8, 8, 0, 0, "layout", "EP_LAYOUT_EXPERT_MAJOR",
-     "EP_LAYOUT_FLAT", 0, 0},
-    {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 700, INT32_MAX, "capacity", "700", "2147483647", 0, 0},
-    {EP_LAYOUT_BATCHED, EP_LAYOUT_BATCHED, 1, 1, 40, 41, "capacity", "40", "41", 0, 0},
-    {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 9, 9, "quant", "has EP_QUANT_FP8", "EP_QUANT_MXFP8",
-     EP_QUANT_FP8, EP_QUANT_MXFP8},
-};
-
-static EpStatus create_and_prepare(EpGroup *group, const Disagreement *d, int other) {
-    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
-    EpHandle *handle = NULL;
-    config.layout = other ? d->other_layout : d->layout;
-    config.alignment = other ? d->other_alignment : d->alignment;
-    if (d->quant) config.quant = other ? d->other_quant : d->quant;
-    int64_t rows = other ? d->other_rows : d->rows;
-    *(config.layout == EP_LAYOUT_BATCHED ? &config.rows_per_expert : &config.max_recv_rows) = rows;
-    if (!CHECK_OK(ep_handle_create(group, &config, &handle))) return EP_ERR_NULL;
-    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
-    EpStatus status = ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL);
-    return TESTS_ON_GPU && status == EP_OK ? ep_group_status(group, NULL) : status;
-}
+/* Handles are created without communication; the first prepare compares their configurations, in
+ * latency mode the first dispatch. Those of rank 2 and of the others, and what sentences call them.
+ */
+static const struct {
+    const char *usual, *other, *field, *value, *other_value;
+} disagreements[] = {
+    {"alignment=8", "alignment=32", "alignment", "8", "32"},
+    {"", "layout=flat", "layout", "EP_LAYOUT_EXPERT_MAJOR", "EP_LAYOUT_FLAT"},
+    {"layout=flat capacity=700", "layout=flat capacity=70000", "capacity", "700", "70000"},
+    {"layout=batched rows_per_expert=40", "layout=batched rows_per_expert=41", "capacity", "40",
+     "41"},
+    {"layout=flat capacity=9 hidden=128 quant=fp8", "layout=flat capacity=9 hidden=128 quant=mxfp8",
+     "quant", "has EP_QUANT_FP8", "EP_QUANT_MXFP8"},
+    {"mode=latency layout=rank-major", "mode=latency layout=batched rows_per_expert=9",
+     "layout differs", "has EP_LAYOUT_RANK_MAJOR", "has EP_LAYOUT_BATCHED"}};
 
 ThreadTest(runtime_group, handles_that_disagree, 3) {
     /* A failed group logs a warning. */
     set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
-    Case c = case_complete((Case){.ranks = 3, .spread = SPREAD_FULL});
     for (int i = 0; i < LENGTH(disagreements); i++) {
-        const Disagreement *d = &disagreements[i];
-        check_note("%d: %s", i, d->field);
-        EpGroup *group = open_group(bootstrap, &c);
-        CHECK_REFUSED(create_and_prepare(group, d, bootstrap->rank == 2), EP_ERR_MISMATCH, d->field,
-                      d->value, d->other_value, "rank 2");
-        ep_group_destroy(group);
+        int is_other = bootstrap->rank == 2;
+        Case c = case_of("ranks=3 spread=full sets=2 %s", disagreements[i].usual), mine = c;
+        if (is_other) mine = case_of("ranks=3 spread=full sets=2 %s", disagreements[i].other);
+        if (c.mode == EP_MODE_LATENCY && !TESTS_HAVE_LATENCY) continue;
+        check_note("%d: %s", i, disagreements[i].field);
+        Step step = {.world = world_new(&mine), .rank = bootstrap->rank};
+        c = case_complete(c), step.group = open_group(bootstrap, &c);
+        step.handle = open_handle(step.group, &step.world->c);
+        EpStatus status = call_ops(&step, STEP_PREPARE | STEP_DISPATCH);
+        CHECK_REFUSED(status, EP_ERR_MISMATCH, disagreements[i].field, disagreements[i].value,
+                      disagreements[i].other_value, "rank 2");
+        close_step(&step);
         bootstrap->barrier(bootstrap->context, 60);
     }
 }
 
-/* In latency mode the first dispatch compares them. */
-static EpStatus create_and_dispatch(EpGroup *group, const Case *c, int batched) {
-    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
-    EpHandle *handle = NULL;
-    config.mode = EP_MODE_LATENCY;
-    config.layout = batched ? EP_LAYOUT_BATCHED : EP_LAYOUT_RANK_MAJOR;
-    if (batched) config.rows_per_expert = c->max_tokens;
-    if (!CHECK_OK(ep_handle_create(group, &config, &handle))) return EP_ERR_NULL;
-    int64_t blocks = batched ? 2 : c->ranks, row = (int64_t)case_row_bytes(c);
-    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
-    void *sent = aligned_alloc(16, (size_t)row);
-    void *received = aligned_alloc(16, (size_t)(blocks * c->max_tokens * row));
-    memset(sent, 0, (size_t)row);
-    EpTensor tokens = ep_tensor_2d(sent, c->row_type, 1, c->hidden);
-    EpTensor recv = ep_tensor_3d(received, c->row_type, blocks, c->max_tokens, c->hidden);
-    EpStatus status = ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL);
-    if (status == EP_OK)
-        status =
-            ep_dispatch(handle, NULL, NULL, &tokens, NULL, NULL, NULL, &recv, NULL, NULL, NULL);
-    if (TESTS_ON_GPU && status == EP_OK) status = ep_group_status(group, NULL);
-    free(sent);
-    free(received);
-    return status;
-}
-
-ThreadTest(runtime_group, layouts_that_disagree_in_latency_mode, 3) {
-    needs_latency();
-    set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
-    Case c = case_complete((Case){.ranks = 3, .spread = SPREAD_FULL, .sets = 2});
-    EpGroup *group = open_group(bootstrap, &c);
-    CHECK_REFUSED(create_and_dispatch(group, &c, bootstrap->rank == 2), EP_ERR_MISMATCH,
-                  "layout differs", "has EP_LAYOUT_RANK_MAJOR", "has EP_LAYOUT_BATCHED", "rank 2");
-    ep_group_destroy(group);
-}
-
 /* ---- a live group ---- */
 
-ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
-    Case c = case_complete((Case){.ranks = 3, .experts = 7});
-    EpGroup *group = open_group(bootstrap, &c);
+GroupTest(runtime_group, what_a_group_says_of_itself, 3, "experts=7") {
     static const int first[] = {0, 3, 5}, count[] = {3, 2, 2};
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     CHECK(info.rank == bootstrap->rank && info.size == 3, "%d of %d", info.rank, info.size);
     CHECK(info.num_experts == 7, "%d", info.num_experts);
     CHECK(info.first_expert == first[info.rank], "%d", info.first_expert);
@@ -274,7 +225,6 @@ ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
           "%d: %s", info.device, info.gpu);
     CHECK(strstr(info.reason, TESTS_ON_GPU ? "cuda" : "host"), "%s", info.reason);
     CHECK(info.library_bytes > 0, "%lld bytes", (long long)info.library_bytes);
-    ep_group_destroy(group);
 }
 
 static void check_promise(const EpBootstrap *bootstrap, int64_t capacity) {
@@ -287,8 +237,7 @@ static void check_promise(const EpBootstrap *bootstrap, int64_t capacity) {
     EpGroup *group = open_group(bootstrap, &c);
     int64_t promised = memory.shared_bytes + memory.private_bytes;
     for (int handles = 0; handles < 4; handles++) {
-        EpGroupInfo info = EP_GROUP_INFO_INIT;
-        CHECK_OK(ep_group_query(group, &info));
+        EpGroupInfo info = group_info(group);
         CHECK(info.library_bytes <= promised + handles * memory.handle_bytes,
               "%lld bytes with %d handles", (long long)info.library_bytes, handles);
         open_handle(group, &c);
@@ -320,9 +269,8 @@ ThreadTest(runtime_group, backend_auto, 2) {
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     config.backend = EP_BACKEND_AUTO;
     CHECK_OK(ep_group_memory(&config, 2, &memory));
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
     EpGroup *group = open_group_with(bootstrap, &config);
-    CHECK_OK(ep_group_query(group, &info));
+    EpGroupInfo info = group_info(group);
     CHECK(info.backend == memory.backend, "%d", (int)info.backend);
     ep_group_destroy(group);
 }
@@ -334,9 +282,8 @@ ThreadTest(runtime_group, two_groups_of_the_same_ranks, 3) {
     Case cases[] = {case_of("ranks=3 experts=5 hidden=16 weighted=1 seed=1"),
                     case_of("ranks=3 experts=11 top_k=5 alignment=8 seed=2")};
     Step step[2];
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2; i++)
         step[i] = open_step(bootstrap, &cases[i]);
-    }
     void (*const operations[])(const Step *) = {step_prepare, step_dispatch, step_combine,
                                                 step_combine_backward, step_dispatch_backward};
     for (int op = 0; op < 5; op++)
@@ -344,37 +291,6 @@ ThreadTest(runtime_group, two_groups_of_the_same_ranks, 3) {
             operations[op](&step[i]);
     for (int i = 0; i < 2; i++)
         close_step(&step[i]);
-}
-
-/* Two sets of threads, a group each, run at the same time; neither waits for the other. */
-typedef struct TwoGroups {
-    EpBootstrap bootstrap[2][3];
-    World *world[2];
-} TwoGroups;
-
-static void one_of_two_groups(const EpBootstrap *bootstrap, void *arg) {
-    TwoGroups *two = arg;
-    int set = bootstrap->rank % 2, rank = bootstrap->rank / 2;
-    for (int i = 0; i < 10; i++)
-        run_world(&two->bootstrap[set][rank], two->world[set]);
-}
-
-Test(runtime_group, two_groups_of_other_ranks_at_once, .timeout = 120) {
-    TwoGroups two;
-    Case first = {.ranks = 3, .experts = 5, .weighted = 1, .seed = 1};
-    Case second = {.ranks = 3, .experts = 11, .top_k = 5, .max_tokens = 40, .seed = 2};
-    two.world[0] = world_new(&first);
-    two.world[1] = world_new(&second);
-    for (int set = 0; set < 2; set++) {
-        two.bootstrap[set][0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
-        cr_assert(ep_bootstrap_local(3, two.bootstrap[set]) == EP_OK);
-    }
-    run_on_threads(6, one_of_two_groups, &two);
-    for (int set = 0; set < 2; set++) {
-        for (int r = 0; r < 3; r++)
-            ep_bootstrap_destroy(&two.bootstrap[set][r]);
-        world_free(two.world[set]);
-    }
 }
 
 /* One process creates and destroys many groups, one after the other. */

@@ -69,6 +69,9 @@ static Case draw_case(uint64_t seed) {
     c.biases = PICK(&random, 0, 0, 1, 2);
     c.counters = PICK(&random, 0, 1, 2, 3);
     c.spare_tokens = PICK(&random, 0, 0, 1, 7);
+    c.by_entry = PICK(&random, 0, 0, 1);
+    c.block_rows = PICK(&random, 0, 1, 5, c.alignment);
+    if (c.layout == EP_LAYOUT_EXPERT_MAJOR && c.block_rows == 5) c.block_rows = 0;
     return c;
 }
 

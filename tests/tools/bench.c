@@ -6,10 +6,6 @@
 
 #include "tests/tools/run_bench.h"
 
-typedef struct BadOptions {
-    const char *line, *message;
-} BadOptions;
-
 static const BadOptions bad_options[] = {
     {"--frobnicate", "--frobnicate"},
     {"-Q", "-Q"},
@@ -71,6 +67,9 @@ static const BadOptions bad_options[] = {
     {"--quant mxfp8 --hidden 8", "multiple of 16"},
     {"--quant nvfp4 --hidden 48", "multiple of 32"},
     {"--baseline --quant fp8", "--quant none"},
+    {"--sums all", "\"all\""},
+    {"--sums entry --layout flat", "--layout expert or batched, got --layout flat"},
+    {"--sums entry --sum-quant fp8", "--sum-quant none, got fp8"},
     {"--case sums --pair", "no --routing file, --baseline and --pair"},
     {"--case all", "\"all\""},
     {"--case calls -b 1 -e 4", "expected one size"},
@@ -104,10 +103,8 @@ static const BadOptions bad_options[] = {
     {"--threads 1 --models /tmp", "/tmp"},
 };
 
-SoloTest(tools_bench, bad_options_are_refused) {
-    for (int i = 0; i < LENGTH(bad_options); i++)
-        check_run(bad_options[i].line, 2, NULL, bad_options[i].message);
-}
+SoloCall(tools_bench, bad_options_are_refused,
+         check_bad_options("ep_bench", bad_options, LENGTH(bad_options)));
 
 SoloTest(tools_bench, help_and_version) {
     check_run("--help", 0, "--save-routing", NULL);
@@ -196,6 +193,8 @@ SoloTest(tools_bench, defaults_of_latency_mode) {
         {"--mode latency --tokens 3 --uneven", "uneven tokens"},
         {"--padding keep --align 32", "quant none, sums bf16, padding keep"},
         {"--sum-quant fp8 --dtype fp32", "quant none, sums fp8, padding zero"},
+        {"--sums entry", "quant none, sums by entry, padding zero"},
+        {"--mode latency --sums entry", "quant none, sums by entry, padding zero"},
         {"--mode throughput --tokens 3", "alignment 128, layout expert,"},
         {"--mode auto --tokens 3", "alignment 128, layout expert,"},
     };

@@ -91,10 +91,6 @@ SoloTest(tools_moe, faults_are_found) {
     unsetenv("LIBEP_TEST_MOE_FAULT");
 }
 
-typedef struct BadOptions {
-    const char *line, *message;
-} BadOptions;
-
 static const BadOptions bad_options[] = {
     {"--frobnicate", "an option of ep_moe"},
     {"stray", "stray"},
@@ -137,10 +133,8 @@ static const BadOptions bad_options[] = {
     {"--threads 2 -J /nonexistent/folder/x.json", "/nonexistent/folder/x.json"},
 };
 
-SoloTest(tools_moe, bad_options_are_refused) {
-    for (int i = 0; i < LENGTH(bad_options); i++)
-        check_tool("ep_moe", bad_options[i].line, 2, NULL, bad_options[i].message);
-}
+SoloCall(tools_moe, bad_options_are_refused,
+         check_bad_options("ep_moe", bad_options, LENGTH(bad_options)));
 
 SoloTest(tools_moe, help_and_version) {
     check_tool("ep_moe", "--help", 0, "--gemm-threads", NULL);

@@ -33,6 +33,11 @@ void check_run(const char *line, int exit_status, const char *in_out, const char
     check_tool("ep_bench", line, exit_status, in_out, in_err);
 }
 
+void check_bad_options(const char *tool, const BadOptions *options, int n) {
+    for (int i = 0; i < n; i++)
+        check_tool(tool, options[i].line, 2, NULL, options[i].message);
+}
+
 const char *run_json(const char *tool, const char *line, const char *in_out) {
     static char text[262144], words[1024];
     const char *path = temporary_file();

@@ -26,6 +26,12 @@ void check_tool(const char *tool, const char *line, int exit_status, const char 
 /** The same with ep_bench. */
 void check_run(const char *line, int exit_status, const char *in_out, const char *in_err);
 
+/** Runs with these options end with status 2, and say why. */
+typedef struct BadOptions {
+    const char *line, *message;
+} BadOptions;
+void check_bad_options(const char *tool, const BadOptions *options, int n);
+
 /** Run a tool, which succeeds and prints `in_out`. Returns what it writes as JSON, in static
  * memory. */
 const char *run_json(const char *tool, const char *line, const char *in_out);

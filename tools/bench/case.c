@@ -50,6 +50,7 @@ static EpGroupConfig group_config(const Options *o, int64_t max_tokens) {
     config.overflow = (EpOverflow)o->overflow;
     config.backend = (EpBackend)o->backend;
     config.mode = (EpMode)o->mode;
+    config.sums = (EpSums)o->sums;
     return config;
 }
 

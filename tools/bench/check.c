@@ -178,12 +178,18 @@ static void add_node(Check *check, int lowest, int64_t token, bool weighted) {
     data_add(check->total, check->of_node, c->options->hidden);
 }
 
-/* The sum that ep_combine defines: per rank; over the ranks of each other node, which stands where
- * its lowest rank does; then over this node's ranks and the other nodes. */
+/* The sum that ep_combine defines: by entry in ascending k; or per rank; over the ranks of each
+ * other node, which stands where its lowest rank does; then over this node's ranks and the other
+ * nodes. */
 static void expect_sum(Check *check, int64_t token, bool weighted) {
     const Case *c = check->c;
+    bool by_entry = c->options->sums == EP_SUMS_BY_ENTRY;
     memset(check->total, 0, (size_t)c->options->hidden * sizeof(float));
-    for (int owner = 0; owner < c->world->size; owner++) {
+    for (int k = 0; by_entry && k < c->routing.top_k; k++) {
+        int owner = slot_owner(c, token, k);
+        if (owner >= 0) add_term(check, check->total, token, owner, k, weighted);
+    }
+    for (int owner = 0; !by_entry && owner < c->world->size; owner++) {
         if (c->nodes[owner] == c->nodes[c->world->rank])
             add_rank(check, check->total, token, owner, weighted);
         else if (lowest_on_node(c, owner) == owner)

@@ -66,12 +66,14 @@ static int64_t dispatch_bytes(const Case *c, const Counts *n) {
     return bytes;
 }
 
-/* Slots are read once, other ranks' sums are written by them and read here, tokens are written. */
+/* Slots are read once, other ranks' sums, or rows and weights by entry, are written by them and
+ * read here, tokens are written. */
 static int64_t combine_bytes(const Case *c, const Counts *n, bool backward) {
     const int64_t number = (int64_t)sizeof(float);
     const int64_t rows = (n->slots + n->tokens) * (int64_t)c->row_bytes;
-    const int64_t sums = 2 * n->far_pairs * (int64_t)c->sum_bytes;
-    int64_t numbers = n->slots;
+    const bool by_entry = c->options->sums == EP_SUMS_BY_ENTRY;
+    const int64_t sums = 2 * (by_entry ? n->far_entries : n->far_pairs) * (int64_t)c->sum_bytes;
+    int64_t numbers = n->slots + (by_entry ? 2 * n->far_entries : 0);
     if (backward) numbers = n->slot_entries + 2 * n->far_entries + n->tokens * c->options->top_k;
     return rows + sums + (c->options->weighted ? numbers * number : 0);
 }

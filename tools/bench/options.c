@@ -100,6 +100,7 @@ static const Choice quants[] = {{"none", EP_QUANT_NONE},
                                 {"nvfp4", EP_QUANT_NVFP4},
                                 {NULL, 0}};
 static const Choice sum_quants[] = {{"none", EP_QUANT_NONE}, {"fp8", EP_QUANT_FP8}, {NULL, 0}};
+static const Choice sums[] = {{"rank", EP_SUMS_BY_RANK}, {"entry", EP_SUMS_BY_ENTRY}, {NULL, 0}};
 static const Choice overflows[] = {
     {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
 
@@ -193,6 +194,8 @@ static const Option specs[] = {
      "dispatch quantises (default none)"},
     {0, "sum-quant", "none|fp8", OPTION_CHOICE(sum_quant, sum_quants), "sum_quant", EP_QUANT_NONE,
      "how partial sums travel in combine and dispatch_backward (default none)"},
+    {0, "sums", "rank|entry", OPTION_CHOICE(sums, sums), "sums", EP_SUMS_BY_RANK,
+     "who adds a token's rows: each expert rank its own, or the token's rank all (default rank)"},
     {0, "baseline", NULL, OPTION_FLAG(baseline), NULL, 0,
      "also measure the same work without libep, by MPI or NCCL"},
     {0, "pair", NULL, OPTION_FLAG(pair), NULL, 0,
@@ -218,6 +221,7 @@ const OptionTable options_table = {
     specs, sizeof(specs) / sizeof(specs[0])};
 
 const char *options_sums_name(const Options *options) {
+    if (options->sums == EP_SUMS_BY_ENTRY) return "by entry";
     return options_name(options, quant_format(options->sum_quant)->bits ? "sum-quant" : "dtype");
 }
 
@@ -325,6 +329,12 @@ static bool validate_together(const Options *o) {
     if (quant_format(o->sum_quant)->bits && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --sum-quant %s, got %lld",
                             options_name(o, "sum-quant"), (long long)o->hidden);
+    if (o->sums == EP_SUMS_BY_ENTRY && layout->has_rows)
+        return bench_refuse("--sums entry: expected --layout expert or batched, got --layout %s",
+                            layout->name);
+    if (o->sums == EP_SUMS_BY_ENTRY && quant_format(o->sum_quant)->bits)
+        return bench_refuse("--sums entry: expected --sum-quant none, got %s",
+                            options_name(o, "sum-quant"));
     return option_check_threads(&o->run);
 }
 

@@ -57,6 +57,7 @@ typedef struct Options {
     int64_t mode;       /**< EpMode */
     int64_t quant;      /**< EpQuant */
     int64_t sum_quant;  /**< EpQuant: NONE or FP8 */
+    int64_t sums;       /**< EpSums */
     bool split;         /**< latency mode: dispatch and combine as send and wait (--split) */
     bool baseline;
     bool pair; /**< also chains of dispatch and combine (--pair) */

@@ -169,12 +169,20 @@ bool phase_run_step(Case *c) {
     return true;
 }
 
+/* Whether every entry's row travels in the phase, in place of a sum for each rank. */
+static bool moves_entries(const Case *c, PhaseId phase) {
+    bool sums = phase == PHASE_COMBINE || phase == PHASE_DISPATCH_BACKWARD;
+    return sums && c->options->sums == EP_SUMS_BY_ENTRY;
+}
+
 int64_t phase_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries) {
     int64_t row = (int64_t)c->row_bytes, weight = 0;
     if (phase == PHASE_PREPARE)
         return entries * (int64_t)ep_type_bytes((EpType)c->options->index_type);
     if (phase == PHASE_DISPATCH) row = (int64_t)(c->recv_bytes + c->recv_scale_bytes);
-    if (phase == PHASE_DISPATCH || phase == PHASE_DISPATCH_BACKWARD)
+    bool by_entry = moves_entries(c, phase);
+    if (by_entry) rows = entries;
+    if (phase == PHASE_DISPATCH || phase == PHASE_DISPATCH_BACKWARD || by_entry)
         weight = c->options->weighted ? (int64_t)sizeof(float) : 0;
     return rows * row + entries * weight;
 }

@@ -6,6 +6,7 @@
     handle     a layer's configuration, and the operations of its steps           Handle
     tensors    pointer, type and shape; arrays with an array interface            Tensor
     mesh       expert parallelism beside FSDP and data parallelism                Mesh
+    weights    shards that are gathered for use, and gradients of them            Weight
 
 Names, order and rules are those of ep.h and ep_mesh.h. This core imports no framework. docs/python.md of the
 source tree is the manual.
@@ -14,6 +15,7 @@ source tree is the manual.
 from ._abi import (
     DEFAULT,
     WINDOW_PAIRED,
+    AmaxScope,
     AxisRole,
     Backend,
     Blocks,
@@ -29,6 +31,7 @@ from ._abi import (
     RowWeights,
     ScaleOrder,
     Status,
+    Sums,
     Tail,
     TensorKind,
     Type,
@@ -42,10 +45,12 @@ from ._library import EpError, version
 from ._mesh import Axis, Mesh, MeshGroup, Shard, Sharding
 from ._tensor import Tensor, register_converter, tensor
 from ._version import __version__
+from ._weight import MeshComm, Weight, WeightSizes
 
 __all__ = [
     "DEFAULT",
     "WINDOW_PAIRED",
+    "AmaxScope",
     "Axis",
     "AxisRole",
     "Backend",
@@ -67,6 +72,7 @@ __all__ = [
     "Layout",
     "Located",
     "Mesh",
+    "MeshComm",
     "MeshGroup",
     "Mode",
     "Overflow",
@@ -82,10 +88,13 @@ __all__ = [
     "Shard",
     "Sharding",
     "Status",
+    "Sums",
     "Tail",
     "Tensor",
     "TensorKind",
     "Type",
+    "Weight",
+    "WeightSizes",
     "__version__",
     "expert_range",
     "info",

@@ -21,6 +21,7 @@ from ._abi import (
     Rows,
     RowWeights,
     ScaleOrder,
+    Sums,
     Tail,
     initialized,
 )
@@ -60,6 +61,7 @@ class GroupFields(TypedDict, total=False):
     duplicates: Duplicates  # = an expert that a token names twice (KEEP)
     latency_sets: int  # = operations of latency mode in flight
     num_nodes: int  # = nodes that the ranks are on; another number is refused; 0: any (0)
+    sums: Sums  # = BY_ENTRY: a token's rank adds all of its rows (BY_RANK)
 
 
 class HandleFields(TypedDict, total=False):
@@ -97,6 +99,7 @@ _ENUMS: dict[str, type[IntEnum]] = {
     "row_weights": RowWeights,
     "scale_order": ScaleOrder,
     "sum_quant": Quant,
+    "sums": Sums,
     "zero_tail": Tail,
 }
 """The fields whose values are members of an enum."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ._config import GroupFields
     from ._tensor import TensorLike
 
-    AnyGroup = TypeVar("AnyGroup", bound="Group")
+    AnyGroup = TypeVar("AnyGroup", bound="Shared")
 
 
 class GroupInfo(NamedTuple):
@@ -82,69 +82,42 @@ class Located(NamedTuple):
     bytes: int
 
 
-class Group(OfProcess):
-    """A set of ranks that share experts. Creating and closing it are collective.
+class Shared(OfProcess):
+    """What all ranks create and close together, one thread at a time in its calls."""
 
-    bootstrap  how the ranks meet; the group keeps it alive
-    fields     the configuration: see GroupFields
-
-    Waits for the other ranks, up to the deadline. A failure on any rank is an EpError on all. One
-    thread at a time uses a group; abort alone may be called by any thread.
-
-    A group stays open until close(), or the end of the `with` block: it is not closed when the last
-    reference goes, since ranks close it together. If the block ends by an exception, the group is
-    aborted first, and the peers get the exception's text.
-    """
+    kind: str = "group"
+    """How sentences and the functions of the library name it."""
 
     is_thread: bool
-    """Whether the group's ranks are threads of this process."""
+    """Whether its ranks are threads of this process."""
 
     caller: int = 0
-    """The thread that is in a call on the group, or 0."""
+    """The thread that is in a call on it, or 0."""
 
     began: float = 0.0
     """When that call began, by time.time()."""
 
-    def __init__(self, bootstrap: Bootstrap, **fields: Unpack[GroupFields]) -> None:
-        config, out = group_config(fields), c_void_p()
-        bootstrap.require_open()
+    def __init__(self, bootstrap: Bootstrap) -> None:
         self.bootstrap = bootstrap
         self.rank, self.size = bootstrap.rank, bootstrap.size
         self.is_thread = bootstrap.is_thread
-        self.orphans: list[int] = []
-        """Handles that were dropped without close(). See Handle.__del__."""
         self._lock = allocate_lock()
         self._lost = "is closed"
         self.pointer: Optional[int] = None
-        bootstrap.check(library.ep_group_create(byref(bootstrap.struct), byref(config), byref(out)))
-        self.pointer = out.value
-        _process.add(self)
-        info = self.query()
-        self.facts = (
-            f"backend {info.backend.name.lower()}, {config.num_experts} experts, "
-            f"{info.num_local_experts} of them here from {info.first_expert} on, at most "
-            f"{config.max_tokens} tokens, top-{config.max_top_k}, rows of up to "
-            f"{config.max_row_bytes} bytes"
-        )
-        """What the group was made for, in words."""
-
-    def __repr__(self) -> str:
-        end = "" if self.pointer is not None else f"; it {self._lost}"
-        return f"<{public_name(self)}: rank {self.rank} of {self.size}, {self.facts}{end}>"
 
     # ---- calls --------------------------------------------------------------------------------
 
     def require(self) -> int:
-        """The EpGroup's address. EpError if the group is closed."""
+        """The address of what the library made. EpError if it is closed."""
         if self.pointer is None:
-            raise EpError(Status.DESTROYED, f"rank {self.rank}: the group {self._lost}")
+            raise EpError(Status.DESTROYED, f"rank {self.rank}: the {self.kind} {self._lost}")
         return self.pointer
 
     def run(self, function: Callable[..., int], *arguments: object) -> int:
-        """Call a function of the library on this group, alone, and return its status."""
+        """Call a function of the library on it, alone, and return its status."""
         if not self._lock.acquire(False):
             raise RuntimeError(
-                f"rank {self.rank}: expected one thread at a time in the group's calls, got a "
+                f"rank {self.rank}: expected one thread at a time in the {self.kind}'s calls, got a "
                 f"{function.__name__} while another thread is in a call"
             )
         self.began = time()
@@ -160,8 +133,93 @@ class Group(OfProcess):
         self.bootstrap.check(status)
 
     def call(self, function: Callable[..., int], *arguments: object) -> None:
-        """Call a function of the library on this group. EpError if it fails."""
+        """Call a function of the library on it. EpError if it fails."""
         check(self.run(function, *arguments))
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def abort(self, sentence: str) -> None:
+        """End all waits of this rank, now and later; peers get the sentence.
+
+        Any thread may call it. Does not wait. The first abort counts. Does nothing once it is
+        closed.
+        """
+        pointer = self.pointer
+        if pointer is not None:
+            getattr(library, f"ep_{self.kind}_abort")(pointer, sentence.encode())
+
+    def close(self) -> None:
+        """Destroy it, with its handles or weights. A second call does nothing.
+
+        Each rank waits, up to the deadline, until its peers close it, too. What has failed or
+        was aborted is closed at once.
+        """
+        if self.pointer is not None:
+            self.run(self._destroy)
+            self.bootstrap.check(Status.OK)
+
+    def _destroy(self) -> int:
+        try:
+            getattr(library, f"ep_{self.kind}_destroy")(self.pointer)
+        finally:
+            self.lose("is closed")
+            _process.open_groups.pop(self, None)
+        return Status.OK
+
+    def leave(self) -> None:
+        """Close it at the end of the process, unless a thread is still in a call on it."""
+        if not self.caller:
+            self.close()
+
+    def lose(self, why: str) -> None:
+        """Forget it, without destroying it. Later calls raise EpError with this reason."""
+        self.pointer = None
+        self._lost = why
+
+    def __enter__(self: AnyGroup) -> AnyGroup:
+        return self
+
+    def __exit__(self, kind: object, error: Optional[BaseException], _: object) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+
+class Group(Shared):
+    """A set of ranks that share experts. Creating and closing it are collective.
+
+    bootstrap  how the ranks meet; the group keeps it alive
+    fields     the configuration: see GroupFields
+
+    Waits for the other ranks, up to the deadline. A failure on any rank is an EpError on all. One
+    thread at a time uses a group; abort alone may be called by any thread.
+
+    A group stays open until close(), or the end of the `with` block: it is not closed when the last
+    reference goes, since ranks close it together. If the block ends by an exception, the group is
+    aborted first, and the peers get the exception's text.
+    """
+
+    def __init__(self, bootstrap: Bootstrap, **fields: Unpack[GroupFields]) -> None:
+        config, out = group_config(fields), c_void_p()
+        bootstrap.require_open()
+        super().__init__(bootstrap)
+        self.orphans: list[int] = []
+        """Handles that were dropped without close(). See Handle.__del__."""
+        bootstrap.check(library.ep_group_create(byref(bootstrap.struct), byref(config), byref(out)))
+        self.pointer = out.value
+        _process.add(self)
+        info = self.query()
+        self.facts = (
+            f"backend {info.backend.name.lower()}, {config.num_experts} experts, "
+            f"{info.num_local_experts} of them here from {info.first_expert} on, at most "
+            f"{config.max_tokens} tokens, top-{config.max_top_k}, rows of up to "
+            f"{config.max_row_bytes} bytes"
+        )
+        """What the group was made for, in words."""
+
+    def __repr__(self) -> str:
+        end = "" if self.pointer is not None else f"; it {self._lost}"
+        return f"<{public_name(self)}: rank {self.rank} of {self.size}, {self.facts}{end}>"
 
     # ---- facts --------------------------------------------------------------------------------
 
@@ -288,51 +346,3 @@ class Group(OfProcess):
             written(out, "out"),
             written(scales, "scales"),
         )
-
-    # ---- the end ------------------------------------------------------------------------------
-
-    def abort(self, sentence: str) -> None:
-        """End all waits of this rank, now and later; peers get the sentence.
-
-        Any thread may call it. Does not wait. The first abort counts. Does nothing if the group is
-        closed.
-        """
-        pointer = self.pointer
-        if pointer is not None:
-            library.ep_group_abort(pointer, sentence.encode())
-
-    def close(self) -> None:
-        """Destroy the group and its handles. A second call does nothing.
-
-        Each rank waits, up to the deadline, until its peers close the group, too. A failed or
-        aborted group is closed at once.
-        """
-        if self.pointer is not None:
-            self.run(self._destroy)
-            self.bootstrap.check(Status.OK)
-
-    def _destroy(self) -> int:
-        try:
-            library.ep_group_destroy(self.pointer)
-        finally:
-            self.lose("is closed")
-            _process.open_groups.pop(self, None)
-        return Status.OK
-
-    def leave(self) -> None:
-        """Close the group at the end of the process, unless a thread is still in a call on it."""
-        if not self.caller:
-            self.close()
-
-    def lose(self, why: str) -> None:
-        """Forget the EpGroup, without destroying it. Later calls raise EpError with this reason."""
-        self.pointer = None
-        self._lost = why
-
-    def __enter__(self: AnyGroup) -> AnyGroup:
-        return self
-
-    def __exit__(self, kind: object, error: Optional[BaseException], _: object) -> None:
-        if error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
-        self.close()

@@ -131,6 +131,11 @@ class Extras(_abi.EpExtras):
     peer_wait_ns          [R] nanoseconds waited for each rank
     peer_longest_wait_ns  [R] becomes the longest wait of one call
 
+    Two more are words of INT32 of blocks of block_rows receive rows:
+
+    ready  [words] which dispatch stores as rows come
+    done   [words] for which combine waits, until each is at least `expected`
+
     ep.h says which call takes which.
     """
 
@@ -143,8 +148,14 @@ class Extras(_abi.EpExtras):
         peer_wait_ns: Optional[TensorLike] = None,
         peer_longest_wait_ns: Optional[TensorLike] = None,
         global_scale: Optional[TensorLike] = None,
+        ready: Optional[TensorLike] = None,
+        done: Optional[TensorLike] = None,
+        block_rows: int = 0,
+        expected: int = 0,
     ) -> None:
-        super().__init__(struct_size=sizeof(_abi.EpExtras))
+        super().__init__(
+            struct_size=sizeof(_abi.EpExtras), block_rows=block_rows, expected=expected
+        )
         if len(biases) > 2:
             raise TypeError(f"biases: expected at most 2, got {len(biases)}")
         for name, bias in zip(("bias0", "bias1"), biases):
@@ -155,6 +166,8 @@ class Extras(_abi.EpExtras):
         self.peer_bytes = _at(written(peer_bytes, "peer_bytes"))
         self.peer_wait_ns = _at(written(peer_wait_ns, "peer_wait_ns"))
         self.peer_longest_wait_ns = _at(written(peer_longest_wait_ns, "peer_longest_wait_ns"))
+        self.ready = _at(written(ready, "ready"))
+        self.done = _at(read(done, "done"))
 
 
 def _host_row(value: TensorLike, name: str) -> Tensor:
@@ -378,7 +391,8 @@ class Handle(OfProcess):
 
         expert_out    [rows, H] BF16, FP16 or FP32, shaped like recv_tokens
         slot_weights  [rows] FP32, as dispatch delivered them, or None for 1
-        topk_weights  latency mode, in place of slot_weights: [T, K] FP32 at the token's rank
+        topk_weights  latency mode or sums by entry, in place of slot_weights: [T, K] FP32 at the
+                      token's rank
         out           output [T, H] of the same type: sum of weight times row over the token's slots
         extras        biases that are added to the sums, and counters; or None
         """

@@ -25,13 +25,14 @@ class Argument(NamedTuple):
     name: str
     kind: str
     """Of inputs: "plan", "rows" (scales, too), "gradient" (rows that a framework may have put
-    anywhere), "weights", "bias" (in EpExtras), "indices", or "kept" (indices that a later call may
-    read again). Of outputs: "plan", "numbers" (the outputs of prepare), or "output"."""
+    anywhere), "weights", "bias" (in EpExtras), "indices", "kept" (indices that a later call may
+    read again), or "plain" (no tensor). Of outputs: "plan", "numbers" (the outputs of prepare), or
+    "output"."""
     is_required: bool
 
 
 class Operation(NamedTuple):
-    """An operation, or one of its phases. Its arguments are its inputs, then its outputs."""
+    """An operation, one of its phases, or one of a sharded weight. Its arguments are its inputs, then its outputs."""
 
     name: str
     function: str
@@ -104,14 +105,23 @@ OPERATIONS = {
     )
 }
 
+WEIGHTS = {
+    operation.name: operation
+    for operation in (
+        _operation("gather", "form:plain shard workspace?", "out scales?", "", "weight_gather"),
+        _operation("reduce", "grad accumulate:plain workspace?", "out", "", "weight_reduce"),
+        _operation("amax", "scope:plain", "amax", "", "weight_amax"),
+    )
+}
+"""Those of a sharded weight, of ep_weight.h. Their functions stand for one method each."""
 
 SCALED = ("dispatch", "dispatch_routed", "dispatch_send")
 """The operations that may be given a global scale, in Extras."""
 
 
-def _is_tensor(argument: Argument) -> bool:
-    """Whether a function of ep.h has the argument by itself, and not in EpPrepare."""
-    return argument.kind in ("rows", "gradient", "weights", "output")
+def _is_own(argument: Argument) -> bool:
+    """Whether a function has the argument by itself, and not in EpPrepare."""
+    return argument.kind in ("rows", "gradient", "weights", "output", "plain")
 
 
 def compile_call(parameters: list[str], body: str, **names: Any) -> Any:
@@ -121,25 +131,29 @@ def compile_call(parameters: list[str], body: str, **names: Any) -> Any:
 
 
 def calls_library(method: Method) -> Method:
-    """Let a method of Handle call the function of its name. Its own lines say types and words.
+    """Let a method of Handle or Weight call its function. Its own lines say types and words.
 
     All functions have their arguments in one order: the plan, EpPrepare, inputs, stream, outputs,
     EpExtras.
     """
     name = method.__name__
-    operation = OPERATIONS[name]
-    forms = [operation for operation in OPERATIONS.values() if operation.function == name]
-    inputs = [argument for argument in operation.inputs if _is_tensor(argument)]
-    outputs = [argument for argument in operation.outputs if _is_tensor(argument)]
+    operation = OPERATIONS.get(name) or WEIGHTS[name]
+    called = f"ep_{operation.function}"
+    forms = [each for each in OPERATIONS.values() if each.function == name]
+    inputs = [argument for argument in operation.inputs if _is_own(argument)]
+    outputs = [argument for argument in operation.outputs if _is_own(argument)]
     has_plan = any(form.of_kind("plan") for form in forms)
     prepares = any(form.of_kind("indices") for form in forms)
-    given = [f"read({each.name}, '{each.name}')" for each in inputs]
+    given = [
+        each.name if each.kind == "plain" else f"read({each.name}, '{each.name}')"
+        for each in inputs
+    ]
     given = ["prepare"] * prepares + given
     if has_plan:
         # A dispatch that prepares writes the plan.
         given.insert(0, f"{'written' if prepares else 'read'}(plan, 'plan')")
     given += ["stream", *(f"written({each.name}, '{each.name}')" for each in outputs)]
-    takes_extras = f"ep_{name}_with" in FUNCTIONS
+    takes_extras = f"{called}_with" in FUNCTIONS
     given += ["extras"] * takes_extras
     taken = ["self", *map(_parameter, inputs), "*", *map(_parameter, outputs)]
     taken += ["plan=None"] * has_plan + ["prepare=None"] * prepares
@@ -147,7 +161,7 @@ def calls_library(method: Method) -> Method:
     text = f"self._call(function, {', '.join(given)})"
     if operation.is_phase:
         text += f"; self._sent = {'prepare' if prepares else None}"
-    function = getattr(library, f"ep_{name}_with" if takes_extras else f"ep_{name}")
+    function = getattr(library, f"{called}_with" if takes_extras else called)
     call = compile_call(taken, text, function=function, read=read, written=written)
     call.__wrapped__ = method
     for what in ("__annotations__", "__doc__", "__module__", "__name__", "__qualname__"):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from socket import socket as Socket
     from typing import Optional
 
-    from ._group import Group
+    from ._group import Shared as Group
 
 GRACE_SECONDS = 0.25
 """How long a call may go on after Ctrl-C: one that does not wait for a peer ends by itself."""

@@ -9,8 +9,7 @@
 /* ---- sizes --------------------------------------------------------------------------------- */
 
 static int64_t message_bytes(const EpGroupConfig *config, const EpNodeSizes *nodes) {
-    EpRecord record = ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes);
-    return nodes->chunk * record.bytes;
+    return nodes->chunk * ep_config_record_bytes(config);
 }
 
 /* A rank has a relay on each other node, and is the relay of at most all ranks. */

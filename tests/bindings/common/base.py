@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of all faces share: the device, seeds, pretended nodes, and ranks as threads."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import os

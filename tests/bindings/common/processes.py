@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks as processes that share only a key-value store: here files in a folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -13,22 +11,11 @@ import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
-PREAMBLE = """
+COMMON = """
 import os, signal, sys, threading, time
-sys.path.insert(0, {here!r})
-import numpy as np
 import libep
-from libep import Bootstrap, EpError, Group, Handle, Status
-from processes import Store
+from libep import EpError, Status
 rank, size = {rank}, {size}
-store = Store({folder!r})
-def bootstrap(**options):
-    return Bootstrap.from_store(rank, size, store.set, store.get, **options)
-def group(boot=None, **fields):
-    given = dict(num_experts=4, max_tokens=4, max_top_k=1, max_row_bytes=16,
-                 backend=libep.Backend.HOST, timeout_seconds=60)
-    return Group(boot or bootstrap(), **dict(given, **fields))
-idx = np.array([[0], [1], [2], [3]], np.int32)
 def say(*words):
     print(*words, flush=True)
 def tell(*calls):
@@ -37,6 +24,20 @@ def tell(*calls):
             call()
     except EpError as error:
         say(error.status.name, error)
+"""
+PREAMBLE = COMMON + """
+sys.path.insert(0, {here!r})
+import numpy as np
+from libep import Bootstrap, Group, Handle
+from processes import Store
+store = Store({folder!r})
+def bootstrap(**options):
+    return Bootstrap.from_store(rank, size, store.set, store.get, **options)
+def group(boot=None, **fields):
+    given = dict(num_experts=4, max_tokens=4, max_top_k=1, max_row_bytes=16,
+                 backend=libep.Backend.HOST, timeout_seconds=60)
+    return Group(boot or bootstrap(), **dict(given, **fields))
+idx = np.array([[0], [1], [2], [3]], np.int32)
 """
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of documents, as they stand there."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

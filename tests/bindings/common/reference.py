@@ -4,8 +4,6 @@
 Values are small multiples of 1/4, so that every sum is exact in FP32, in any order.
 """
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -154,3 +152,13 @@ class Received:
             rows.append(((source, seen[source]), source, token, 0))
             seen[source] += 1
         return (self.world.size, self.world.max_tokens), rows
+
+
+def choose_experts(choice, routing, is_biased):
+    """The experts of a token by the numbers of a router, one for each expert, as DeepSeek-V3
+    chooses them. Best first."""
+    size, best = len(choice) // routing.num_groups, 2 if is_biased else 1
+    groups = [range(g * size, (g + 1) * size) for g in range(routing.num_groups)]
+    groups.sort(key=lambda g: sum(sorted((choice[e] for e in g), reverse=True)[:best]))
+    left = [e for g in groups[-routing.top_groups :] for e in g]
+    return sorted(left, key=lambda e: -choice[e])[: routing.top_k]

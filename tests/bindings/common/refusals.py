@@ -4,8 +4,6 @@
 face.dispatcher() is a context in which a function dispatches and combines NumPy arrays.
 """
 
-from __future__ import annotations
-
 from typing import Any, Callable, NamedTuple, Optional
 
 import face

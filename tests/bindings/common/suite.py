@@ -4,8 +4,6 @@
 The module `face` is that of the folder: it says what the face can do, and `step` makes a step.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import face
@@ -24,6 +22,7 @@ class Case(NamedTuple):
     dtype: str = "float32"
     biases: int = 0  # that combine adds
     is_split: bool = False  # latency mode in send and receive phases
+    is_counted: bool = False  # by counters, to which all steps add
     steps: int = 1  # each with the plan and the outputs of its own
     checkpoint: bool = False  # the layer's forward is computed again for its backward
 
@@ -35,14 +34,15 @@ STEPS = [
     for weights in ("combine", "experts")
 ]
 STEPS += [Case(weights="none", biases=2), Case(layout="flat", capacity=0, biases=1)]
-STEPS += [Case(layout="flat", weights="experts")]
+STEPS += [Case(layout="flat", weights="experts"), Case(is_counted=True, steps=2)]
 LATENCY = [
     Case(layout="batched", capacity=0, weights=weights, is_split=is_split, steps=2, biases=biases)
     for weights, biases in (("combine", 2), ("home", 0))
     for is_split in (False, True)
 ]
 LATENCY += [
-    Case(layout="rank_major", capacity=0, is_split=split, biases=1) for split in (False, True)
+    Case(layout="rank_major", capacity=0, is_split=split, biases=1, is_counted=True, steps=2)
+    for split in (False, True)
 ]
 
 
@@ -76,6 +76,27 @@ def check(world, case):
         check_received(got, expected[rank], case)
         check_numbers(world, rank, got, case)
         check_results(world, rank, got, case)
+        if case.is_counted:
+            check_counters(world, rank, case, *got["counters"])
+
+
+def check_counters(world, rank, case, expert_tokens, peer_rows, peer_bytes, waits, longest):
+    """Tokens that go there, and sums that come back for them; and the other way in backward, where
+    the face counts that. Waits only grow."""
+
+    def count(source, peer):
+        return len({t for t, _, e in world.entries(source) if e in world.experts_of(peer)})
+
+    slabs, _ = expert_major(world, rank, 1)
+    assert list(expert_tokens) == [case.steps * len(slab) for slab in slabs]
+    there = [count(rank, peer) for peer in range(world.size)]
+    back = [count(peer, rank) for peer in range(world.size)]
+    row, runs = 4 * world.hidden, case.steps * (2 if face.COUNTS_BACKWARD else 1)
+    weights = [4 * world.top_k * (a + b * face.COUNTS_BACKWARD) for a, b in zip(there, back)]
+    assert list(peer_rows) == [runs * (a + b) for a, b in zip(there, back)]
+    expected = [runs * row * (a + b) + case.steps * w for a, b, w in zip(there, back, weights)]
+    assert list(peer_bytes) == expected
+    assert waits[rank] == 0 and all(w >= l >= 0 for w, l in zip(waits, longest))
 
 
 def rounding(dtype):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests share: devices, worlds, and a dense layer to compare with."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The face of libep.jax for the common suite: a program over one device for each rank."""
 
-from __future__ import annotations
-
 import contextlib
 
 import jax
@@ -18,7 +16,7 @@ LAYOUTS = ("expert_major",)
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (1, 2, 3)
 HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = False
-HAS_CHECKPOINTS = True
+COUNTS_BACKWARD = HAS_CHECKPOINTS = True
 NUMBERS = ("expert_counts", "expert_padded", "expert_offsets", "totals")
 
 
@@ -61,7 +59,7 @@ def step(world, case, expected):
     mesh, most = make_mesh(world.size), world.max_tokens
     fields = dict(num_experts=world.experts, max_tokens=most, hidden=world.hidden)
     fields.update(top_k=world.top_k, timeout_seconds=SECONDS, dtype=case.dtype)
-    fields.update(alignment=case.alignment, max_recv_rows=case.capacity)
+    fields.update(alignment=case.alignment, max_recv_rows=case.capacity, counters=case.is_counted)
     with libep.jax.bootstrap(mesh, "ep", **fields) as ep:
         scale = padded([e.scale for e in expected], case.capacity, np.nan)
         # What is behind a rank's tokens is an error, if it is read.
@@ -72,12 +70,16 @@ def step(world, case, expected):
         x, grad, *biases = (jnp.asarray(rows, dtype) for rows in (x, grad, *biases))
         given = x, w, idx, counts, scale, grad, *biases
         body = jax.shard_map(program(ep, case), mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
-        got = jax.jit(body)(*given)
+        body = jax.jit(body)
+        for _ in range(case.steps if case.is_counted else 1):
+            got = jax.block_until_ready(body(*given))
+        counters = list(ep.counters().values()) if case.is_counted else [()] * world.size
         dtypes = {got[name].dtype.name for name in ("out", "grad_x")}
         ep.check()
     halves = jnp.bfloat16, jnp.float16
     got = {k: np.asarray(a, np.float32 if a.dtype in halves else a.dtype) for k, a in got.items()}
-    return [of_rank(world, rank, got, dtypes) for rank in range(world.size)]
+    found = [of_rank(world, rank, got, dtypes) for rank in range(world.size)]
+    return [dict(each, counters=added) for each, added in zip(found, counters)]
 
 
 def of_rank(world, rank, got, dtypes):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a compiled program of XLA communicates, read from its text."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import NamedTuple

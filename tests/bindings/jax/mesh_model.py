@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model outside shard_map, sharded over a mesh, and the same model on one device."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers against a dense reference: values and gradients, scan, checkpoint, several layers."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -203,26 +201,6 @@ def test_quantised_rows(bootstrap, quant, order):
             ep.dispatch(x[:, :48], idx, global_scale=scale)
 
 
-def test_counters(bootstrap):
-    """What a compiled step adds, backward included, each time that it runs."""
-    mesh, size = make_mesh(2), 2
-    ep = bootstrap(mesh, counters=True)
-    params, x = parameters(4), tokens(4, size)
-    step = value_and_grads(layer_on(mesh, functools.partial(moe, ep), check_vma=False))
-    plain = value_and_grads(layer_on(mesh, functools.partial(moe, bootstrap(mesh)), check_vma=False))
-    for run in (1, 2):
-        jax.block_until_ready(step(params, x))
-        counted = list(ep.counters().values())
-        slots = sum(int(each.expert_tokens.sum()) for each in counted)
-        rows = [each.peer_rows for each in counted]
-        assert slots == run * x.shape[0] * TOP_K
-        for sent, back in ((rows[0][1], rows[1][0]), (rows[0][0], rows[1][1])):
-            assert sent > 0 and back > 0
-        # Tokens one way and sums back, in both directions: so both devices send as many rows.
-        assert rows[0][1] == rows[1][0] and rows[0][1] % run == 0
-        for rank, each in enumerate(counted):
-            assert each.peer_wait_ns[rank] == 0 and (each.peer_bytes >= each.peer_rows).all()
-            assert (each.peer_wait_ns >= each.peer_longest_wait_ns).all()
-    assert_close(step(params, x), plain(params, x), 0)
+def test_without_counters(bootstrap):
     with refused("EpError expected bootstrap's counters=True"):
-        bootstrap(mesh).counters()
+        bootstrap(make_mesh(2)).counters()

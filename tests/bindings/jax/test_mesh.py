@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer outside shard_map, on meshes: against one device, and what its program communicates."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -22,19 +20,27 @@ from mesh_model import (
     whole_parameters
 )  # fmt: skip
 
-from libep.jax._weights import BLOCK, dequantise, quantise
+import libep
+from libep import Blocks, Quant
+from libep.jax._weights import BLOCK, Form, dequantise, quantise
 
 SINGLE = 1e-5
-STEPS, RATE = 10, 0.2
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
+@pytest.mark.parametrize("layers", [None, 2])
 @each_layout
-def test_gradients(bootstrap, layout, nodes):
+def test_gradients(bootstrap, layout, layers, nodes):
+    """Of a layer, and of two under scan and checkpoint. Those of experts are sharded as these."""
     ep = bootstrap(layout.mesh, "expert")
-    params, x = whole_parameters(1), tokens(1, layout.devices)
-    got = value_and_grads(functools.partial(model, ep, layout))(*layout.place(params, x))
-    assert_close(got, value_and_grads(functools.partial(dense_model, layout))(params, x), SINGLE)
+    params, x = whole_parameters(1, layers), tokens(1, layout.devices)
+    placed, given = layout.place(params, x, layers)
+    apply, reference = (model, dense_model) if layers is None else (stack, dense_stack)
+    got = value_and_grads(functools.partial(apply, ep, layout))(placed, given)
+    assert_close(got, value_and_grads(functools.partial(reference, layout))(params, x), SINGLE)
+    for name in layout.experts:
+        grad = got[1][0][name]
+        assert grad.sharding.is_equivalent_to(placed[name].sharding, grad.ndim), name
     ep.check()
 
 
@@ -51,38 +57,6 @@ def test_half_precision(bootstrap):
         assert_close(got[name], expected[name], 8 * float(jnp.finfo(half).eps))
 
 
-def losses(apply, params, x, target):
-    """Losses of some steps of gradient descent, and the parameters behind them."""
-
-    @jax.jit
-    def step(params):
-        loss = lambda params: jnp.mean((apply(params, x) - target) ** 2)  # noqa: E731
-        value, grads = jax.value_and_grad(loss)(params)
-        return value, jax.tree.map(lambda p, g: p - RATE * g, params, grads)
-
-    values = []
-    for _ in range(STEPS):
-        value, params = step(params)
-        values.append(float(value))
-    return values, params
-
-
-@each_layout
-def test_training(bootstrap, layout):
-    """Ten steps of two layers under scan and checkpoint have the losses of one device."""
-    layers, ep = 2, bootstrap(layout.mesh, "expert")
-    params, x = whole_parameters(3, layers), tokens(3, layout.devices)
-    target = jnp.sin(3 * x)
-    expected, _ = losses(functools.partial(dense_stack, layout), params, x, target)
-    placed, x = layout.place(params, x, layers)
-    got, trained = losses(functools.partial(stack, ep, layout), placed, x, target)
-    np.testing.assert_allclose(got, expected, rtol=SINGLE)
-    assert got[-1] < 0.9 * got[0]
-    for name, value in trained.items():
-        assert value.sharding.is_equivalent_to(placed[name].sharding, value.ndim), name
-    ep.check()
-
-
 @pytest.mark.parametrize("name", ["compound", "fp8"])
 def test_inside_shard_map(bootstrap, name):
     """experts gathers shards in the caller's shard_map, too."""
@@ -95,10 +69,8 @@ def test_inside_shard_map(bootstrap, name):
         return x + routed(ep, params, x, layout.experts, quantise=layout.fp8)
 
     def reference(params, x):
-        nothing = {
-            "shared_up": jnp.zeros((HIDDEN, INNER)),
-            "shared_down": jnp.zeros((INNER, HIDDEN)),
-        }
+        shared = {"shared_up": (HIDDEN, INNER), "shared_down": (INNER, HIDDEN)}
+        nothing = {name: jnp.zeros(shape) for name, shape in shared.items()}
         return dense_layer(layout, {**params, **nothing}, x)
 
     apply = jax.shard_map(body, mesh=layout.mesh, in_specs=(specs, split), out_specs=split)
@@ -150,13 +122,14 @@ def test_collectives(bootstrap, layout):
 
 
 def test_collectives_of_a_scan(bootstrap):
-    """One call per direction in the loops, and nothing but weights is gathered, under checkpoint."""
+    """One call per direction in the loops, and in backward dispatch once more; nothing but weights
+    is gathered, under checkpoint."""
     layout, layers = LAYOUTS["compound"], 2
     ep = bootstrap(layout.mesh, "expert")
     placed = layout.place(whole_parameters(5, layers), tokens(5, layout.devices), layers)
     step = value_and_grads(functools.partial(stack, ep, layout)).lower(*placed).compile()
     text = step.as_text()
-    assert len(calls(text)) == 5
+    assert len(calls(text)) == 6
     gathered = [c for c in collectives(text) if c.operation == "all-gather"]
     weights = {(HIDDEN, HIDDEN), (HIDDEN, INNER), (INNER, HIDDEN)}
     assert {shape[-2:] for c in gathered for _, shape in c.arrays} == weights
@@ -190,6 +163,39 @@ def test_quantise(last):
         assert steps.max() <= (rounding > 0)
     back = np.asarray(dequantise(elements, scales, jnp.float32))
     assert np.abs(back - x)[0].max() <= np.abs(x[0]).max() / 16
+
+
+@pytest.mark.parametrize("quant, blocks", [
+    (Quant.FP8, Blocks.TILES), (Quant.FP8_UE8M0, Blocks.TILES), (Quant.MXFP8, Blocks.ROWS),
+    (Quant.FP8_POW2, Blocks.ROWS),
+])  # fmt: skip
+def test_forms_as_in_c(quant, blocks):
+    """The bytes and scales of libep's own kernels, which quantise a slab for each expert."""
+    x = np.random.default_rng(5).standard_normal((2, 256, 160)).astype(np.float32)
+    elements, scales = map(np.asarray, jax.jit(quantise, static_argnums=1)(x, Form(quant, blocks)))
+    values, wanted = np.empty(x.shape, np.uint8), np.empty_like(scales)
+    (alone,) = libep.Bootstrap.local(1)
+    fields = dict(num_experts=2, max_tokens=1, max_top_k=1, max_row_bytes=16, backend="host")
+    with alone, libep.Group(alone, **fields) as group:
+        out = libep.tensor(values, libep.Type.FP8_E4M3)
+        group.quantise_rows(x, out=out, scales=wanted, quant=quant, blocks=blocks)
+    np.testing.assert_array_equal(scales, wanted)
+    np.testing.assert_array_equal(elements.view(np.uint8), values)
+    back = dequantise(elements, scales, jnp.float32, Form(quant, blocks))
+    assert np.abs(back - x).max() <= np.abs(x).max() / 16
+
+
+@pytest.mark.parametrize("per_expert", [False, True])
+def test_amax(bootstrap, per_expert):
+    layout = LAYOUTS["data-fsdp-expert"]
+    ep, spec = bootstrap(layout.mesh, "expert"), P("expert", "fsdp")
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((EXPERTS, 4, 6)), jnp.float32)
+    function = functools.partial(ep.amax, spec=spec, per_expert=per_expert)
+    expected = np.abs(x).max((1, 2) if per_expert else None)
+    inside = jax.shard_map(function, mesh=layout.mesh, in_specs=spec,
+                           out_specs=P("expert") if per_expert else P())  # fmt: skip
+    for amax in (inside, function):
+        np.testing.assert_array_equal(jax.jit(amax)(x), expected)
 
 
 # ---- several meshes, several groups ------------------------------------------------------------

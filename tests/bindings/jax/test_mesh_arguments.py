@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong meshes, specs and shapes outside shard_map: an exception with a sentence, and no wait."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,8 @@ from conftest import HIDDEN, TOKENS, assert_close, dense, make_mesh, mlp, parame
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_model import LAYOUTS, routed
+
+from libep import Blocks, Quant
 
 LAYOUT = LAYOUTS["data-fsdp-expert"]
 NAMES = LAYOUT.names
@@ -55,13 +55,6 @@ def test_other_tokens_and_devices(bootstrap):
     with jax.set_mesh(smaller), refused(f"EpError {sentence}"):
         run(ep)
     assert np.isfinite(run(ep)).all()
-
-
-def test_two_groups_mixed_up(bootstrap):
-    one, two = bootstrap(LAYOUT.mesh, "expert"), bootstrap(LAYOUT.mesh, "fsdp")
-    with refused("FOREIGN combine: plan: expected one of this Ep's"):
-        rows, _, plan = one.dispatch(X, jnp.zeros((len(X), 3), jnp.int32))
-        two.combine(rows, plan)
 
 
 def test_a_part_of_the_axes_is_manual(bootstrap):
@@ -119,11 +112,17 @@ def test_specs_and_weights(bootstrap, text, spec, weights):
         run(ep, {**PARAMS, **weights}, specs=spec, quantise="to quantise" in text)
 
 
-def test_weights_that_are_no_arrays(bootstrap):
-    ep = bootstrap(LAYOUT.mesh, "expert")
-    rows, _, plan = ep.dispatch(X, jnp.zeros((len(X), 3), jnp.int32))
-    with refused(r"EpError weights\['up'\]: expected an array, got float"):
-        ep.experts(mlp, rows, plan, {"up": 3.0}, P("expert"))
+@pytest.mark.parametrize("given, sentence", [
+    ("fp8", "RANGE experts: quantise: expected a bool, a libep.Quant, .* got 'fp8'"),
+    ((Quant.MXFP8, Blocks.TILES), "UNSUPPORTED quantise: expected blocks of rows with MXFP8"),
+    ((Quant.FP8, Blocks.TILES), "UNSUPPORTED a multiple of 128 elements along the dimension before"),
+    (Quant.MXFP8, "UNSUPPORTED a multiple of 32 elements along the last dimension to quantise"),
+])  # fmt: skip
+def test_forms(bootstrap, given, sentence):
+    ep, is_tiles = bootstrap(LAYOUT.mesh, "expert"), given == (Quant.FP8, Blocks.TILES)
+    with refused(sentence):
+        run(ep, {**PARAMS, **zeros(8, HIDDEN, 8)}, quantise=given,
+            specs=P("expert", "fsdp") if is_tiles else SPLIT)  # fmt: skip
 
 
 @pytest.mark.parametrize("text, spec", [
@@ -137,12 +136,21 @@ def test_fsdp_outside_token_axes(bootstrap, text, spec):
         run(ep, specs=spec)
 
 
-def test_gathered_and_split(bootstrap):
+def test_other_refusals(bootstrap):
+    """Two groups mixed up; weights that are no arrays; an axis gathered, and one that is not."""
+    one, two = bootstrap(LAYOUT.mesh, "expert"), bootstrap(LAYOUT.mesh, "fsdp")
+    rows, _, plan = one.dispatch(X, jnp.zeros((len(X), 3), jnp.int32))
     mesh = make_mesh(2, 2, 2, names=("fsdp", "expert", "tensor"))
-    ep = bootstrap(mesh, "expert", token_axes=("fsdp", "expert"))
-    sentence = r"either gathered, .* or staying sharded, got \('fsdp', 'tensor'\)"
-    with refused(f"EpError {sentence}"):
-        run(ep, x=X[:48], specs=P("expert", ("fsdp", "tensor")))
+    three, both = bootstrap(mesh, "expert", token_axes=mesh.axis_names[:2]), ("fsdp", "tensor")
+    for text, call in [
+        ("FOREIGN combine: plan: expected one of this Ep's", lambda: two.combine(rows, plan)),
+        (r"EpError weights\['up'\]: expected an array, got float",
+         lambda: one.experts(mlp, rows, plan, {"up": 3.0}, P("expert"))),
+        (r"EpError either gathered, .* or staying sharded, got \('fsdp', 'tensor'\)",
+         lambda: run(three, x=X[:48], specs=P("expert", both))),
+    ]:  # fmt: skip
+        with refused(text):
+            call()
 
 
 # ---- axes with types ---------------------------------------------------------------------------

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups over several processes, the example, and the programs of docs/jax.md."""
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from base import DEVICE, TREE
-from processes import free_port
+from processes import finish, finish_all, free_port, spawn
 from programs import programs
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -20,38 +16,33 @@ SECONDS = 300
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="starts CPU devices of its own")
 
 
-def clean_environment():
-    return {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def run(*arguments):
     """Run Python, and return the lines that it printed."""
-    options = dict(env=clean_environment(), capture_output=True, text=True, timeout=SECONDS)
-    done = subprocess.run([sys.executable, *arguments], **options)
-    assert done.returncode == 0 and "libep" not in done.stderr
-    return done.stdout.splitlines()
+    status, out, err = finish(spawn(*arguments), SECONDS)
+    assert status == 0 and "libep" not in err, err
+    return out.splitlines()
 
 
 def start_two(arguments):
     """Start two processes of Python. arguments(address, number): the address is where they meet."""
     address = f"127.0.0.1:{free_port()}"
-    options = dict(env=clean_environment(), stdout=subprocess.PIPE, text=True)
-    programs = [[sys.executable, *arguments(address, str(number))] for number in range(2)]
-    return [subprocess.Popen(program, **options) for program in programs]
+    return [spawn(*arguments(address, str(number))) for number in range(2)]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_processes(devices, nodes):
     program = os.path.join(HERE, "process.py")
     started = start_two(lambda address, number: [program, address, "2", number, str(devices)])
-    try:
-        printed = [process.communicate(timeout=SECONDS)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0]
+    results = finish_all(started, SECONDS)
+    assert [status for status, *_ in results] == [0, 0], results
     # The line before may be that of a library which JAX uses.
-    assert [text.splitlines()[-1] for text in printed] == [
+    assert [out.splitlines()[-1] for _, out, _ in results] == [
         f"process {n}: {devices} of {2 * devices} devices" for n in range(2)
     ]
 
@@ -91,10 +82,9 @@ def test_ctrl_c_in_a_wait():
         assert first.stdout.readline() == "ended\n"
         assert time.monotonic() - begin < 5
     finally:
-        first.kill()
-        second.kill()
-        first.communicate()
-        second.communicate()
+        for process in first, second:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize("program, options", [

@@ -10,6 +10,7 @@ over all ranks' inputs in numpy.
 
 import argparse
 import ctypes
+import itertools
 import os
 import sys
 import threading
@@ -148,193 +149,136 @@ def make_inputs(seed):
     return inputs
 
 
-def slots_of(inputs, rank):
-    """(expert, source, token, k) of this rank's slots, in their order."""
-    found = []
-    for expert in range(FIRST[rank], FIRST[rank + 1]):
-        for source, (idx, _, _) in enumerate(inputs):
-            found += [(expert, source, t, k) for t, k in zip(*np.where(idx == expert))]
-    return found
+def is_mine(named, rank):
+    """Which experts are a rank's."""
+    return (named >= FIRST[rank]) & (named < FIRST[rank + 1])
 
 
-def rows_of(inputs, rank):
-    """(source, token) of this rank's rows."""
-    mine = lambda row: ((row >= FIRST[rank]) & (row < FIRST[rank + 1])).any()
-    return [(s, t) for s, (idx, _, _) in enumerate(inputs) for t in range(len(idx)) if mine(idx[t])]
-
-
-def combined(inputs, rank, value_of, per_row, weighted):
-    """Sums in the order that libep defines: on each rank by k, then over ranks."""
-    idx, weights, tokens = inputs[rank]
-    out = np.zeros_like(tokens)
-    for t in range(len(tokens)):
-        for peer in range(RANKS):
-            mine = [k for k in range(TOP_K) if FIRST[peer] <= idx[t, k] < FIRST[peer + 1]]
-            part = np.zeros(HIDDEN, dtype=np.float64)
-            for k in mine[:1] if per_row else mine:
-                scale = np.float64(weights[t, k]) if weighted else 1.0
-                part += scale * value_of(peer, rank, t, k)
-            out[t] += part
-    return out
-
-
-def expert_value(peer, source, token, k, per_row):
-    """An expert's output row: a number that tells where it belongs, for each element."""
-    number = peer * 7919 + source * 104 + token * 3 + (0 if per_row else k)
-    return ((np.arange(HIDDEN) * 31 + number) % 251).astype(np.float32)
+def entries_of(inputs, rank):
+    """(source, token, k, expert) of this rank's slots, by expert and then as they stand."""
+    return [(source, t, k, expert) for expert in range(FIRST[rank], FIRST[rank + 1])
+            for source, (idx, *_) in enumerate(inputs) for t, k in zip(*np.where(idx == expert))]
 
 
 def check(name, got, expected, exact=True):
-    same = np.array_equal(got, expected) if exact else np.allclose(got, expected, rtol=1e-5, atol=1e-4)
+    near = dict(rtol=1e-5, atol=1e-4)
+    same = np.array_equal(got, expected) if exact else np.allclose(got, expected, **near)
     assert same, f"{name}: {np.sum(got != expected)} of {got.size} numbers are wrong"
 
 
-# ---- high throughput ------------------------------------------------------------------------
+# ---- a step ---------------------------------------------------------------------------------
 
 
-def high_throughput(device, comm, rank, layout, eager):
-    inputs = make_inputs(10 * int(layout) + eager)
+def step(device, comm, rank, layout, is_latency, option):
+    """option: exact sizes in high throughput; calls in halves in low latency."""
+    inputs = make_inputs(100 * is_latency + 10 * int(layout) + option)
     idx, weights, tokens = inputs[rank]
-    flat = layout == ep.Layout.FLAT
-    slots, rows = slots_of(inputs, rank), rows_of(inputs, rank)
-    local = FIRST[rank + 1] - FIRST[rank]
-    counts = np.array([sum(s[0] == FIRST[rank] + e for s in slots) for e in range(local)])
-    padded = -(-counts // ALIGNMENT) * ALIGNMENT
+    per_row, is_flat = layout != ep.Layout.EXPERT_MAJOR, layout == ep.Layout.FLAT
+    entries, local = entries_of(inputs, rank), FIRST[rank + 1] - FIRST[rank]
+    counts = np.bincount([e - FIRST[rank] for *_, e in entries], minlength=local)
+    rows = sorted({(source, t) for source, t, *_ in entries})
+    # (block, source, token, k) of the rows that come, and the first row of each block.
+    came = [(0 if is_flat else s, s, t, 0) for s, t in rows] if per_row else [
+        (e - FIRST[rank], s, t, k) for s, t, k, e in entries]
+    padded = counts if is_flat else -(-counts // ALIGNMENT) * ALIGNMENT
     offsets = np.concatenate([[0], np.cumsum(padded)[:-1]])
-    total = len(rows) if flat else int(padded.sum())
+    total = len(rows) if is_flat else int(padded.sum())
     capacity = RANKS * MAX_TOKENS * TOP_K + EXPERTS * ALIGNMENT
-    group = ep.Group.create(Communicator(comm), ep.GroupConfig(
-        algorithm=ep.Algorithm.HIGH_THROUGHPUT, num_experts=EXPERTS, num_topk=TOP_K,
-        max_dispatch_tokens_per_rank=MAX_TOKENS, max_token_bytes=4 * HIDDEN,
-        max_recv_tokens_per_rank=0 if eager else capacity))
-    got_counts, counts_t = device.array(np.full(local, -7, np.int32))
-    got_total, total_t = device.array(np.full(1, -7, np.int32))
-    got_offsets, offsets_t = device.array(np.full(local, -7, np.int32))
-    info = ep.LayoutInfo(expert_counters=counts_t, recv_total_counter=total_t,
-                         expert_offsets=None if flat else offsets_t)
-    idx_a, idx_t = device.array(idx)
-    handle = group.create_handle(
-        layout, idx_t, layout_info=info, stream=0,
-        config=ep.HandleConfig(dispatch_output_per_expert_alignment=0 if flat else ALIGNMENT))
-    device.synchronize()
-    check("total", got_total, [total])
-    check("counts", got_counts, counts if flat else padded)
-    if not flat:
-        check("offsets", got_offsets, offsets)
+    is_exact, is_split = option and not is_latency, option and is_latency
+    blocks, room = (RANKS, MAX_TOKENS) if per_row else (local, RANKS * MAX_TOKENS)
+    lead = (blocks, room) if is_latency else (total if is_exact else capacity,)
+    sizes = dict(num_experts=EXPERTS, max_dispatch_tokens_per_rank=MAX_TOKENS,
+                 max_token_bytes=4 * HIDDEN)
+    if not is_latency:
+        sizes.update(num_topk=TOP_K, max_recv_tokens_per_rank=0 if is_exact else capacity)
+    modes = ep.Algorithm.HIGH_THROUGHPUT, ep.Algorithm.LOW_LATENCY
+    config = ep.GroupConfig(algorithm=modes[is_latency], **sizes)
+    group = ep.Group.create(Communicator(comm), config)
+
+    def filled(shape, value, dtype=np.float32):
+        return device.array(np.full(shape, value, dtype))
+
+    kind = np.int32 if is_latency else np.int64
+    idx_a, idx_t = device.array(idx.astype(kind))
+    got_counts, counts_t = filled(blocks if is_latency else local, -7, np.int32)
+    if is_latency:
+        name = "src_rank_counters" if per_row else "expert_counters"
+        handle = group.create_handle(layout, idx_t, stream=0)
+        info = ep.LayoutInfo(**{name: counts_t})
+    else:
+        got_total, total_t = filled(1, -7, np.int32)
+        got_offsets, offsets_t = filled(local, -7, np.int32)
+        handle = group.create_handle(
+            layout, idx_t, stream=0, layout_info=ep.LayoutInfo(
+                expert_counters=counts_t, recv_total_counter=total_t,
+                expert_offsets=None if is_flat else offsets_t),
+            config=ep.HandleConfig(
+                dispatch_output_per_expert_alignment=0 if is_flat else ALIGNMENT))
+        info = ep.LayoutInfo(recv_topk_idx_kind=ep.ExpertIdKind.GLOBAL) if is_flat else None
+        device.synchronize()
+        check("total", got_total, [total])
+        check("counts", got_counts, padded)
+        if not is_flat:
+            check("offsets", got_offsets, offsets)
 
     # Dispatch.
-    shape = total if eager else capacity
-    recv, recv_t = device.array(np.full((shape, HIDDEN), 5, np.float32))
-    recv_w, recv_w_t = device.array(np.full((shape, TOP_K) if flat else shape, 5, np.float32))
-    recv_i, recv_i_t = device.array(np.full((shape, TOP_K), 5, np.int64))
+    recv, recv_t = filled((*lead, HIDDEN), 5)
+    recv_w, recv_w_t = filled((*lead, TOP_K) if per_row else lead, 5)
+    recv_i, recv_i_t = filled((*lead, TOP_K), 5, kind)
     tokens_a, tokens_t = device.array(tokens)
     weights_a, weights_t = device.array(weights)
+    has_weights = per_row or not is_latency
     handle.dispatch(
-        ep.DispatchInputs(tokens=tokens_t, topk_weights=weights_t),
-        ep.DispatchOutputs(tokens=recv_t, topk_weights=recv_w_t, topk_idx=recv_i_t if flat else None),
-        layout_info=ep.LayoutInfo(recv_topk_idx_kind=ep.ExpertIdKind.GLOBAL) if flat else None,
-        stream=0)
+        ep.DispatchInputs(tokens=tokens_t, topk_weights=weights_t if has_weights else None),
+        ep.DispatchOutputs(tokens=recv_t, topk_weights=recv_w_t if has_weights else None,
+                           topk_idx=recv_i_t if per_row else None), layout_info=info, stream=0,
+        config=ep.DispatchConfig(send_only=is_split) if is_latency else None)
+    if is_split:
+        handle.complete(stream=0)
     device.synchronize()
-    want, want_w = np.full_like(recv, 5), np.full_like(recv_w, 5)
-    want_i = np.full_like(recv_i, -1)
-    out = np.full_like(recv, np.nan)
-    if flat:
-        for row, (source, token) in enumerate(rows):
-            named = inputs[source][0][token]
-            mine = (named >= FIRST[rank]) & (named < FIRST[rank + 1])
-            want[row] = inputs[source][2][token]
-            want_w[row] = np.where(mine, inputs[source][1][token], 0)
-            want_i[row] = np.where(mine, named, -1)
-            out[row] = expert_value(rank, source, token, 0, True)
-        check("expert ids", recv_i, want_i)
-    else:
+    want, want_w, out = np.full_like(recv, 5), np.full_like(recv_w, 5), np.full_like(recv, np.nan)
+    want_i, used = np.full_like(recv_i, -1), np.zeros(max(blocks, local), np.int32)
+    if not is_latency and not per_row:
         want[:total], want_w[:total] = 0, 0
-        next_row = dict(zip(range(FIRST[rank], FIRST[rank + 1]), offsets))
-        for expert, source, token, k in slots:
-            row = next_row[expert]
-            next_row[expert] += 1
-            want[row] = inputs[source][2][token]
-            want_w[row] = inputs[source][1][token, k]
-            out[row] = expert_value(rank, source, token, k, False)
+    for block, source, token, k in came:
+        at = (block, used[block]) if is_latency else offsets[block] + used[block]
+        used[block] += 1
+        named, theirs, row = (array[token] for array in inputs[source])
+        want[at], out[at] = row, row * (rank + 1)
+        here = is_mine(named, rank)
+        want_w[at] = (np.where(here | is_latency, theirs, 0)) if per_row else theirs[k]
+        want_i[at] = np.where(here, named - FIRST[rank] * is_latency, -1)
+    if is_latency:
+        check("counts", got_counts, used[:blocks])
     check("tokens", recv, want)
-    check("weights", recv_w, want_w)
-
-    # Combine, and its gradient, which is a dispatch of the gradient's rows.
-    out_a, out_t = device.array(out)
-    sums, sums_t = device.array(np.full_like(tokens, 5))
-    handle.combine(ep.CombineInputs(tokens=out_t), ep.CombineOutputs(tokens=sums_t), stream=0)
-    grad, grad_t = device.array(np.full_like(recv, 5))
-    handle.dispatch(ep.DispatchInputs(tokens=tokens_t), ep.DispatchOutputs(tokens=grad_t),
-                    config=ep.DispatchConfig(pass_direction=ep.PassDir.BWD), stream=0)
-    device.synchronize()
-    value = lambda peer, source, t, k: expert_value(peer, source, t, 0 if flat else k, flat)
-    check("sums", sums, combined(inputs, rank, value, flat, False))
-    check("gradient", grad, want)
-    handle.destroy()
-    group.destroy()
-
-
-# ---- low latency ----------------------------------------------------------------------------
-
-
-def low_latency(device, comm, rank, layout, send_only):
-    inputs = make_inputs(100 + 10 * int(layout) + send_only)
-    idx, weights, tokens = inputs[rank]
-    rank_major = layout == ep.Layout.RANK_MAJOR
-    slots, rows = slots_of(inputs, rank), rows_of(inputs, rank)
-    local = FIRST[rank + 1] - FIRST[rank]
-    group = ep.Group.create(Communicator(comm), ep.GroupConfig(
-        algorithm=ep.Algorithm.LOW_LATENCY, num_experts=EXPERTS,
-        max_dispatch_tokens_per_rank=MAX_TOKENS, max_token_bytes=4 * HIDDEN))
-    idx_a, idx_t = device.array(idx.astype(np.int32))
-    handle = group.create_handle(layout, idx_t, stream=0)
-    blocks, room = (RANKS, MAX_TOKENS) if rank_major else (local, RANKS * MAX_TOKENS)
-    recv, recv_t = device.array(np.full((blocks, room, HIDDEN), 5, np.float32))
-    recv_w, recv_w_t = device.array(np.full((blocks, room, TOP_K), 5, np.float32))
-    recv_i, recv_i_t = device.array(np.full((blocks, room, TOP_K), 5, np.int32))
-    counts, counts_t = device.array(np.full(blocks, -7, np.int32))
-    tokens_a, tokens_t = device.array(tokens)
-    weights_a, weights_t = device.array(weights)
-    info = (ep.LayoutInfo(src_rank_counters=counts_t) if rank_major
-            else ep.LayoutInfo(expert_counters=counts_t))
-    handle.dispatch(
-        ep.DispatchInputs(tokens=tokens_t, topk_weights=weights_t if rank_major else None),
-        ep.DispatchOutputs(tokens=recv_t, topk_weights=recv_w_t if rank_major else None,
-                           topk_idx=recv_i_t if rank_major else None),
-        layout_info=info, config=ep.DispatchConfig(send_only=send_only), stream=0)
-    if send_only:
-        handle.complete(stream=0)
-    device.synchronize()
-    want, out = np.full_like(recv, 5), np.full_like(recv, np.nan)
-    want_w, want_i = np.full_like(recv_w, 5), np.full_like(recv_i, -1)
-    filled = np.zeros(blocks, np.int32)
-    for item in rows if rank_major else slots:
-        block, source, token, k = (item[0], *item, 0) if rank_major else (item[0] - FIRST[rank], *item[1:])
-        at = (block, filled[block])
-        filled[block] += 1
-        want[at] = inputs[source][2][token]
-        out[at] = expert_value(rank, source, token, k, rank_major)
-        if rank_major:
-            named = inputs[source][0][token]
-            mine = (named >= FIRST[rank]) & (named < FIRST[rank + 1])
-            want_w[at] = inputs[source][1][token]
-            want_i[at] = np.where(mine, named - FIRST[rank], -1)
-    check("counts", counts, filled)
-    check("tokens", recv, want)
-    if rank_major:
+    if has_weights:
         check("weights", recv_w, want_w)
+    if per_row:
         check("expert ids", recv_i, want_i)
+
+    # Combine; in high throughput its gradient, too, which is a dispatch of the gradient's rows.
+    weighted = is_latency and not per_row
     out_a, out_t = device.array(out)
-    sums, sums_t = device.array(np.full_like(tokens, 5))
+    sums, sums_t = filled(tokens.shape, 5)
     handle.combine(ep.CombineInputs(tokens=out_t),
-                   ep.CombineOutputs(tokens=sums_t, topk_weights=None if rank_major else weights_t),
-                   config=ep.CombineConfig(send_only=send_only), stream=0)
-    if send_only:
+                   ep.CombineOutputs(tokens=sums_t, topk_weights=weights_t if weighted else None),
+                   config=ep.CombineConfig(send_only=is_split) if is_latency else None, stream=0)
+    if is_split:
         handle.complete(stream=0)
+    grad, grad_t = filled(recv.shape, 5)
+    if not is_latency:
+        handle.dispatch(ep.DispatchInputs(tokens=tokens_t), ep.DispatchOutputs(tokens=grad_t),
+                        config=ep.DispatchConfig(pass_direction=ep.PassDir.BWD), stream=0)
     device.synchronize()
-    value = lambda peer, source, t, k: expert_value(peer, source, t, 0 if rank_major else k, rank_major)
-    expected = combined(inputs, rank, value, rank_major, not rank_major)
-    check("sums", sums, expected, exact=rank_major)
+    # Each expert has multiplied by its rank's number plus one; of a row all experts together.
+    factors = np.zeros(len(tokens))
+    for peer in range(RANKS):
+        mine = is_mine(idx, peer)
+        shares = mine.any(1) if per_row else (mine * (weights if weighted else 1)).sum(1)
+        factors += (peer + 1) * shares
+    check("sums", sums, factors[:, None] * tokens, exact=False)
+    if not is_latency:
+        check("gradient", grad, want)
     handle.destroy()
     group.destroy()
 
@@ -343,17 +287,16 @@ def low_latency(device, comm, rank, layout, send_only):
 
 
 def tests():
-    for layout in (ep.Layout.EXPERT_MAJOR, ep.Layout.FLAT):
-        for eager in (0, 1):
-            sizes = "exact" if eager else "static"
-            yield f"high throughput, {NAMES[layout]}, {sizes} sizes", high_throughput, layout, eager
-    for layout in (ep.Layout.EXPERT_MAJOR, ep.Layout.RANK_MAJOR):
-        for send_only in (0, 1):
-            calls = "halves" if send_only else "whole calls"
-            yield f"low latency, {NAMES[layout]}, {calls}", low_latency, layout, send_only
+    for is_latency, layouts, options in (
+        (False, (ep.Layout.EXPERT_MAJOR, ep.Layout.FLAT), ("static sizes", "exact sizes")),
+        (True, (ep.Layout.EXPERT_MAJOR, ep.Layout.RANK_MAJOR), ("whole calls", "halves")),
+    ):
+        mode = "low latency" if is_latency else "high throughput"
+        for layout, option in itertools.product(layouts, (0, 1)):
+            yield f"{mode}, {NAMES[layout]}, {options[option]}", layout, is_latency, option
 
 
-def run(name, body, *args):
+def run(name, *args):
     """Run a test on all ranks; returns whether it passed."""
     device, failures = Gpus() if options.gpus else Emulated(), []
 
@@ -361,7 +304,7 @@ def run(name, body, *args):
         try:
             device.open(rank)
             comm = device.communicator(rank, name)
-            body(device, comm, rank, *args)
+            step(device, comm, rank, *args)
             device.destroy(comm)
         except BaseException as error:  # an assertion, or nccl.ep's own error
             failures.append(f"rank {rank}: {type(error).__name__}: {error}")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paths and fixtures of the tests of libep itself."""
 
-from __future__ import annotations
-
 import os
 import sys
 

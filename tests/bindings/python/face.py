@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The face of libep itself for the common suite: its calls on NumPy arrays, through ctypes."""
 
-from __future__ import annotations
-
 import contextlib
+import functools
 
 import libep
 import numpy as np
@@ -15,8 +14,9 @@ LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
 DTYPES = ("float32", "float16")
 SIZES = (1, 2, 3, 4)
 HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = True
+BATCHED_ROWS, COUNTS_BACKWARD = 48, False
+COUNTERS = "expert_tokens peer_rows peer_bytes peer_wait_ns peer_longest_wait_ns".split()
 HAS_CHECKPOINTS = HAS_IDS_OF_TAILS = False
-BATCHED_ROWS = 48
 
 
 def config(world, **fields):
@@ -40,6 +40,13 @@ def rows(*shape, dtype=np.float32):
 class Step:
     """A step of a rank, in calls that may lie apart. `expected` is the reference's Received."""
 
+    biases, counters = (), {}
+
+    def extras(self, names, biases=()):
+        """Some of COUNTERS, if the step is counted, and biases."""
+        found = {name: self.counters[name] for name in names if name in self.counters}
+        return dict(extras=Extras(*biases, **found))
+
     def __init__(self, world, rank, handle, expected, **plan):
         self.world, self.rank, self.handle, self.plan = world, rank, handle, plan
         self.scale, self.is_per_token = expected.scale, expected.is_per_token
@@ -57,7 +64,7 @@ class Step:
         self.idx = np.full(self.scale.shape, -7, np.int64) if self.is_per_token else None
         self.out = rows(*self.x.shape, dtype=case.dtype)
         biases = self.world.biases[: case.biases]
-        self.extras = Extras(*(bias[self.rank].astype(case.dtype) for bias in biases))
+        self.biases = [bias[self.rank].astype(case.dtype) for bias in biases]
 
     def received(self):
         return dict(
@@ -82,7 +89,9 @@ class Step:
         home = dict(topk_weights=self.w) if weights == "home" else {}
         done, slot_w = self.experts(weights)
         call = call or (
-            lambda *a, **o: self.handle.combine(*a, out=self.out, extras=self.extras, **o)
+            lambda *a, **o: self.handle.combine(
+                *a, out=self.out, **self.extras(COUNTERS[1:], self.biases), **o
+            )
         )
         call(done, slot_w, **home, **self.plan)
         return done, slot_w
@@ -132,45 +141,50 @@ def play(bootstrap, world, case, expected):
         fields["alignment"] = case.alignment
     options = dict(rows_per_expert=BATCHED_ROWS) if case.layout == "batched" else {}
     with Group(bootstrap, **fields) as group:
-        handle = Handle(group, layout=case.layout, **options)
+        handle, local = Handle(group, layout=case.layout, **options), len(world.experts_of(rank))
+        sizes = local, *4 * [world.size]
+        made = {name: np.zeros(size, np.int64) for name, size in zip(COUNTERS, sizes)}
         for _ in range(case.steps):
             numbers = plan_outputs(world, rank, np.int64 if case.alignment == 1 else np.int32)
             out = PlanTensors(**numbers)
             step = Step(world, rank, handle, expected[rank])
+            step.counters = made if case.is_counted else {}
             routing = world.idx[rank].copy()
             if is_latency:
                 step.outputs(case, 0)
                 if case.is_split:
                     send(step, Prepare(routing, out=out))
-                    handle.dispatch_wait(**step.received())
+                    waits = COUNTERS[0], *COUNTERS[3:]
+                    handle.dispatch_wait(**step.received(), **step.extras(waits))
                 else:  # prepare records its arrays, and the dispatch reads them
                     handle.prepare(routing, out=out)
-                    handle.dispatch(*step.given(), **step.received())
+                    handle.dispatch(*step.given(), **step.received(), **step.extras(COUNTERS))
             else:
-                handle.prepare(routing, out=out)
+                handle.prepare(routing, out=out, **step.extras(COUNTERS[3:]))
                 info = handle.info()
                 step.outputs(case, case.capacity or info.recv_rows)
                 assert info.expert_counts == tuple(numbers["expert_counts"])
                 assert info.expert_padded == tuple(numbers["expert_padded"])
                 assert info.expert_offsets == tuple(numbers["expert_offsets"])
                 assert info.recv_rows == numbers["recv_rows"][0]
-                handle.dispatch(*step.given(), **step.received())
-            call = handle.combine_send if case.is_split else None
+                handle.dispatch(*step.given(), **step.received(), **step.extras(COUNTERS))
+            call = functools.partial(handle.combine_send, **step.extras(COUNTERS[1:]))
+            call = call if case.is_split else None
             done, slot_w = step.combine(case.weights, call)
             if case.is_split:
-                handle.combine_wait(out=step.out, extras=step.extras)
+                handle.combine_wait(out=step.out, **step.extras(COUNTERS[3:], step.biases))
             grads = None, None
             if not is_latency and case.dtype == "float32":
                 grads = step.backward(case.weights, done, slot_w)
         assert group.status().status is libep.Status.OK
         return dict(recv=step.recv, recv_w=step.recv_w, recv_idx=step.idx, out=step.out,
-                    grad_x=grads[0], grad_w=grads[1], **numbers)  # fmt: skip
+                    grad_x=grads[0], grad_w=grads[1], counters=made.values(), **numbers)  # fmt: skip
 
 
 def send(step, routing):
     """The send phase of a dispatch, whose inputs may then be overwritten."""
     x, w = (None if a is None else a.copy() for a in step.given())
-    step.handle.dispatch_send(x, w, prepare=routing, **step.plan)
+    step.handle.dispatch_send(x, w, prepare=routing, **step.plan, **step.extras(COUNTERS[1:]))
     for array in (x, w):
         if array is not None:
             array[:] = np.nan

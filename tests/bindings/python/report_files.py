@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results and traces to make reports of, and a reader of the page that shares no code with it."""
 
-from __future__ import annotations
-
+import html
 import json
 import random
 import re
-from html.parser import HTMLParser
 
 OPERATIONS = ("prepare", "dispatch", "combine", "combine_backward", "dispatch_backward")
 
@@ -118,53 +116,32 @@ def write_trace(folder, name, trace):
 # ---- the page ----------------------------------------------------------------------------------
 
 
-class Page(HTMLParser):
-    """tables: by section and caption, a list of rows, each by the names of the columns."""
+def plain(markup):
+    """The text of a part of the page."""
+    return html.unescape(re.sub("<[^>]*>", "", markup))
+
+
+class Page:
+    """ids: of all elements; references: of links and sources; texts: by section."""
 
     def __init__(self, path):
-        super().__init__()
-        self.tables, self.ids, self.attributes, self.texts = {}, [], [], {}
-        self._section, self._rows, self._text = "", [], None
         with open(path, encoding="utf-8") as stream:
             self.source = stream.read()
-        self.feed(self.source)
-
-    def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
-        self.attributes += [(tag, name, value or "") for name, value in attributes]
-        if "id" in given:
-            self.ids.append(given["id"])
-        if tag == "section":
-            self._section = given["id"]
-        if tag == "table":
-            self._rows = []
-        if tag == "tr":
-            self._rows.append([])
-        if tag in ("th", "td", "caption", "p", "dd"):
-            self._text = ""
-
-    def handle_data(self, data):
-        if self._text is not None:
-            self._text += data
-        self.texts[self._section] = self.texts.get(self._section, "") + data
-
-    def handle_endtag(self, tag):
-        if tag in ("th", "td"):
-            self._rows[-1].append(self._text)
-        if tag == "caption":
-            self._caption = self._text
-        if tag in ("th", "td", "caption", "p", "dd"):
-            self._text = None
-        if tag == "table":
-            head, *body = self._rows
-            self.tables[self._section, self._caption] = [dict(zip(head, row)) for row in body]
+        found = re.findall(r'<section id="([^"]*)">(.*?)</section>', self.source, re.S)
+        self._sections, self.texts = dict(found), {name: plain(body) for name, body in found}
+        self.ids = re.findall(r'\sid="([^"]*)"', self.source)
+        names = r'\s(?:xlink:)?(?:href|src|action|data)="([^"]*)"'
+        self.references = re.findall(names, self.source)
 
     def table(self, section, caption):
-        """The rows of a table; its caption begins with `caption`."""
-        found = [rows for (where, what), rows in self.tables.items()
-                 if where == section and what.startswith(caption)]
-        assert len(found) == 1, (section, caption, list(self.tables))
-        return found[0]
+        """The rows of the table whose caption begins so, each by the names of the columns."""
+        tables = re.findall("<caption>(.*?)</caption>(.*?)</table>", self._sections[section], re.S)
+        (rows,) = [rows for name, rows in tables if plain(name).startswith(caption)]
+        head, *body = [
+            [*map(plain, re.findall(r"<t[hd]\b[^>]*>(.*?)</t[hd]>", row, re.S))]
+            for row in re.findall("<tr>(.*?)</tr>", rows, re.S)
+        ]
+        return [dict(zip(head, row)) for row in body]
 
     def path(self, identifier):
         """The points of the first path of an element of a picture."""

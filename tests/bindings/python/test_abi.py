@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """_abi.py, which make-abi makes, against the headers as the C compiler reads them."""
 
-from __future__ import annotations
-
 import ctypes
 import enum
+import inspect
 import os
 import re
 import shutil
 import subprocess
 
 import pytest
-from libep import _abi, _library, _tensor
+from libep import Handle, _abi, _library, _tensor
+from libep._operations import OPERATIONS
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../..")
 NAMES = ("ep.h", "ep_nccl.h", "ep_mesh.h", "ep_quant.h", "ep_weight.h")
@@ -119,3 +119,28 @@ def test_version_of_package_and_library():
     assert _library.library.ep_version() == int(
         "".join(part.zfill(2) for part in libep.version().split("."))
     )
+
+
+# ---- the table of operations, and the methods that are made from it ------------------------------
+
+METHODS = sorted({operation.function for operation in OPERATIONS.values()})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_take_what_they_say(name):
+    def parameters(follow):
+        signature = inspect.signature(getattr(Handle, name), follow_wrapped=follow)
+        return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+    assert parameters(True) == parameters(False)
+    function = _abi.FUNCTIONS.get(f"ep_{name}_with") or _abi.FUNCTIONS[f"ep_{name}"]
+    assert len(parameters(True)) == len(function[1])
+
+
+def test_backward():
+    """A derivative takes the gradient of the rows that come, and returns that of the rows sent."""
+    for operation in OPERATIONS.values():
+        if operation.backward:
+            backward = OPERATIONS[operation.backward]
+            assert [each.name for each in backward.outputs][0] == f"grad_{operation.inputs[1].name}"
+            assert [each.name for each in backward.inputs][1] == f"grad_{operation.outputs[0].name}"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong fields and outputs, closed objects, one thread at a time: a sentence, and no damage."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import threading
@@ -13,14 +11,8 @@ import pytest
 from base import refused, run_threads
 from libep import Bootstrap, Group, Handle, Mode, Status, Tensor, Type
 
-FIELDS = dict(
-    num_experts=4,
-    max_tokens=4,
-    max_top_k=2,
-    max_row_bytes=32,
-    backend=libep.Backend.HOST,
-    timeout_seconds=20,
-)
+SIZES = dict(num_experts=4, max_tokens=4, max_top_k=2, max_row_bytes=32)
+FIELDS = dict(SIZES, backend=libep.Backend.HOST, timeout_seconds=20)
 IDX = np.array([[0, 1], [2, 3]], np.int32)
 X = np.ones((2, 8), np.float32)
 W = np.ones((2, 2), np.float32)
@@ -141,35 +133,30 @@ def test_errors_can_be_pickled(handle):
 # ---- closed objects ----------------------------------------------------------------------------
 
 
-def test_closed_handle(group):
-    handle = Handle(group)
-    handle.close()
-    handle.close()
-    for call in (lambda: handle.prepare(IDX), handle.info, handle.plan, lambda: dispatch(handle)):
-        with refused("DESTROYED rank 0: the handle is closed"):
-            call()
-
-
-def test_closed_group():
+def test_closed():
     bootstrap = Bootstrap.local(1)[0]
     group = Group(bootstrap, **FIELDS)
-    handle = Handle(group)
+    handle, other = Handle(group), Handle(group)
+    of_handle = lambda: handle.prepare(IDX), handle.info, handle.plan, lambda: dispatch(handle)
+    of_group = (
+        lambda: other.prepare(IDX), other.info, lambda: Handle(group), group.query, group.status,
+        lambda: group.mem_alloc(8), lambda: group.window_release(0),
+    )  # fmt: skip
     with refused("EpError groups to be closed first, got 1 that are open"):
         bootstrap.close()
-    group.close()
-    group.close()
+    for close, text, calls in [
+        (handle.close, "DESTROYED rank 0: the handle is closed", of_handle),
+        (group.close, "DESTROYED rank 0: the group is closed", of_group),
+        (bootstrap.close, "EpError rank 0: the bootstrap is closed",
+         [lambda: Group(bootstrap, **FIELDS)]),
+    ]:  # fmt: skip
+        close()
+        close()
+        for call in calls:
+            with refused(text):
+                call()
     group.abort("too late, which is no error")
-    of_group = lambda: Handle(group), group.query, group.status, lambda: group.mem_alloc(8)
-    for call in (
-        lambda: handle.prepare(IDX), handle.info, *of_group, lambda: group.window_release(0)
-    ):  # fmt: skip
-        with refused("DESTROYED rank 0: the group is closed"):
-            call()
-    handle.close()
-    bootstrap.close()
-    bootstrap.close()
-    with refused("EpError rank 0: the bootstrap is closed"):
-        Group(bootstrap, **FIELDS)
+    other.close()
 
 
 def test_dropped_handles_are_freed_later(group):
@@ -183,13 +170,11 @@ def test_dropped_handles_are_freed_later(group):
     assert group.query().library_bytes == before
 
 
-def test_aborted_group():
-    with Bootstrap.local(1)[0] as bootstrap, Group(bootstrap, **FIELDS) as group:
-        handle = Handle(group)
-        group.abort("ünlucky")
-        with refused("ABORTED ünlucky"):
-            handle.prepare(IDX)
-        assert group.status().status is Status.ABORTED
+def test_aborted_group(group, handle):
+    group.abort("ünlucky")
+    with refused("ABORTED ünlucky"):
+        handle.prepare(IDX)
+    assert group.status().status is Status.ABORTED
 
 
 # ---- one thread at a time ----------------------------------------------------------------------

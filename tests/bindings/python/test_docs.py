@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first program of docs/python.md, as it stands there."""
 
-from __future__ import annotations
-
 import re
 
 from programs import printed, programs

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks as processes: bootstraps from Python, Ctrl-C, forks, and how processes end."""
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import processes
 import pytest
-from processes import check, finish, good, run, start
+from processes import check, finish, good, run, spawn, start
 
 STEP = """
 with group() as g:
@@ -159,22 +155,18 @@ g = group(timeout_seconds={seconds})
 layer = Handle(g)
 layer.prepare(idx)
 begin = time.monotonic()
+if rank == 1: os.kill(os.getpid(), signal.{name})
 tell(lambda: layer.prepare(idx))
 g.close()
 say(time.monotonic() - begin)
 """
-SIGNALLED = """
-g = group(timeout_seconds={seconds})
-Handle(g).prepare(idx)
-os.kill(os.getpid(), signal.{name})
-"""
 
 
-@pytest.mark.parametrize("name, seconds", [("SIGKILL", 3), ("SIGSTOP", 1)])
+@pytest.mark.parametrize("name, seconds", [("SIGKILL", 3), ("SIGSTOP", 2)])
 def test_a_rank_that_is_gone(tmp_path, nodes, name, seconds):
     """Over TCP, between nodes, the others learn of a killed one at once; else at the deadline."""
-    sources = [source.format(name=name, seconds=seconds) for source in (UNTIL, SIGNALLED, UNTIL)]
-    ranks = [start(tmp_path, r, 3, source) for r, source in enumerate(sources)]
+    source = UNTIL.format(name=name, seconds=seconds)
+    ranks = [start(tmp_path, r, 3, source) for r in range(3)]
     try:
         for rank in ranks[0], ranks[2]:
             sentence, spent = good(finish(rank)).splitlines()
@@ -187,60 +179,37 @@ def test_a_rank_that_is_gone(tmp_path, nodes, name, seconds):
     assert ranks[1].returncode == -signal.SIGKILL
 
 
-# ---- Ctrl-C --------------------------------------------------------------------------------------
+# ---- Ctrl-C, and how processes end ---------------------------------------------------------------
+
+
+def release(tmp_path):
+    """Let a source go on that has RELEASED."""
+    processes.Store(tmp_path).set("released", b"")
+
 
 RELEASED = """
 while store.get("released", 1) is None:
     pass
 """
-
-
-def interrupt(tmp_path, source, *peer):
-    """Start ranks, and send SIGINT to rank 0 after it says "waiting"."""
-    sources = [source, *peer]
-    ranks = [start(tmp_path, r, 2, source) for r, source in enumerate(sources)]
-    assert ranks[0].stdout.readline() == "waiting\n"
-    time.sleep(0.5)
-    ranks[0].send_signal(signal.SIGINT)
-    return ranks
-
-
-def release(tmp_path):
-    processes.Store(tmp_path).set("released", b"")
-
-
-def test_ctrl_c_in_a_wait(tmp_path):
-    source = """
-with group() as g:
-    layer = Handle(g)
-    say("waiting")
-    layer.prepare(idx)
-"""
-    # Rank 0 has sent its part of the first prepare, so this one may succeed.
-    peer = f"""
+# Rank 0 has sent its part of the first prepare, so that may succeed.
+LATER = f"""
 g = group(){RELEASED}
 layer = Handle(g)
-tell(lambda: layer.prepare(idx), lambda: layer.prepare(idx))
+tell(*[lambda: layer.prepare(idx)] * CALLS)
 g.close()
 """
-    first, second = interrupt(tmp_path, source, peer)
-    status, _, err = finish(first)
-    release(tmp_path)
-    assert status == -signal.SIGINT and "KeyboardInterrupt" in err
-    check([finish(second)], [r"PEER .*interrupted \(Ctrl-C\).*"])
-
-
-def test_ctrl_c_while_a_group_is_created(tmp_path):
-    source = """
+WAITS = """
+with group() as g:
+    say("waiting")
+    Handle(g).prepare(idx)
+"""
+CREATES = """
 say("waiting")
 try:
     group()
 except KeyboardInterrupt:
     say("interrupted")
 """
-    check([finish(interrupt(tmp_path, source)[0])], ["interrupted\n"])
-
-
 HANDLED = """
 signal.signal(signal.SIGINT, lambda number, frame: say("handled"))
 with group() as g:
@@ -260,26 +229,7 @@ with group() as g:
     Handle(g).prepare(idx)
     say("went on")
 """
-
-
-@pytest.mark.parametrize("source", [HANDLED, OUTSIDE], ids=["handler", "outside of calls"])
-def test_ctrl_c_that_the_program_handles(tmp_path, source):
-    peer = f"""
-g = group(){RELEASED}
-Handle(g).prepare(idx)
-g.close()
-"""
-    ranks = interrupt(tmp_path, source, peer)
-    time.sleep(1)
-    release(tmp_path)
-    check(map(finish, ranks), ["handled\nwent on\n", ""])
-
-
-# ---- how processes end -------------------------------------------------------------------------
-
-
-def test_exit_with_everything_alive(tmp_path):
-    source = """
+ALIVE = """
 import libep._process
 libep._process.EXIT_SECONDS = 40
 groups = [group(bootstrap(prefix=str(i))) for i in range(8)]  # all ranks close them in one order
@@ -288,31 +238,13 @@ layers[0].prepare(idx)
 del layers[1]
 say("done")
 """
-    begin = time.monotonic()
-    results = run(tmp_path, source, source)
-    assert time.monotonic() - begin < 30
-    assert results == [(0, "done\n", "")] * 2  # no rank has given up on the other
-
-
-def test_exit_without_the_peer(tmp_path):
-    source = """
+ALONE = """
 import libep._process
 libep._process.EXIT_SECONDS = 0.5
 g = group()
 say("done")
 """
-    peer = f"""
-g = group(){RELEASED}
-tell(lambda: Handle(g).prepare(idx))
-"""
-    first, second = (start(tmp_path, r, 2, s) for r, s in enumerate((source, peer)))
-    assert finish(first) == (0, "done\n", "")
-    release(tmp_path)
-    check([finish(second)], [ENDED])
-
-
-def test_exit_with_rank_threads_alive():
-    source = """
+THREADS = """
 import libep, threading
 groups = []
 def play(boot):
@@ -324,6 +256,39 @@ threads = [threading.Thread(target=play, args=(b,)) for b in libep.Bootstrap.loc
 [t.join() for t in threads]
 print(len(groups))
 """
-    options = dict(capture_output=True, text=True, timeout=30)
-    done = subprocess.run([sys.executable, "-c", source], **options)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+@pytest.mark.parametrize("source, calls, expected", [
+    (WAITS, 2, [f"{-signal.SIGINT}: KeyboardInterrupt", r"PEER .*interrupted \(Ctrl-C\).*"]),
+    (CREATES, 0, ["interrupted\n"]),
+    (HANDLED, 1, ["handled\nwent on\n", ""]),
+    (OUTSIDE, 1, ["handled\nwent on\n", ""]),
+], ids=["in a wait", "while a group is created", "handler", "outside of calls"])  # fmt: skip
+def test_ctrl_c(tmp_path, source, calls, expected):
+    """Of rank 0, after it says "waiting"."""
+    sources = [source, f"CALLS = {calls}{LATER}"][: len(expected)]
+    ranks = [start(tmp_path, r, 2, s) for r, s in enumerate(sources)]
+    assert ranks[0].stdout.readline() == "waiting\n"
+    time.sleep(0.5)
+    ranks[0].send_signal(signal.SIGINT)
+    time.sleep(1)
+    release(tmp_path)
+    check(map(finish, ranks), expected)
+
+
+def test_exit_with_everything_alive(tmp_path):
+    begin = time.monotonic()
+    results = run(tmp_path, ALIVE, ALIVE)
+    assert time.monotonic() - begin < 30
+    assert results == [(0, "done\n", "")] * 2  # no rank has given up on the other
+
+
+def test_exit_without_the_peer(tmp_path):
+    first, second = (start(tmp_path, r, 2, s) for r, s in enumerate((ALONE, f"CALLS = 2{LATER}")))
+    assert finish(first) == (0, "done\n", "")
+    release(tmp_path)
+    check([finish(second)], [ENDED])
+
+
+def test_exit_with_rank_threads_alive():
+    assert finish(spawn("-c", THREADS)) == (0, "3\n", "")

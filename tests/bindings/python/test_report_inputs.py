@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports: refused inputs. Each has a sentence and an exit status, and leaves no file behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects that become tensors, and what the package tells about itself."""
 
-from __future__ import annotations
-
 import gc
 import os
-import subprocess
-import sys
+import re
 import weakref
 
 from base import refused
 import libep
 import numpy as np
 import pytest
+from processes import finish, spawn
 from libep import Tensor, Type
 
 HERE = os.path.dirname(libep.__file__)
@@ -137,21 +135,20 @@ def test_info():
 
 def python(*arguments, **settings):
     """Run Python with settings in its environment."""
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env={**os.environ, **settings}
-    )
-    return done.returncode, done.stdout, done.stderr
+    return finish(spawn(*arguments, **settings))
 
 
-def test_command():
-    status, out, _ = python("-m", "libep")
-    assert status == 0 and out.startswith(f"libep {libep.__version__}\n") and "LIBEP_TIMEOUT" in out
-    assert python("-m", "libep", "--help")[1].startswith("usage: python -m libep ")
-    status, _, err = python("-m", "libep", "--nonsense")
-    assert status == 2 and "unrecognized arguments: --nonsense" in err
-    status, out, err = python("-m", "libep", LIBEP_TIMEOUT="x")
-    assert (status, out) == (1, "")
-    assert err.startswith("libep: setting LIBEP_TIMEOUT: expected a positive number")
+@pytest.mark.parametrize("arguments, settings, expected", [
+    ([], {}, (0, f"libep {libep.__version__}\n.*LIBEP_TIMEOUT.*", "")),
+    (["--help"], {}, (0, "usage: python -m libep .*", "")),
+    (["--nonsense"], {}, (2, "", ".*unrecognized arguments: --nonsense\n")),
+    ([], {"LIBEP_TIMEOUT": "x"}, (1, "", "libep: setting LIBEP_TIMEOUT: expected a positive.*")),
+])  # fmt: skip
+def test_command(arguments, settings, expected):
+    status, *texts = python("-m", "libep", *arguments, **settings)
+    assert status == expected[0]
+    for text, pattern in zip(texts, expected[1:]):
+        assert re.fullmatch(pattern, text, re.S), text
 
 
 def test_unknown_setting():

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of released programs share: the release's files, and ranks that stay."""
+"""What tests of released programs share: ranks that stay, and have imported a release."""
 
-from __future__ import annotations
-
+import itertools
 import os
 import sys
 from urllib.error import URLError
@@ -16,17 +15,21 @@ from ranks import Ranks  # noqa: E402
 from wheels import RELEASES, unpack  # noqa: E402
 
 
-def need(name):
-    """Skip a test, or a module that calls it, if a release is neither here nor to be downloaded."""
-    try:
-        unpack(name)
-    except URLError as error:
-        reason = f"{name} {RELEASES[name]} cannot be downloaded: {error.reason}"
-        pytest.skip(reason, allow_module_level=True)
+def pytest_generate_tests(metafunc):
+    """Two and three ranks for each of a module's PROGRAMS, a file beside it for a release."""
+    if "ranks" in metafunc.fixturenames:
+        given = [*itertools.product(metafunc.module.PROGRAMS.items(), (2, 3))]
+        names = [f"{release}-{size}" for (release, _), size in given]
+        metafunc.parametrize("ranks", given, indirect=True, scope="module", ids=names)
 
 
-@pytest.fixture(scope="module", params=(2, 3))
+@pytest.fixture(scope="module")
 def ranks(request):
-    """Two and three ranks that know the functions of PROGRAM, a file beside the test module."""
-    with Ranks(request.param, request.path.with_name(request.module.PROGRAM)) as made:
+    """Ranks that know a program's functions. Skips if the release cannot be downloaded."""
+    (release, program), size = request.param
+    try:
+        unpack(release)
+    except URLError as error:
+        pytest.skip(f"{release} {RELEASES[release]} cannot be downloaded: {error.reason}")
+    with Ranks(release, size, request.path.with_name(program)) as made:
         yield made

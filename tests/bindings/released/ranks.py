@@ -4,8 +4,6 @@
 ranks.py RANK SIZE PORT DEVICE MODULE    the program of one rank
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -16,6 +14,7 @@ import threading
 import traceback
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+EXAMPLES = os.path.join(HERE, "../../../bindings/torch/examples")
 SECONDS = "10"  # deadline of libep's waits
 MOST_SECONDS = 400  # of a case, until its ranks are killed
 
@@ -32,10 +31,10 @@ def watched(processes):
 
 
 class Ranks:
-    """`size` ranks that have imported the module in a file, without pytest."""
+    """`size` ranks that have imported the module in a file, which imports a release."""
 
-    def __init__(self, size, path):
-        self.size = size
+    def __init__(self, release, size, path):
+        self.release, self.size = release, size
         self._path = str(path)
         self._started = []
 
@@ -91,7 +90,7 @@ def main(rank, size, port, device, path):
     # Answers go to the pipe alone; what a release prints goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.path[:0] = [HERE, os.path.dirname(path)]
+    sys.path[:0] = [HERE, EXAMPLES, os.path.join(HERE, "../common")]
     import torch
     import torch.distributed as dist
 

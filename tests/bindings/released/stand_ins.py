@@ -9,8 +9,6 @@ A name that nobody has set is an Absent. It can be a base class, a decorator, a 
 annotation, or be called, so that files which mention it are imported. Nothing useful comes of it.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import sys

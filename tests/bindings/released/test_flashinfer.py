@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's own registry and split layer over libep.flashinfer, against a dense reference."""
 
-from __future__ import annotations
-
+import functools
 import os
 import sys
 import types
 from typing import NamedTuple, Optional
 from unittest import mock
 
+import dense
 import pytest
 import torch
-from conftest import need  # first: it adds the folder of base
-from base import DEVICE, refused
+import torch.distributed as dist
+from base import refused
+from dense import DEVICE
 from wheels import RELEASES, unpack
 
-need("flashinfer-python")
-
-PROGRAM = "test_flashinfer.py"  # of the ranks
-
+PROGRAMS = {"flashinfer-python": "test_flashinfer.py"}
 EXPERTS, TOP_K, HIDDEN = 12, 3, 128
+Names = types.SimpleNamespace
 
 
 class Case(NamedTuple):
@@ -54,63 +53,48 @@ CASES = {
 }
 
 
-def load(device):
+@functools.cache
+def load():
     """flashinfer.moe_ep of the release, without the parts of flashinfer that are compiled."""
-    if device == "cpu":
+    if DEVICE == "cpu":
         os.environ["LIBEP_BACKEND"] = "host"
-    if "flashinfer" not in sys.modules:
-        parent = types.ModuleType("flashinfer")
-        parent.__path__ = [str(unpack("flashinfer-python") / "flashinfer")]
-        parent.__version__ = RELEASES["flashinfer-python"]
-        fused = types.ModuleType("flashinfer.fused_moe.api")
-        fused.QuantFormat = types.SimpleNamespace
-        sys.modules.update({"flashinfer": parent, "flashinfer.fused_moe.api": fused})
-        sys.modules["flashinfer.fused_moe"] = types.ModuleType("flashinfer.fused_moe")
+    for name in "flashinfer", "flashinfer.fused_moe", "flashinfer.fused_moe.api":
+        sys.modules[name] = types.ModuleType(name)
+    parent = sys.modules["flashinfer"]
+    parent.__path__ = [str(unpack("flashinfer-python") / "flashinfer")]
+    parent.__version__ = RELEASES["flashinfer-python"]
+    sys.modules["flashinfer.fused_moe.api"].QuantFormat = Names
     import flashinfer.moe_ep
 
     import libep.flashinfer
 
-    return flashinfer.moe_ep, libep.flashinfer
+    return flashinfer.moe_ep, libep.flashinfer, dist.get_rank(), dist.get_world_size()
 
 
-def world():
-    import torch.distributed as dist
-
-    return dist.get_rank(), dist.get_world_size()
-
-
-def bootstrap(moe_ep, device, size, rank, **fields):
+def bootstrap(size, rank, **fields):
     """A BootstrapConfig, for this rank's GPU where there is one."""
-    ordinal = torch.cuda.current_device() if device == "cuda" else None
-    return moe_ep.BootstrapConfig(size, rank, device=ordinal, **fields)
+    ordinal = torch.cuda.current_device() if DEVICE == "cuda" else None
+    return load()[0].BootstrapConfig(size, rank, device=ordinal, **fields)
 
 
-def inputs(rank, case, device):
-    """Tokens, ids and weights of a rank, whose sums are exact. Rank 1 has no tokens in some."""
-    generator = torch.Generator().manual_seed(rank)
-    most = case.bound or case.most
-    tokens = 0 if rank == 1 and case.most == 16 else most - rank
-    x = torch.randint(-2, 3, (tokens, HIDDEN), generator=generator).float()
-    idx = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K].contiguous()
-    idx[::3, 1] = -1
-    weights = torch.randint(1, 3, (tokens, TOP_K), generator=generator) / 2
-    return x.to(device), idx.to(device), weights.to(device)
+def inputs(rank, case):
+    """Tokens, ids and weights of a rank. Rank 1 has no tokens in some cases."""
+    tokens = 0 if rank == 1 and case.most == 16 else (case.bound or case.most) - rank
+    return dense.inputs(rank, tokens, HIDDEN, EXPERTS, TOP_K)
 
 
-def scale(experts):
-    """What the experts multiply by; 0 for none."""
-    return torch.where((experts >= 0) & (experts < EXPERTS), experts % 2 + 1, 0)
-
-
-def dense(x, idx, weights, case):
-    return x * (scale(idx) * (weights if case.has_weights else 1)).sum(1, keepdim=True)
+def check_sums(got, x, idx, weights, case):
+    expected = dense.layer(x, idx, weights if case.has_weights else torch.ones_like(weights))
+    worst = (got.float() - expected).abs().max().item() if len(x) else 0
+    assert worst <= (1 if case.low_precision else 0), worst
 
 
 def experts(rows, ids, weights, first, count):
     """The rows' sums over local experts. Other rows and other ranks' weights are not used."""
     is_local = (ids >= first) & (ids < first + count)
-    factors = torch.where(is_local, scale(ids) * (1 if weights is None else weights), 0)
-    return torch.where(is_local.any(-1, True), rows.float() * factors.sum(-1, True), torch.nan)
+    factors = dense.factor(ids, EXPERTS) * (1 if weights is None else weights)
+    factors = torch.where(is_local, factors, 0).sum(-1, True)
+    return torch.where(is_local.any(-1, True), rows.float() * factors, torch.nan)
 
 
 def check_received(received, case, rank, size):
@@ -118,7 +102,7 @@ def check_received(received, case, rank, size):
     n, each = received.tokens_per_rank, EXPERTS // size
     ids = received.topk_ids.view(size, n, TOP_K)
     for source in range(size):
-        x, idx, weights = inputs(source, case, ids.device)
+        x, idx, weights = inputs(source, case)
         is_here = idx.div(each, rounding_mode="floor") == rank
         chosen = is_here.any(1)
         count = int(chosen.sum())
@@ -126,71 +110,61 @@ def check_received(received, case, rank, size):
         expected[:count] = torch.where(is_here, idx, case.none)[chosen]
         assert ids.dtype == torch.int32 and torch.equal(ids[source], expected)
         rows = received.hidden_states.view(size, n, -1)[source, :count]
-        assert torch.equal(rows.float(), x[chosen])
+        assert torch.equal(rows.float(), x[chosen].float())
         if case.has_weights:
             got = received.topk_weights.view(size, n, TOP_K)[source, :count]
             assert torch.equal(got, weights[chosen])
         if case.form:
             scales = received.hidden_states_scale.view(size, n, -1)[source, :count]
-            assert torch.equal(scales.float(), x[chosen, : scales.shape[1]] + 3)
+            assert torch.equal(scales.float(), x[chosen, : scales.shape[1]].float() + 3)
 
 
-def run_communication(case, device):
-    moe_ep, ours = load(device)
-    rank, size = world()
-    form = types.SimpleNamespace(name=case.form) if case.form else None
-    dtype = getattr(torch, case.dtype)
+def run_communication(case):
+    moe_ep, ours, rank, size = load()
+    dtype, each = getattr(torch, case.dtype), EXPERTS // size
+    form = Names(name=case.form) if case.form else None
     params = moe_ep.MoEEpCommParams(
         EXPERTS, TOP_K, case.most, HIDDEN, dtype, dispatch_format=form, invalid_expert_id=case.none
     )
     config = ours.LibepConfig(
         latency_tokens=case.latency_tokens, use_low_precision_combine=case.low_precision
     )
-    comm = moe_ep.create_communication(bootstrap(moe_ep, device, size, rank), params, config)
-    x, idx, weights = inputs(rank, case, device)
+    comm = moe_ep.create_communication(bootstrap(size, rank), params, config)
+    x, idx, weights = inputs(rank, case)
     given, scales = x.to(dtype), None
     if case.form:
         given = x.to(torch.float8_e4m3fn)
         width, kind = (1, torch.float32) if case.form == "DeepSeekFp8" else (4, torch.uint8)
         scales = (x[:, :width] + 3).to(kind)
+    options = dict(hidden_states_scale=scales, max_tokens_per_rank=case.bound)
     for step in range(3):
-        received = comm.dispatch(
-            given,
-            idx.int() if step else idx,
-            weights if case.has_weights else None,
-            hidden_states_scale=scales,
-            max_tokens_per_rank=case.bound,
-        )
+        routing = idx.int() if step else idx, weights if case.has_weights else None
+        received = comm.dispatch(given, *routing, **options)
         assert received.tokens_per_rank == (case.bound or case.most)
         check_received(received, case, rank, size)
-        each = EXPERTS // size
-        rows = experts(
-            received.hidden_states, received.topk_ids, received.topk_weights, rank * each, each
-        )
-        buffer, out = rows.to(dtype), None
+        of_rows = received.hidden_states, received.topk_ids, received.topk_weights
+        buffer, out = experts(*of_rows, rank * each, each).to(dtype), None
         if step == 1:  # in place, and as three dimensions
             buffer = comm.get_combine_input_buffer(dtype).copy_(buffer).view(size, -1, HIDDEN)
         elif step == 2:
-            out = torch.empty(x.shape, dtype=dtype, device=device)
+            out = torch.empty(x.shape, dtype=dtype, device=DEVICE)
         got = comm.combine(buffer, output=out)
         assert got.dtype == dtype and (out is None or got is out)
-        error = (got.float() - dense(x, idx, weights, case)).abs().max().item() if len(x) else 0
-        assert error <= (0.5 if case.low_precision else 0), error
+        check_sums(got, x, idx, weights, case)
     assert comm.is_workload_feasible(case.most) and not comm.is_workload_feasible(case.most + 1)
-    del received, buffer
+    del received, buffer, of_rows
     comm.destroy()
     comm.destroy()
     with refused("RuntimeError destroyed"):
         comm.dispatch(given, idx)
 
 
-def run_layer(case, device):
-    """The release's own layer, with a kernel of this test."""
-    moe_ep, ours = load(device)
+def run_layer(case):
+    """The release's own layer, with a kernel of this test; on GPUs in a graph, too."""
+    moe_ep, ours, rank, size = load()
     from flashinfer.moe_ep.core.kernel.base import SplitKernelBackend
     from flashinfer.moe_ep.core.kernel.registry import register_split_kernel
 
-    rank, size = world()
     each = EXPERTS // size
 
     @register_split_kernel("of_a_test")
@@ -203,48 +177,34 @@ def run_layer(case, device):
             return experts(rows, ids, ctx.recv_topk_weights, rank * each, each).bfloat16()
 
     params = moe_ep.FleetParams(EXPERTS, case.most, HIDDEN, layout=moe_ep.EpLayout.RANK_MAJOR)
-    kernel = types.SimpleNamespace(kernel_name="of_a_test")
-    weights_pack = moe_ep.dummy_moe_weights(num_local_experts=each, hidden=HIDDEN)
-    x, idx, weights = inputs(rank, case, device)
+    pack = moe_ep.dummy_moe_weights(num_local_experts=each, hidden=HIDDEN)
     for comm in "libep", ours.LibepConfig(timeout_seconds=10):
-        layer = moe_ep.MoEEpLayer(
-            bootstrap(moe_ep, device, size, rank),
-            params,
-            weights_pack,
-            backend=moe_ep.SplitConfig(comm, kernel),
-        )
-        tensors = moe_ep.MoEEpTensors(x.bfloat16(), idx, weights)
+        backend = moe_ep.SplitConfig(comm, Names(kernel_name="of_a_test"))
+        layer = moe_ep.MoEEpLayer(bootstrap(size, rank), params, pack, backend=backend)
+        x, idx, weights = inputs(rank, case)
+        tensors = moe_ep.MoEEpTensors(x.clone(), idx, weights)
         for _ in range(2):
-            assert torch.equal(layer(tensors).float(), dense(x, idx, weights, case))
-        if device == "cuda":
-            replay(layer, tensors, x, case)
+            check_sums(layer(tensors), x, idx, weights, case)
+        if DEVICE == "cuda":
+            state, graph = layer.create_graph_state(tensors), torch.cuda.CUDAGraph()
+            layer(tensors, graph_state=state)
+            with torch.cuda.graph(graph):
+                out = layer(tensors, graph_state=state)
+            for by in -1, 2:
+                tensors.hidden_states.copy_(x * by)
+                tensors.topk_ids.copy_(tensors.topk_ids.roll(1, 0))
+                graph.replay()
+                check_sums(out, x * by, tensors.topk_ids, tensors.topk_weights, case)
         layer.destroy()
 
 
-def replay(layer, tensors, x, case):
-    """The layer in a CUDA graph, whose inputs change between replays."""
-    state = layer.create_graph_state(tensors)
-    layer(tensors, graph_state=state)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer(tensors, graph_state=state)
-    for by in -1, 2:
-        tensors.hidden_states.copy_(x * by)
-        tensors.topk_ids.copy_(tensors.topk_ids.roll(1, 0))
-        graph.replay()
-        expected = dense(x * by, tensors.topk_ids, tensors.topk_weights, case)
-        assert torch.equal(out.float(), expected)
-    tensors.hidden_states.copy_(x)
-
-
-def run(name, device):
-    case = CASES[name]
-    (run_layer if case.is_split else run_communication)(case, device)
+def run(name):
+    (run_layer if CASES[name].is_split else run_communication)(CASES[name])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps(ranks, name):
-    ranks.play("run", name=name, device=DEVICE)
+    ranks.play("run", name=name)
 
 
 # ---- what is refused ----------------------------------------------------------------------------
@@ -274,39 +234,32 @@ REFUSED_COMBINES = {
 }
 
 
-def make_alone(device, latency_tokens):
-    """A communication of one rank, and good arguments of its dispatch."""
-    moe_ep, ours = load(device)
-    import libep
-
-    (alone,) = libep.Bootstrap.local(1)
-    given = bootstrap(moe_ep, device, 1, 0, process_group=alone)
-    params = moe_ep.MoEEpCommParams(EXPERTS, TOP_K, 8, HIDDEN)
-    comm = moe_ep.create_communication(
-        given, params, ours.LibepConfig(latency_tokens=latency_tokens)
-    )
-    x = torch.ones(4, HIDDEN, dtype=torch.bfloat16, device=device)
-    ids = torch.arange(4 * TOP_K, device=device).view(4, TOP_K)
-    return comm, dict(hidden_states=x, topk_ids=ids)
-
-
-def moved(change, device):
+def moved(change):
     """The arguments on the device; a text stands for a tensor elsewhere."""
-    elsewhere = torch.ones(4, HIDDEN, device="cpu" if device == "cuda" else "meta")
+    elsewhere = torch.ones(4, HIDDEN, device="cpu" if DEVICE == "cuda" else "meta")
     return {
-        name: elsewhere if isinstance(value, str) else getattr(value, "to", lambda _: value)(device)
+        name: elsewhere if isinstance(value, str) else getattr(value, "to", lambda _: value)(DEVICE)
         for name, value in change.items()
     }
 
 
-def run_refusals(device, latency_tokens):
-    comm, good = make_alone(device, latency_tokens)
+def run_refusals(latency_tokens):
+    """By a communication of one rank."""
+    moe_ep, ours, *_ = load()
+    import libep
+
+    (alone,) = libep.Bootstrap.local(1)
+    params = moe_ep.MoEEpCommParams(EXPERTS, TOP_K, 8, HIDDEN)
+    config = ours.LibepConfig(latency_tokens=latency_tokens)
+    comm = moe_ep.create_communication(bootstrap(1, 0, process_group=alone), params, config)
+    x = torch.ones(4, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+    good = dict(hidden_states=x, topk_ids=torch.arange(4 * TOP_K, device=DEVICE).view(4, TOP_K))
     for call, given in (comm.combine, TENSOR), (comm.get_combine_input_buffer, torch.bfloat16):
         with refused("RuntimeError expected a dispatch before, got none"):
             call(given)
     for words, change in REFUSED_DISPATCHES.items():
         with refused(words):
-            comm.dispatch(**{**good, **moved(change, device)})
+            comm.dispatch(**{**good, **moved(change)})
     received = comm.dispatch(**good)  # after all refusals
     with refused("RuntimeError expected a combine"):
         comm.dispatch(**good)
@@ -314,37 +267,32 @@ def run_refusals(device, latency_tokens):
         with refused(words):
             if "dtype" in change:
                 comm.get_combine_input_buffer(**change)
-            comm.combine(**{"expert_output": received.hidden_states, **moved(change, device)})
-    assert torch.equal(comm.combine(received.hidden_states), good["hidden_states"])
+            comm.combine(**{"expert_output": received.hidden_states, **moved(change)})
+    assert torch.equal(comm.combine(received.hidden_states), x)
     del received
     comm.destroy()
 
 
-def run_meetings(device):
+def run_meetings():
     """Bootstraps that are refused, by all ranks where one cannot run libep; and a store."""
-    import torch.distributed as dist
-
-    moe_ep, ours = load(device)
-    rank, size = world()
-    params = moe_ep.MoEEpCommParams(EXPERTS, TOP_K, 8, HIDDEN)
+    moe_ep, ours, rank, size = load()
+    params, create = moe_ep.MoEEpCommParams(EXPERTS, TOP_K, 8, HIDDEN), moe_ep.create_communication
     with refused("ValueError BootstrapConfig: expected rank 0 of 1|expected rank . of [23], as"):
-        moe_ep.create_communication(moe_ep.BootstrapConfig(size + 1, rank), params, "libep")
+        create(moe_ep.BootstrapConfig(size + 1, rank), params, "libep")
     with refused("ValueError latency_tokens: expected 0 .. 256, got 257"):
         ours.LibepConfig(latency_tokens=257)
-    if device == "cpu":
-        for broken in (1,), (0, 1, 2):
-            given = {"LIBEP_BACKEND": "auto"} if rank in broken else {}
-            with mock.patch.dict(os.environ, given):
-                assert ("libep" in moe_ep.available_communication_backends()) != (rank in broken)
-                with refused(f"RuntimeError run it: rank {broken[0]}: expected a GPU that PyTorch"):
-                    moe_ep.create_communication(moe_ep.BootstrapConfig(size, rank), params, "libep")
+    for broken in ((1,), (0, 1, 2)) if DEVICE == "cpu" else ():
+        with mock.patch.dict(os.environ, {"LIBEP_BACKEND": "auto"} if rank in broken else {}):
+            assert ("libep" in moe_ep.available_communication_backends()) != (rank in broken)
+            with refused(f"RuntimeError run it: rank {broken[0]}: expected a GPU that PyTorch"):
+                create(moe_ep.BootstrapConfig(size, rank), params, "libep")
     store = dist.group.WORLD.get_group_store()
-    given = bootstrap(moe_ep, device, size, rank, tcp_store=store)
-    comm = moe_ep.create_communication(given, params, ours.LibepConfig(latency_tokens=0))
-    x = torch.ones(2, HIDDEN, dtype=torch.bfloat16, device=device)
+    config = ours.LibepConfig(latency_tokens=0)
+    comm = create(bootstrap(size, rank, tcp_store=store), params, config)
+    x = torch.ones(2, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
     with refused("ORDER "):  # ranks give other bounds
-        comm.dispatch(x, torch.zeros(2, TOP_K, device=device).int(), max_tokens_per_rank=4 + rank)
-        torch.cuda.synchronize() if device == "cuda" else None
+        comm.dispatch(x, torch.zeros(2, TOP_K, device=DEVICE).int(), max_tokens_per_rank=4 + rank)
+        torch.cuda.synchronize() if DEVICE == "cuda" else None
         comm.combine(x.new_ones(size * (4 + rank), HIDDEN))
     comm.destroy()
 
@@ -357,29 +305,29 @@ class Base:
     def dispatch(self, hidden_states, topk_ids): ...
 
 
-OTHERS = {  # modules flashinfer.moe_ep of other releases
-    "got 0.6, whose moe_ep cannot be imported": None,
-    "got 0.6, whose moe_ep has no MoEEpCommunication": {},
-    "got 0.6, whose backends have other methods: flush": dict(
-        MoEEpCommunication=types.SimpleNamespace(__abstractmethods__={"flush"})
+OTHERS = {  # names in flashinfer.moe_ep of other releases
+    "whose moe_ep cannot be imported": None,
+    "whose moe_ep has no MoEEpCommunication": {},
+    "whose backends have other methods: flush": dict(
+        MoEEpCommunication=Names(__abstractmethods__={"flush"})
     ),
-    "got 0.6, whose dispatch takes other arguments: self hidden_states topk_ids$": dict(
+    "whose dispatch takes other arguments: self hidden_states topk_ids$": dict(
         MoEEpCommunication=Base
     ),
 }
 
 
-def run_releases(device):
-    load(device)
+def run_releases():
+    load()
     from libep.flashinfer._release import find
 
-    known = dict(MoEEpDispatchResult=0, register_communication=0)
     for words, names in OTHERS.items():
-        parent = types.ModuleType("flashinfer")
-        parent.__version__ = "0.6"
-        moe_ep = names if names is None else types.SimpleNamespace(**known, **names)
-        with mock.patch.dict(sys.modules, {"flashinfer": parent, "flashinfer.moe_ep": moe_ep}):
-            with refused(f"ImportError expected flashinfer 0.7.2.post1, {words}"):
+        moe_ep = names if names is None else Names(
+            MoEEpDispatchResult=0, register_communication=0, **names
+        )  # fmt: skip
+        modules = {"flashinfer": Names(__version__="0.6"), "flashinfer.moe_ep": moe_ep}
+        with mock.patch.dict(sys.modules, modules):
+            with refused(f"ImportError expected flashinfer 0.7.2.post1, got 0.6, {words}"):
                 find()
     with mock.patch.dict(sys.modules, {"flashinfer": None}):
         with refused("ImportError expected flashinfer 0.7.2.post1, got none"):
@@ -388,6 +336,6 @@ def run_releases(device):
 
 def test_refusals(ranks):
     for latency_tokens in 0, 256:
-        ranks.play("run_refusals", device=DEVICE, latency_tokens=latency_tokens)
-    ranks.play("run_releases", device=DEVICE)
-    ranks.play("run_meetings", device=DEVICE)
+        ranks.play("run_refusals", latency_tokens=latency_tokens)
+    ranks.play("run_releases")
+    ranks.play("run_meetings")

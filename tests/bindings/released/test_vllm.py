@@ -5,15 +5,10 @@ Experts multiply rows by a factor, and all numbers are small multiples of powers
 equals a dense one bit for bit, quantised or not.
 """
 
-from __future__ import annotations
-
 import pytest
-from conftest import need
 from wheels import RELEASES
 
-need("vllm")
-
-PROGRAM = "vllm_layers.py"
+PROGRAMS = {"vllm": "vllm_layers.py"}
 DEEP_EP = ("deepep_high_throughput", "deepep_low_latency", "deepep_v2")
 OURS = ("libep", "libep_batched")
 LARGE = 300  # tokens of a rank, more than a step of latency mode has

@@ -1,33 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """On every rank: a step of torchtitan's MoE on libep, and of a dense layer."""
 
-from __future__ import annotations
-
-import functools
-import os
-import sys
-
 import dense
 import torch
 from dense import Case, Results
 from stand_ins import stand_in
 from wheels import unpack
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-EXAMPLES = os.path.join(HERE, "../../../bindings/torch/examples")
 HOLLOW = "torchtitan torchtitan.models torchtitan.models.common torchtitan.distributed"
-ABSENT = "spmd_types tyro triton"
+stand_in(unpack("torchtitan"), HOLLOW.split(), "spmd_types tyro triton".split())
+
+import moe_torchtitan  # noqa: E402
+
+train = moe_torchtitan.train
 MOST = 64  # tokens of a rank, as in the example: the release keeps one buffer
-
-
-@functools.cache
-def prepare():
-    """Import the release and the example that makes a layer of it."""
-    stand_in(unpack("torchtitan"), HOLLOW.split(), ABSENT.split())
-    sys.path.insert(0, EXAMPLES)
-    import moe_torchtitan
-
-    return moe_torchtitan
 
 
 def forward(layer, x, most):
@@ -46,20 +32,20 @@ def forward(layer, x, most):
     return out
 
 
-def step(name, seed):
+def step(name, backend, seed):
     """Compare a step, and the same layer for inference, with the dense layer."""
-    case, rank = Case(name, seed), torch.distributed.get_rank()
-    layer = prepare().make_layer(dense.HIDDEN, dense.INNER, case.experts, dense.TOP_K, MOST)
+    case = Case(name, seed)
+    layer = moe_torchtitan.make_layer(dense.HIDDEN, dense.INNER, case.experts, dense.TOP_K, MOST)
     experts, router = layer.routed_experts.inner_experts, layer.router.gate.weight
     weights = experts.w1_EFD, experts.w3_EFD, experts.w2_EDF
     with torch.no_grad():
         router.copy_(case.router)
-        for weight, whole in zip(weights, (case.gate, case.up, case.down)):
+        for weight, whole in zip(weights, case.weights):
             weight.copy_(case.part(whole))
-    x = case.x[rank].clone().requires_grad_()
+    x, grad = case.mine()
     is_even = len(set(case.tokens)) == 1
     out = forward(layer, x, None if is_even else max(case.tokens))
-    out.backward(case.grad[rank])
+    out.backward(grad)
     expected = case.expect()
     got = Results(out.detach(), x.grad, router.grad, *(weight.grad for weight in weights))
     found = got.differ(expected)
@@ -68,7 +54,3 @@ def step(name, seed):
         with torch.no_grad():
             found["expanded"] = Results(layer(x[None])[0]).differ(Results(expected.out))["out"]
     return found
-
-
-def train(steps):
-    return prepare().train(steps)

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank of test_vllm.py does. Each public function is a test's."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from types import SimpleNamespace
 
+import dense
 import libep.deep_ep
 import libep.vllm
 import torch
 import torch.distributed as dist
-import wheels
+from dense import DEVICE, factor
 from libep import EpError
 from vllm_release import WholeConfig, make_communicator, make_layer, make_streams, prepare
 
 libep.deep_ep.install()
-config = prepare(wheels.unpack("vllm"))
+config = prepare()
 assert libep.vllm.register()
 
 import vllm  # noqa: E402
@@ -28,7 +27,7 @@ from vllm.v1.worker import ubatching  # noqa: E402
 import libep.vllm._standard  # noqa: E402
 import libep.vllm._steps  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RANK, SIZE = dist.get_rank(), dist.get_world_size()
 new_empty = torch.Tensor.new_empty
 
 
@@ -50,30 +49,18 @@ def combine(step, rows, output):
 
 libep.vllm._steps.combine = combine
 
-FACTORS = (1.0, 2.0, 0.5, 4.0)  # of expert e: that of e modulo 4
-RANK, SIZE = dist.get_rank(), dist.get_world_size()
-
 
 def make_inputs(rank, step, tokens, experts, top_k, hidden, moves=False, **_):
-    """Tokens, weights and expert ids of a rank. A fourth of the entries has no expert.
-
-    moves  whether all tokens go to the next rank alone
-    """
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randint(-2, 3, (tokens, hidden), generator=generator).bfloat16()
-    weights = torch.randint(1, 3, (tokens, top_k), generator=generator) / 2
-    ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k]
-    ids[torch.rand(tokens, top_k, generator=generator) < 0.25] = -1
+    """Tokens, weights and expert ids of a rank. moves: all tokens go to the next rank alone."""
+    x, ids, weights = dense.inputs(100 * step + rank, tokens, hidden, experts, top_k)
     if moves:
         first = (rank + 1) % SIZE * (experts // SIZE)
-        ids = (first + torch.arange(top_k)).expand(tokens, top_k)
-    return x.to(DEVICE), weights.to(DEVICE), ids.contiguous().to(DEVICE)
+        ids = (first + torch.arange(top_k, device=DEVICE)).repeat(tokens, 1)
+    return x, weights, ids
 
 
-def dense(x, weights, ids):
-    """The layer on one rank."""
-    factors = torch.tensor(FACTORS, device=DEVICE)[ids % len(FACTORS)] * weights * (ids >= 0)
-    return (x.float() * factors.sum(1, keepdim=True)).bfloat16()
+def expect(x, weights, ids):
+    return dense.layer(x, ids, weights).bfloat16()
 
 
 def dequantise(rows, scales):
@@ -106,17 +93,13 @@ class Experts:
         """Rows of the Standard format, or slabs; weights and sums as leaves_sums says."""
         if not rows.numel():
             return rows.bfloat16()
-        factors = torch.tensor(FACTORS, device=rows.device)
         x = dequantise(rows, scales)
         if self.is_batched:
-            mine = factors[torch.arange(self.first, self.first + self.count) % len(FACTORS)]
-            places = torch.arange(rows.shape[1], device=rows.device)
-            is_row = places < meta.expert_num_tokens[:, None]
+            mine = factor(torch.arange(self.first, self.first + self.count, device=DEVICE))
+            is_row = torch.arange(rows.shape[1], device=DEVICE) < meta.expert_num_tokens[:, None]
             return torch.where(is_row[..., None], x * mine[:, None, None], torch.nan).bfloat16()
         is_mine = (ids >= self.first) & (ids < self.first + self.count)
-        terms = torch.where(
-            is_mine[..., None], x[:, None] * factors[ids % len(FACTORS)][..., None], 0
-        )
+        terms = torch.where(is_mine[..., None], x[:, None] * factor(ids)[..., None], 0)
         if self.leaves_sums:
             return terms.bfloat16()
         weights = torch.where(is_mine, 1.0 if self.weighs_input else weights, 0)
@@ -184,7 +167,7 @@ def layers(backend, quant, steps, weighs_input=False, is_eager=False, is_capturi
             for in_phases in (False, True):
                 experts = Experts(layer, leaves_sums, weighs_input)
                 got, meta, ids = play(layer, experts, inputs[RANK], in_phases)
-                assert torch.equal(got, dense(*inputs[RANK])), (number, leaves_sums, in_phases)
+                assert torch.equal(got, expect(*inputs[RANK])), (number, leaves_sums, in_phases)
                 check_counts(meta, ids, experts, entries)
     layer.manager.destroy()
 
@@ -201,27 +184,12 @@ def micro_batches(backend, steps, **sizes):
 
     def run(number):
         inputs = make_inputs(RANK, number, all_counts[number][RANK], **sizes)
-        expected = dense(*inputs)
+        expected = expect(*inputs)
         with contexts[number]:
             for layer in made:
                 got, *_ = play(layer, Experts(layer, False, False), inputs)
                 if not torch.equal(got, expected):
                     wrong.append((number, made.index(layer)))
-
-    errors = run_threads(run, range(2), lambda: start_turns(ready, contexts))
-    assert not errors and not wrong, (errors, wrong)
-    for layer in made:
-        layer.manager.destroy()
-
-
-def start_turns(ready, contexts):
-    ready.wait()
-    contexts[0].cpu_wait_event.set()
-
-
-def run_threads(run, numbers, start):
-    """Run a function on a thread for each number. Returns what they raised."""
-    errors, device = [], torch.cuda.current_device() if DEVICE == "cuda" else None
 
     def guarded(number):
         try:
@@ -229,16 +197,20 @@ def run_threads(run, numbers, start):
                 torch.cuda.set_device(device)
             run(number)
         except BaseException as error:
-            errors.append(repr(error))
+            wrong.append(repr(error))
             ubatching._CURRENT_CONTEXTS[1 - number].cpu_wait_event.set()
 
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in numbers]
+    device = torch.cuda.current_device() if DEVICE == "cuda" else None
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    start()
+    ready.wait()
+    contexts[0].cpu_wait_event.set()
     for thread in threads:
         thread.join()
-    return errors
+    assert not wrong, wrong
+    for layer in made:
+        layer.manager.destroy()
 
 
 def names():

@@ -5,8 +5,6 @@ prepare() comes first. What stands in: the configuration, the platform, process 
 where there is no GPU (quantising, the sum over top-k, expert ids of deepep_v2).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from importlib import import_module
@@ -14,7 +12,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from dense import DEVICE
 from stand_ins import stand_in
+from wheels import unpack
 
 HOLLOW = """
     vllm vllm._aiter_ops vllm._custom_ops vllm.config vllm.config.load vllm.config.vllm
@@ -35,8 +35,7 @@ BLOCK, LARGEST = 128, 448.0  # of fp8 with scales
 class Platform:
     """A GPU to the files of vLLM, also where there is none."""
 
-    dispatch_key = "CUDA" if torch.cuda.is_available() else "CPU"
-    device_type = dispatch_key.lower()
+    dispatch_key, device_type = DEVICE.upper(), DEVICE
     is_cuda = is_cuda_alike = staticmethod(lambda: True)
     fp8_dtype = staticmethod(lambda: torch.float8_e4m3fn)
     get_device_capability = staticmethod(lambda *_: None)
@@ -61,13 +60,9 @@ class WholeConfig:
             assert self.parallel_config.all2all_backend in served
 
 
-def prepare(folder, is_eager=False):
-    """Make the release's modules importable. Returns its configuration, to be changed.
-
-    folder    with the release's files
-    is_eager  enforce_eager of the model
-    """
-    stand_in(folder, HOLLOW.split(), ABSENT.split())
+def prepare():
+    """Make the release's modules importable. Returns its configuration, to be changed."""
+    stand_in(unpack("vllm"), HOLLOW.split(), ABSENT.split())
     import vllm
     import vllm.config
     import vllm.platforms
@@ -80,7 +75,7 @@ def prepare(folder, is_eager=False):
         parallel_config=SimpleNamespace(
             all2all_backend="", enable_expert_parallel=True, enable_fault_tolerance=False
         ),
-        model_config=SimpleNamespace(enforce_eager=is_eager),
+        model_config=SimpleNamespace(enforce_eager=False),
         use_cumem_cudagraph_pool=False,
     )
     vllm.config.get_current_vllm_config = lambda: config
@@ -109,39 +104,29 @@ def _form_groups():
 def _replace_kernels():
     import vllm._custom_ops as ops
 
-    def moe_sum(rows, out):
-        out.copy_(rows.float().sum(1))
-
-    ops.moe_sum = moe_sum
+    ops.moe_sum = lambda rows, out: out.copy_(rows.float().sum(1))
     utils = import_module(f"{MOE}.utils")
-    utils.per_token_group_quant_fp8 = quantise
-    utils.mxfp8_e4m3_quantize = quantise_mx
+    utils.per_token_group_quant_fp8, utils.mxfp8_e4m3_quantize = quantise, quantise_mx
     # deepep_v2 asks for an NCCL and a network that libep does not need.
     import_module("vllm.utils.import_utils")._get_runtime_nccl_version = lambda: 23004
     managers = import_module(f"{COMMUNICATORS}.all2all")
     managers.DeepEPV2All2AllManager._check_gin_support = lambda *_: None
-    if not torch.cuda.is_available():
+    if DEVICE == "cpu":
         _replace_streams()
     if not import_module("vllm.triton_utils").HAS_TRITON:
         # A kernel of Triton.
         import_module(f"{MOE}.prepare_finalize.deepep_v2")._globalize_recv_topk_idx = globalise
 
 
-class _Stream:
-    """A stream where there is none: operations are done when they return."""
+class _Nothing:
+    """A stream or an event where there is none: operations are done when they return."""
 
-    def wait_event(self, event):
-        pass
-
-
-class _Event:
-    def record(self, stream):
-        pass
+    record = wait_event = lambda self, _: None
 
 
 def make_streams():
     """Two streams, for computing and for communication."""
-    kind = torch.cuda.Stream if torch.cuda.is_available() else _Stream
+    kind = torch.cuda.Stream if DEVICE == "cuda" else _Nothing
     return kind(), kind()
 
 
@@ -150,7 +135,7 @@ def _replace_streams():
     ubatching = import_module("vllm.v1.worker.ubatching")
     current = threading.local()
     torch.cuda.set_stream = lambda stream: setattr(current, "stream", stream)
-    torch.Event = _Event
+    torch.Event = _Nothing
     ubatching.current_stream = lambda: getattr(current, "stream", None)
     high_throughput = import_module(f"{MOE}.prepare_finalize.deepep_ht")
     high_throughput._dbo_record_stream = lambda *_: None
@@ -181,65 +166,49 @@ def globalise(ids, ends, first, num_experts):
 
 def make_communicator(kind, device):
     """What the process group of the experts' ranks communicates with, and chooses a manager."""
-    return kind(
-        cpu_group=dist.group.WORLD,
-        device=torch.device(device),
-        device_group=dist.group.WORLD,
-        unique_name="ep:0",
-        use_all2all=True,
-    )
+    world, device = dist.group.WORLD, torch.device(device)
+    return kind(world, device=device, device_group=world, unique_name="ep:0", use_all2all=True)
+
+
+QUANTS = {
+    None: {},
+    "mxfp8": dict(quant_dtype="mxfp8", is_scale_swizzled=False),
+    "fp8": dict(quant_dtype=torch.float8_e4m3fn, block_shape=[BLOCK, BLOCK]),
+}
 
 
 def make_layer(config, backend, *, experts, top_k, hidden, most, quant=None):
-    """A manager and a prepare-and-finalize object for a backend.
-
-    quant  None, "fp8" or "mxfp8"
-    """
+    """A manager and a prepare-and-finalize object for a backend. quant: of QUANTS."""
     configs = import_module(f"{MOE}.config")
-    utils = import_module(f"{MOE}.all2all_utils")
     size, rank = dist.get_world_size(), dist.get_rank()
     config.parallel_config.all2all_backend = backend
+    sizes = {f"{name}_size": 1 for name in ("tp", "pcp", "sp")}
+    ranks = dict(tp_rank=0, pcp_rank=0, dp_rank=rank, ep_rank=rank, dp_size=size, ep_size=size)
     parallel = configs.FusedMoEParallelConfig(
-        tp_size=1,
-        pcp_size=1,
-        dp_size=size,
-        ep_size=size,
-        tp_rank=0,
-        pcp_rank=0,
-        dp_rank=rank,
-        ep_rank=rank,
-        sp_size=1,
-        use_ep=True,
-        all2all_backend=backend,
-        enable_eplb=False,
+        use_ep=True, all2all_backend=backend, enable_eplb=False, **sizes, **ranks
     )
+    counts = dict(num_experts=experts, num_local_experts=experts // size)
+    counts.update(num_logical_experts=experts, experts_per_token=top_k, max_num_tokens=most)
     moe = configs.FusedMoEConfig(
-        num_experts=experts,
-        experts_per_token=top_k,
         hidden_dim=hidden,
         intermediate_size=hidden,
-        num_local_experts=experts // size,
-        num_logical_experts=experts,
         activation=import_module(f"{MOE}.activation").MoEActivation.SILU,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=DEVICE,
         routing_method=configs.RoutingMethodType.Default,
         moe_parallel_config=parallel,
         in_dtype=torch.bfloat16,
-        max_num_tokens=most,
+        **counts,
     )
-    given = {None: {}, "mxfp8": dict(quant_dtype="mxfp8", is_scale_swizzled=False)}
-    given["fp8"] = dict(quant_dtype=torch.float8_e4m3fn, block_shape=[BLOCK, BLOCK])
-    quant_config = configs.FusedMoEQuantConfig.make(**given[quant])
     made = make_communicator(
-        import_module(f"{COMMUNICATORS}.cuda_communicator").CudaCommunicator, moe.device
+        import_module(f"{COMMUNICATORS}.cuda_communicator").CudaCommunicator, DEVICE
     )
-    manager = made.all2all_manager
+    given = configs.FusedMoEQuantConfig.make(**QUANTS[quant])
     return SimpleNamespace(
         communicator=made,
-        quant_config=quant_config,
-        manager=manager,
-        prepare_finalize=utils.maybe_make_prepare_finalize(
-            moe, quant_config, all2all_manager=manager
+        quant_config=given,
+        manager=made.all2all_manager,
+        prepare_finalize=import_module(f"{MOE}.all2all_utils").maybe_make_prepare_finalize(
+            moe, given, all2all_manager=made.all2all_manager
         ),
         experts_per_rank=moe.num_local_experts,
     )

@@ -11,12 +11,10 @@ from __future__ import annotations
 import io
 import os
 import re
-import struct
 import tempfile
 import urllib.parse
 import urllib.request
 import zipfile
-import zlib
 from pathlib import Path
 
 RELEASES = {
@@ -29,10 +27,7 @@ RELEASES = {
 
 INDEX = os.environ.get("LIBEP_TEST_INDEX", "https://pypi.org/simple/")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "libep" / "released"
-
-# Files with at most this many unwanted bytes between them are read by one request.
-GAP = 1 << 16
-TAIL = 1 << 16
+BLOCK = 1 << 19  # bytes of a request
 
 
 def unpack(name: str, release: str | None = None) -> Path:
@@ -44,7 +39,8 @@ def unpack(name: str, release: str | None = None) -> Path:
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as parent:
         into = Path(parent) / "files"
-        _read_python(_find(name, release), into)
+        with zipfile.ZipFile(io.BufferedReader(_Remote(_find(name, release)), BLOCK)) as wheel:
+            wheel.extractall(into, [each for each in wheel.namelist() if each.endswith(".py")])
         try:
             into.rename(folder)
         except OSError:  # Another process was faster.
@@ -65,59 +61,36 @@ def _find(name: str, release: str) -> str:
     return urllib.parse.urljoin(page, found[0])
 
 
-def _range(address: str, first: int, last: int | None) -> tuple[bytes, int]:
-    """Give the bytes from first to last, both included, and the size of the file."""
-    asked = f"bytes={first}-{last}" if last is not None else f"bytes={first}"
-    request = urllib.request.Request(address, headers={"Range": asked})
-    with urllib.request.urlopen(request, timeout=180) as answer:
-        body = answer.read()
-        if answer.status != 206:
-            return (body[first:] if last is None else body[first : last + 1]), len(body)
-        return body, int(answer.headers["Content-Range"].rsplit("/", 1)[1])
+class _Remote(io.RawIOBase):
+    """A file of the index, of which requests read parts."""
 
+    def __init__(self, address: str) -> None:
+        self._address, self._at, self._whole = address, 0, b""
+        request = urllib.request.Request(address, method="HEAD")
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            self._size = int(answer.headers["Content-Length"])
 
-def _directory(address: str) -> list[zipfile.ZipInfo]:
-    """Read the list of files at the end of a wheel."""
-    tail, size = _range(address, -TAIL, None)
-    end = tail.rfind(b"PK\5\6")
-    length, start = struct.unpack("<II", tail[end + 12 : end + 20])
-    if length + (size - start - length) > len(tail):
-        tail, _ = _range(address, start, size - 1)
-    # zipfile wants offsets from the start of what it reads; it adds this file's own difference.
-    with zipfile.ZipFile(io.BytesIO(tail[-(size - start) :])) as wheel:
-        for info in wheel.infolist():
-            info.header_offset += start
-        return wheel.infolist()
+    def readable(self) -> bool:
+        return True
 
+    seekable = readable
 
-def _read_python(address: str, into: Path) -> None:
-    files = [i for i in _directory(address) if i.filename.endswith(".py")]
-    files.sort(key=lambda info: info.header_offset)
-    spans: list[list[zipfile.ZipInfo]] = []
-    for info in files:
-        if spans and info.header_offset - _end(spans[-1][-1]) <= GAP:
-            spans[-1].append(info)
-        else:
-            spans.append([info])
-    for span in spans:
-        first = span[0].header_offset
-        data, _ = _range(address, first, _end(span[-1]) - 1)
-        for info in span:
-            path = into / info.filename
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(_content(data, info.header_offset - first, info))
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = (0, self._at, self._size)[whence] + offset
+        return self._at
 
-
-def _end(info: zipfile.ZipInfo) -> int:
-    """Give an offset behind a file; its local header may have a longer extra field."""
-    return info.header_offset + 30 + len(info.filename) + 1024 + info.compress_size
-
-
-def _content(data: bytes, at: int, info: zipfile.ZipInfo) -> bytes:
-    name, extra = struct.unpack("<HH", data[at + 26 : at + 30])
-    start = at + 30 + name + extra
-    packed = data[start : start + info.compress_size]
-    content = packed if info.compress_type == zipfile.ZIP_STORED else zlib.decompress(packed, -15)
-    if zlib.crc32(content) != info.CRC:
-        raise ValueError(f"{info.filename} is damaged")
-    return content
+    def readinto(self, buffer: memoryview) -> int:
+        end = min(self._at + len(buffer), self._size)
+        if end <= self._at:
+            return 0
+        body = self._whole[self._at : end]
+        if not body:
+            asked = {"Range": f"bytes={self._at}-{end - 1}"}
+            request = urllib.request.Request(self._address, headers=asked)
+            with urllib.request.urlopen(request, timeout=180) as answer:
+                body = answer.read()
+                if answer.status != 206:  # an index that knows no parts
+                    self._whole, body = body, body[self._at : end]
+        buffer[: len(body)] = body
+        self._at += len(body)
+        return len(body)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests share: the device, ranks as threads, seeds, and groups."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os
@@ -178,6 +176,20 @@ def off(tensor):
 def strided(tensor):
     """A copy whose rows do not follow one another."""
     return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]]
+
+
+def wrong_rows(x):
+    """Rows that are refused in the place of x: types, shapes, a start, a device, no tensor."""
+    return [x.double(), x[None], x[..., :3].contiguous(), off(x), x.to("meta"), x.tolist(), None]
+
+
+def wrong_indices(idx):
+    wide = idx.repeat(1, 17)[:, :33]
+    return [idx.short(), idx.float(), idx[1:], idx[0], idx.to("meta"), idx.tolist(), wide]
+
+
+def wrong_weights(weights):
+    return [weights.double(), weights[1:], weights.to("meta"), [1.0]]
 
 
 def refuse_each(call, good, changes, error=libep.EpError):

@@ -1,70 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program for DeepEP. It knows nothing of libep.
+"""A program for DeepEP, which knows nothing of libep: both buffers equal DeepEP's references.
 
-deep_ep_program.py RANK SIZE PORT DEVICE [early]
+deep_ep_program.py RANK SIZE PORT [early]
 """
 
-from __future__ import annotations
-
+import os
 import sys
 
+import deep_ep
 import torch
 import torch.distributed as dist
 from deep_ep import Buffer
+from deep_ep.buffers.elastic import ElasticBuffer
 from deep_ep.utils import EventHandle, EventOverlap
+from deep_ep.utils.envs import dist_print, get_logical_domain_size, init_dist
+from deep_ep.utils.gate import get_unbalanced_scores
+from deep_ep.utils.refs import combine, dispatch, generate_pre_combine_data, ordered_accumulate
 
-EXPERTS, HIDDEN, TOP_K = 8, 32, 2
+BOUND, HIDDEN, TOP_K = 20, 144, 3
 
 
-BESIDE = dict(async_finish=True, allocate_on_comm_stream=True)
-LAYOUT = "num_tokens_per_rank num_tokens_per_rdma_rank num_tokens_per_expert is_token_in_rank"
-
-
-def layer(buffer, x, idx, weights, scales):
-    """Experts multiply rows by their scale; scales [L] are those of this rank."""
+def layer(buffer, x, idx, weights, experts):
+    """A layer of Buffer, as trainers have it, whose experts multiply by their number plus one."""
+    beside = dict(async_finish=True, allocate_on_comm_stream=True)
     after = EventOverlap(EventHandle())
-    *layout, event = buffer.get_dispatch_layout(idx, EXPERTS, previous_event=after, **BESIDE)
-    options = dict(zip(LAYOUT.split(), layout), previous_event=event, **BESIDE)
-    rx, ridx, rweights, counts, handle, event = buffer.dispatch(
-        x, topk_idx=idx, topk_weights=weights, **options
-    )
+    *layout, event = buffer.get_dispatch_layout(idx, experts, previous_event=after, **beside)
+    names = "num_tokens_per_rank num_tokens_per_rdma_rank num_tokens_per_expert is_token_in_rank"
+    options = dict(zip(names.split(), layout), previous_event=event, **beside)
+    given = dict(topk_idx=idx, topk_weights=weights)
+    rx, ridx, rweights, counts, handle, event = buffer.dispatch(x, **given, **options)
     event.current_stream_wait()
-    assert counts == [(ridx == e).sum().item() for e in range(len(scales))]
-    out, _, event = buffer.combine(dense(rx, ridx, rweights, scales), handle, async_finish=True)
+    assert counts == [(ridx == expert).sum().item() for expert in (0, 1)]
+    factors = torch.where(ridx >= 0, ridx + 2 * buffer.rank + 1, 0)
+    done = rx * (factors * rweights).sum(1, keepdim=True).to(rx.dtype)
+    out, _, event = buffer.combine(done, handle, async_finish=True)
     event.current_stream_wait()
     return out
 
 
-def dense(x, idx, weights, scales):
-    """All experts on one rank."""
-    factors = torch.where(idx >= 0, weights * scales[idx.clamp(min=0)], 0).sum(1, keepdim=True)
-    return x * factors
-
-
-def main(rank, size, port, device, *options):
-    if device == "cuda":
-        torch.cuda.set_device(int(rank) % torch.cuda.device_count())
-    rank, size = int(rank), int(size)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    group = dist.new_group(list(range(size)))
-    buffer = Buffer(group, Buffer.get_dispatch_config(size).get_nvl_buffer_size_hint(64, size), 0)
-    assert (buffer.rank, buffer.group_size, buffer.group) == (rank, size, group)
-    if "early" in options and rank == 1:
+def main(rank, size, port, *options):
+    os.environ["MASTER_PORT"] = port
+    rank, size, group = init_dist(int(rank), int(size), 7)
+    assert deep_ep.ElasticBuffer is ElasticBuffer
+    if not os.environ.get("LIBEP_TOPOLOGY"):
+        sizes = get_logical_domain_size(group), deep_ep.get_physical_domain_size(group)
+        assert sizes == 2 * ((1, size),)
+    experts, tokens = 2 * size, BOUND - 3 * rank
+    hint = Buffer.get_dispatch_config(size).get_nvl_buffer_size_hint(HIDDEN, size)
+    old = Buffer(group, hint, 0)
+    assert (old.rank, old.group_size, old.group) == (rank, size, group)
+    if options == ("early",) and rank == 1:
         sys.exit("rank 1 leaves early")
-    all_scales = (torch.arange(EXPERTS) % 3 + 1).float().to(device)
-    each = EXPERTS // size
-    local = all_scales[rank * each : (rank + 1) * each]
-    torch.manual_seed(rank)
-    for tokens in (5 * rank, 100 + rank, 9 - 9 * rank):  # one rank has none, and more than before
-        data = torch.randint(-8, 9, (tokens, HIDDEN)).float().to(device) / 4
-        given = torch.randint(1, 5, (tokens, TOP_K)).float().to(device) / 4
-        idx = torch.rand(tokens, EXPERTS).topk(TOP_K).indices.to(device)
-        idx[::3, 1] = -1
-        got, expected = layer(buffer, data, idx, given, local), dense(data, idx, given, all_scales)
-        assert torch.equal(got, expected), (got, expected)
-    print(f"rank {rank}: equal", flush=True)
-    if "open" not in options:
-        buffer.destroy()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=BOUND, hidden=HIDDEN, num_topk=TOP_K)
+    for ratio, precise in ((1.0, False), (2.0, False), (2.0, True)):
+        scores = get_unbalanced_scores(tokens, experts, size, TOP_K, ratio, precise)
+        weights, idx = scores.topk(TOP_K, 1)
+        idx[::4, 1] = -1
+        x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+        whole = x.float().round(), weights.mul(4).round() / 4
+        expected = whole[0] * torch.where(idx < 0, 0, whole[1] * (idx + 1)).sum(1, keepdim=True)
+        assert torch.equal(layer(old, whole[0], idx, whole[1], experts), expected)
+        if os.environ.get("LIBEP_TOPOLOGY"):  # DeepEP's references know one node
+            continue
+        rx, ridx, rweights, handle, _ = buffer.dispatch(x, idx, weights, num_experts=experts)
+        ref_x, ref_idx, ref_weights, numbers, counts = dispatch(x, idx, weights, BOUND, experts)
+        assert torch.equal(rx, ref_x) and torch.equal(ridx, ref_idx)
+        assert torch.equal(rweights, ref_weights.masked_fill(ref_idx < 0, 0))
+        assert torch.equal(handle.recv_src_metadata[:, 0], numbers)
+        sums = handle.psum_num_recv_tokens_per_scaleup_rank
+        assert sums.tolist() == counts.cumsum(0).tolist()
+        rows = generate_pre_combine_data(numbers, BOUND, TOP_K, HIDDEN)
+        rows[ridx < 0] = 0
+        out = buffer.combine(ordered_accumulate(rows), handle)[0]
+        mine = torch.arange(rank * BOUND, rank * BOUND + tokens, device=device)
+        rows = generate_pre_combine_data(mine, BOUND, TOP_K, HIDDEN)
+        rows[idx < 0] = 0
+        assert torch.equal(out, combine(rows, idx, 1, size, experts, None, True, False))
+    buffer.destroy()
+    old.destroy()
+    dist_print("equal" if rank == 0 else "", once_in_node=True)
     dist.destroy_process_group()
 
 

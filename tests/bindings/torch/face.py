@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The face of libep.torch for the common suite: its calls under autograd."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np
@@ -18,7 +16,7 @@ LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (1, 2, 3)
 HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = HAS_CHECKPOINTS = HAS_IDS_OF_TAILS = True
-BATCHED_ROWS = 24
+BATCHED_ROWS, COUNTS_BACKWARD = 24, False
 NUMBERS = "expert_counts expert_padded expert_offsets expert_ends totals source_rows".split()
 
 
@@ -40,6 +38,8 @@ def play(bootstrap, world, case, expected):
     options = dict(rows_per_expert=BATCHED_ROWS) if case.layout == "batched" else {}
     with make_group(bootstrap, world, **fields) as group:
         handle = ep.Handle(group, layout=case.layout, alignment=case.alignment, **options)
+        counters = ep.Counters.zeros(handle) if case.is_counted else ep.Counters()
+        counts = dict(counters=counters if case.is_counted else None)
         for _ in range(case.steps):
             x = on_device(world.x[rank]).to(getattr(torch, case.dtype))
             x.requires_grad_(not is_latency)
@@ -51,14 +51,15 @@ def play(bootstrap, world, case, expected):
                 on_device(bias[rank]).to(x.dtype).requires_grad_(not is_latency)
                 for bias in world.biases[: case.biases]
             ]
+            home["counters"] = counters.without_experts
             home["bias"] = biases if case.biases > 1 else biases[0] if biases else None
 
             def run(inputs=inputs, sent=sent, home=home):
                 if case.is_split:
-                    received, hook = ep.dispatch_send(handle, *inputs, *sent)
+                    received, hook = ep.dispatch_send(handle, *inputs, *sent, **counts)
                     hook()
                 else:
-                    received = ep.dispatch(handle, *inputs, *sent)
+                    received = ep.dispatch(handle, *inputs, *sent, **counts)
                 scale = torch.full((*received.tokens.shape[:-1], *expected[rank].scale.shape[
                     received.tokens.ndim - 1 :]), torch.nan)  # fmt: skip
                 known = torch.from_numpy(expected[rank].scale)
@@ -82,7 +83,8 @@ def play(bootstrap, world, case, expected):
             got.update({f"grad_bias{i}": bias.grad for i, bias in enumerate(biases)})
         dtypes = {str(t.dtype).split(".")[1] for t in (out, out if is_latency else x.grad)}
         del received, out
-        return dict({name: as_numpy(tensor) for name, tensor in got.items()}, dtypes=dtypes)
+        got = {name: as_numpy(tensor) for name, tensor in got.items()}
+        return dict(got, dtypes=dtypes, counters=[as_numpy(each) for each in counters])
 
 
 def as_numpy(tensor):

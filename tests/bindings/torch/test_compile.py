@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops and compiled programs: the schemas tell the truth, and nothing breaks the graph."""
 
-from __future__ import annotations
-
 import functools
 import gc
 

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """libep.deep_ep in low-latency mode, against the brute-force reference that sees all ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from base import refused
 from conftest import (
-    DEVICE, assert_equal, inputs_of, make_buffer, off, refuse_each, run_threads
+    DEVICE, assert_equal, inputs_of, make_buffer, off, refuse_each, run_threads, wrong_indices,
+    wrong_rows, wrong_weights
 )  # fmt: skip
 from reference import expert_major
 from test_deep_ep_normal import make_worlds, send_world, small, with_buffer  # noqa: F401
 from test_quant import assert_same_bytes, quantise, quantise_fp4
 
-from libep import Quant
+from libep import Quant, Sums
 from libep.deep_ep import Buffer
 
 MAX_TOKENS = 8  # of a rank
@@ -95,6 +94,28 @@ def test_step(buffer, rank, world, is_split, nodes):
             assert_equal(got, world.forward(rank))
         assert waits[rank] == 7 and bool((waits >= 7).all())
     buffer.clean_low_latency_buffer(MAX_TOKENS, world.hidden, world.experts)
+
+
+@pytest.fixture
+def by_entry(monkeypatch):
+    monkeypatch.setattr(Buffer, "low_latency_sums", Sums.BY_ENTRY)
+
+
+@splits
+@pytest.mark.usefixtures("by_entry")
+@with_buffer(top_k=4, hidden=64, max_tokens=MAX_TOKENS, tokens=[8, 7, 8])
+def test_sums_by_entry(buffer, rank, world, seed, is_split):
+    """DeepEP's order of summation: a token's rows one after another, each term fused."""
+    x, idx, _ = inputs_of(world, rank)
+    weights = torch.rand(idx.shape, generator=torch.Generator().manual_seed(seed + rank))
+    rx, counts, handle, _ = dispatch(buffer, world, x.bfloat16(), idx, is_split)
+    given = by_experts(world, rank, rx).bfloat16(), idx, weights.to(DEVICE), handle
+    got, _ = run(buffer.low_latency_combine, is_split, *given)
+    expected = torch.zeros(x.shape)
+    for t, k, expert in world.entries(rank):
+        row = float(world.factor(expert)) * torch.from_numpy(world.x[rank][t]).double()
+        expected[t] = (weights[t, k].double() * row + expected[t]).float()  # exact in doubles
+    assert_same_bytes(got, expected.bfloat16())
 
 
 def as_rows(scales, hidden):
@@ -218,15 +239,15 @@ def test_both_modes_on_one_buffer(buffer, rank, world):
 def test_a_refused_call_took_no_part(buffer, rank, world):
     """One rank is refused, corrects its call, and calls again; the others notice nothing."""
     x, idx, weights = inputs_of(world, rank)
-    far, counts = "meta", torch.zeros(2, dtype=torch.int32, device=x.device)
+    counts = torch.zeros(2, dtype=torch.int32, device=x.device)
     good = dict(
         x=x, topk_idx=idx, num_max_dispatch_tokens_per_rank=MAX_TOKENS, num_experts=6,
         cumulative_local_expert_recv_stats=counts, use_fp8=False, **HOOK,
     )  # fmt: skip
     bad = dict(
-        x=[x.double(), x[None], x[:, :3].contiguous(), off(x), x.to(far), x.tolist()],
-        topk_idx=[idx.short(), idx.float(), idx[:1], idx[0], idx.to(far), idx[:, :0], None],
-        cumulative_local_expert_recv_stats=[weights[0, :2], idx.int(), idx[0].to(far)],
+        x=wrong_rows(x),
+        topk_idx=[*wrong_indices(idx), idx[:, :0], None],
+        cumulative_local_expert_recv_stats=[weights[0, :2], idx.int(), idx[0].to("meta")],
         num_max_dispatch_tokens_per_rank=[0, None],
     )
     for _ in range(2):  # before there is a group, and with one
@@ -237,9 +258,9 @@ def test_a_refused_call_took_no_part(buffer, rank, world):
     out, rows = torch.empty_like(x), by_experts(world, rank, rx)
     good = dict(x=rows, topk_idx=idx, topk_weights=weights, handle=handle, out=out, **HOOK)
     bad = dict(
-        x=[rx.double(), rx[:1], rx[0], off(rx), rx.to(far), None],
-        topk_weights=[weights.double(), weights[:1], weights[:, :1], weights.to(far), 1.0],
-        out=[out.half(), out[:1], off(out), out.to(far), torch.cat([out, out], 1)[:, ::2]],
+        x=[*wrong_rows(rx), rx[:1], rx[0]],
+        topk_weights=[*wrong_weights(weights), weights[:, :1]],
+        out=[out.half(), out[:1], off(out), out.to("meta"), torch.cat([out, out], 1)[:, ::2]],
         handle=[None, tuple(handle)],
     )
     for _ in range(2):
@@ -273,14 +294,27 @@ def test_sentences(small, caplog):  # noqa: F811
          (rx, idx, weights, (None, None, 4, 128, 4)), {}),
         ("cost_stats: expected int64, got torch.float32", combine, returned,
          dict(combine_wait_recv_cost_stats=weights[0])),
-        ("signals of single blocks", combine, returned, dict(overlap=True)),
+        ("comp_signal or src_signals with it, got neither", combine, returned, dict(overlap=True)),
+        ("comp_signal: expected .*int32.*got torch.int64", combine, returned,
+         dict(overlap=True, comp_signal=idx[0], threshold=1)),
+        ("block_rows: expected at least 1 row, got 0", combine, returned,
+         dict(overlap=True, comp_signal=idx[0].int(), block_m=0, threshold=1)),
     ]:  # fmt: skip
         with refused(f"EpError {words}"):
             call(*arguments, **options)
     assert not caplog.records
-    for _ in range(2):
-        out, _, _ = combine(*returned, use_logfmt=True, overlap=False, src_signals=None)
-    assert_equal(out, x * torch.tensor([[2.0], [1.0]], device=x.device))
+    done = torch.full((4 * 3,), 5, dtype=torch.int32, device=x.device)
+    for options in [
+        dict(use_logfmt=True, overlap=False, src_signals=None),
+        dict(use_logfmt=True, **HOOK),
+        dict(overlap=True, comp_signal=done, block_m=2, threshold=5, num_sms=3),
+        dict(overlap=True, comp_signal=done, block_m=2, threshold=4, num_sms=1, **HOOK),
+        dict(overlap=True, src_signals=done[:4].view(torch.uint32), src_signal_expect_value=5),
+    ]:
+        out, _, hook = combine(*returned, **options)
+        if hook:
+            hook()
+        assert_equal(out, x * torch.tensor([[2.0], [1.0]], device=x.device))
     sentence = "low_latency_combine: use_logfmt is ignored: rows travel in their own type"
     assert [record.getMessage() for record in caplog.records] == [sentence]
     buffer.destroy()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """libep.deep_ep in normal mode, against the brute-force reference that sees all ranks."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch
 from base import refused
 from conftest import (
     DEVICE, assert_close, assert_equal, inputs_of, make_buffer, off, on_device, on_ranks, refuse_each,
-    run_threads, strided
+    run_threads, strided, wrong_indices, wrong_rows, wrong_weights
 )  # fmt: skip
 from reference import World, flat
 
@@ -361,29 +359,21 @@ def test_a_refused_call_took_no_part(buffer, rank, world):
     x, idx, weights = inputs_of(world, rank)
     idx[0, 0] = world.experts_of(1)[0]  # so that rows come to the rank that is refused
     layout, _ = layout_of(buffer, idx, world.experts)
-    per_expert, is_in = layout["num_tokens_per_expert"], layout["is_token_in_rank"]
+    counts, is_in = layout["num_tokens_per_expert"], layout["is_token_in_rank"]
     fp8, scales = x.to(torch.float8_e4m3fn), x[:, :2].contiguous()
-    to_ranks = dict(x=x, is_token_in_rank=is_in, num_tokens_per_expert=per_expert)
+    to_ranks = dict(x=x, is_token_in_rank=is_in, num_tokens_per_expert=counts)
     good = dict(to_ranks, x=(fp8, scales), topk_idx=idx, topk_weights=weights)
-    far = "meta"  # a CPU serves as well as a GPU
-    some = [scales[:1], scales.double(), scales.to(far), off(fp8)[:, :9], scales.repeat(1, 2)]
+    some = [*wrong_weights(scales)[:3], off(fp8)[:, :9], scales.repeat(1, 2)]
     bad = dict(
-        x=[
-            x.double(), x.cdouble(), x[None], x[:, :3].contiguous(), off(x), x.to(far),
-            x.cpu().numpy(), x.repeat(1, 65), x.to_sparse(), *((fp8, given) for given in some),
-        ],
-        topk_idx=[
-            idx.short(), idx.float(), idx[:1], idx[0], idx.to(far), idx.tolist(), idx[:, :0],
-            idx.repeat(1, 17),
-        ],
-        topk_weights=[weights.double(), weights[:, :1], weights[:1], weights.to(far), 1.0],
-        num_tokens_per_expert=[
-            per_expert.float(), per_expert[None], per_expert.to(far), per_expert.tolist()
-        ],
+        x=[*wrong_rows(x)[:-1], x.cdouble(), x.cpu().numpy(), x.repeat(1, 65), x.to_sparse(),
+           *((fp8, given) for given in some)],
+        topk_idx=[*wrong_indices(idx), idx[:, :0]],
+        topk_weights=[*wrong_weights(weights), weights[:, :1]],
+        num_tokens_per_expert=[counts.float(), counts[None], counts.to("meta"), counts.tolist()],
         expert_alignment=[0],
         num_worst_tokens=[-1, "all"],
     )  # fmt: skip
-    bad_to_ranks = [is_in.int(), is_in[:, :1], is_in[:1], is_in.to(far), [True]]
+    bad_to_ranks = [is_in.int(), is_in[:, :1], is_in[:1], is_in.to("meta"), [True]]
     for _ in range(2):  # before there is a group, and with one
         if rank == 1:
             refuse_each(buffer.dispatch, good, bad)
@@ -392,20 +382,23 @@ def test_a_refused_call_took_no_part(buffer, rank, world):
         buffer.dispatch(**to_ranks)
         rx, _, rweights, _, handle, _ = buffer.dispatch(**{**good, "x": x})
     good = dict(x=rx, handle=handle, topk_weights=rweights, bias=(x, x))
-    bad = dict(
-        x=[
-            rx.double(), rx.to(torch.float8_e4m3fn), off(rx), rx.to(far), rx[None], rx[1:],
-            rx[:, :3].contiguous(), None,
-        ],
-        topk_weights=[rweights.double(), rweights[1:], rweights[:, 1:], rweights.to(far), [1.0]],
-        bias=[x[1:], (x, x[:, :1]), x.double(), x.to(far), 1],
-        handle=[None, tuple(handle)],
-    )  # fmt: skip
     if rank == 1:
-        refuse_each(buffer.combine, good, bad)
+        refuse_combines(buffer, good, tuple(handle))
         refuse_each(buffer.dispatch, dict(x=x, handle=handle), dict(x=[x[1:], off(x)]))
     out, _, _ = buffer.combine(**good)
     assert_equal(out, x * (2 + is_in.sum(1, keepdim=True)))
+
+
+def refuse_combines(buffer, good, *handles):
+    """What combine refuses in either of DeepEP's forms."""
+    x, rx, weights = good["bias"][0], good["x"], good["topk_weights"]
+    bad = dict(
+        x=[*wrong_rows(rx), rx.to(torch.float8_e4m3fn), rx[1:]],
+        topk_weights=wrong_weights(weights),
+        bias=[x[1:], (x, x[:, :1]), x.double(), x.to("meta"), 1, (x, x, x)],
+        handle=[None, *handles],
+    )  # fmt: skip
+    refuse_each(buffer.combine, good, bad)
 
 
 @with_buffer(tokens=[1, 1, 1])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams of libep.deep_ep: their order, with streams that only record it; and on GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import weakref
@@ -21,26 +19,16 @@ from libep.deep_ep._streams import Lane, Used
 
 
 class Stream:
-    """A stream that knows which operations come before its end."""
+    """A stream, or an event, that knows which operations come before it."""
 
-    current: Stream
+    current, made = None, 0
 
-    def __init__(self, device=None, priority=0):
-        self.before = set()
+    def __init__(self, device=None, priority=0, before=()):
+        self.before, self.cuda_stream = set(before), id(self)
 
-    @property
-    def cuda_stream(self):
-        return id(self)
-
-
-class Event:
-    """What a stream had come to."""
-
-    made = 0
-
-    def __init__(self, stream):
-        Event.made += 1
-        self.before = set(stream.before)
+    def record_event(self):
+        Stream.made += 1
+        return Stream(before=self.before)
 
 
 class Memory:
@@ -48,9 +36,7 @@ class Memory:
 
     def __init__(self):
         self.streams = set()
-
-    def record_stream(self, stream):
-        self.streams.add(stream)
+        self.record_stream = self.streams.add
 
 
 @pytest.fixture
@@ -77,12 +63,15 @@ def streams(monkeypatch):
     fakes = dict(
         current_stream=lambda ordinal: id(Stream.current), _known={}, current_device=lambda: 0,
         _is_capturing=lambda: False, _set_stream=lambda stream: setattr(Stream, "current", stream),
-        _record_event=lambda ordinal, stream: Event(made[stream]),
+        _record_event=lambda ordinal, stream: made[stream].record_event(),
         _wait_event=lambda stream, event: made[stream].before.update(event.before),
     )  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(_streams, name, fake)
     return use
+
+
+GPU = torch.device("cuda", 0)
 
 
 def done(result=None):
@@ -91,11 +80,11 @@ def done(result=None):
 
 def test_inputs_live_until_their_stream_waits(streams):
     """Where none waits for the event, the allocator learns of the stream that reads them."""
-    device, lane, owner = torch.device("cuda", 0), Lane(), Stream.current
+    lane, owner = Lane(), Stream.current
 
     def run():
         given = Memory()
-        _, event = lane.run(device, None, True, lambda: Used(None, (given,), ()))
+        _, event = lane.run(GPU, None, True, lambda: Used(None, (given,), ()))
         return event, weakref.ref(given), given.streams
 
     event, given, asked = run()
@@ -112,7 +101,7 @@ def test_inputs_live_until_their_stream_waits(streams):
 def test_an_error_leaves_the_stream(streams):
     lane, current = Lane(), Stream.current
     with pytest.raises(ZeroDivisionError):
-        lane.run(torch.device("cuda", 0), None, True, lambda: 1 // 0)
+        lane.run(GPU, None, True, lambda: 1 // 0)
     assert Stream.current is current is not lane.stream()
 
 
@@ -120,7 +109,7 @@ def test_order(seed, streams):
     """Each operation comes after the one before, after the work that it depends on, and its event
     after it, on whatever streams they run."""
     choose = random.Random(seed)
-    device, lane = torch.device("cuda", 0), Lane()
+    lane = Lane()
     others = [Stream(), Stream()]
     events = []
     for operation in range(200):
@@ -138,7 +127,7 @@ def test_order(seed, streams):
                 Stream.current.before.add(operation)
                 return Used(operation, (given, None), (made,))
 
-            result, event = lane.run(device, previous, is_beside, body)
+            result, event = lane.run(GPU, previous, is_beside, body)
             assert result == operation and (event.event is not None) == is_beside
             if is_beside:
                 assert made.streams == {current} and not given.streams
@@ -155,35 +144,35 @@ def test_order(seed, streams):
 
 def test_one_stream_needs_no_events(streams):
     """Until another stream is used, which waits for what came before."""
-    device, lane, first = torch.device("cuda", 0), Lane(), Stream.current
-    Event.made = 0
+    lane, first = Lane(), Stream.current
+    Stream.made = 0
 
     def run(operation):
         body = lambda: done(Stream.current.before.add(operation))  # noqa: E731
-        return lane.run(device, None, False, body)
+        return lane.run(GPU, None, False, body)
 
     for operation in range(3):
         _, event = run(operation)
         assert event.event is None
-    assert Event.made == 0 and first.before == {0, 1, 2}
+    assert Stream.made == 0 and first.before == {0, 1, 2}
     with streams(Stream()):
         run(3)
         assert Stream.current.before == {0, 1, 2, 3}
     run(4)
-    assert first.before == {0, 1, 2, 3, 4} and Event.made > 0
+    assert first.before == {0, 1, 2, 3, 4} and Stream.made > 0
 
 
 def test_captures(streams, monkeypatch):
     """A capture uses one stream. The next operation comes after the last that was not captured."""
-    device, lane, seen = torch.device("cuda", 0), Lane(), []
-    lane.run(device, None, False, lambda: done(Stream.current.before.add("first")))
+    lane, seen = Lane(), []
+    lane.run(GPU, None, False, lambda: done(Stream.current.before.add("first")))
     with streams(Stream()), monkeypatch.context() as patch:
         patch.setattr(_streams, "_is_capturing", lambda: True)
         for is_beside in False, True:
-            _, event = lane.run(device, None, is_beside, lambda: done(seen.append(Stream.current)))
+            _, event = lane.run(GPU, None, is_beside, lambda: done(seen.append(Stream.current)))
         assert seen == [Stream.current] * 2 and event.event is not None
     with streams(Stream()):
-        lane.run(device, None, False, done)
+        lane.run(GPU, None, False, done)
         assert "first" in Stream.current.before
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """libep.deep_ep.utils: what DeepEP's own programs import beside Buffer."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of docs/torch.md and of README.md, as they stand there."""
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -62,11 +60,28 @@ def test_counters(group):
     assert torch.equal(names["out"], names["x"])
 
 
+@on_ranks()
+def test_blocks(group):
+    layer, seen = ep.Handle(group, alignment=64, max_recv_rows=640), []
+
+    def experts(rows, ready, done):
+        seen.append(ready.tolist())
+        done.fill_(1)
+        return rows
+
+    names = dict(given(group), layer=layer, experts=experts)
+    exec(PROGRAMS[3], names)
+    counts = names["received"].plan.expert_counts.tolist()
+    filled = [1 + count for count in counts if count]  # a block of 64 rows for each
+    assert seen[0] == filled + [1] * (10 - len(filled))
+    assert torch.equal(names["out"], names["x"])
+
+
 @on_ranks(dtype=torch.bfloat16)
 def test_receive_memory(group):
     layer, names = ep.Handle(group), given(group, torch.bfloat16)
     names.update(layer=layer, rows=16, hidden=16)
-    exec(PROGRAMS[3], names)
+    exec(PROGRAMS[4], names)
     received = names.pop("received")
     out = ep.combine(layer, received.plan, received.tokens, received.topk_weights)
     assert torch.equal(out, names["tokens"])
@@ -78,9 +93,9 @@ def test_two_phases(group):
     layer = ep.Handle(group, layout=libep.Layout.BATCHED, rows_per_expert=16)
     names = dict(given(group), layer=layer, ep=ep)
     names.update(shared_expert=torch.neg, experts=lambda rows, counts: 3 * rows)
-    exec(PROGRAMS[4], names)
+    exec(PROGRAMS[5], names)
     assert torch.equal(names["out"], 2 * names["x"]) and torch.equal(names["shared"], -names["x"])
 
 
 def test_every_program_is_run():
-    assert len(PROGRAMS) == 5
+    assert len(PROGRAMS) == 6

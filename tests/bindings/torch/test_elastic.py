@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """libep.deep_ep.ElasticBuffer, against the brute-force reference that sees all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 
@@ -11,11 +9,11 @@ import pytest
 import torch
 from base import refused
 from conftest import (
-    DEVICE, assert_equal, destroyed, inputs_of, make_buffer, off, on_device, other_device,
-    refuse_each, run_threads
+    DEVICE, assert_equal, destroyed, inputs_of, make_buffer, on_device, refuse_each, run_threads,
+    wrong_indices, wrong_rows, wrong_weights
 )  # fmt: skip
 from reference import Received, World, expert_major, flat
-from test_deep_ep_normal import make_worlds, with_buffer
+from test_deep_ep_normal import make_worlds, refuse_combines, with_buffer
 
 import libep
 from libep.deep_ep import ElasticBuffer, EPHandle, EventHandle, EventOverlap, _elastic
@@ -77,9 +75,10 @@ def run_experts(expected, given):
 @each_mode
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("is_async", [False, True])
-@with_elastic()
+@pytest.mark.parametrize("tokens", [None, [4, 0, 1], [0, 0, 0]])
+@with_elastic("tokens")
 def test_step(buffer, rank, world, do_expand, do_cpu_sync, alignment, is_async):
-    """A step equals the dense layer in all modes; so do dispatches with its handle."""
+    """A step, and the backward calls of a framework, equal the dense layer in all modes."""
     x, idx, weights = inputs_of(world, rank)
     previous = buffer.capture() if is_async else None
     options = dict(do_expand=do_expand, async_with_compute_stream=is_async, previous_event=previous)
@@ -101,33 +100,17 @@ def test_step(buffer, rank, world, do_expand, do_cpu_sync, alignment, is_async):
         pass
     assert same is handle and event.event is None
     check_received(expected, again, do_expand, has_padding=False)
-    bare = buffer.dispatch(2 * x, handle=handle, do_expand=do_expand)
-    assert bare[2] is None and (bare[1] is None) == do_expand
-    live = ~torch.isnan(done[:, 0])
-    assert_equal(bare[0][live], 2 * received[0][live])
-
-
-@each_mode
-@pytest.mark.parametrize("tokens", [None, [4, 0, 1], [0, 0, 0]])
-@with_elastic("tokens")
-def test_gradients(buffer, rank, world, do_expand, do_cpu_sync):
-    """The backward calls of a framework give the derivatives of the dense layer."""
-    modes = dict(do_expand=do_expand, do_zero_padding=do_expand)
-    options = dict(num_experts=6, expert_alignment=2, do_cpu_sync=do_cpu_sync, **modes)
-    rx, _, weights, handle, _ = buffer.dispatch(*inputs_of(world, rank), **options)
-    known = torch.from_numpy(Received(world, rank, layout(do_expand), 2).scale).nan_to_num(0)
-    scale = torch.zeros(weights.shape, device=rx.device)
-    scale[: len(known)] = known
-    entries = len(rx), *(scale.shape[1:] or (1,))
-    factors = torch.where(scale > 0, weights * scale, 0).view(entries).sum(1, keepdim=True)
-
-    is_row = (scale.view(entries) > 0).any(1, keepdim=True)
-    rx = torch.where(is_row, rx, 0)
-    assert_equal(buffer.combine(rx * factors, handle)[0], world.forward(rank))
-    grad = buffer.dispatch(on_device(world.grad_out[rank]), handle=handle, **modes)[0]
-    grad = torch.where(is_row, grad, 0)
-    grad_weights = (rx * grad).sum(1).view(-1, *[1] * (scale.ndim - 1)) * scale
-    grads = buffer.combine(grad * factors, handle, grad_weights)
+    grad, none, no_weights, *_ = buffer.dispatch(
+        on_device(world.grad_out[rank]), handle=handle, do_expand=do_expand
+    )
+    assert no_weights is None and (none is None) == do_expand
+    scale = torch.zeros(received[2].shape, device=x.device)
+    scale[: len(expected.scale)] = torch.from_numpy(expected.scale).nan_to_num(0)
+    live = ~torch.isnan(done[:, :1])
+    grad = torch.where(live, grad, 0)
+    products = (torch.where(live, received[0], 0) * grad).sum(1)
+    grad_weights = products.view(-1, *[1] * (scale.ndim - 1)) * scale
+    grads = buffer.combine(run_experts(expected, (grad, None, received[2])), handle, grad_weights)
     for got, expected in zip(grads, world.backward(rank)):
         assert_equal(got, expected)
 
@@ -295,21 +278,19 @@ def test_refused_arguments(buffer, rank, world):
     """A refused call took no part: the rank calls again with better arguments."""
     x, idx, weights = inputs_of(world, rank)
     idx[0, 0] = world.experts_of(1)[0]  # so that rows come to the rank that is refused
-    far, scales = other_device(), x[:, :2].contiguous()
+    scales = x[:, :2].contiguous()
     good = dict(x=(x, scales), topk_idx=idx, topk_weights=weights, num_experts=world.experts)
     bad_scales = [scales.double(), scales[1:], scales.half(), torch.cat(5 * [scales], 1), 1]
     wrong_counts = [torch.zeros(2, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE)]
     bad = dict(
-        x=[x.t(), x[:, :3].contiguous(), x[None], off(x), x.to(far), x > 0, None, "x"],
-        topk_idx=[
-            idx.float(), idx[1:], idx[:, 0], idx.to(far), None, idx.new_zeros((len(x), 33))
-        ],
-        topk_weights=[weights.double(), weights[1:], weights[:, 1:], weights.to(far), [1.0]],
+        x=[*wrong_rows(x), x.t(), x > 0, "x"],
+        topk_idx=[*wrong_indices(idx)[1:], None],
+        topk_weights=[*wrong_weights(weights), weights[:, 1:]],
         cumulative_local_expert_recv_stats=wrong_counts,
         num_max_tokens_per_rank=[0, -1, "all"],
         expert_alignment=[0, 3, 1.5],
         num_experts=[None],
-    )  # fmt: skip
+    )
     for _ in range(2):  # before there is a group, and with one
         if rank == 1:
             refuse_each(buffer.dispatch, {**good, "do_expand": True}, bad)
@@ -320,18 +301,9 @@ def test_refused_arguments(buffer, rank, world):
                     buffer.dispatch(**{**good, **change})
         *received, handle, _ = buffer.dispatch(**good)
     refuse_handles(buffer, rank, good, handle)
-    rx, rweights = received[0][0], received[2]
-    good = dict(x=rx, handle=handle, topk_weights=rweights, bias=(x, x))
-    bad = dict(
-        x=[
-            rx.double(), rx.to(torch.float8_e4m3fn), off(rx), rx.to(far), rx[None], rx[1:],
-            rx[:, :3].contiguous(), None,
-        ],
-        topk_weights=[rweights.double(), rweights[1:], rweights.to(far), [1.0]],
-        bias=[x[1:], (x, x[:, :1]), x.double(), (x, x, x)],
-    )  # fmt: skip
+    good = dict(x=received[0][0], handle=handle, topk_weights=received[2], bias=(x, x))
     if rank == 2:
-        refuse_each(buffer.combine, good, bad)
+        refuse_combines(buffer, good)
     buffer.combine(**good)
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both ways in which libep.torch calls an operation: in one call of C, and tensor by tensor."""
 
-from __future__ import annotations
-
 import ctypes
 
 import conftest
@@ -49,7 +47,7 @@ def test_step(monkeypatch, function, other):
     """make: operations with new outputs; call: with given outputs."""
     seen = count_calls(monkeypatch, function)
     monkeypatch.setattr(_fast, other, None)
-    check(World(size=2, seed=7), Case(capacity=0))
+    check(World(size=2, seed=7), Case(capacity=0, alignment=4))
     assert sorted(operation for operation, _ in seen) == WANTED
     assert all(done == 0 or type(done) is tuple for _, done in seen)
 
@@ -57,7 +55,7 @@ def test_step(monkeypatch, function, other):
 def test_step_tensor_by_tensor(monkeypatch):
     monkeypatch.setattr(_fast, "call", None)
     monkeypatch.setattr(_fast, "make", None)
-    check(World(size=2, seed=7), Case(capacity=0))
+    check(World(size=2, seed=7), Case(capacity=0, alignment=4))
     for dtype in ("float16", "bfloat16"):
         check(World(size=2, seed=7), Case(weights="none", dtype=dtype))
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """libep.deep_ep.HybridEPBuffer, against the brute-force reference that sees all ranks."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

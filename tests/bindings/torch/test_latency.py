@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latency mode: dispatch takes its routing, and the receive phase is a hook."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from base import refused
@@ -80,22 +78,15 @@ def test_two_layers_overlap(seed):
 
 def test_order_of_the_phases(small):
     handle, x, idx = small
-    graded = x.clone().requires_grad_()
     received, hook = ep.dispatch_send(handle, x, idx)
     with refused("ORDER"):
         ep.dispatch(handle, x, idx)
     hook()
-    plan, rows = received.plan, received.tokens
-    for text, call in [
-        ("EpError a Plan", lambda: ep.dispatch(handle, x, plan)),
-        ("EpError throughput", lambda: ep.prepare(handle, idx)),
-        ("UNSUPPORTED without gradient", lambda: ep.dispatch(handle, graded, idx)),
-        ("UNSUPPORTED without gradient",
-         lambda: ep.combine(handle, plan, rows.clone().requires_grad_())),
-    ]:  # fmt: skip
-        with refused(text):
-            call()
-    assert_equal(ep.combine(handle, plan, rows), 2 * x)
+    with refused("EpError a Plan"):
+        ep.dispatch(handle, x, received.plan)
+    with refused("EpError throughput"):
+        ep.prepare(handle, idx)
+    assert_equal(ep.combine(handle, received.plan, received.tokens), 2 * x)
 
 
 def test_phases_need_latency_mode(alone):
@@ -109,27 +100,27 @@ def test_what_phases_refuse(small):
     """Gradients, tangents, and rows that memory does not hold as they are."""
     handle, x, idx = small
     weights = torch.ones(2, 2, device=x.device, requires_grad=True)
-    dual = lambda: forward_ad.make_dual(x, x)  # noqa: E731
-    for text, arguments in [
-        (
-            "UNSUPPORTED dispatch_send: .*without gradient",
-            lambda: (x.clone().requires_grad_(), idx),
-        ),
-        ("UNSUPPORTED dispatch_send: .*without gradient", lambda: (x, idx, weights)),
-        ("TypeError tokens: .*resolve_neg", lambda: (torch._neg_view(x), idx)),
-        ("EpError tokens: .*tangent", lambda: (dual(), idx)),
-    ]:
-        with forward_ad.dual_level(), refused(text):
-            ep.dispatch_send(handle, *arguments())
-    received, hook = ep.dispatch_send(handle, x, idx)
-    hook()
+    graded = x.clone().requires_grad_()
+    received = ep.dispatch(handle, x, idx)
     plan, rows = received.plan, received.tokens
-    with refused("UNSUPPORTED combine_send: .*without gradient"):
-        ep.combine_send(handle, plan, rows, topk_weights=weights)
-    with refused("TypeError expert_out: .*resolve_neg"):
-        ep.combine_send(handle, plan, torch._neg_view(rows))
+    send, combine = ep.dispatch_send, ep.combine_send
+    more = rows.clone().requires_grad_()
+    for text, call in [
+        ("UNSUPPORTED dispatch_send: .*without gradient", lambda: send(handle, graded, idx)),
+        ("UNSUPPORTED dispatch_send: .*without gradient", lambda: send(handle, x, idx, weights)),
+        ("UNSUPPORTED without gradient", lambda: ep.dispatch(handle, graded, idx)),
+        ("UNSUPPORTED without gradient", lambda: ep.combine(handle, plan, more)),
+        ("UNSUPPORTED combine_send: .*without gradient",
+         lambda: combine(handle, plan, rows, topk_weights=weights)),
+        ("TypeError tokens: .*resolve_neg", lambda: send(handle, torch._neg_view(x), idx)),
+        ("TypeError expert_out: .*resolve_neg",
+         lambda: combine(handle, plan, torch._neg_view(rows))),
+        ("EpError tokens: .*tangent", lambda: send(handle, forward_ad.make_dual(x, x), idx)),
+    ]:  # fmt: skip
+        with forward_ad.dual_level(), refused(text):
+            call()
     with torch.no_grad():
-        out, hook = ep.combine_send(handle, plan, rows, topk_weights=weights)
+        out, hook = combine(handle, plan, rows, topk_weights=weights)
     hook()
     assert_equal(out, 2 * x)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks as processes: process groups, disagreement, Ctrl-C, forks, and how processes end."""
 
-from __future__ import annotations
-
 import signal
 import time
 

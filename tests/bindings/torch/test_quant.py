@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that dispatch quantises, against the formulas of ep.h."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from base import refused

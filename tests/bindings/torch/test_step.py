@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What steps of libep.torch have beside those of the common suite."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from base import refused
 from conftest import assert_equal, on_device, on_ranks, ones
-from reference import Received, expert_major
+from reference import Received
 
 import libep.torch as ep
 
@@ -30,6 +28,11 @@ def test_first_tokens_alone(group, rank, world, mode):
     x.requires_grad_(not is_latency)
     weights = pad(world.weights[rank], np.nan)
     received = ep.dispatch(handle, x, idx, weights, num_tokens=count)
+    # Where it is counted, prepare goes another way.
+    again = ep.dispatch(
+        handle, x.detach(), idx, weights, num_tokens=count, counters=ep.Counters.zeros(handle)
+    )
+    assert_equal(again.plan.numbers, received.plan.numbers)
     rows, scale = received.tokens, Received(world, rank, "expert_major").scale[:, None]
     rows = torch.cat([rows[: len(scale)] * on_device(scale), rows[len(scale) :]])
     out = ep.combine(handle, received.plan, rows, received.topk_weights)
@@ -47,51 +50,6 @@ def test_rows_past_the_last_slab_are_zero(alone):
         assert received.tokens.sum().item() == 3 * 16
         assert received.topk_weights.sum().item() == 3
         received.tokens.fill_(7)
-
-
-def counted_step(handle, x, idx, weights, counters, is_latency):
-    """Dispatch and combine, in latency mode in phases."""
-    if not is_latency:
-        received = ep.dispatch(handle, x, idx, weights, counters=counters)
-        returned = handle, received.plan, received.tokens, received.topk_weights
-        return ep.combine(*returned, counters=counters.without_experts)
-    received, hook = ep.dispatch_send(handle, x, idx, weights, counters=counters)
-    hook()
-    returned = handle, received.plan, received.tokens, received.topk_weights
-    out, hook = ep.combine_send(*returned, counters=counters.without_experts)
-    hook()
-    return out
-
-
-@pytest.mark.parametrize("mode", ["auto", "latency"])
-@pytest.mark.parametrize("grad", [False, True])
-@on_ranks("mode", world={})
-def test_counters(group, rank, world, mode, grad):
-    """What two steps add: with and without gradient, whole and in phases."""
-    is_latency = mode == "latency"
-    handle = ep.Handle(group, **(dict(max_recv_rows=100) if is_latency else {}))
-    x = on_device(world.x[rank], grad=grad and not is_latency)
-    idx, weights = on_device(world.idx[rank]), on_device(world.weights[rank])
-    counters = ep.Counters.zeros(handle)
-    plain = counted_step(handle, x, idx, weights, ep.Counters(), is_latency)
-    for _ in range(2):
-        out = counted_step(handle, x, idx, weights, counters, is_latency)
-        assert_equal(out.detach(), plain.detach())
-        if out.requires_grad:
-            out.sum().backward()
-
-    def count(source, peer):
-        """The tokens of a rank that another one receives."""
-        return len({t for t, _, e in world.entries(source) if e in world.experts_of(peer)})
-
-    slabs, _ = expert_major(world, rank, 1)
-    assert counters.expert_tokens.tolist() == [2 * len(slab) for slab in slabs]
-    moved = [(count(rank, peer), count(peer, rank)) for peer in range(world.size)]
-    row = 4 * world.hidden
-    assert counters.peer_rows.tolist() == [2 * (there + back) for there, back in moved]
-    assert counters.peer_bytes.tolist() == [2 * ((row + 8) * t + row * b) for t, b in moved]
-    assert counters.peer_wait_ns[rank] == 0
-    assert bool((counters.peer_wait_ns >= counters.peer_longest_wait_ns).all())
 
 
 def test_wrong_counters(alone):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What GPUs alone have: streams, CUDA graphs, and hooks on other streams."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from base import refused

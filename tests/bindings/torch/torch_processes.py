@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks as processes of a gloo process group."""
 
-from __future__ import annotations
-
 from conftest import DEVICE
-from processes import finish_all, free_port, spawn
+from processes import COMMON, finish_all, free_port, spawn
 
-PREAMBLE = """
-import os, signal, sys, threading, time
+PREAMBLE = COMMON + """
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
-import libep, libep.torch as ep
-from libep import EpError, Status
-rank, size, device = {rank}, {size}, {device!r}
+import libep.torch as ep
+device = {device!r}
 if device == "cuda":
     torch.cuda.set_device(rank % torch.cuda.device_count())
 def initialize():
@@ -27,13 +23,6 @@ weights = torch.full((4, 2), 0.5, device=device)
 def layer(handle, x):
     received = ep.dispatch(handle, x, idx, weights)
     return ep.combine(handle, received.plan, received.tokens, received.topk_weights)
-def say(*words):
-    print(*words, flush=True)
-def tell(call):
-    try:
-        call()
-    except EpError as error:
-        say(error.status.name, error)
 """
 
 

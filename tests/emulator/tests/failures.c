@@ -3,6 +3,7 @@
  * rank departs. The others give up at the deadline. */
 #include "tests/gpu/communicator.h"
 #include "tests/gpu/failing.h"
+#include "tests/harness/bootstraps.h"
 #include "tests/harness/ranked.h"
 
 /* On two nodes, or on the nodes that the test runs on. */
@@ -72,27 +73,11 @@ RankTest(gpu_nodes, fails_to_connect_4, 4, fail_to_connect(bootstrap));
 
 /* ---- a rank departs -------------------------------------------------------------------------- */
 
-/* A bootstrap whose rank departs after some collective calls. */
-typedef struct Departing {
-    EpBootstrap whole;
-    int left; /* collective calls that it still takes part in */
-} Departing;
-
-static EpStatus depart(void) {
+/* A rank that departs after some collective calls. */
+static EpStatus gather_or_depart(void *left, const Wrapped *wrapped, const void *in, void *out,
+                                 size_t bytes, double timeout) {
+    if (--*(int *)left >= 0) return forward_gather(wrapped, in, out, bytes, timeout);
     return ep_set_last_error(EP_ERR_BOOTSTRAP, "this rank has departed");
-}
-
-static EpStatus departing_allgather(void *context, const void *in, void *out, size_t bytes,
-                                    double timeout) {
-    Departing *d = context;
-    if (d->left-- <= 0) return depart();
-    return d->whole.allgather(d->whole.context, in, out, bytes, timeout);
-}
-
-static EpStatus departing_barrier(void *context, double timeout) {
-    Departing *d = context;
-    if (d->left-- <= 0) return depart();
-    return d->whole.barrier(d->whole.context, timeout);
 }
 
 /* Create a group while rank 1 departs after `calls` collective calls. Returns 1 if all ranks have a
@@ -103,11 +88,10 @@ static int create_departing(const EpBootstrap *harness, int calls, int borrows) 
     int made = 0, each[8] = {0}, count = 0;
     nccl_rank_open(&rank, harness, 0);
     CHECK_OK(ep_bootstrap_nccl(rank.comm, &lent));
-    Departing departing = {lent, calls};
+    int left = calls;
+    Wrapped wrapped = {.gather = gather_or_depart, .test = &left};
     EpBootstrap own = lent;
-    if (own.rank == 1)
-        own.context = &departing, own.allgather = departing_allgather,
-        own.barrier = departing_barrier;
+    if (own.rank == 1) wrap_bootstrap(&own, &wrapped);
     Case c = failures_case(harness, "");
     EpGroup *group = NULL;
     EpGroupConfig config = case_group_config(&c);
@@ -118,7 +102,7 @@ static int create_departing(const EpBootstrap *harness, int calls, int borrows) 
     check_note("the last of %d calls", calls);
     CHECK(status == EP_OK || status == (own.rank == 1 ? EP_ERR_BOOTSTRAP : EP_ERR_TIMEOUT),
           "%d: %s", (int)status, ep_last_error());
-    made = status == EP_OK, departing.left = 1 << 20;
+    made = status == EP_OK, left = 1 << 20;
     CHECK_OK(harness->allgather(harness->context, &made, each, sizeof(made), 60));
     for (int r = 0; r < harness->size; r++)
         count += each[r];

@@ -113,6 +113,10 @@ static inline uint4 ep_load_unchanging(const void *address) {
     return *(const uint4 *)address;
 }
 
+static inline uint4 ep_load_global(const void *address) {
+    return ep_load_unchanging(address);
+}
+
 static inline uint64_t ep_load_acquire_sys(const uint64_t *address) {
     return emulated_load(address, __ATOMIC_ACQUIRE);
 }
@@ -173,6 +177,23 @@ static inline uint32_t ep_load_relaxed_sys32(const uint32_t *address) {
 
 static inline void ep_store_relaxed_sys32(uint32_t *address, uint32_t value) {
     emulated_store(address, value, __ATOMIC_RELAXED);
+}
+
+static inline void ep_store_relaxed_gpu32(uint32_t *address, uint32_t value) {
+    emulated_store(address, value, __ATOMIC_RELAXED);
+}
+
+static inline uint32_t ep_load_acquire_gpu32(const uint32_t *address) {
+    return emulated_load(address, __ATOMIC_ACQUIRE);
+}
+
+static inline uint64_t ep_add_release_gpu(uint64_t *address, uint64_t value) {
+    emulated_poll();
+    return __atomic_add_fetch(address, value, __ATOMIC_RELEASE);
+}
+
+static inline void ep_fence_gpu(void) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
 static inline int32_t ep_count_up(int32_t *address, int counts) {

@@ -1,0 +1,17 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_HOST_BLOCKS_H
+#define EP_HANDLES_HOST_BLOCKS_H
+
+/** The words of blocks of receive rows on the host backend: see EpRowBlocks. */
+
+#include "handles/host/plan.h"
+
+/** Store the words of all blocks, whose rows are there. */
+void ep_host_set_ready(const EpPlanShape *shape, const EpPlan *plan, const EpRowBlocks *ready);
+
+/** Wait for the words of all blocks that have rows, which another thread may store. Returns
+ *  EP_ERR_TIMEOUT with the block, and the group stays usable. */
+EpStatus ep_host_await_done(const EpHandle *handle, const EpCall *call, const EpPlan *plan,
+                            const EpRowBlocks *done);
+
+#endif
