@@ -225,18 +225,21 @@ __device__ __forceinline__ int64_t source_count_at(const EpPrepareArgs &a, int l
     return (int64_t)local * a.group.size + source;
 }
 
-/* Publish the kept slots of each source, of all experts together. As publish_sources. */
+/* Publish the kept slots of each source, of all experts together: a warp for a source, a lane for an
+ * expert, since a thread that walks all experts waits for each count. As publish_sources. */
 template <typename Count>
 __device__ void publish_source_rows(const EpPrepareArgs &a, Count count_of) {
-    for (int s = threadIdx.x; a.source_rows.data && s < a.group.size; s += (int)blockDim.x) {
-        int64_t rows = 0;
-        for (int e = 0; e < a.shape.num_local; e++) {
-            int64_t left = *(volatile int32_t *)&a.plan.expert_counts[e];
+    int lane = (int)threadIdx.x % 32, warps = (int)blockDim.x / 32;
+    for (int s = (int)threadIdx.x / 32; a.source_rows.data && s < a.group.size; s += warps) {
+        int rows = 0;
+        for (int e = lane; e < a.shape.num_local; e += 32) {
+            int left = *(volatile int32_t *)&a.plan.expert_counts[e];
             for (int before = 0; before < s; before++)
                 left -= (int)count_of(e, before);
-            rows += max((int64_t)0, min(left, (int64_t)(int)count_of(e, s)));
+            rows += max(0, min(left, (int)count_of(e, s)));
         }
-        store_integer(a.source_rows, s, rows);
+        rows = warp_sum(rows);
+        if (lane == 0) store_integer(a.source_rows, s, rows);
     }
 }
 
