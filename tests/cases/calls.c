@@ -4,9 +4,8 @@
 /* The tensors live as long as the test: a failed operation may have begun to write. */
 EpStatus call_op(const Step *step, StepOp op) {
     static const StepOutput written[] = {OUT_TOKENS, OUT_SUMS, OUT_GRAD_ROWS, OUT_GRAD_TOKENS};
-    static _Thread_local char *room, *index;
+    static _Thread_local _Alignas(64) char room[1 << 16], index[1 << 16];
     StepMemory memory = {.counters = NULL};
-    if (!room) room = calloc(1, 1 << 16), index = calloc(1, 1 << 16);
     for (StepInput i = 0; i < INPUTS; i++)
         memory.in[i] = step_input(step, i).data;
     step_fill(step, IN_INDEX, index), memory.in[IN_INDEX] = index;
