@@ -130,7 +130,7 @@ class ElasticGroups:
         if not self._is_open:
             raise EpError(
                 Status.DESTROYED,
-                f"rank {self.bootstrap.rank}: {call}: the ElasticBuffer was destroyed",
+                f"rank {self.bootstrap.rank}: {call}: the buffer was destroyed",
             )
 
     def close(self) -> None:

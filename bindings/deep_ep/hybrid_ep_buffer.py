@@ -240,7 +240,8 @@ class HybridEPBuffer(OfProcess):
         else:
             steps = self._check_handle("dispatch_with_permute", handle).routing.steps
             _checks.rows_of(steps, tokens, scales)
-            received = _steps.send(steps, steps.form, _steps.Given(tokens, scales, None), None)
+            weights = _weigh(steps, topk_weights, probs)
+            received = _steps.send(steps, steps.form, _steps.Given(tokens, scales, weights), None)
         return (
             received.tokens,
             received.topk_weights,
@@ -373,6 +374,20 @@ class HybridEPBuffer(OfProcess):
         if handle.routing.steps.owner is not self:
             _refuse(Status.FOREIGN, call, "handle", "one of this HybridEPBuffer", "one of another")
         return handle
+
+
+def _weigh(
+    steps: EPHandle, topk_weights: Optional[Tensor], probs: Optional[Tensor]
+) -> Optional[Tensor]:
+    """The weights of a routing's entries, [T, K], for a dispatch by its handle."""
+    idx = steps.topk_idx
+    if probs is not None:
+        shape = len(idx), steps.num_experts
+        _tensor("dispatch_with_permute", "probs", probs, shape, (torch.float32,), idx.device)
+        given: Tensor = probs.detach().gather(1, idx.long().clamp(0))
+        return given.masked_fill(idx < 0, 0)
+    _checks.weights(topk_weights, idx, idx.device)
+    return topk_weights
 
 
 def _run(function: Any, device: torch.device, *given: Any) -> None:

@@ -50,7 +50,8 @@
  *     take part and left its outputs unchanged. Correct the argument and call again; the peers
  *     wait. If they give up because of this rank, they quote its refusal.
  *   - The library never exits, aborts, traps or writes to stdout. Every wait has a deadline.
- *   - The same inputs give the same bytes, on every run and on every backend.
+ *   - The same inputs give the same bytes on every run, and on every backend except for the dot
+ *     products of ep_combine_backward.
  *   - Calls are asynchronous on the caller's stream. On the host backend a call has finished when
  *     it returns, and the stream is ignored (pass NULL). Operations allocate nothing.
  *   - One thread at a time calls into one group of one rank; ep_group_abort alone may be called by

@@ -341,7 +341,7 @@ def test_after_destroy(buffer, rank, world):
         lambda: buffer.combine(rx, handle),
         buffer.barrier,
     ):
-        with refused("DESTROYED the ElasticBuffer was destroyed"):
+        with refused("DESTROYED the buffer was destroyed"):
             call()
 
 

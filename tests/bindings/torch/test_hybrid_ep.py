@@ -61,6 +61,8 @@ def test_step(buffer, rank, world, non_blocking, pad_multiple):
     assert none is None
     assert_equal(out, world.forward(rank))
 
+    again = buffer.dispatch_with_permute(hidden=x, probs=routing["probs"], handle=handle)
+    assert_equal(again[1][:used], expected.weights)
     grad = buffer.dispatch_with_permute(
         hidden=on_device(world.grad_out[rank]), handle=handle, num_permuted_tokens=used
     )[0]
