@@ -54,7 +54,6 @@ class _Routing(NamedTuple):
     """What a handle was made by."""
 
     steps: EPHandle
-    num_experts: int
     padded: Tensor
     """[L] rows of each expert, padding included; on the host if the host has read them."""
 
@@ -270,16 +269,15 @@ class HybridEPBuffer(OfProcess):
         None.
         """
         ignore("combine_with_unpermute", unknown)
-        used = self._check_handle("combine_with_unpermute", handle).routing
+        steps = self._check_handle("combine_with_unpermute", handle).routing.steps
         self._groups.require_open("combine_with_unpermute")
-        steps = used.steps
         weights = None if probs is None else probs.reshape(-1)
         _checks.combine(steps, hidden, weights, (), "combine_with_unpermute", ("hidden", "probs"))
         form = steps.form._replace(num_sms=self._sms[1] or Buffer.num_sms)
         out, back = _steps.combine(steps, form, hidden, weights, ())
         if back is None:
             return out, None
-        shape = steps.plan.num_tokens, used.num_experts
+        shape = steps.plan.num_tokens, steps.num_experts
         return out, _write_map(steps.topk_idx, back, shape, with_map=False)[1]
 
     # ---- routings --------------------------------------------------------------------------------
@@ -365,7 +363,7 @@ class HybridEPBuffer(OfProcess):
         else:
             steps.is_captured = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
             padded = plan.expert_padded
-        return Handle(_Routing(steps, num_experts, padded)), received
+        return Handle(_Routing(steps, padded)), received
 
     def _check_handle(self, call: str, handle: Any) -> Handle:
         if not isinstance(handle, Handle):
