@@ -3,9 +3,7 @@
 
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 
-#include "tools/common/data.h"
 #include "tools/common/util.h"
 
 /*
@@ -47,30 +45,15 @@ static const EpTensor *tensor_of(const Layer *layer, int i) {
                               : &layer->weights[compared[i].weight].grad_shard;
 }
 
-static double error_of(EpType type, const char *with, const char *without, int64_t count) {
-    const size_t unit = ep_type_bytes(type);
-    double difference = 0, norm = 0;
-    for (int64_t i = 0; i < count; i++) {
-        float a, b;
-        data_to_float(type, with + (size_t)i * unit, &a, 1);
-        data_to_float(type, without + (size_t)i * unit, &b, 1);
-        difference += ((double)a - (double)b) * ((double)a - (double)b);
-        norm += (double)b * (double)b;
-    }
-    return difference == 0 ? 0 : sqrt(difference / norm); /* NaN stays */
-}
-
+/* NaN, where either has one, is no error that a bound allows. */
 static bool compare(Layer *layer, Layer *plain, int i, double *out) {
-    const EpTensor *a = tensor_of(layer, i), *b = tensor_of(plain, i);
-    const size_t bytes = (size_t)tensor_bytes(a);
-    char *with = bench_alloc(1, bytes, "a result"), *without = bench_alloc(1, bytes, "a result");
-    bool ok = with && without && layer->device.download(&layer->device, with, a->data, bytes) &&
-              plain->device.download(&plain->device, without, b->data, bytes);
-    if (ok) *out = error_of(a->type, with, without, tensor_elements(a));
-    if (ok && isnan(*out)) *out = INFINITY;
-    free(with);
-    free(without);
-    return ok;
+    Difference difference;
+    if (!layer->device.differ(&layer->device, tensor_of(layer, i), tensor_of(plain, i),
+                              &difference))
+        return false;
+    *out = difference.squares == 0 ? 0 : sqrt(difference.squares / difference.norm);
+    if (isnan(*out)) *out = INFINITY;
+    return true;
 }
 
 static bool run(Layer *layer) {

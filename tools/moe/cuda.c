@@ -62,6 +62,10 @@ static bool cuda_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
                    "cudaMemcpyAsync");
 }
 
+static bool cuda_set(MoeDevice *d, void *to, int byte, size_t bytes) {
+    return cuda_ok(cudaMemsetAsync(to, byte, bytes, cuda_stream_of(d)), "cudaMemsetAsync");
+}
+
 static bool follow(MoeDevice *d, cudaStream_t later, int which, cudaStream_t earlier) {
     cudaEvent_t event = cuda_state(d)->events[which];
     return cuda_ok(cudaEventRecord(event, earlier), "cudaEventRecord") &&
@@ -156,6 +160,9 @@ bool moe_cuda_create(MoeDevice *out, Grouping grouping) {
                        .download = cuda_download,
                        .room = cuda_room,
                        .copy = cuda_copy,
+                       .set = cuda_set,
+                       .fill = cuda_fill,
+                       .differ = cuda_differ,
                        .finish = cuda_finish,
                        .fork = cuda_fork,
                        .join = cuda_join,

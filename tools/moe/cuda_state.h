@@ -33,6 +33,8 @@ bool cuda_convert(MoeDevice *d, const EpTensor *from, const EpTensor *to, int ad
 bool cublas_open(MoeDevice *d, char *name, size_t bytes);
 void cublas_close(MoeDevice *d);
 
+bool cuda_fill(MoeDevice *d, const Contents *contents, const Part *part, const EpTensor *out);
+bool cuda_differ(MoeDevice *d, const EpTensor *got, const EpTensor *want, Difference *out);
 bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                    bool transposed, const EpTensor *c);
 bool cuda_correlate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,

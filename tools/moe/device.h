@@ -11,7 +11,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "ep/ep.h"
+#include "tools/moe/inputs.h"
 
 /** Slabs of rows: group g has rows first[g] .. first[g] + count[g] - 1. */
 typedef struct Groups {
@@ -38,6 +38,12 @@ static inline int64_t tensor_elements(const EpTensor *tensor) {
 static inline int64_t tensor_bytes(const EpTensor *tensor) {
     return tensor_elements(tensor) * (int64_t)ep_type_bytes(tensor->type);
 }
+
+/** Of two tensors: sums of squares, and elements that are not the same bits. */
+typedef struct Difference {
+    double squares, norm; /**< of got - want, of want */
+    int64_t elements;
+} Difference;
 
 /** How the products of all groups are called, but for those of e4m3, which have one launch. */
 typedef enum Grouping {
@@ -73,6 +79,12 @@ struct MoeDevice {
     int64_t (*room)(MoeDevice *d);
     /** Within the device's memory. */
     bool (*copy)(MoeDevice *d, void *to, const void *from, size_t bytes);
+    /** Set each byte. */
+    bool (*set)(MoeDevice *d, void *to, int byte, size_t bytes);
+    /** Contents of `part`, one line after the other. */
+    bool (*fill)(MoeDevice *d, const Contents *contents, const Part *part, const EpTensor *out);
+    /** Compare tensors of one shape and type. Complete on return. */
+    bool (*differ)(MoeDevice *d, const EpTensor *got, const EpTensor *want, Difference *out);
     /** Wait for all that was queued on `stream`. */
     bool (*finish)(MoeDevice *d);
     /** What is queued on `side` after fork follows what was queued on `stream` before. What is

@@ -183,6 +183,12 @@ static bool host_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
     return true;
 }
 
+static bool host_set(MoeDevice *d, void *to, int byte, size_t bytes) {
+    (void)d;
+    memset(to, byte, bytes);
+    return true;
+}
+
 /* finish, fork and join: what was called is over. */
 static bool host_finish(MoeDevice *d) {
     (void)d;
@@ -219,6 +225,9 @@ bool moe_host_create(MoeDevice *out, int threads) {
                        .download = host_copy,
                        .room = host_room,
                        .copy = host_copy,
+                       .set = host_set,
+                       .fill = host_fill,
+                       .differ = host_differ,
                        .finish = host_finish,
                        .fork = host_finish,
                        .join = host_finish,

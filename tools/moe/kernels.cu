@@ -18,32 +18,11 @@ extern "C" {
 #include "tools/common/gpu.h"
 #include "tools/moe/cuda_state.h"
 }
+#include "tools/moe/elements.cuh"
 
 #define THREADS 256
 #define WARPS (THREADS / 32)
 #define ALL_LANES 0xffffffffu
-
-/* ---- elements ------------------------------------------------------------------------------ */
-
-static __device__ __forceinline__ float load(const float *p) {
-    return *p;
-}
-static __device__ __forceinline__ float load(const __nv_bfloat16 *p) {
-    return __bfloat162float(*p);
-}
-static __device__ __forceinline__ float load(const __half *p) {
-    return __half2float(*p);
-}
-
-static __device__ __forceinline__ void store(float *p, float x) {
-    *p = x;
-}
-static __device__ __forceinline__ void store(__nv_bfloat16 *p, float x) {
-    *p = __float2bfloat16_rn(x);
-}
-static __device__ __forceinline__ void store(__half *p, float x) {
-    *p = __float2half_rn(x);
-}
 
 static __device__ __forceinline__ float warp_sum(float x) {
     for (int by = 16; by > 0; by /= 2)
@@ -163,21 +142,6 @@ bool cuda_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
 }
 
 /* ---- conversion ---------------------------------------------------------------------------- */
-
-static __device__ float load_as(EpType type, const void *p, int64_t i) {
-    if (type == EP_TYPE_BF16) return load((const __nv_bfloat16 *)p + i);
-    if (type == EP_TYPE_FP16) return load((const __half *)p + i);
-    return load((const float *)p + i);
-}
-
-static __device__ void store_as(EpType type, void *p, int64_t i, float x) {
-    if (type == EP_TYPE_BF16)
-        store((__nv_bfloat16 *)p + i, x);
-    else if (type == EP_TYPE_FP16)
-        store((__half *)p + i, x);
-    else
-        store((float *)p + i, x);
-}
 
 /* to = from, or to += from, converted by way of fp32. */
 struct ConvertArgs {

@@ -15,11 +15,6 @@ bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what) {
     return tensor->data != NULL;
 }
 
-bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents) {
-    return layer->device.upload(&layer->device, tensor->data, contents,
-                                (size_t)tensor_bytes(tensor));
-}
-
 static bool make(Layer *layer, TensorId id, EpType type, int64_t rows, int64_t columns) {
     layer->tensors[id] =
         columns ? ep_tensor_2d(NULL, type, rows, columns) : ep_tensor_1d(NULL, type, rows);
@@ -83,19 +78,12 @@ static bool make_scaled_tensors(Layer *layer) {
 }
 
 static bool fill_tokens(Layer *layer, TensorId tensor, InputId input) {
-    const int64_t hidden = layer->options->hidden;
+    const Contents contents = moe_contents(layer->options, input);
     const EpTensor *t = &layer->tensors[tensor];
-    const size_t row_bytes = (size_t)hidden * ep_type_bytes(t->type);
-    float *row = bench_alloc((size_t)hidden, sizeof(float), "a row");
-    char *contents = bench_alloc((size_t)layer->tokens, row_bytes, "tokens");
-    for (int64_t i = 0; row && contents && i < layer->tokens; i++) {
-        moe_input(layer->options, input, moe_token_at(layer->world->rank, i) * hidden, hidden, row);
-        data_from_float(t->type, row, contents + (size_t)i * row_bytes, hidden);
-    }
-    bool ok = row && contents && tensor_fill(layer, t, contents);
-    free(contents);
-    free(row);
-    return ok;
+    const Part all = {moe_token_at(layer->world->rank, 0) * layer->options->hidden,
+                      {0, 0},
+                      {1, 1, tensor_elements(t)}};
+    return layer->device.fill(&layer->device, &contents, &all, t);
 }
 
 /* ---- the EP group -------------------------------------------------------------------------- */

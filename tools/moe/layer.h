@@ -121,8 +121,6 @@ int64_t weights_workspace(const Layer *layer);
 
 /** Memory of the device for a tensor that describes its shape; false with a message. */
 bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what);
-/** Bring a tensor's contents from the host's memory. */
-bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents);
 
 /** The number of ranks that have a shard each of the weight as it is used. */
 int moe_scattered_ranks(const Layer *layer, WeightId id);
