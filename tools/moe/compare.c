@@ -56,18 +56,24 @@ static bool compare(Layer *layer, Layer *plain, int i, double *out) {
     return true;
 }
 
+/* Forward alone has one result, and no gradients. */
+static int count_compared(const Layer *layer) {
+    return layer->options->forward ? 1 : MOE_COMPARED;
+}
+
 static bool run(Layer *layer) {
     return world_all(layer->world, moe_step_run(layer) && layer->device.finish(&layer->device));
 }
 
 static bool compare_all(Layer *layer, Layer *plain, MoeComparison *out) {
-    double errors[MOE_COMPARED];
+    double errors[MOE_COMPARED] = {0};
+    const int count = count_compared(layer);
     bool ok = true;
-    for (int i = 0; ok && i < MOE_COMPARED; i++)
+    for (int i = 0; ok && i < count; i++)
         ok = compare(layer, plain, i, &errors[i]);
     if (!world_all(layer->world, ok) || !world_max_double(layer->world, errors, MOE_COMPARED))
         return false;
-    for (int i = 0; i < MOE_COMPARED; i++)
+    for (int i = 0; i < count; i++)
         out->results[i] = (CompareResult){compared[i].name, errors[i], bound_of(layer, i)};
     return true;
 }

@@ -96,6 +96,12 @@ struct MoeDevice {
      *  it, as finish does, and sets took_us. */
     bool (*start)(MoeDevice *d);
     bool (*stop)(MoeDevice *d);
+    /** Capture what `queue` queues on `stream` as a graph, which lives as long as the device. NULL
+     *  on the host. */
+    bool (*capture)(MoeDevice *d, bool (*queue)(void *context), void *context, void **graph);
+    bool (*replay)(MoeDevice *d, void *graph);
+    /** Exchange `stream` and `side`: what is queued next runs on the other one. */
+    void (*exchange)(MoeDevice *d);
     void (*destroy)(MoeDevice *d);
 
     /**
@@ -145,6 +151,20 @@ struct MoeDevice {
     bool (*activate_backward)(MoeDevice *d, const Groups *groups, const EpTensor *z,
                               const EpTensor *w, const EpTensor *grad_a, const EpTensor *grad_z,
                               const EpTensor *grad_w);
+
+    /**
+     * Rows to e4m3, of 16-bit types: all rows that `rows` has, and `transposed`, whose codes may
+     * have no memory. On the host NULL. The activation, by itself or with its gradient, does it in
+     * the same pass, where blocks divide F; what is not quantised goes to `a` or `grad_z`, unless
+     * it is NULL.
+     */
+    bool (*quantise)(MoeDevice *d, EpQuant quant, const EpTensor *in, const Scaled *rows,
+                     const Scaled *transposed);
+    bool (*activate_scaled)(MoeDevice *d, EpQuant quant, const EpTensor *z, const EpTensor *w,
+                            const EpTensor *a, const Scaled *rows, const Scaled *transposed);
+    bool (*activate_backward_scaled)(MoeDevice *d, EpQuant quant, const EpTensor *z,
+                                     const EpTensor *grad_a, const EpTensor *grad_z,
+                                     const Scaled *rows, const Scaled *transposed);
 
     /** e4m3 with scales by blocks of `rows` x `columns` of the last two dimensions -> FP32. */
     bool (*dequantise)(MoeDevice *d, const EpTensor *q, const EpTensor *scales, int64_t rows,

@@ -29,6 +29,18 @@ static __device__ __forceinline__ void store(__half *p, float x) {
     *p = __float2half_rn(x);
 }
 
+/** 1 / (1 + e^-x), within 2^-21 of it. */
+static __device__ __forceinline__ float sigmoid(float x) {
+#ifdef __CUDA_ARCH__
+    float power, out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -0x1.715476p0f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(1 + power));
+    return out;
+#else
+    return 1 / (1 + expf(-x));
+#endif
+}
+
 /* ---- types that are known when a kernel runs ---- */
 
 static __device__ __forceinline__ float load_as(EpType type, const void *p, int64_t i) {

@@ -195,6 +195,10 @@ static bool host_finish(MoeDevice *d) {
     return true;
 }
 
+static void host_exchange(MoeDevice *d) {
+    (void)d;
+}
+
 static bool host_start(MoeDevice *d) {
     d->took_us = -time_now_us();
     return true;
@@ -233,6 +237,7 @@ bool moe_host_create(MoeDevice *out, int threads) {
                        .join = host_finish,
                        .start = host_start,
                        .stop = host_stop,
+                       .exchange = host_exchange,
                        .destroy = host_destroy,
                        .multiply = host_multiply,
                        .correlate = host_correlate,

@@ -12,9 +12,12 @@ static float scale_of(const MoeOptions *o, int id) {
     case WEIGHT_ROUTER:
         return 4 / sqrtf((float)o->hidden);
     case WEIGHT_W1:
+    case INPUT_SHARED_W1:
         return 3 / sqrtf((float)o->hidden);
     case WEIGHT_W2:
         return 3 / sqrtf((float)o->ffn);
+    case INPUT_SHARED_W2:
+        return 3 / sqrtf((float)o->shared);
     default:
         return 1;
     }
@@ -26,11 +29,12 @@ int64_t moe_token_at(int rank, int64_t token) {
 
 Contents moe_contents(const MoeOptions *o, int id) {
     const bool tiles = id == WEIGHT_W1 || id == WEIGHT_W2;
+    const bool even = id == WEIGHT_ROUTER || id == INPUT_SHARED_W1 || id == INPUT_SHARED_W2;
     return (Contents){.hash = hash_add(hash_word((uint64_t)o->run.seed), id),
                       .scale = scale_of(o, id),
-                      .width = id == WEIGHT_ROUTER ? 0
-                               : id == WEIGHT_W1   ? 2 * o->ffn
-                                                   : o->hidden,
+                      .width = even              ? 0
+                               : id == WEIGHT_W1 ? 2 * o->ffn
+                                                 : o->hidden,
                       .rows = tiles ? CONTENTS_BLOCK : 1,
                       .hidden = id == INPUT_TOKENS ? o->hidden : 0};
 }

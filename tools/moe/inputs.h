@@ -13,7 +13,13 @@
 #include "tools/moe/mesh.h"
 
 /** The inputs; the first NUM_WEIGHTS are the weights. */
-typedef enum InputId { INPUT_TOKENS = NUM_WEIGHTS, INPUT_GRAD_OUT, NUM_INPUTS } InputId;
+typedef enum InputId {
+    INPUT_TOKENS = NUM_WEIGHTS,
+    INPUT_GRAD_OUT,
+    INPUT_SHARED_W1, /**< [H, 2S], of the shared expert */
+    INPUT_SHARED_W2, /**< [S, H] */
+    NUM_INPUTS
+} InputId;
 
 /** What an input's elements are made of, for the host and for kernels. */
 typedef struct Contents {

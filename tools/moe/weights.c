@@ -98,12 +98,13 @@ static void choose_forms(const Layer *layer, WeightId id, Weight *w) {
     w->forward.form = (EpWeightForm)EP_WEIGHT_FORM_INIT;
     if (id == WEIGHT_ROUTER) return;
     w->two_forms = quantised && (o->blocks == EP_BLOCKS_ROWS || layer->multiplies_e4m3);
-    w->twice = w->two_forms || o->regather;
+    w->twice = !o->forward && (w->two_forms || o->regather);
     if (!quantised) return;
     w->forward.form.quant = (EpQuant)o->quant;
     w->forward.form.blocks = (EpBlocks)o->blocks;
     w->backward.form = w->forward.form;
     w->forward.form.transposed = w->two_forms;
+    w->two_forms = w->two_forms && !o->forward;
 }
 
 static bool describe_weight(Layer *layer, WeightId id) {
@@ -138,10 +139,12 @@ static bool create_weight(Layer *layer, WeightId id) {
     Weight *w = &layer->weights[id];
     const Layer *second = layer->below ? layer->below->below : NULL;
     const Weight *lent = second ? &second->weights[id] : NULL;
-    return tensor_alloc(layer, &w->shard, "a weight's shard") &&
-           tensor_alloc(layer, &w->grad_shard, "a shard's gradient") &&
-           place(layer, &w->grad, LENT(grad), "a weight's gradient") &&
-           place(layer, &w->reduce_workspace, LENT(reduce_workspace), "a workspace") &&
+    const bool has_gradients =
+        layer->options->forward ||
+        (tensor_alloc(layer, &w->grad_shard, "a shard's gradient") &&
+         place(layer, &w->grad, LENT(grad), "a weight's gradient") &&
+         place(layer, &w->reduce_workspace, LENT(reduce_workspace), "a workspace"));
+    return has_gradients && tensor_alloc(layer, &w->shard, "a weight's shard") &&
            create_forms(layer, w, lent) && fill_shard(layer, id);
 }
 
@@ -210,6 +213,7 @@ static bool spoil_gathered(Layer *layer, const Gathered *g) {
 
 bool weights_spoil(Layer *layer) {
     bool ok = true;
+    if (layer->options->forward) return true; /* no step gathers them */
     for (int i = 0; ok && i < NUM_WEIGHTS; i++) {
         const Weight *w = &layer->weights[i];
         ok = spoil_gathered(layer, &w->forward) && spoil_gathered(layer, &w->backward) &&
@@ -228,7 +232,7 @@ int64_t weights_workspace(const Layer *layer) {
         const Weight *w = &layer->weights[i];
         most = larger(most, w->whole ? 0 : w->forward.sizes.gather_workspace);
         most = larger(most, w->whole ? 0 : w->backward.sizes.gather_workspace);
-        most = larger(most, w->forward.sizes.reduce_workspace);
+        if (!layer->options->forward) most = larger(most, w->forward.sizes.reduce_workspace);
     }
     return most;
 }
