@@ -269,6 +269,9 @@ static bool cublas_takes(const EpTensor *a, const EpTensor *b, const EpTensor *c
 static bool run_product(MoeDevice *d, Product product, const Groups *groups, const EpTensor *a,
                         const EpTensor *b, bool transposed, const EpTensor *c) {
     EpTensor wide_a, wide_b, wide_c;
+    const Cublas *cublas = cuda_state(d)->cublas;
+    if (!cublas_ok(cublas->set_stream(cublas->handle, cuda_stream_of(d)), "cublasSetStream"))
+        return false;
     if (cublas_takes(a, b, c)) return product(d, groups, a, b, transposed, c);
     if (!widen(d, SCRATCH_A, a, true, &wide_a) || !widen(d, SCRATCH_B, b, true, &wide_b) ||
         !widen(d, SCRATCH_C, c, false, &wide_c) ||

@@ -62,6 +62,10 @@ static bool cuda_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
                    "cudaMemcpyAsync");
 }
 
+static bool cuda_set(MoeDevice *d, void *to, int byte, size_t bytes) {
+    return cuda_ok(cudaMemsetAsync(to, byte, bytes, cuda_stream_of(d)), "cudaMemsetAsync");
+}
+
 static bool follow(MoeDevice *d, cudaStream_t later, int which, cudaStream_t earlier) {
     cudaEvent_t event = cuda_state(d)->events[which];
     return cuda_ok(cudaEventRecord(event, earlier), "cudaEventRecord") &&
@@ -93,8 +97,33 @@ static bool cuda_stop(MoeDevice *d) {
     return ok;
 }
 
+static bool cuda_capture(MoeDevice *d, bool (*queue)(void *context), void *context, void **graph) {
+    cudaGraph_t captured = NULL;
+    CudaState *s = d->state;
+    if (!cuda_ok(cudaStreamBeginCapture(cuda_stream_of(d), cudaStreamCaptureModeThreadLocal),
+                 "cudaStreamBeginCapture"))
+        return false;
+    bool ok = queue(context);
+    ok = cuda_ok(cudaStreamEndCapture(cuda_stream_of(d), &captured), "cudaStreamEndCapture") && ok;
+    ok = ok && cuda_ok(cudaGraphInstantiate(&s->graph, captured, 0), "cudaGraphInstantiate") &&
+         cuda_ok(cudaGraphUpload(s->graph, cuda_stream_of(d)), "cudaGraphUpload");
+    if (captured) cudaGraphDestroy(captured);
+    *graph = s->graph;
+    return ok;
+}
+
+static bool cuda_replay(MoeDevice *d, void *graph) {
+    return cuda_ok(cudaGraphLaunch((cudaGraphExec_t)graph, cuda_stream_of(d)), "cudaGraphLaunch");
+}
+
+static void cuda_exchange(MoeDevice *d) {
+    const EpStream stream = d->stream;
+    d->stream = d->side, d->side = stream;
+}
+
 static void cuda_destroy(MoeDevice *d) {
     CudaState *s = d->state;
+    if (s && s->graph) cudaGraphExecDestroy(s->graph);
     if (s) cublas_close(d);
     for (int i = 0; s && i < NUM_EVENTS; i++)
         if (s->events[i]) cudaEventDestroy(s->events[i]);
@@ -156,11 +185,17 @@ bool moe_cuda_create(MoeDevice *out, Grouping grouping) {
                        .download = cuda_download,
                        .room = cuda_room,
                        .copy = cuda_copy,
+                       .set = cuda_set,
+                       .fill = cuda_fill,
+                       .differ = cuda_differ,
                        .finish = cuda_finish,
                        .fork = cuda_fork,
                        .join = cuda_join,
                        .start = cuda_start,
                        .stop = cuda_stop,
+                       .capture = cuda_capture,
+                       .replay = cuda_replay,
+                       .exchange = cuda_exchange,
                        .destroy = cuda_destroy,
                        .multiply = cuda_multiply,
                        .correlate = cuda_correlate,
@@ -171,6 +206,9 @@ bool moe_cuda_create(MoeDevice *out, Grouping grouping) {
                        .add = cuda_add,
                        .activate = cuda_activate,
                        .activate_backward = cuda_activate_backward,
+                       .quantise = cuda_quantise,
+                       .activate_scaled = cuda_activate_scaled,
+                       .activate_backward_scaled = cuda_activate_backward_scaled,
                        .dequantise = cuda_dequantise};
     return open_state(out);
 }

@@ -16,6 +16,7 @@ enum { BEGIN, END, FORKED, JOINED, NUM_EVENTS };
 typedef struct CudaState {
     void *cublas; /**< of cublas.c */
     cudaEvent_t events[NUM_EVENTS];
+    cudaGraphExec_t graph; /**< the one that was captured; NULL: none */
 } CudaState;
 
 static inline CudaState *cuda_state(const MoeDevice *d) {
@@ -33,6 +34,8 @@ bool cuda_convert(MoeDevice *d, const EpTensor *from, const EpTensor *to, int ad
 bool cublas_open(MoeDevice *d, char *name, size_t bytes);
 void cublas_close(MoeDevice *d);
 
+bool cuda_fill(MoeDevice *d, const Contents *contents, const Part *part, const EpTensor *out);
+bool cuda_differ(MoeDevice *d, const EpTensor *got, const EpTensor *want, Difference *out);
 bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                    bool transposed, const EpTensor *c);
 bool cuda_correlate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
@@ -50,6 +53,13 @@ bool cuda_activate(MoeDevice *d, const Groups *groups, const EpTensor *z, const 
 bool cuda_activate_backward(MoeDevice *d, const Groups *groups, const EpTensor *z,
                             const EpTensor *w, const EpTensor *grad_a, const EpTensor *grad_z,
                             const EpTensor *grad_w);
+bool cuda_quantise(MoeDevice *d, EpQuant quant, const EpTensor *in, const Scaled *rows,
+                   const Scaled *transposed);
+bool cuda_activate_scaled(MoeDevice *d, EpQuant quant, const EpTensor *z, const EpTensor *w,
+                          const EpTensor *a, const Scaled *rows, const Scaled *transposed);
+bool cuda_activate_backward_scaled(MoeDevice *d, EpQuant quant, const EpTensor *z,
+                                   const EpTensor *grad_a, const EpTensor *grad_z,
+                                   const Scaled *rows, const Scaled *transposed);
 bool cuda_dequantise(MoeDevice *d, const EpTensor *q, const EpTensor *scales, int64_t rows,
                      int64_t columns, const EpTensor *out);
 

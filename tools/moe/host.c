@@ -183,10 +183,20 @@ static bool host_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
     return true;
 }
 
+static bool host_set(MoeDevice *d, void *to, int byte, size_t bytes) {
+    (void)d;
+    memset(to, byte, bytes);
+    return true;
+}
+
 /* finish, fork and join: what was called is over. */
 static bool host_finish(MoeDevice *d) {
     (void)d;
     return true;
+}
+
+static void host_exchange(MoeDevice *d) {
+    (void)d;
 }
 
 static bool host_start(MoeDevice *d) {
@@ -219,11 +229,15 @@ bool moe_host_create(MoeDevice *out, int threads) {
                        .download = host_copy,
                        .room = host_room,
                        .copy = host_copy,
+                       .set = host_set,
+                       .fill = host_fill,
+                       .differ = host_differ,
                        .finish = host_finish,
                        .fork = host_finish,
                        .join = host_finish,
                        .start = host_start,
                        .stop = host_stop,
+                       .exchange = host_exchange,
                        .destroy = host_destroy,
                        .multiply = host_multiply,
                        .correlate = host_correlate,

@@ -6,6 +6,8 @@
 
 #include "tools/moe/device.h"
 
+bool host_fill(MoeDevice *d, const Contents *contents, const Part *part, const EpTensor *out);
+bool host_differ(MoeDevice *d, const EpTensor *got, const EpTensor *want, Difference *out);
 bool host_choose(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpTensor *weights);
 bool host_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
                           const EpTensor *grad_weights, const EpTensor *grad);

@@ -58,6 +58,11 @@ typedef enum TensorId {
     T_GRAD_Z,        /**< [rows, 2F] */
     T_GRAD_RECEIVED, /**< [rows, H] */
     T_GRAD_SLOTS,    /**< [rows] FP32, of the slots' weights */
+    T_SHARED_W1,     /**< [1, H, 2S], of the shared expert */
+    T_SHARED_W2,     /**< [1, S, H] */
+    T_SHARED_Z,      /**< [T, 2S] */
+    T_SHARED_A,      /**< [T, S] */
+    T_SHARED_Y,      /**< [T, H] */
     NUM_TENSORS
 } TensorId;
 
@@ -89,7 +94,10 @@ typedef struct Layer {
     Groups all_tokens;      /**< one slab of all tokens */
     MoeDevice device;
     int64_t gemm_calls;      /**< that multiply, in the last step that was timed */
+    void *graph;             /**< of the step, where it is replayed; NULL: none */
     bool multiplies_e4m3;    /**< the products of w1 and w2 */
+    bool dispatches_e4m3;    /**< dispatch quantises: forward alone takes no other rows */
+    bool fuses;              /**< the activation and its gradient quantise */
     bool overlaps;           /**< calls of w1 and w2 run beside dispatch: see step.c */
     EpStream weights_stream; /**< of all weights' calls: the device's stream, or its second one */
 } Layer;
@@ -121,8 +129,6 @@ int64_t weights_workspace(const Layer *layer);
 
 /** Memory of the device for a tensor that describes its shape; false with a message. */
 bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what);
-/** Bring a tensor's contents from the host's memory. */
-bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents);
 
 /** The number of ranks that have a shard each of the weight as it is used. */
 int moe_scattered_ranks(const Layer *layer, WeightId id);

@@ -10,19 +10,26 @@
 enum {
     TOGETHER = NUM_MOE_PHASES,
     APART = TOGETHER + NUM_MOE_OVERLAPS,
-    WHOLE_STEP = APART + NUM_MOE_OVERLAPS,
+    CALLS = APART + NUM_MOE_OVERLAPS,
+    WHOLE_STEP,
     NUM_TIMED
 };
 
 static bool run_step(Layer *layer) {
     const int64_t before = layer->device.gemm_calls;
+    if (layer->graph) return layer->device.replay(&layer->device, layer->graph);
     bool ok = moe_step_run(layer);
     layer->gemm_calls = layer->device.gemm_calls - before;
     return ok;
 }
 
+static bool queue_step(void *layer) {
+    return moe_step_run(layer);
+}
+
 static bool run_timed(Layer *layer, int which) {
     if (which == WHOLE_STEP) return run_step(layer);
+    if (which == CALLS) return !layer->graph || moe_step_run(layer);
     if (which >= APART) return moe_overlap_run_apart(layer, (MoeOverlapId)(which - APART));
     if (which >= TOGETHER) return moe_overlap_run(layer, (MoeOverlapId)(which - TOGETHER));
     return moe_phase_run(layer, (MoePhase)which);
@@ -52,6 +59,7 @@ static bool time_phases(Layer *layer, MoeResult *out) {
         out->overlaps[i] = (OverlapResult){moe_overlap_exists(layer, (MoeOverlapId)i),
                                            times[TOGETHER + i], times[APART + i]};
     out->step = times[WHOLE_STEP];
+    if (layer->graph) out->calls = times[CALLS];
     out->gemm_calls = layer->gemm_calls;
     return true;
 }
@@ -174,7 +182,7 @@ static void set_floors(const Layer *layer, const Quantiles *copies, double flops
         PhaseResult *phase = &out->phases[p];
         if (phase->flops > 0)
             phase->floor_us = (double)phase->flops / (flops_per_us * rate_of(layer, (MoePhase)p));
-        if (phase->bytes > 0) phase->floor_us = copies[p].median_us;
+        if (phase->bytes > 0) phase->floor_us = fmax(phase->floor_us, copies[p].median_us);
         if (phase->floor_us > 0) out->floor_us += phase->floor_us;
     }
 }
@@ -207,11 +215,22 @@ static bool share_checks(Layer *layer, const MoeCheck *check, MoeResult *out) {
     return world_broadcast(layer->world, &out->wrong, sizeof(out->wrong));
 }
 
+/* Forward alone is one graph. It is captured when all of it has run once. */
+static bool capture(Layer *layer) {
+    MoeDevice *d = &layer->device;
+    const int64_t before = d->gemm_calls;
+    if (!layer->options->forward || !d->capture) return true;
+    bool ok = world_all(layer->world, moe_step_run(layer) && d->finish(d)) &&
+              world_all(layer->world, d->capture(d, queue_step, layer, &layer->graph));
+    layer->gemm_calls = (d->gemm_calls - before) / 2;
+    return ok;
+}
+
 static bool measure(Layer *layer, MoeCheck *check, MoeResult *out) {
     const bool checks = layer->options->run.check;
     return count_work(layer, out) && count_facts(layer, out) &&
            (!checks || (check_open(layer, check) && check_step(check))) &&
-           (!layer->options->compare || moe_compare(layer, &out->comparison)) &&
+           (!layer->options->compare || moe_compare(layer, &out->comparison)) && capture(layer) &&
            time_phases(layer, out) && (!checks || check_step(check)) &&
            (!layer->options->run.floor || measure_floor(layer, out)) &&
            (!checks || share_checks(layer, check, out));

@@ -28,6 +28,7 @@ typedef struct MoeResult {
     PhaseResult phases[NUM_MOE_PHASES];
     OverlapResult overlaps[NUM_MOE_OVERLAPS];
     Quantiles step;
+    Quantiles calls;                /**< of the step without its graph; 0: there is no graph */
     double floor_us;                /**< of the step: the sum of the phases'; negative: none */
     double gemm_flops;              /**< per second and rank, of a plain GEMM; 0: not measured */
     int gemm_size;                  /**< of that GEMM's matrices */

@@ -54,6 +54,12 @@ static const Option specs[] = {
      "a stack of N layers with buffers for the weights of two: those of the next layer travel "
      "while "
      "one computes (default 1)"},
+    {0, "forward", NULL, OPTION_FLAG(forward), "forward", 0,
+     "forward alone, as in inference: weights are gathered before, dispatch quantises where "
+     "products take e4m3, and GPUs replay the step as one graph"},
+    {0, "shared", "N", OPTION_INT(shared, 0, OPTION_MAX_COUNT), "shared", 0,
+     "with --forward, a shared expert of N inner elements, which takes all tokens (default 0: "
+     "none)"},
     {0, "regather", "0|1", OPTION_SWITCH(regather), "regather", 0,
      "gather w1 and w2 again for backward, into the same memory (default 0; --blocks rows always "
      "gathers for each direction)"},
@@ -107,9 +113,26 @@ static bool validate_e4m3(const MoeOptions *o) {
         return bench_refuse("--quant: expected multiples of 16 for --hidden and --ffn on GPUs, "
                             "got %lld and %lld",
                             (long long)o->hidden, (long long)o->ffn);
-    if (o->wgrad != MOE_WGRAD_DTYPE && o->alignment && o->alignment % 128)
+    if (!o->forward && o->wgrad != MOE_WGRAD_DTYPE && o->alignment && o->alignment % 128)
         return bench_refuse("--wgrad fp8: expected --align of a multiple of 128, got %lld",
                             (long long)o->alignment);
+    return true;
+}
+
+static bool validate_forward(const MoeOptions *o) {
+    if (o->shared && !o->forward)
+        return bench_refuse("--shared: expected --forward with it, got none");
+    if (o->shared && !option_check_row("shared", o->shared, o->type)) return false;
+    if (!o->forward) return true;
+    if (o->layers > 1)
+        return bench_refuse("--forward: expected one layer with it, got --layers %lld",
+                            (long long)o->layers);
+    if (o->wgrad || o->regather)
+        return bench_refuse("--forward: expected no %s with it, which is for backward",
+                            o->wgrad ? "--wgrad" : "--regather 1");
+    if (o->overlap == 1)
+        return bench_refuse("--overlap: expected 0 with --forward, whose weights do not travel, "
+                            "got 1");
     return true;
 }
 
@@ -128,20 +151,21 @@ static bool validate(const MoeOptions *o) {
         return bench_refuse(
             "--overlap: expected 0 on the host, whose calls have finished when they "
             "return, got 1");
-    return validate_e4m3(o) && (!o->alignment || option_check_alignment(o->alignment)) &&
+    return validate_forward(o) && validate_e4m3(o) &&
+           (!o->alignment || option_check_alignment(o->alignment)) &&
            option_check_threads(&o->run) && option_check_row("hidden", o->hidden, o->type);
 }
 
 bool moe_options_check(void *options) {
     MoeOptions *o = options;
     if (!validate(o)) return false;
-    if (o->overlap == NOT_GIVEN) o->overlap = o->backend == EP_BACKEND_CUDA;
+    if (o->overlap == NOT_GIVEN) o->overlap = o->backend == EP_BACKEND_CUDA && !o->forward;
     const QuantFormat *format = quant_format(o->quant);
     bool rows = format->bits && !format->has_tiles;
     if (!o->blocks) o->blocks = rows ? EP_BLOCKS_ROWS : EP_BLOCKS_TILES;
     if (o->compare == NOT_GIVEN) o->compare = format->bits > 0 && o->layers == 1;
     if (o->layers > 1) o->regather = 1; /* what was gathered is overwritten before backward */
-    if (!o->wgrad && moe_multiplies_e4m3(o)) o->wgrad = MOE_WGRAD_FP8;
+    if (!o->forward && !o->wgrad && moe_multiplies_e4m3(o)) o->wgrad = MOE_WGRAD_FP8;
     if (!o->alignment) o->alignment = o->wgrad == MOE_WGRAD_FP8 ? 128 : 1;
     return true;
 }

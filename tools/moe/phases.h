@@ -10,6 +10,7 @@
 typedef enum MoePhase {
     MOE_ROUTER,
     MOE_PREPARE,
+    MOE_SHARED,
     MOE_DISPATCH,
     MOE_GATHER_W1,
     MOE_GATHER_W2,
@@ -99,6 +100,9 @@ bool moe_overlap_run_apart(Layer *layer, MoeOverlapId id);
 bool moe_phase_run(Layer *layer, MoePhase phase);
 
 bool moe_step_run(Layer *layer);
+
+/** Gather w1 and w2 as forward products take them, for a step that does not. */
+bool moe_weights_load(Layer *layer);
 
 /** Collective: run each call of a weight once, alone, and wait until it is over on all ranks. */
 bool moe_weights_warm_up(Layer *layer);

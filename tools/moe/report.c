@@ -16,6 +16,10 @@ static void report_mesh(const MoeReport *report) {
            mesh->spec_text);
 }
 
+static const char *dispatched(const MoeOptions *o) {
+    return moe_multiplies_e4m3(o) ? "dispatch quantises rows" : "rows travel as they are";
+}
+
 static void report_config(const MoeOptions *o) {
     printf("# config:  hidden %lld, ffn %lld, top-%lld of %lld experts, %s, %s tokens, seed %lld\n",
            (long long)o->hidden, (long long)o->ffn, (long long)o->top_k, (long long)o->experts,
@@ -31,7 +35,12 @@ static void report_config(const MoeOptions *o) {
     if (moe_multiplies_e4m3(o))
         printf(", gradients of weights from %s",
                o->wgrad == MOE_WGRAD_FP8 ? "e4m3" : moe_options_name(o, "dtype"));
-    printf("%s\n", o->regather ? ", again for backward" : "");
+    printf("%s\n", o->forward ? ", before the step" : o->regather ? ", again for backward" : "");
+    if (o->forward)
+        printf("# forward: %s%s", dispatched(o),
+               o->backend == EP_BACKEND_CUDA ? ", one graph" : "");
+    if (o->shared) printf("; a shared expert of %lld", (long long)o->shared);
+    if (o->forward) printf("\n");
 }
 
 static void report_backend(const Layer *layer) {
@@ -43,8 +52,8 @@ static void report_backend(const Layer *layer) {
 }
 
 void moe_report_header(const MoeReport *report) {
-    printf("# ep_moe: libep " VERSION_FORMAT ": one MoE layer, forward and backward\n",
-           VERSION_NUMBERS);
+    printf("# ep_moe: libep " VERSION_FORMAT ": one MoE layer, %s\n", VERSION_NUMBERS,
+           report->options->forward ? "forward alone" : "forward and backward");
     report_machine(&report->machine);
     report_mesh(report);
     report_config(report->options);
@@ -53,7 +62,8 @@ void moe_report_header(const MoeReport *report) {
            (long long)report->options->run.iterations, (long long)report->options->run.warmup,
            report->layer->device.backend == EP_BACKEND_CUDA ? "CUDA events" : "host clock");
     printf("#\n# flops, and bytes read and written, are those of the rank that has most\n");
-    printf("# floor: the same bytes copied, or the flops at the rate of a plain GEMM\n");
+    printf(
+        "# floor: the larger of the same bytes copied and the flops at the rate of a plain GEMM\n");
     printf("#%-20s %11s %11s %13s %13s %11s %7s %7s\n", "phase", "median_us", "p99_us", "bytes",
            "Mflop", "floor_us", "ratio", "#wrong");
     fflush(stdout);
@@ -83,6 +93,7 @@ static void report_table(const MoeResult *r) {
         sum += phase->time.median_us;
     }
     report_line("step", r->step, bytes, flops, r->floor_us, r->checked ? r->wrong : -1);
+    if (r->calls.median_us > 0) report_line("step_calls", r->calls, 0, 0, -1, -1);
     printf("# step: all phases without barriers between them; their medians add up to %.1f us\n",
            sum);
 }
@@ -120,7 +131,7 @@ static void report_facts(const MoeResult *r) {
 static void report_comparison(const MoeComparison *c) {
     if (!c->exists) return;
     printf("# compare: with a layer without --quant, norms of differences relative to norms\n");
-    for (int i = 0; i < MOE_COMPARED; i++)
+    for (int i = 0; i < MOE_COMPARED && c->results[i].name; i++)
         printf("# compare: %-11s error %.2e, bound %.2e\n", c->results[i].name, c->results[i].error,
                c->results[i].bound);
     for (int p = 0; p < NUM_MOE_PHASES; p++)
@@ -137,8 +148,9 @@ static void report_checks(const MoeResult *r) {
                "element\n");
     for (int i = 0; r->checked && i < NUM_CHECKS; i++) {
         const CheckResult *c = &r->checks[i];
-        printf("# check: %-12s %10lld elements, largest error %.2e, bound %.2e, wrong %lld\n",
-               c->name, (long long)c->elements, c->worst, c->bound, (long long)c->wrong);
+        if (r->phases[c->phase].exists)
+            printf("# check: %-12s %10lld elements, largest error %.2e, bound %.2e, wrong %lld\n",
+                   c->name, (long long)c->elements, c->worst, c->bound, (long long)c->wrong);
     }
     if (r->first_wrong[0]) printf("# wrong: %s\n", r->first_wrong);
     report_wrong(r->checked, r->wrong);
@@ -252,7 +264,7 @@ static void put_checks(Json *j, const MoeResult *r) {
 static void put_comparison(Json *j, const MoeComparison *c) {
     if (!c->exists) return;
     json_begin(j, "compared", '[');
-    for (int i = 0; i < MOE_COMPARED; i++) {
+    for (int i = 0; i < MOE_COMPARED && c->results[i].name; i++) {
         json_begin(j, NULL, '{');
         json_put_text(j, "name", c->results[i].name);
         json_put_real(j, "error", c->results[i].error);
@@ -284,6 +296,7 @@ bool moe_json_write(const MoeReport *report, const MoeResult *result, const char
     json_begin(&j, "step", '{');
     put_times(&j, result->step, result->floor_us);
     json_end(&j, '}');
+    json_put_positive(&j, "step_calls_us", result->calls.median_us);
     json_put_positive(&j, "gemm_flops_per_second", result->gemm_flops);
     json_put_int(&j, "tokens_min", result->tokens_min);
     json_put_int(&j, "tokens_max", result->tokens_max);

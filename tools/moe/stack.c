@@ -23,7 +23,6 @@
 
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "tools/common/util.h"
 
@@ -178,23 +177,22 @@ static int64_t count_results(const Stack *s) {
     return 2 + s->num * NUM_WEIGHTS;
 }
 
-static bool take(Stack *s, int64_t i, char **out) {
-    const EpTensor *t = result_of(s, i);
+/* A copy in the device's memory. */
+static bool take(Stack *s, int64_t i, EpTensor *out) {
     MoeDevice *d = device_of(s);
-    *out = bench_alloc(1, (size_t)tensor_bytes(t), "a result");
-    return *out && d->download(d, *out, t->data, (size_t)tensor_bytes(t));
+    const size_t bytes = (size_t)tensor_bytes(result_of(s, i));
+    *out = *result_of(s, i);
+    out->data = d->alloc(d, bytes, "a result of layers apart");
+    return out->data && d->copy(d, out->data, result_of(s, i)->data, bytes);
 }
 
-static bool compare(Stack *s, int64_t i, const char *want, StackResult *out) {
-    const EpTensor *t = result_of(s, i);
-    const size_t unit = ep_type_bytes(t->type);
-    char *got = NULL;
-    bool ok = take(s, i, &got);
-    for (int64_t e = 0; ok && e < tensor_elements(t); e++)
-        out->wrong += memcmp(got + (size_t)e * unit, want + (size_t)e * unit, unit) != 0;
-    out->elements += tensor_elements(t);
-    free(got);
-    return ok;
+static bool compare(Stack *s, int64_t i, const EpTensor *want, StackResult *out) {
+    MoeDevice *d = device_of(s);
+    Difference difference;
+    if (!d->differ(d, result_of(s, i), want, &difference)) return false;
+    out->wrong += difference.elements;
+    out->elements += tensor_elements(want);
+    return true;
 }
 
 static void plant_fault(Stack *s, int fault) {
@@ -203,7 +201,7 @@ static void plant_fault(Stack *s, int fault) {
 }
 
 /* Without the faults that tests plant. */
-static bool take_apart(Stack *s, char **want) {
+static bool take_apart(Stack *s, EpTensor *want) {
     const int fault = s->options[0].fault;
     plant_fault(s, -1);
     bool ok = run_apart(s) && device_of(s)->finish(device_of(s));
@@ -218,15 +216,15 @@ static bool take_apart(Stack *s, char **want) {
 /* The step gives the same bits as layers apart. */
 static bool check(Stack *s, StackResult *out) {
     const int64_t count = count_results(s);
-    char **want = bench_alloc((size_t)count, sizeof(char *), "results");
+    EpTensor *want = bench_alloc((size_t)count, sizeof(EpTensor), "results");
     bool ok = want && take_apart(s, want);
     ok = world_all(s->world, ok);
     ok = ok && world_all(s->world, run_step(s) && device_of(s)->finish(device_of(s)));
     out->wrong = 0;
     for (int64_t i = 0; ok && i < count; i++)
-        ok = compare(s, i, want[i], out);
+        ok = compare(s, i, &want[i], out);
     for (int64_t i = 0; want && i < count; i++)
-        free(want[i]);
+        if (want[i].data) device_of(s)->release(device_of(s), want[i].data);
     free(want);
     int64_t sums[] = {out->elements, out->wrong};
     if (!world_all(s->world, ok) || !world_sum(s->world, sums, 2)) return false;
