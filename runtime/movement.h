@@ -222,7 +222,7 @@ typedef struct EpScatter {
 /** Returns fact 3 of a scatter's operation: a dispatch carries weights, and only a combine_backward
  *  has a grad_quant. `weights`: the fact where weights travel. */
 static inline int64_t ep_scatter_fact(const EpScatter *s, int64_t weights) {
-    return s->t.carries_weights ? weights : s->grad_quant;
+    return s->t.carries_weights ? weights : (int64_t)s->grad_quant;
 }
 
 /** Returns the bytes of a row as it travels: with its scales, and its K weights. */
