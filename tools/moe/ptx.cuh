@@ -91,7 +91,7 @@ __device__ __forceinline__ void arrival_arrive_at(uint64_t *arrival, uint32_t ra
     asm volatile("{\n"
                  ".reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
                  "}" ::"r"(shared_address(arrival)),
                  "r"(rank)
                  : "memory");
