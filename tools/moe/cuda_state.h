@@ -10,13 +10,18 @@
 
 #include <cuda_runtime_api.h>
 
+enum { MAX_GRAPHS = 4 };
+
 /** The last two have no time. */
 enum { BEGIN, END, FORKED, JOINED, NUM_EVENTS };
 
 typedef struct CudaState {
     void *cublas; /**< of cublas.c */
     cudaEvent_t events[NUM_EVENTS];
-    cudaGraphExec_t graph; /**< the one that was captured; NULL: none */
+    cudaGraphExec_t graphs[MAX_GRAPHS];
+    int num_graphs;
+    cudaEvent_t *points;
+    int num_points;
 } CudaState;
 
 static inline CudaState *cuda_state(const MoeDevice *d) {

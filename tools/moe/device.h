@@ -92,6 +92,10 @@ struct MoeDevice {
      *  neither. */
     bool (*fork)(MoeDevice *d);
     bool (*join)(MoeDevice *d);
+    /** A point is what was queued on `stream`, or on `side`, when it was marked. What is queued on
+     *  the other one after await follows it. Callers number points from 0 on. */
+    bool (*mark)(MoeDevice *d, bool side, int point);
+    bool (*await)(MoeDevice *d, bool side, int point);
     /** Time what is queued in between, by the device's own clock: on GPUs by events. stop waits for
      *  it, as finish does, and sets took_us. */
     bool (*start)(MoeDevice *d);

@@ -195,6 +195,11 @@ static bool host_finish(MoeDevice *d) {
     return true;
 }
 
+static bool host_point(MoeDevice *d, bool side, int point) {
+    (void)d, (void)side, (void)point;
+    return true;
+}
+
 static void host_exchange(MoeDevice *d) {
     (void)d;
 }
@@ -237,6 +242,8 @@ bool moe_host_create(MoeDevice *out, int threads) {
                        .join = host_finish,
                        .start = host_start,
                        .stop = host_stop,
+                       .mark = host_point,
+                       .await = host_point,
                        .exchange = host_exchange,
                        .destroy = host_destroy,
                        .multiply = host_multiply,

@@ -314,11 +314,12 @@ static void release_gathered(Layer *layer, Gathered *g) {
 static void release_weight(Layer *layer, Weight *w) {
     release(layer, &w->shard);
     release(layer, &w->grad_shard);
-    if (layer->below && layer->below->below) return; /* the rest is the second one's below */
+    const bool shares = layer->below && layer->below->below; /* with the second one below */
+    if (!shares || w->keeps) release_gathered(layer, &w->forward);
+    if (shares) return;
     release(layer, &w->grad);
     release(layer, &w->reduce_workspace);
     if (w->two_forms) release_gathered(layer, &w->backward);
-    release_gathered(layer, &w->forward);
 }
 
 /* The weights end with their communicator. */

@@ -51,18 +51,20 @@ static const Option specs[] = {
     {0, "compare", "0|1", OPTION_SWITCH(compare), NULL, NOT_GIVEN,
      "run the layer without --quant, too, and compare (default 1 with --quant)"},
     {0, "layers", "N", OPTION_INT(layers, 1, 1024), "layers", 1,
-     "a stack of N layers with buffers for the weights of two: those of the next layer travel "
-     "while "
-     "one computes (default 1)"},
+     "a stack of N layers: weights and gradients travel while other layers compute (default 1)"},
     {0, "forward", NULL, OPTION_FLAG(forward), "forward", 0,
      "forward alone, as in inference: weights are gathered before, dispatch quantises where "
      "products take e4m3, and GPUs replay the step as one graph"},
     {0, "shared", "N", OPTION_INT(shared, 0, OPTION_MAX_COUNT), "shared", 0,
      "with --forward, a shared expert of N inner elements, which takes all tokens (default 0: "
      "none)"},
+    {0, "graph", "0|1", OPTION_SWITCH(graph), NULL, NOT_GIVEN,
+     "on GPUs, replay the step as a graph (default 1 with --forward; on the host 1 is refused)"},
+    {0, "wire", "GB/S", OPTION_INT(wire, 1, 1 << 20), NULL, 350,
+     "what a GPU sends to others, for the floors of calls of weights on GPUs (default 350)"},
     {0, "regather", "0|1", OPTION_SWITCH(regather), "regather", 0,
-     "gather w1 and w2 again for backward, into the same memory (default 0; --blocks rows always "
-     "gathers for each direction)"},
+     "gather w1 and w2 again for backward, into the same memory, which layers i and i + 2 of a "
+     "stack share (default 0; --blocks rows and products of e4m3 gather for each direction)"},
     {0, "align", "N", OPTION_INT(alignment, 1, 1 << 20), "alignment", 0,
      "slabs are padded to multiples of this power of two (default 1; 128 for --wgrad fp8)"},
     {0, "backend", "auto|host|cuda", OPTION_CHOICE(backend, option_backends), NULL, EP_BACKEND_AUTO,
@@ -151,6 +153,8 @@ static bool validate(const MoeOptions *o) {
         return bench_refuse(
             "--overlap: expected 0 on the host, whose calls have finished when they "
             "return, got 1");
+    if (o->graph == 1 && o->backend != EP_BACKEND_CUDA)
+        return bench_refuse("--graph: expected 0 on the host, got 1");
     return validate_forward(o) && validate_e4m3(o) &&
            (!o->alignment || option_check_alignment(o->alignment)) &&
            option_check_threads(&o->run) && option_check_row("hidden", o->hidden, o->type);
@@ -164,7 +168,7 @@ bool moe_options_check(void *options) {
     bool rows = format->bits && !format->has_tiles;
     if (!o->blocks) o->blocks = rows ? EP_BLOCKS_ROWS : EP_BLOCKS_TILES;
     if (o->compare == NOT_GIVEN) o->compare = format->bits > 0 && o->layers == 1;
-    if (o->layers > 1) o->regather = 1; /* what was gathered is overwritten before backward */
+    if (o->graph == NOT_GIVEN) o->graph = o->backend == EP_BACKEND_CUDA && o->forward;
     if (!o->forward && !o->wgrad && moe_multiplies_e4m3(o)) o->wgrad = MOE_WGRAD_FP8;
     if (!o->alignment) o->alignment = o->wgrad == MOE_WGRAD_FP8 ? 128 : 1;
     return true;
