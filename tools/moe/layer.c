@@ -39,8 +39,8 @@ static bool make_token_tensors(Layer *layer) {
         return false;
     if (o->forward) return true;
     return make(layer, T_GRAD_OUT, type, t, o->hidden) &&
-           make(layer, T_ROUTED, EP_TYPE_FP32, t, o->hidden) &&
-           make(layer, T_GRAD_LOGITS, EP_TYPE_FP32, t, o->experts) &&
+
+           make(layer, T_GRAD_LOGITS, type, t, o->experts) &&
            make(layer, T_GRAD_TOPK, EP_TYPE_FP32, t, o->top_k);
 }
 

@@ -43,9 +43,8 @@ typedef enum TensorId {
     T_GRAD_OUT,      /**< [T, H] */
     T_OUT,           /**< [T, H] */
     T_GRAD_TOKENS,   /**< [T, H] */
-    T_ROUTED,        /**< [T, H] FP32, the router's part of grad_tokens */
     T_PROBS,         /**< [T, E] FP32, first the logits */
-    T_GRAD_LOGITS,   /**< [T, E] FP32 */
+    T_GRAD_LOGITS,   /**< [T, E], of the type that products take */
     T_INDEX,         /**< [T, K] INT32 */
     T_TOPK,          /**< [T, K] FP32, weights */
     T_GRAD_TOPK,     /**< [T, K] FP32 */

@@ -7,8 +7,11 @@
 
 static const Choice weights_at[] = {{"early", WEIGHTS_EARLY}, {"late", WEIGHTS_LATE}, {NULL, 0}};
 static const Choice wgrads[] = {{"fp8", MOE_WGRAD_FP8}, {"dtype", MOE_WGRAD_DTYPE}, {NULL, 0}};
-static const Choice groupings[] = {
-    {"auto", GROUPING_AUTO}, {"each", GROUPING_EACH}, {"one", GROUPING_ONE}, {NULL, 0}};
+static const Choice groupings[] = {{"auto", GROUPING_AUTO},
+                                   {"each", GROUPING_EACH},
+                                   {"one", GROUPING_ONE},
+                                   {"streams", GROUPING_STREAMS},
+                                   {NULL, 0}};
 static const Choice blocks[] = {{"rows", EP_BLOCKS_ROWS}, {"tiles", EP_BLOCKS_TILES}, {NULL, 0}};
 
 enum { NOT_GIVEN = -1 };
@@ -81,9 +84,9 @@ static const Option specs[] = {
     OPTION_JSON,
     {0, "seed", "N", OPTION_INT(run.seed, 0, INT64_MAX), "seed", 1,
      "seed of all contents (default 1)"},
-    {0, "gemms", "auto|each|one", OPTION_CHOICE(grouping, groupings), NULL, GROUPING_AUTO,
-     "on GPUs, a call of cuBLAS for each expert's product, or one for all (default auto: one where "
-     "experts have few rows)"},
+    {0, "gemms", "auto|each|one|streams", OPTION_CHOICE(grouping, groupings), NULL, GROUPING_AUTO,
+     "on GPUs, a call of cuBLAS for each expert's product, on one stream or on several, or one for "
+     "all (default auto: one where experts have few rows, else several streams)"},
     {0, "gemm-threads", "N", OPTION_INT(gemm_threads, 1, 1024), NULL, 0,
      "threads of each rank's GEMM (default: cores / ranks)"},
     OPTION_THREADS,

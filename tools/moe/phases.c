@@ -187,9 +187,8 @@ static bool route_backward(Layer *layer, const Phase *p) {
     (void)p;
     return DEVICE(choose_backward, TENSOR(PROBS), TENSOR(INDEX), TENSOR(GRAD_TOPK),
                   TENSOR(GRAD_LOGITS)) &&
-           DEVICE(multiply, &layer->all_tokens, TENSOR(GRAD_LOGITS), &w->forward.values, true,
-                  TENSOR(ROUTED)) &&
-           DEVICE(add, TENSOR(ROUTED), TENSOR(GRAD_TOKENS)) &&
+           DEVICE(accumulate, &layer->all_tokens, TENSOR(GRAD_LOGITS), &w->forward.values, true,
+                  TENSOR(GRAD_TOKENS)) &&
            DEVICE(correlate, &layer->all_tokens, TENSOR(TOKENS), TENSOR(GRAD_LOGITS), &w->grad);
 }
 
