@@ -137,13 +137,15 @@ static EpGroupConfig group_config(const MoeOptions *o, EpBackend backend) {
     return config;
 }
 
-/* NCCL's kernels start beside one of libep if it leaves them so many multiprocessors. */
+/* NCCL's kernels start beside one of libep if it leaves them so many multiprocessors, unless
+ * --weight-sms says how many they take. */
 #define NCCL_SMS 48
 
 static EpHandleConfig handle_config(const Layer *layer) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     const int sms = layer->device.multiprocessors;
-    const int rest = sms - (sms / 2 < NCCL_SMS ? sms / 2 : NCCL_SMS);
+    const int ctas = layer->options->weight_sms ? (int)layer->options->weight_sms : NCCL_SMS;
+    const int rest = sms - (sms / 2 < ctas ? sms / 2 : ctas);
     if (layer->overlaps) config.num_sms = rest > 2 ? rest : 2;
     if (layer->dispatches_e4m3) {
         config.quant = (EpQuant)layer->options->quant;
