@@ -35,15 +35,16 @@ static const struct {
     [CHECK_TOPK] = {"topk_weights", MOE_ROUTER, 0, 0, 0},
     /* gate, up, a, y, a partial sum that travels, one of a node, out; rows twice, a */
     [CHECK_OUT] = {"out", MOE_COMBINE, 7, 3, 0},
-    /* gate, up, grad_y, grad_a, grad_z, the slot's gradient, two partial sums, their sum, and with
-       the router's part; rows twice, grad_y, grad_z */
-    [CHECK_GRAD_TOKENS] = {"grad_tokens", MOE_ROUTER_BACKWARD, 10, 4, 0},
+    /* gate, up, grad_y, grad_a, grad_z, the slot's gradient, two partial sums, their sum, the
+       logits' gradient, and the sum with the router's part; rows twice, grad_y, grad_z */
+    [CHECK_GRAD_TOKENS] = {"grad_tokens", MOE_ROUTER_BACKWARD, 11, 4, 0},
     /* gate, up, grad_y, grad_a, grad_z, the rank's gradient; rows twice, grad_y; rows, grad_z */
     [CHECK_GRAD_W1] = {"grad_w1", MOE_REDUCE_W1, 6, 3, 2},
     /* gate, up, a, grad_y, the rank's gradient; rows twice; a, grad_y */
     [CHECK_GRAD_W2] = {"grad_w2", MOE_REDUCE_W2, 5, 2, 2},
-    /* gate, up, a, y: late; gate, up, grad_a: early; rows twice, and a or grad_y */
-    [CHECK_GRAD_ROUTER] = {"grad_router", MOE_REDUCE_ROUTER, 4, 3, 0},
+    /* gate, up, a, y: late; gate, up, grad_a: early; the logits' gradient; rows twice, and a or
+       grad_y */
+    [CHECK_GRAD_ROUTER] = {"grad_router", MOE_REDUCE_ROUTER, 5, 3, 0},
 };
 
 static double bound_of(const MoeOptions *o, CheckId id) {

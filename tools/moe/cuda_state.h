@@ -10,13 +10,18 @@
 
 #include <cuda_runtime_api.h>
 
+enum { MAX_GRAPHS = 4 };
+
 /** The last two have no time. */
 enum { BEGIN, END, FORKED, JOINED, NUM_EVENTS };
 
 typedef struct CudaState {
     void *cublas; /**< of cublas.c */
     cudaEvent_t events[NUM_EVENTS];
-    cudaGraphExec_t graph; /**< the one that was captured; NULL: none */
+    cudaGraphExec_t graphs[MAX_GRAPHS];
+    int num_graphs;
+    cudaEvent_t *points;
+    int num_points;
 } CudaState;
 
 static inline CudaState *cuda_state(const MoeDevice *d) {
@@ -27,8 +32,8 @@ static inline cudaStream_t cuda_stream_of(const MoeDevice *d) {
     return (cudaStream_t)d->stream;
 }
 
-/** to = from, or to += from with `add`, converted by way of fp32. */
-bool cuda_convert(MoeDevice *d, const EpTensor *from, const EpTensor *to, int add);
+/** to = from, converted by way of fp32. */
+bool cuda_convert(MoeDevice *d, const EpTensor *from, const EpTensor *to);
 
 /** Load cuBLAS for the device's stream, and say its name and version. False, with a message. */
 bool cublas_open(MoeDevice *d, char *name, size_t bytes);
@@ -40,6 +45,8 @@ bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const 
                    bool transposed, const EpTensor *c);
 bool cuda_correlate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                     const EpTensor *c);
+bool cuda_accumulate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
+                     bool transposed, const EpTensor *c);
 bool cuda_multiply_scaled(MoeDevice *d, const Groups *groups, const Scaled *a, const Scaled *b,
                           const EpTensor *c);
 bool cuda_correlate_scaled(MoeDevice *d, const Groups *groups, const Scaled *a, const Scaled *b,
@@ -47,7 +54,6 @@ bool cuda_correlate_scaled(MoeDevice *d, const Groups *groups, const Scaled *a, 
 bool cuda_choose(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpTensor *weights);
 bool cuda_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
                           const EpTensor *grad_weights, const EpTensor *grad);
-bool cuda_add(MoeDevice *d, const EpTensor *in, const EpTensor *out);
 bool cuda_activate(MoeDevice *d, const Groups *groups, const EpTensor *z, const EpTensor *w,
                    const EpTensor *a);
 bool cuda_activate_backward(MoeDevice *d, const Groups *groups, const EpTensor *z,

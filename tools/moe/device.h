@@ -47,9 +47,11 @@ typedef struct Difference {
 
 /** How the products of all groups are called, but for those of e4m3, which have one launch. */
 typedef enum Grouping {
-    GROUPING_AUTO = 1, /**< in one call where groups are small */
-    GROUPING_EACH = 2, /**< each by itself */
-    GROUPING_ONE = 3   /**< in one call */
+    GROUPING_AUTO = 1,   /**< in one call where groups are small, else on several streams */
+    GROUPING_EACH = 2,   /**< each by itself */
+    GROUPING_ONE = 3,    /**< in one call */
+    GROUPING_STREAMS = 4 /**< each by itself, on several streams in turn: so that the last blocks of
+                              one run beside the first ones of the next */
 } Grouping;
 
 typedef struct MoeDevice MoeDevice;
@@ -92,6 +94,10 @@ struct MoeDevice {
      *  neither. */
     bool (*fork)(MoeDevice *d);
     bool (*join)(MoeDevice *d);
+    /** A point is what was queued on `stream`, or on `side`, when it was marked. What is queued on
+     *  the other one after await follows it. Callers number points from 0 on. */
+    bool (*mark)(MoeDevice *d, bool side, int point);
+    bool (*await)(MoeDevice *d, bool side, int point);
     /** Time what is queued in between, by the device's own clock: on GPUs by events. stop waits for
      *  it, as finish does, and sets took_us. */
     bool (*start)(MoeDevice *d);
@@ -110,10 +116,13 @@ struct MoeDevice {
      *
      * multiply   c[rows, n] = a[rows, k] * b_g[k, n], by groups of rows; `transposed`: b_g is
      *            [n, k]. The b_g follow one another.
+     * accumulate as multiply, added to what is in c before it is rounded
      * correlate  c_g[m, n] = a[rows, m]^T * b[rows, n], over each group's rows
      */
     bool (*multiply)(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                      bool transposed, const EpTensor *c);
+    bool (*accumulate)(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
+                       bool transposed, const EpTensor *c);
     bool (*correlate)(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                       const EpTensor *c);
 
@@ -136,11 +145,9 @@ struct MoeDevice {
      * expert first.
      */
     bool (*choose)(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpTensor *weights);
-    /** grad [T, E], of the logits, from that of the weights. */
+    /** grad [T, E], of the logits, from that of the weights; rounded to its type. */
     bool (*choose_backward)(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
                             const EpTensor *grad_weights, const EpTensor *grad);
-    /** out += in, FP32, rounded to the type of `out`. */
-    bool (*add)(MoeDevice *d, const EpTensor *in, const EpTensor *out);
 
     /**
      * SwiGLU. z [rows, 2F] is gate and up: a = w * silu(gate) * up. w [rows] FP32 is NULL for 1.

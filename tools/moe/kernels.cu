@@ -106,7 +106,8 @@ bool cuda_choose(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpT
 struct ChooseBackwardArgs {
     const float *p, *grad_weights;
     const int32_t *idx;
-    float *grad;
+    void *grad;
+    EpType type; /* of grad */
     int64_t tokens;
     int32_t experts, k;
 };
@@ -117,14 +118,14 @@ static __global__ void __launch_bounds__(THREADS)
     const int32_t lane = (int32_t)threadIdx.x % 32;
     if (t >= a.tokens) return;
     const float *row = a.p + t * a.experts;
-    float *out = a.grad + t * a.experts, part = 0;
+    float part = 0;
     const int32_t mine = lane < a.k ? a.idx[t * a.k + lane] : 0;
     if (lane < a.k) part = row[mine] * a.grad_weights[t * a.k + lane];
     const float mean = warp_sum(part);
     for (int32_t e = lane; e < a.experts; e += 32)
-        out[e] = -row[e] * mean;
+        store_as(a.type, a.grad, t * a.experts + e, -row[e] * mean);
     __syncwarp();
-    if (lane < a.k) out[mine] += part;
+    if (lane < a.k) store_as(a.type, a.grad, t * a.experts + mine, -row[mine] * mean + part);
 }
 
 bool cuda_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
@@ -132,7 +133,8 @@ bool cuda_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
     ChooseBackwardArgs args = {(const float *)p->data,
                                (const float *)grad_weights->data,
                                (const int32_t *)idx->data,
-                               (float *)grad->data,
+                               grad->data,
+                               grad->type,
                                p->shape[0],
                                (int32_t)p->shape[1],
                                (int32_t)idx->shape[1]};
@@ -143,32 +145,24 @@ bool cuda_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
 
 /* ---- conversion ---------------------------------------------------------------------------- */
 
-/* to = from, or to += from, converted by way of fp32. */
+/* to = from, converted by way of fp32. */
 struct ConvertArgs {
     const void *from;
     void *to;
     EpType from_type, to_type;
     int64_t count;
-    int add;
 };
 
 static __global__ void __launch_bounds__(THREADS) convert(const __grid_constant__ ConvertArgs a) {
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    if (i >= a.count) return;
-    float x = load_as(a.from_type, a.from, i);
-    if (a.add) x += load_as(a.to_type, a.to, i);
-    store_as(a.to_type, a.to, i, x);
+    if (i < a.count) store_as(a.to_type, a.to, i, load_as(a.from_type, a.from, i));
 }
 
-bool cuda_convert(MoeDevice *d, const EpTensor *from, const EpTensor *to, int add) {
-    ConvertArgs args = {from->data, to->data, from->type, to->type, tensor_elements(from), add};
+bool cuda_convert(MoeDevice *d, const EpTensor *from, const EpTensor *to) {
+    ConvertArgs args = {from->data, to->data, from->type, to->type, tensor_elements(from)};
     if (args.count == 0) return true;
     convert<<<blocks_of(args.count, THREADS), THREADS, 0, cuda_stream_of(d)>>>(args);
     return cuda_ok(cudaGetLastError(), "converting");
-}
-
-bool cuda_add(MoeDevice *d, const EpTensor *in, const EpTensor *out) {
-    return cuda_convert(d, in, out, 1);
 }
 
 /* ---- activation ---------------------------------------------------------------------------- */

@@ -39,8 +39,8 @@ static bool make_token_tensors(Layer *layer) {
         return false;
     if (o->forward) return true;
     return make(layer, T_GRAD_OUT, type, t, o->hidden) &&
-           make(layer, T_ROUTED, EP_TYPE_FP32, t, o->hidden) &&
-           make(layer, T_GRAD_LOGITS, EP_TYPE_FP32, t, o->experts) &&
+
+           make(layer, T_GRAD_LOGITS, type, t, o->experts) &&
            make(layer, T_GRAD_TOPK, EP_TYPE_FP32, t, o->top_k);
 }
 
@@ -137,13 +137,15 @@ static EpGroupConfig group_config(const MoeOptions *o, EpBackend backend) {
     return config;
 }
 
-/* NCCL's kernels start beside one of libep if it leaves them so many multiprocessors. */
+/* NCCL's kernels start beside one of libep if it leaves them so many multiprocessors, unless
+ * --weight-sms says how many they take. */
 #define NCCL_SMS 48
 
 static EpHandleConfig handle_config(const Layer *layer) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     const int sms = layer->device.multiprocessors;
-    const int rest = sms - (sms / 2 < NCCL_SMS ? sms / 2 : NCCL_SMS);
+    const int ctas = layer->options->weight_sms ? (int)layer->options->weight_sms : NCCL_SMS;
+    const int rest = sms - (sms / 2 < ctas ? sms / 2 : ctas);
     if (layer->overlaps) config.num_sms = rest > 2 ? rest : 2;
     if (layer->dispatches_e4m3) {
         config.quant = (EpQuant)layer->options->quant;
@@ -314,11 +316,12 @@ static void release_gathered(Layer *layer, Gathered *g) {
 static void release_weight(Layer *layer, Weight *w) {
     release(layer, &w->shard);
     release(layer, &w->grad_shard);
-    if (layer->below && layer->below->below) return; /* the rest is the second one's below */
+    const bool shares = layer->below && layer->below->below; /* with the second one below */
+    if (!shares || w->keeps) release_gathered(layer, &w->forward);
+    if (shares) return;
     release(layer, &w->grad);
     release(layer, &w->reduce_workspace);
     if (w->two_forms) release_gathered(layer, &w->backward);
-    release_gathered(layer, &w->forward);
 }
 
 /* The weights end with their communicator. */

@@ -32,6 +32,7 @@ typedef struct Weight {
     Gathered backward; /**< the same as forward, but where `two_forms` */
     bool two_forms;    /**< each direction has its own: blocks of rows, or products of e4m3 */
     bool twice;        /**< it is gathered for each direction */
+    bool keeps;        /**< what is gathered stays until backward: no other layer shares it */
     bool whole;        /**< the shard is what the rank uses: there is nothing to gather */
 } Weight;
 
@@ -42,9 +43,8 @@ typedef enum TensorId {
     T_GRAD_OUT,      /**< [T, H] */
     T_OUT,           /**< [T, H] */
     T_GRAD_TOKENS,   /**< [T, H] */
-    T_ROUTED,        /**< [T, H] FP32, the router's part of grad_tokens */
     T_PROBS,         /**< [T, E] FP32, first the logits */
-    T_GRAD_LOGITS,   /**< [T, E] FP32 */
+    T_GRAD_LOGITS,   /**< [T, E], of the type that products take */
     T_INDEX,         /**< [T, K] INT32 */
     T_TOPK,          /**< [T, K] FP32, weights */
     T_GRAD_TOPK,     /**< [T, K] FP32 */
@@ -119,9 +119,9 @@ bool weights_create(Layer *layer);
  * Later steps find what the one before has written, which is the same. */
 bool weights_spoil(Layer *layer);
 
-/** Bytes of what is gathered, of its gradients, and of workspaces: what a layer shares with the
- *  second one below. */
-int64_t weights_buffers(const Layer *layer);
+/** Bytes of what is gathered, of its gradients, and of workspaces, in a stack of layers: a layer
+ *  shares with the second one below all but what it keeps. */
+int64_t weights_buffers(const Layer *layer, int64_t layers);
 
 /** Bytes of the largest workspace that one call of a weight takes: on one stream all may share it.
  */

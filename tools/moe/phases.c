@@ -187,9 +187,8 @@ static bool route_backward(Layer *layer, const Phase *p) {
     (void)p;
     return DEVICE(choose_backward, TENSOR(PROBS), TENSOR(INDEX), TENSOR(GRAD_TOPK),
                   TENSOR(GRAD_LOGITS)) &&
-           DEVICE(multiply, &layer->all_tokens, TENSOR(GRAD_LOGITS), &w->forward.values, true,
-                  TENSOR(ROUTED)) &&
-           DEVICE(add, TENSOR(ROUTED), TENSOR(GRAD_TOKENS)) &&
+           DEVICE(accumulate, &layer->all_tokens, TENSOR(GRAD_LOGITS), &w->forward.values, true,
+                  TENSOR(GRAD_TOKENS)) &&
            DEVICE(correlate, &layer->all_tokens, TENSOR(TOKENS), TENSOR(GRAD_LOGITS), &w->grad);
 }
 
@@ -399,13 +398,30 @@ static int64_t bytes_moved(Layer *layer, const Phase *p) {
     return layer->slots * elements * (int64_t)ep_type_bytes((EpType)o->type);
 }
 
+/* Each of n ranks sends its part of what is gathered to the others, and of what is reduced their
+ * parts. Ranks of a host copy. */
+static int64_t remote_bytes(const Layer *layer, const Phase *p) {
+    const Gathered *g = gathered_of(layer, p);
+    const int64_t ranks = moe_scattered_ranks(layer, p->weight);
+    if (layer->device.backend == EP_BACKEND_HOST) return 0;
+    if (p->run == gather)
+        return (tensor_bytes(&g->full) + (is_quantised(layer) ? tensor_bytes(&g->scales) : 0)) *
+               (ranks - 1) / ranks;
+    return p->run == reduce ? tensor_bytes(&layer->weights[p->weight].grad) * (ranks - 1) / ranks
+                            : 0;
+}
+
+bool moe_phase_travels(MoePhase phase) {
+    return phases[phase].run == gather || phases[phase].run == reduce;
+}
+
 MoeWork moe_phase_work(Layer *layer, MoePhase phase) {
     const MoeOptions *o = layer->options;
     const Phase *p = &phases[phase];
-    if (!moe_phase_exists(layer, phase)) return (MoeWork){0, 0};
+    if (!moe_phase_exists(layer, phase)) return (MoeWork){0, 0, 0};
     return (MoeWork){2 * p->products * layer->slots * o->hidden * o->ffn +
                          2 * p->routers * layer->tokens * o->hidden * o->experts,
-                     bytes_moved(layer, p)};
+                     bytes_moved(layer, p), remote_bytes(layer, p)};
 }
 
 /* ---- outputs ------------------------------------------------------------------------------- */

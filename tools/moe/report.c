@@ -36,9 +36,7 @@ static void report_config(const MoeOptions *o) {
         printf(", gradients of weights from %s",
                o->wgrad == MOE_WGRAD_FP8 ? "e4m3" : moe_options_name(o, "dtype"));
     printf("%s\n", o->forward ? ", before the step" : o->regather ? ", again for backward" : "");
-    if (o->forward)
-        printf("# forward: %s%s", dispatched(o),
-               o->backend == EP_BACKEND_CUDA ? ", one graph" : "");
+    if (o->forward) printf("# forward: %s%s", dispatched(o), o->graph ? ", one graph" : "");
     if (o->shared) printf("; a shared expert of %lld", (long long)o->shared);
     if (o->forward) printf("\n");
 }
@@ -164,16 +162,24 @@ void moe_report_result(const MoeResult *result) {
     report_checks(result);
 }
 
+static double floor_of(const StackResult *r) {
+    return fmax(r->compute_us, r->wire_us);
+}
+
 void moe_report_stack(const StackResult *r) {
     const double hidden = moe_stack_hidden(r);
-    report_line("step", r->step, 0, 0, -1, r->wrong);
-    report_line("apart", r->apart, 0, 0, -1, -1);
-    report_line("weights", r->weights, 0, 0, -1, -1);
+    report_line("step", r->step, 0, 0, floor_of(r), r->wrong);
+    report_line("apart", r->apart, 0, 0, r->compute_us + r->wire_us, -1);
+    report_line("weights", r->weights, 0, 0, r->wire_us, -1);
     printf("# stack: %lld layers; apart: each gathers and reduces by itself, on one stream; "
            "weights: all of this alone\n",
            (long long)r->layers);
     if (!isnan(hidden)) printf("# stack: hidden: %.0f %% of weights\n", 100 * hidden);
-    printf("# memory: buffers of two layers' weights, promised %lld bytes, taken %lld\n",
+    if (floor_of(r) > 0)
+        printf("# stack: floors: %.1f us of computing, %.1f us of what travels; of a step the "
+               "larger\n",
+               r->compute_us, r->wire_us);
+    printf("# memory: weights that are gathered, and gradients, promised %lld bytes, taken %lld\n",
            (long long)r->promised_bytes, (long long)r->taken_bytes);
     if (r->wrong >= 0)
         printf("# check: %lld elements of the output and all gradients, against the step apart\n",
@@ -320,7 +326,9 @@ bool moe_json_write_stack(const MoeReport *report, const StackResult *r, const c
     put_config(&j, report);
     json_put_machine(&j, &report->machine);
     json_begin(&j, "step", '{');
-    put_times(&j, r->step, -1);
+    put_times(&j, r->step, floor_of(r));
+    json_put_positive(&j, "compute_floor_us", r->compute_us);
+    json_put_positive(&j, "wire_floor_us", r->wire_us);
     json_put_real(&j, "apart_us", r->apart.median_us);
     json_put_real(&j, "weights_us", r->weights.median_us);
     json_put_real(&j, "hidden", moe_stack_hidden(r));

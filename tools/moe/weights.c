@@ -99,6 +99,7 @@ static void choose_forms(const Layer *layer, WeightId id, Weight *w) {
     if (id == WEIGHT_ROUTER) return;
     w->two_forms = quantised && (o->blocks == EP_BLOCKS_ROWS || layer->multiplies_e4m3);
     w->twice = !o->forward && (w->two_forms || o->regather);
+    w->keeps = !w->twice;
     if (!quantised) return;
     w->forward.form.quant = (EpQuant)o->quant;
     w->forward.form.blocks = (EpBlocks)o->blocks;
@@ -129,7 +130,7 @@ static bool describe_weight(Layer *layer, WeightId id) {
 
 /* Weights in one form are gathered into one place, for both directions. */
 static bool create_forms(Layer *layer, Weight *w, const Weight *lent) {
-    if (!create_gathered(layer, w, LENT(forward), &w->forward)) return false;
+    if (!create_gathered(layer, w, w->keeps ? NULL : LENT(forward), &w->forward)) return false;
     if (w->two_forms) return create_gathered(layer, w, LENT(backward), &w->backward);
     w->backward = w->forward;
     return true;
@@ -164,31 +165,36 @@ static int64_t gathered_bytes(const Layer *layer, const Gathered *g) {
            (quantised ? tensor_bytes(&g->scales) : 0) + (values ? tensor_bytes(&g->values) : 0);
 }
 
-int64_t weights_buffers(const Layer *layer) {
+int64_t weights_buffers(const Layer *layer, int64_t layers) {
+    const int64_t shared = layers < 2 ? layers : 2;
     int64_t bytes = 0;
     for (int i = 0; i < NUM_WEIGHTS; i++) {
         const Weight *w = &layer->weights[i];
-        bytes += tensor_bytes(&w->grad) + tensor_bytes(&w->reduce_workspace);
-        if (!w->whole) bytes += gathered_bytes(layer, &w->forward);
-        if (!w->whole && w->two_forms) bytes += gathered_bytes(layer, &w->backward);
+        bytes += shared * (tensor_bytes(&w->grad) + tensor_bytes(&w->reduce_workspace));
+        if (w->whole) continue;
+        bytes += (w->keeps ? layers : shared) * gathered_bytes(layer, &w->forward);
+        if (w->two_forms) bytes += shared * gathered_bytes(layer, &w->backward);
     }
     return bytes;
 }
 
-/* Of a stack, whose layers share the buffers of two: the lowest layer asks for all. */
+/* Of a stack: the lowest layer asks for all. */
 static bool fits(Layer *layer) {
     const int64_t layers = layer->options->layers;
     const int64_t copies =
         layer->options->run.check ? 2 : 1; /* gradients, and those of layers apart */
-    int64_t bytes = 2 * weights_buffers(layer), room = layer->device.room(&layer->device);
+    int64_t bytes = weights_buffers(layer, layers), room = layer->device.room(&layer->device);
     if (layers < 2 || layer->below) return true;
     for (int i = 0; i < NUM_WEIGHTS; i++)
         bytes += layers * (tensor_bytes(&layer->weights[i].shard) +
                            tensor_bytes(&layer->weights[i].grad_shard) * copies);
     return bytes <= room ||
            bench_refuse("--layers: expected room for %lld bytes, of the shards of %lld layers and "
-                        "the buffers of two, got %lld",
-                        (long long)bytes, (long long)layers, (long long)room);
+                        "of %s, got %lld",
+                        (long long)bytes, (long long)layers,
+                        layer->weights[WEIGHT_W1].keeps ? "their weights (--regather 1: of two)"
+                                                        : "the weights of two",
+                        (long long)room);
 }
 
 bool weights_create(Layer *layer) {
