@@ -141,8 +141,9 @@ class Handle(CoreHandle):
         self.top_k = _given(fields.get("top_k"), group.fields["max_top_k"])
         self.capacity = _given(fields.get("max_recv_rows"), group.fields.get("max_recv_rows", 0))
         self.quant = fields.get("quant", Quant.NONE)
-        self._scale_order = fields.get("scale_order", ScaleOrder.BY_ROW)
+        self.scale_order = fields.get("scale_order", ScaleOrder.BY_ROW)
         # What calls ask for is computed once: comparing enums takes as long as half a call.
+        self.grad_quant = fields.get("grad_quant", Quant.NONE)
         self.quantises = self.quant != Quant.NONE
         """Whether dispatch quantises."""
         self.is_exact = self.capacity == 0 and self.layout in (Layout.EXPERT_MAJOR, Layout.FLAT)
@@ -181,7 +182,7 @@ class Handle(CoreHandle):
             top_k=self.top_k,
             has_blocks=self.has_blocks,
             is_per_token=self.is_per_token,
-            by_column=self._scale_order != ScaleOrder.BY_ROW,
+            by_column=self.scale_order != ScaleOrder.BY_ROW,
         )
 
     def _count_most_rows(self, fields: HandleFields) -> int:
@@ -297,7 +298,7 @@ class Handle(CoreHandle):
 
     def scales_shape(self, rows: int, count: int) -> tuple[int, ...]:
         """The shape of recv_scales, with `count` scales per row."""
-        return scales_shape(self._scale_order, self.lead(rows), count)
+        return scales_shape(self.scale_order, self.lead(rows), count)
 
 
 def _given(value: Optional[int], default: int) -> int:

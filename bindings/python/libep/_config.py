@@ -84,12 +84,14 @@ class HandleFields(TypedDict, total=False):
     row_weights: RowWeights  # RANK_MAJOR: ALL for weights of other ranks' experts, too (HERE)
     padding: Padding  # (ZERO)
     sum_quant: Quant  # how partial sums travel: NONE or FP8 (NONE)
+    grad_quant: Quant  # how combine_backward quantises rows: any but NVFP4 (NONE)
 
 
 _ENUMS: dict[str, type[IntEnum]] = {
     "backend": Backend,
     "duplicates": Duplicates,
     "expert_ids": ExpertIds,
+    "grad_quant": Quant,
     "layout": Layout,
     "mode": Mode,
     "overflow": Overflow,

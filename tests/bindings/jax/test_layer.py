@@ -201,6 +201,33 @@ def test_quantised_rows(bootstrap, quant, order):
             ep.dispatch(x[:, :48], idx, global_scale=scale)
 
 
+@pytest.mark.parametrize("order", ["by_row", "by_column"])
+def test_quantised_gradients(bootstrap, order):
+    """They travel as e4m3, in blocks of 128 of which the last one is not full."""
+    mesh, hidden, rows = make_mesh(2), 400, 32
+    fields = dict(num_experts=2, top_k=1, hidden=hidden, max_recv_rows=rows)
+    ep = bootstrap(mesh, grad_quant="fp8", scale_order=order, **fields)
+    x, grad_out = jax.random.normal(jax.random.key(3), (2, 2 * TOKENS, hidden))
+    idx = jnp.arange(2 * TOKENS)[:, None] % 2
+
+    def step(rows, grad_out):
+        _, _, plan = ep.dispatch(x, idx)
+        return jax.vjp(lambda rows: ep.combine(rows, plan), rows)[1](grad_out)[0]
+
+    got = np.asarray(jax.jit(step)(jnp.ones((2 * rows, hidden)), grad_out)).reshape(2, rows, -1)
+    values, scales = map(np.asarray, quantise(grad_out))
+    each = np.repeat(scales, 128, axis=1)[:, :hidden]
+    wanted = values.astype(np.float32) * each
+    for device in range(2):
+        assert np.array_equal(got[device, :TOKENS], wanted[device::2])
+        assert not got[device, TOKENS:].any()
+    with refused("UNSUPPORTED recv_weights: expected None"):
+        _, weights, plan = ep.dispatch(x, idx, jnp.ones((2 * TOKENS, 1)))
+        jax.grad(lambda rows: ep.combine(rows, plan, weights).sum())(jnp.ones((2 * rows, hidden)))
+    with refused("UNSUPPORTED scale_order"):
+        bootstrap(mesh, grad_quant="mxfp8", scale_order="swizzled", alignment=128, **fields)
+
+
 def test_without_counters(bootstrap):
     with refused("EpError expected bootstrap's counters=True"):
         bootstrap(make_mesh(2)).counters()
