@@ -654,7 +654,7 @@ __device__ __forceinline__ void count_entry(const EpGatherArgs &a, const EpEntry
     if (!held.term.from || !counts_rows(a)) return;
     if (e.owner == a.group.rank) ep_count_row(a.stats, ep_member(a.group, a.group.rank), 1);
     if (!a.rounds) return;
-    int source = held.token / max(1, a.shape.nodes.chunk);
+    int source = held.token / max(1, a.shape.nodes.message);
     if (source < a.num_sources) ep_count_row(a.stats, a.sources[source], 1);
 }
 
