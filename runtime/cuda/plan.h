@@ -75,8 +75,10 @@ typedef struct __attribute__((aligned(8))) EpChain {
 typedef enum EpChunkPlan {
     EP_CHUNK_OWN,    /**< this rank's tokens of the chunk, for the node's experts. The owner of an
                          entry of an expert elsewhere is R + the number of its node among the
-                         others, and its row is the message slot there */
-    EP_CHUNK_RELAYED /**< the rows that this rank's sources have sent: sources * chunk of them */
+                         others, and its row is the message slot there. With a limit a message
+                         has rows of other chunks, too: then its row also tells the message, see
+                         ep_message_row */
+    EP_CHUNK_RELAYED /**< the rows that this rank's sources have sent: sources * message of them */
 } EpChunkPlan;
 
 typedef struct EpCudaPlan {
@@ -121,7 +123,13 @@ static inline int32_t ep_plan_chunks(const EpPlanShape *s) {
 }
 
 EP_HOST_DEVICE static inline int32_t ep_chunk_plan_tokens(const EpPlanShape *s, EpChunkPlan kind) {
-    return kind == EP_CHUNK_OWN ? s->nodes.chunk : s->nodes.sources * s->nodes.chunk;
+    return kind == EP_CHUNK_OWN ? s->nodes.chunk : s->nodes.sources * s->nodes.message;
+}
+
+/** Returns where record `row` of all that a rank sends to another node lies, with a limit: messages
+ *  follow one another, each with `message` places for each of `others` nodes. The first node's. */
+EP_HOST_DEVICE static inline int32_t ep_message_row(const EpNodeSizes *n, int32_t row) {
+    return row / n->message * (n->nodes - 1) * n->message + row % n->message;
 }
 
 /** Locate a chunk plan. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* More rows than the capacity: rows past it are dropped and counted, all others are right. */
 #include "tests/cases/run.h"
+#include "tests/harness/ranked.h"
 
 static void run_policies(EpLayout layout) {
     static const int capacities[] = {1, 7, 16, 17, 30, 63};
@@ -114,7 +115,8 @@ ThreadTest(dispatch_overflow, places_need_a_size, 2) {
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
     EpGroup *group = open_group_with(bootstrap, &config);
     CHECK_REFUSED(ep_handle_create(group, &exact, &handle), EP_ERR_UNSUPPORTED,
-                  "config.max_recv_rows", "expected a capacity, or the batched or rank-major layout",
+                  "config.max_recv_rows",
+                  "expected a capacity, or the batched or rank-major layout",
                   "messages have 3 places (EpGroupConfig.node_rows), got 0 (exact sizing)");
     CHECK(!handle, "a handle was made");
     CHECK_OK(ep_group_memory(&config, 2, &memory));
