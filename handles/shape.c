@@ -169,9 +169,8 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
     if (!(offers & EP_OFFERS_LATENCY))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
                          "expected throughput mode or AUTO, since %s, got EP_MODE_LATENCY",
-                         s->nodes.nodes > 1
-                             ? "NCCL between nodes of GPUs takes longer than latency mode does"
-                             : "this backend has no latency mode");
+                         s->nodes.nodes > 1 ? "nodes of GPUs have different numbers of ranks"
+                                            : "this backend has no latency mode");
     if (!static_size)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.max_recv_rows",
                          "expected a capacity, or the %s layout, in latency mode, where no size is "

@@ -101,7 +101,8 @@ int32_t ep_config_latency_sets(const EpGroupConfig *config, unsigned offers) {
     enum { USUAL_SETS = 4 };
     if (!(offers & EP_OFFERS_LATENCY)) return 0;
     if (config->latency_sets != EP_DEFAULT) return config->latency_sets;
-    EpMode mode = ep_config_mode(config->mode, config->max_tokens, 1, EP_OFFERS_AUTO_LATENCY);
+    unsigned usual = offers & EP_OFFERS_BY_NAME ? 0 : EP_OFFERS_AUTO_LATENCY;
+    EpMode mode = ep_config_mode(config->mode, config->max_tokens, 1, usual);
     return mode == EP_MODE_LATENCY ? USUAL_SETS : 0;
 }
 

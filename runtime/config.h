@@ -31,6 +31,8 @@ EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks);
 #define EP_OFFERS_SOURCE_COUNTS 8u /* EpPlanTensors.source_counts */
 #define EP_OFFERS_AUTO_LATENCY 16u /* EP_MODE_AUTO may be latency mode: see ep_backend_offers */
 
+#define EP_OFFERS_BY_NAME 32u /* latency mode, but such a group has sets only if it is named */
+
 /** Returns THROUGHPUT or LATENCY. `static_size`: the receive buffers' size does not depend on the
  *  routing. */
 EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned offers);

@@ -14,7 +14,9 @@
 extern "C" {
 #endif
 
-/** One (token, k), on the token's rank. */
+/** One (token, k), on the token's rank. In latency mode on several nodes `owner` is a rank of the
+ *  group; for an expert of another node that node's lowest rank, and `row` the place in the message
+ *  there. */
 typedef struct EpEntry {
     int32_t slot;   /**< in the owner's receive buffer; -1: none. FLAT: the leader has the row's */
     int32_t row;    /**< number of its (token, rank) row among the rows to that rank */
@@ -102,6 +104,9 @@ typedef struct EpCudaPlan {
                                   also records to the other nodes. Relayed one: [R + sources], also
                                   sums back to the sources. Latency mode: not set */
     int32_t *rows_from;      /**< [R] rows of each rank to this one */
+    int16_t *relay_owners;   /**< latency mode on several nodes: [others, node_rows, K] of each place
+                                  in the messages to this rank: number of each entry's rank on this
+                                  node; -1: none here */
     char *chunk_plans;       /**< several nodes: see ep_cuda_chunk_plan */
     int64_t chunk_plan_bytes[2]; /**< of each kind */
     uint64_t *tail;              /**< repeats the magic */

@@ -719,21 +719,6 @@ __device__ void publish_message_slots(const EpRouteArgs &a, int64_t step) {
     }
 }
 
-/* Count the slots that the limit has taken among those that are dropped. The host reads the number
- * once publish_step has told it of the step. By one thread. */
-__device__ void publish_lost(const EpRouteArgs &a, int64_t step) {
-    const EpPrepareArgs &p = a.p;
-    volatile EpPlanHeader *h = p.plan.header;
-    int64_t lost = *(volatile int32_t *)a.counts.lost, dropped = h->dropped_slots + lost;
-    if (!lost) return;
-    h->dropped_slots = dropped;
-    publish_word(p, step, EP_INFO_DROPPED, dropped);
-    store_integer(p.totals, 2, dropped);
-    store_integer(p.dropped_slots, 0, dropped);
-    if (p.shape.overflow == EP_OVERFLOW_ERROR) report_overflow(p, h->needed_rows, lost);
-    __threadfence_system();
-}
-
 template <int LIMITED> __device__ void publish(const EpRouteArgs &a, uint32_t epoch) {
     const EpPrepareArgs &p = a.p;
     int64_t step = step_under_way(p);
@@ -749,7 +734,8 @@ template <int LIMITED> __device__ void publish(const EpRouteArgs &a, uint32_t ep
         publish_flat(p, step, a.counts.total + first, rows_of, counted);
     else
         publish_all_slabs(p, step, a.counts.total + first, counted);
-    if (LIMITED && threadIdx.x == 0) publish_lost(a, step);
+    /* The host reads the number once publish_step has told it of the step. */
+    if (LIMITED && threadIdx.x == 0) publish_lost(p, step, *(volatile int32_t *)a.counts.lost);
     if (threadIdx.x == 0) publish_step(p, step, tokens_of(a, a.t.self), epoch);
 }
 
