@@ -1184,11 +1184,29 @@ __device__ __forceinline__ int observes(const EpLatency &l) {
     return l.receives && blockIdx.x == (l.first_receiver ? 0 : gridDim.x - 1);
 }
 
+/* Several nodes: add the sums to the ranks of this node, as sources and as relays, and what this
+ * rank sends on as a relay. By a warp. */
+__device__ __forceinline__ void count_rows_on_nodes(const EpLatencyGatherArgs &a) {
+    const EpLatency &l = a.latency;
+    int lane = threadIdx.x % 32;
+    if (!a.stats.peer_rows && !a.stats.peer_bytes) return;
+#pragma unroll 1
+    for (int r = lane; r < num_sources(a); r += 32)
+        ep_count_row(a.stats, ep_member(a.group, rank_place(l, r).number),
+                     ep_check_count(a.group, a.plan.rows_from[r]));
+#pragma unroll 1
+    for (int o = lane; o < l.nodes.num_others; o += 32) {
+        int peer = other_node(l, o).peer;
+        ep_count_row(a.stats, peer, ep_check_count(a.group, a.plan.tokens[peer]));
+    }
+}
+
 /* Add to the caller's counters; entries are counted one by one. */
 template <int FORM>
 __device__ __forceinline__ void count(const EpLatencyGatherArgs &a, uint64_t flag) {
-    if (FORM != ENTRIES && blockIdx.x + threadIdx.x / 32 == 0 && a.latency.senders)
-        ep_count_rows(a.group, a.stats, a.plan.rows_from);
+    int counts_rows = FORM != ENTRIES && blockIdx.x + threadIdx.x / 32 == 0 && a.latency.senders;
+    if (EP_SEVERAL_NODES && counts_rows) count_rows_on_nodes(a);
+    if (!EP_SEVERAL_NODES && counts_rows) ep_count_rows(a.group, a.stats, a.plan.rows_from);
     if (observes(a.latency)) latency_measure_heads(a.group, a.latency, a.stats, flag);
 }
 

@@ -78,11 +78,17 @@ static int describe(EpHandle *handle, const EpScatter *s, EpPhase phase,
 /* On several nodes a whole operation is launched as its phases are. */
 static EpStatus scatter_on_nodes(EpHandle *handle, const EpScatter *s, const EpCudaLaunch *order) {
     EpLatencyScatterArgs send, receive;
-    EpNodesLaunch l = {.order = *order, .gives_heads = 1};
+    EpNodesLaunch l = {.order = *order};
     if (s->phase != EP_PHASE_RECEIVE) {
         int blocks = describe(handle, s, EP_PHASE_SEND, &send);
         l.send = (EpNodesKernel){ep_cuda_launch_latency_scatter_nodes, &send, blocks};
         l.group = &send.route.group, l.latency = &send.latency;
+        l.forward = (EpForwardArgs){.gives_heads = 1,
+                                    .stats = s->stats,
+                                    .owners = send.route.owners,
+                                    .top_k = send.route.top_k,
+                                    .expert_bits = send.record.expert_bits,
+                                    .carries_weights = s->t.carries_weights};
     }
     if (s->phase != EP_PHASE_SEND) {
         int blocks = describe(handle, s, EP_PHASE_RECEIVE, &receive);

@@ -967,20 +967,6 @@ typedef struct Entry {
 
 /* ---- header -------------------------------------------------------------------------------- */
 
-/* Entry k of a header whose units lie in a warp's lanes: its word, and its weight if weights
- * travel. */
-typedef struct HeaderWords {
-    uint32_t word, weight;
-} HeaderWords;
-
-__device__ __forceinline__ HeaderWords header_words(const uint4 &unit, int has_weights, int k) {
-    int lane = lane_of_unit(has_weights ? k / 2 : k / 4);
-    uint32_t x = __shfl_sync(~0u, unit.x, lane), y = __shfl_sync(~0u, unit.y, lane);
-    uint32_t z = __shfl_sync(~0u, unit.z, lane), w = __shfl_sync(~0u, unit.w, lane);
-    if (has_weights) return k & 1 ? HeaderWords{z, w} : HeaderWords{x, y};
-    return HeaderWords{k & 2 ? (k & 1 ? w : z) : (k & 1 ? y : x), 0};
-}
-
 /* Returns the slot of an entry, or a negative number beyond the capacity. `before` is the number of
  * the source's earlier entries for the expert (if rows have one slot: of its earlier rows). */
 __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int source, int local,
@@ -1005,7 +991,7 @@ template <int TILED>
 __device__ __forceinline__ Entry read_header(const EpLatencyScatterArgs &a, int source,
                                              const uint4 &unit) {
     int lane = threadIdx.x % 32, k = a.route.top_k;
-    HeaderWords h = header_words(unit, a.t.carries_weights, lane < k ? lane : 0);
+    RecordWords h = record_words(unit, a.t.carries_weights, lane < k ? lane : 0);
     int expert = (int)(h.word & ((1u << a.record.expert_bits) - 1)) - 1;
     Entry e = {-1, -1, __uint_as_float(h.weight), NULL, 0, 0};
     if (lane < k && expert >= 0) e.local = expert - a.first_expert;
@@ -1296,7 +1282,7 @@ __device__ __forceinline__ void store_relay_owners(const EpLatencyScatterArgs &a
     EpRankPlace from = rank_place(l, r.source), at = {0, -1};
     int lane = threadIdx.x % 32, k = a.route.top_k;
     if (from.other < 0 || from.number != a.route.group.rank) return;
-    HeaderWords h = header_words(unit, a.t.carries_weights, lane < k ? lane : 0);
+    RecordWords h = record_words(unit, a.t.carries_weights, lane < k ? lane : 0);
     int expert = (int)(h.word & ((1u << a.record.expert_bits) - 1)) - 1;
     if (expert >= 0) at = rank_place(l, owner_of(a, expert));
     int64_t row = (int64_t)from.other * l.layout.node_rows + r.token;

@@ -581,6 +581,22 @@ __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &
     return __all_sync(~0u, same);
 }
 
+/* ---- records of a dispatch ----------------------------------------------------------------- */
+
+/* Entry k of a record's header, whose units lie in a warp's lanes: its word, and its weight if weights
+ * travel. */
+typedef struct RecordWords {
+    uint32_t word, weight;
+} RecordWords;
+
+__device__ __forceinline__ RecordWords record_words(const uint4 &unit, int has_weights, int k) {
+    int lane = lane_of_unit(has_weights ? k / 2 : k / 4);
+    uint32_t x = __shfl_sync(~0u, unit.x, lane), y = __shfl_sync(~0u, unit.y, lane);
+    uint32_t z = __shfl_sync(~0u, unit.z, lane), w = __shfl_sync(~0u, unit.w, lane);
+    if (has_weights) return k & 1 ? RecordWords{z, w} : RecordWords{x, y};
+    return RecordWords{k & 2 ? (k & 1 ? w : z) : (k & 1 ? y : x), 0};
+}
+
 #define MEASURE_WARP (LATENCY_WARPS - 1) /* the last to take a head, and the first without one */
 #define LINE_FLAG 120                    /* bytes before the flag of a line */
 

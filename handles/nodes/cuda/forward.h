@@ -16,7 +16,10 @@
 typedef struct EpForwardArgs {
     EpCudaGroup group;
     EpLatency latency;
-    int32_t gives_heads; /**< of a dispatch */
+    int32_t gives_heads; /**< of a dispatch; the rest is for its counters */
+    EpStatistics stats;
+    EpOwners owners;
+    int32_t top_k, expert_bits, carries_weights; /**< of records */
 } EpForwardArgs;
 
 #define EP_FORWARD_BLOCKS 48 /* most of a launch */

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 
 #include "bootstrap/network/cuda/network.h"
-#include "handles/nodes/cuda/forward.h"
 #include "runtime/config.h"
 
 /* ---- tables -------------------------------------------------------------------------------- */
@@ -108,7 +107,8 @@ static int launch(const EpNodesKernel *k, const EpCudaStream *stream) {
 }
 
 static int forward(const EpNodesLaunch *l, const EpCudaStream *stream) {
-    EpForwardArgs args = {*l->group, *l->latency, l->gives_heads};
+    EpForwardArgs args = l->forward;
+    args.group = *l->group, args.latency = *l->latency;
     enum { AT_ONCE = 4 * EP_LATENCY_WARPS * 32 * 16 }; /* bytes that a block copies at once */
     int64_t others = args.latency.nodes.num_others;
     int64_t blocks = 1 + others * message_bytes(&args.latency) / AT_ONCE;
@@ -134,7 +134,7 @@ static EpStatus launch_all(const EpHandle *handle, const EpNodesLaunch *l, EpCud
     if (phase == EP_PHASE_SEND && !stream.captures) EP_TRY(move_on(group, &stream, at));
     EP_TRY(ep_cuda_check(group, "kernel launch", launch(&l->relay, at)));
     EP_TRY(exchange(group, l->latency, at));
-    if (l->gives_heads || phase == EP_PHASE_SEND)
+    if (l->forward.gives_heads || phase == EP_PHASE_SEND)
         EP_TRY(ep_cuda_check(group, "kernel launch", forward(l, at)));
     return ep_cuda_check(group, "kernel launch", launch(&l->receive, at));
 }

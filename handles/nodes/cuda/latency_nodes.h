@@ -26,6 +26,7 @@
  * waits for earlier ones alone.
  */
 
+#include "handles/nodes/cuda/forward.h"
 #include "handles/nodes/cuda/relay.h"
 
 /** Returns the bytes of a group's tables; 0: it has none. */
@@ -53,7 +54,7 @@ typedef struct EpNodesLaunch {
     EpNodesKernel send, relay, receive;
     const EpCudaGroup *group;
     const EpLatency *latency; /**< of any of its kernels */
-    int32_t gives_heads;      /**< of a dispatch */
+    EpForwardArgs forward;    /**< all but group and latency */
 } EpNodesLaunch;
 
 EpStatus ep_latency_nodes_launch(const EpHandle *handle, const EpNodesLaunch *launch);
