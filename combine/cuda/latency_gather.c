@@ -36,6 +36,11 @@ static int64_t count_steps(const EpGatherTensors *t) {
     return (t->row_elements + EP_PACKED_STEP_ELEMENTS - 1) / EP_PACKED_STEP_ELEMENTS;
 }
 
+/* Returns the steps of a place in a message: the sum's, or the rows' of all entries. */
+static int64_t place_steps(const EpLatencyGatherArgs *args) {
+    return args->steps * (int64_t)(args->t.by_entry ? args->top_k : 1);
+}
+
 /* Describe the kernel of an operation, or of one of its phases. Returns its blocks. */
 static int describe(const EpHandle *handle, const EpGather *g, EpPhase phase,
                     EpLatencyGatherArgs *out) {
@@ -59,7 +64,8 @@ static int describe(const EpHandle *handle, const EpGather *g, EpPhase phase,
     args.latency.awaits_weights = g->t.weighs_entries && !g->t.by_entry;
     args.latency.token = g->place.token;
     if (latency->device.nodes.num_others)
-        ep_latency_nodes_describe(group, g->phase, g->place.token, args.steps, &args.latency);
+        ep_latency_nodes_describe(group, g->phase, g->place.token, place_steps(&args),
+                                  &args.latency);
     int percent = g->t.by_entry ? SENDERS_PERCENT : percent_of_senders(group, g->top_k);
     int blocks =
         ep_latency_blocks(&args.group, phase, tokens, args.steps, percent, &args.latency);
@@ -73,15 +79,17 @@ static int describe(const EpHandle *handle, const EpGather *g, EpPhase phase,
 /* On several nodes a whole operation is launched as its phases are. It receives sums where NCCL has
  * put them. */
 static EpStatus gather_on_nodes(EpHandle *handle, const EpGather *g, const EpCudaLaunch *order) {
-    EpLatencyGatherArgs send, relay, receive;
+    EpLatencyGatherArgs weights, send, relay, receive;
     EpNodesLaunch l = {.order = *order};
-    if (g->t.weighs_entries)
-        return ep_fail(EP_ERR_UNSUPPORTED,
-                       "rank %d: expected slot_weights on several nodes of GPUs in latency mode, got "
-                       "topk_weights",
-                       handle->group->rank);
     if (g->phase != EP_PHASE_RECEIVE) {
         int blocks = describe(handle, g, EP_PHASE_SEND, &send);
+        if (send.latency.awaits_weights) {
+            weights = send;
+            weights.latency.nodes.marks.last = send.latency.nodes.begins = 0;
+            int few = (int)ep_min(blocks, 1 + g->t.out_num_rows / EP_LATENCY_WARPS);
+            l.weights = (EpNodesKernel){ep_cuda_launch_latency_weights, &weights, few};
+            l.spread = (EpNodesKernel){ep_cuda_launch_latency_spread, &weights, few};
+        }
         l.send = (EpNodesKernel){ep_cuda_launch_latency_gather_nodes, &send, blocks};
         l.group = &send.group, l.latency = &send.latency;
         relay = send;
@@ -91,6 +99,7 @@ static EpStatus gather_on_nodes(EpHandle *handle, const EpGather *g, const EpCud
     if (g->phase != EP_PHASE_SEND) {
         int blocks = describe(handle, g, EP_PHASE_RECEIVE, &receive);
         receive.latency.nodes.reads_landing = g->phase == EP_PHASE_BOTH;
+        receive.latency.nodes.begins = 0, receive.latency.awaits_weights = 0;
         receive.t.done.words = NULL;
         l.receive = (EpNodesKernel){ep_cuda_launch_latency_gather_nodes, &receive, blocks};
     }

@@ -95,6 +95,10 @@ __device__ __forceinline__ void for_each_owner(const EpLatencyGatherArgs &a, int
     const EpCudaGroup &g = a.group;
     int lane = threadIdx.x % 32, lanes = lanes_of_group(a), owner = -1;
     if (lane < a.top_k) owner = __ldg(&a.plan.entries[token * a.top_k + lane].owner);
+    if (EP_SEVERAL_NODES && (uint32_t)owner < (uint32_t)num_sources(a)) {
+        EpRankPlace at = rank_place(a.latency, owner);
+        owner = at.other < 0 ? at.number : -1;
+    }
     owner = owner < g.size && owner != g.rank ? owner : -1;
     int is_first = __ffs((int)__match_any_sync(~0u, owner)) - 1 == lane;
     unsigned owners = __ballot_sync(~0u, is_first && owner >= 0);
@@ -105,7 +109,8 @@ __device__ __forceinline__ void for_each_owner(const EpLatencyGatherArgs &a, int
             if (lane / lanes * lanes == group) from = __ffs((int)owners) - 1;
         int r = __shfl_sync(~0u, owner, from);
         char *window = a.latency.window[r];
-        store(group_lines(a, latency_weights(a.latency, window, g.rank, g.size, token, flag)));
+        store(group_lines(a, latency_weights(a.latency, window, self(a), num_sources(a), token,
+                                             flag)));
     }
 }
 
@@ -132,7 +137,7 @@ __device__ __forceinline__ FetchedWeights fetch_weights(const EpLatencyGatherArg
                                                         int token, uint64_t flag) {
     FetchedWeights f;
     f.from = group_lines(
-        a, latency_weights(a.latency, a.latency.own, source, a.group.size, token, flag));
+        a, latency_weights(a.latency, a.latency.own, source, num_sources(a), token, flag));
     f.x = step_load(f.from);
     return f;
 }
@@ -155,7 +160,8 @@ typedef struct AwaitedWeights {
  * By a warp. */
 __device__ __noinline__ AwaitedWeights await_weights(const EpLatencyGatherArgs &a, int source,
                                                      int token, uint64_t flag, FetchedWeights f) {
-    const StepOrigin origin = {source, EP_AWAIT_WEIGHTS, token};
+    int peer = EP_SEVERAL_NODES ? rank_place(a.latency, source).number : source;
+    const StepOrigin origin = {peer, EP_AWAIT_WEIGHTS, token};
     int alive = step_await(a.group, a.latency, f.from, flag, &f.x, origin);
     return AwaitedWeights{alive, unpack_weights(f.x)};
 }
@@ -506,6 +512,23 @@ __device__ __forceinline__ const char *unit_address(const EpLatencyGatherArgs &a
     return slot >= 0 ? a.t.rows + at : (const char *)a.plan.begins;
 }
 
+/* Returns the rank of this node to which what comes of a source's row goes. */
+__device__ __forceinline__ int peer_of(const EpLatencyGatherArgs &a, int source) {
+    return EP_SEVERAL_NODES ? rank_place(a.latency, source).number : source;
+}
+
+/* Returns where the row of an entry goes. */
+__device__ __forceinline__ char *entry_to(const EpLatencyGatherArgs &a, const SumPart &s, int k,
+                                          uint64_t flag) {
+    const EpLatency &l = a.latency;
+    char *window = l.window[peer_of(a, s.source)];
+    if (EP_SEVERAL_NODES) {
+        EpRankPlace at = rank_place(l, s.source);
+        if (at.other >= 0) return latency_relay_entry(l, window, at.other, s.token, k, flag);
+    }
+    return latency_entry(l, window, k, s.token, flag);
+}
+
 /* Send a part of a row's entries; a lost one's elements have no meaning. Returns 0 on timeout. By a
  * warp. */
 template <int DONE>
@@ -522,7 +545,7 @@ __device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int 
     unsigned lanes = __ballot_sync(~0u, s.slot != -1 && lane < a.top_k);
     unsigned kept = __ballot_sync(~0u, slot >= 0);
     if (a.counts && is_first && lane == 0)
-        ep_count_row(a.stats, ep_member(a.group, s.source), __popc(kept));
+        ep_count_row(a.stats, ep_member(a.group, peer_of(a, s.source)), __popc(kept));
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
         int unit = entry_unit(a, step, a.steps);
@@ -543,7 +566,7 @@ __device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int 
                 if (k[i] < 0) continue;
                 if (step_unit() == EP_ENTRY_STEP_UNITS)
                     x[i] = make_uint4(__float_as_uint(given), kept >> k[i] & 1, 0, 0);
-                char *to = latency_entry(l, l.window[s.source], k[i], s.token, flag);
+                char *to = entry_to(a, s, k[i], flag);
                 step_store(to + step * EP_STEP_BYTES, step_pack(x[i], flag), l.whole);
             }
         }
@@ -551,7 +574,7 @@ __device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int 
         step_fence();
 #pragma unroll 1
         for (unsigned left = lanes; left; left &= left - 1) {
-            char *to = latency_entry(l, l.window[s.source], __ffs((int)left) - 1, s.token, flag);
+            char *to = entry_to(a, s, __ffs((int)left) - 1, flag);
             step_store_flag(to + step * EP_STEP_BYTES, flag);
         }
     }
@@ -1005,6 +1028,7 @@ typedef struct EntriesPart {
     int owner, slot;
     float weight;
     unsigned entries; /* whose rows are to be added, or come as lost */
+    int place;        /* see TokenWords */
 } EntriesPart;
 
 /* The first step that has not arrived. */
@@ -1019,6 +1043,21 @@ __device__ __forceinline__ ulonglong2 as_pair(const uint4 &x) {
 
 __device__ __forceinline__ uint4 as_unit(const ulonglong2 &x) {
     return make_uint4((uint32_t)x.x, (uint32_t)(x.x >> 32), (uint32_t)x.y, (uint32_t)(x.y >> 32));
+}
+
+/* Returns where the row of an entry comes. By a warp. */
+__device__ __forceinline__ const char *entry_from(const EpLatencyGatherArgs &a,
+                                                  const EntriesPart &s, int k, uint64_t flag) {
+    const EpLatency &l = a.latency;
+    if (EP_SEVERAL_NODES) {
+        EpRankPlace at = rank_place(l, max(0, __shfl_sync(~0u, s.owner, k)));
+        int place = min(max(__shfl_sync(~0u, s.place, k), 0), l.layout.node_rows - 1);
+        char *messages = l.own + l.layout.landing;
+        if (!l.nodes.reads_landing) messages = latency_messages(l, l.own, flag);
+        if (at.other >= 0)
+            return message_place(l, messages, at.other, place) + k * a.steps * EP_STEP_BYTES;
+    }
+    return latency_entry(l, l.own, k, s.token, flag);
 }
 
 /* Sum up and write some steps of a token, or return one that has not arrived in time. By a warp. */
@@ -1042,8 +1081,7 @@ __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a
             left &= left - 1;
             slot[r] = __shfl_sync(~0u, s.slot, k & 31);
             if (k == RANK_NONE || slot[r] >= 0) continue;
-            c.from[r] =
-                latency_entry(a.latency, a.latency.own, k, s.token, flag) + s.step * EP_STEP_BYTES;
+            c.from[r] = entry_from(a, s, k, flag) + s.step * EP_STEP_BYTES;
 #pragma unroll
             for (int i = 0; i < STEPS; i++)
                 if (s.step + i < s.end) c.awaited |= incoming_bit<STEPS>(r, i);
@@ -1095,12 +1133,13 @@ __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a
 
 /* Wait for a missing step. By a warp, which keeps nothing in registers meanwhile. Returns 0 on
  * timeout. */
-__device__ __noinline__ int await_entry(const EpLatencyGatherArgs &a, int rank, int token,
-                                        MissingEntry m, uint64_t flag) {
-    const char *from =
-        latency_entry(a.latency, a.latency.own, m.k, token, flag) + m.step * EP_STEP_BYTES;
+__device__ __noinline__ int await_entry(const EpLatencyGatherArgs &a, EntriesPart s, MissingEntry m,
+                                        uint64_t flag) {
+    const char *from = entry_from(a, s, m.k, flag) + m.step * EP_STEP_BYTES;
+    int rank = peer_of(a, max(0, __shfl_sync(~0u, s.owner, m.k)));
     ulonglong2 x = step_load(from);
-    return step_await(a.group, a.latency, from, flag, &x, StepOrigin{rank, EP_AWAIT_LINES, token});
+    return step_await(a.group, a.latency, from, flag, &x,
+                      StepOrigin{rank, EP_AWAIT_LINES, s.token});
 }
 
 /* Find the entries of a token. A launch that also sends reads this rank's own rows where they lie;
@@ -1108,10 +1147,10 @@ __device__ __noinline__ int await_entry(const EpLatencyGatherArgs &a, int rank, 
 __device__ __forceinline__ EntriesPart find_entries(const EpLatencyGatherArgs &a, int token,
                                                     int step, const TokenWords &w, uint64_t flag) {
     int lane = threadIdx.x % 32, end = min(step + a.latency.received.steps, a.steps);
-    int owner = w.owner < a.group.size ? w.owner : -1;
-    int reads = owner == a.group.rank && a.latency.senders, slot = -1;
+    int owner = w.owner < num_sources(a) ? w.owner : -1;
+    int reads = owner == self(a) && a.latency.senders, slot = -1;
     if (reads) slot = ep_check_slot(a.plan, w.slot);
-    EntriesPart s = {token, step, end, owner, slot, 1, 0};
+    EntriesPart s = {token, step, end, owner, slot, 1, 0, w.place};
     s.entries = __ballot_sync(~0u, owner >= 0 && (!reads || slot >= 0));
     if (a.t.weighs_entries && owner >= 0)
         s.weight = a.latency.senders ? __ldg(a.t.topk_weights + (token * a.top_k + lane))
@@ -1135,7 +1174,7 @@ __device__ __forceinline__ int receive_entries(const EpLatencyGatherArgs &a, int
         MissingEntry missing = add_entries<T, DONE>(a, s, flag);
         if (missing.k < 0)
             s.step += EP_REDUCED_AT_ONCE;
-        else if (!await_entry(a, __shfl_sync(~0u, s.owner, missing.k), token, missing, flag))
+        else if (!await_entry(a, s, missing, flag))
             return 0;
     }
     return 1;
@@ -1337,6 +1376,28 @@ __device__ __forceinline__ int relay_part(const EpLatencyGatherArgs &a, const Re
     return 1;
 }
 
+/* Relay two steps of an entry's row as they are. By a warp. Returns 0 on timeout. */
+__device__ __forceinline__ int relay_entry(const EpLatencyGatherArgs &a, const RelayPart &s, int k,
+                                           uint64_t flag) {
+    const EpLatency &l = a.latency;
+    const char *from = latency_relay_entry(l, l.own, s.other, s.place, k, flag);
+    char *to = message_place(l, l.own + l.layout.outgoing, s.other, s.place) +
+               k * a.steps * EP_STEP_BYTES;
+    const StepOrigin origin = {s.owner, EP_AWAIT_LINES, s.place};
+#pragma unroll 1
+    for (int step = s.step; step < min(s.step + 2, a.steps); step++) {
+        ulonglong2 x = step_load(from + step * EP_STEP_BYTES);
+        if (!step_await(a.group, l, from + step * EP_STEP_BYTES, flag, &x, origin)) return 0;
+        uint4 unit = step_unpack(x);
+        int is_here = __shfl_sync(~0u, unit.y, lane_of_unit(EP_ENTRY_STEP_UNITS)) != 0;
+        if (a.counts && step == 0 && is_here && threadIdx.x % 32 == 0)
+            ep_count_row(a.stats, other_node(l, s.other).peer, 1);
+        step_store(to + step * EP_STEP_BYTES, x, l.whole);
+        if (!l.whole) step_fence(), step_store_flag(to + step * EP_STEP_BYTES, flag);
+    }
+    return 1;
+}
+
 /* The start of each message says how many places are filled. By a block, a warp for each. */
 __device__ __forceinline__ void store_message_heads(const EpLatencyGatherArgs &a, const int *rows,
                                                     uint64_t flag) {
@@ -1347,7 +1408,7 @@ __device__ __forceinline__ void store_message_heads(const EpLatencyGatherArgs &a
                    [&](int unit) { return make_uint4(0, 0, 0, unit ? 0 : (uint32_t)rows[o]); });
 }
 
-template <typename T, int PACKED>
+template <typename T, int FORM>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_relay_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
     __shared__ int rows[EP_MAX_RANKS]; /* of each other node's message */
@@ -1366,7 +1427,8 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     for (int o = lane; o < others; o += 32)
         most = max(most, rows[o]);
     most = __reduce_max_sync(~0u, most);
-    int pairs = (a.steps + 1) / 2, warps = (int)gridDim.x * LATENCY_WARPS;
+    int entries = FORM == ENTRIES ? a.top_k : 1;
+    int pairs = (a.steps + 1) / 2 * entries, warps = (int)gridDim.x * LATENCY_WARPS;
 #pragma unroll 1
     for (int i = (int)(threadIdx.x / 32) * (int)gridDim.x + (int)blockIdx.x;
          i < most * others * pairs; i += warps) {
@@ -1374,15 +1436,124 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
         if (place >= rows[other]) continue;
         int owner = -1, at = (other * l.layout.node_rows + place) * a.top_k + lane;
         if (lane < a.top_k) owner = a.plan.relay_owners[at];
-        RelayPart s = {other, place, 2 * (i - row * pairs), owner < a.group.size ? owner : -1};
-        if (!relay_part<T, PACKED>(a, s, flag)) break;
+        int pair = (i - row * pairs) / entries, k = i - row * pairs - pair * entries, alive = 1;
+        RelayPart s = {other, place, 2 * pair, owner < a.group.size ? owner : -1};
+        if constexpr (FORM == ENTRIES) {
+            s.owner = __shfl_sync(~0u, s.owner, k);
+            if (s.owner >= 0) alive = relay_entry(a, s, k, flag);
+        } else {
+            alive = relay_part<T, FORM>(a, s, flag);
+        }
+        if (!alive) break;
     }
     ep_seal_stamp(a.group, l.nodes.marks.own);
 }
 
+/* ---- weights ------------------------------------------------------------------------------- */
+
+/*
+ * Weights that are given at the tokens' ranks cross the network before the sums: a kernel fills
+ * messages of lines, another one gives what has come to all ranks of the node, where sums await it.
+ */
+
+/* Begin a kernel before the one that sends. Returns whether it may run. By all threads of a
+ * block. */
+__device__ __forceinline__ int begin_weights(const EpLatencyGatherArgs &a, uint64_t *flag,
+                                             int compares) {
+    LatencyOp op;
+    EpLoadedHeader header = ep_load_header(a.group, a.plan);
+    if (threadIdx.x / 32 == OP_WARP && latency_find(a.latency, &op) && threadIdx.x % 32 == 0)
+        *flag = op.flag;
+    if (compares) ep_compare_stamps(a.latency.nodes.marks, &header);
+    return ep_begin_operation_as(a.group, a.plan, header, 0);
+}
+
+/* Fill the places of one of this rank's tokens. By a warp. */
+__device__ __forceinline__ void fill_places(const EpLatencyGatherArgs &a, int token,
+                                            uint64_t flag) {
+    const EpLatency &l = a.latency;
+    int lane = threadIdx.x % 32, other = -1, place = 0;
+    ulonglong2 packed = pack_weights(a, token, flag);
+    const EpEntry *entry = &a.plan.entries[token * a.top_k + lane];
+    if (lane < a.top_k) other = entry->owner, place = entry->row;
+    other = (uint32_t)other < (uint32_t)num_sources(a) ? rank_place(l, other).other : -1;
+    place = min(max(place, 0), l.layout.node_rows - 1);
+#pragma unroll 1
+    for (unsigned left = __ballot_sync(~0u, other >= 0); left;) {
+        int o = __shfl_sync(~0u, other, __ffs((int)left) - 1);
+        int row = __shfl_sync(~0u, place, __ffs((int)left) - 1);
+        left &= ~__ballot_sync(~0u, other == o);
+        char *to = message_weights(l, l.layout.weights_out, o, row);
+        if (lane < lanes_of_group(a)) ((ulonglong2 *)to)[lane] = packed;
+    }
+}
+
+__global__ void __launch_bounds__(LATENCY_THREADS, 1)
+    latency_weights_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
+    __shared__ uint64_t flag;
+    int alive = begin_weights(a, &flag, 0), tokens = count_source_tokens(a, self(a));
+    if (!alive) latency_report(a.group, a.plan, a.latency);
+    latency_mark_begin(a.group, a.latency);
+#pragma unroll 1
+    for (int token = (int)(threadIdx.x / 32) * (int)gridDim.x + (int)blockIdx.x;
+         token < tokens && alive; token += (int)gridDim.x * LATENCY_WARPS)
+        fill_places(a, token, flag);
+}
+
+/* Give the weights of a place to the ranks of this node, with a rank for each group of lanes. By a
+ * warp. */
+__device__ __forceinline__ void spread_weights(const EpLatencyGatherArgs &a, int other, int place,
+                                               uint64_t flag) {
+    const EpLatency &l = a.latency;
+    int lane = threadIdx.x % 32, lanes = lanes_of_group(a), ranks = a.group.size;
+    int source = other_node(l, other).peer;
+    const char *from = message_weights(l, l.layout.weights_in, other, place);
+    ulonglong2 x = ((const ulonglong2 *)from)[lane % lanes];
+#pragma unroll 1
+    for (int base = 0; base < ranks; base += 32 / lanes) {
+        char *window = l.window[min(base + lane / lanes, ranks - 1)];
+        char *to = latency_weights(l, window, source, num_sources(a), place, flag);
+        step_store(group_lines(a, to), x, l.whole);
+        if (!l.whole) step_fence(), step_store_flag(group_lines(a, to), flag);
+    }
+}
+
+__global__ void __launch_bounds__(LATENCY_THREADS, 1)
+    latency_spread_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
+    __shared__ uint64_t flag;
+    const EpLatency &l = a.latency;
+    int warp = (int)(threadIdx.x / 32) * (int)gridDim.x + (int)blockIdx.x;
+    if (!begin_weights(a, &flag, 1)) {
+        ep_report_stamps(a.group, l.nodes.marks);
+        ep_take_messages(l.nodes.marks);
+        return;
+    }
+    ep_take_messages(l.nodes.marks);
+#pragma unroll 1
+    for (int o = 0; o < l.nodes.num_others; o++) {
+        int rows = min(count_source_tokens(a, other_node(l, o).peer), l.layout.node_rows);
+#pragma unroll 1
+        for (int place = warp; place < rows; place += (int)gridDim.x * LATENCY_WARPS)
+            spread_weights(a, o, place, flag);
+    }
+}
+
+extern "C" int ep_cuda_launch_latency_weights(const void *args, int blocks, void *stream) {
+    const EpLatencyGatherArgs *a = (const EpLatencyGatherArgs *)args;
+    return ep_launch(latency_weights_kernel, blocks, LATENCY_THREADS, 0, stream, *a);
+}
+
+extern "C" int ep_cuda_launch_latency_spread(const void *args, int blocks, void *stream) {
+    const EpLatencyGatherArgs *a = (const EpLatencyGatherArgs *)args;
+    return ep_launch(latency_spread_kernel, blocks, LATENCY_THREADS, 0, stream, *a);
+}
+
+/* ---- launching ----------------------------------------------------------------------------- */
+
 template <typename T>
 static int launch_relay(const EpLatencyGatherArgs &a, int blocks, void *stream) {
     auto kernel = a.t.format.bits ? latency_relay_kernel<T, 1> : latency_relay_kernel<T, 0>;
+    if (a.t.by_entry) kernel = latency_relay_kernel<T, ENTRIES>;
     return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
 }
 

@@ -92,6 +92,7 @@ static EpStatus scatter_on_nodes(EpHandle *handle, const EpScatter *s, const EpC
     }
     if (s->phase != EP_PHASE_SEND) {
         int blocks = describe(handle, s, EP_PHASE_RECEIVE, &receive);
+        receive.latency.nodes.begins = 0;
         l.receive = (EpNodesKernel){ep_cuda_launch_latency_scatter_nodes, &receive, blocks};
     }
     return ep_latency_nodes_launch(handle, &l);

@@ -18,10 +18,6 @@ int64_t ep_cuda_latency_bytes(const EpGroupConfig *config, int32_t num_ranks,
 EpStatus ep_cuda_check_shape(const EpGroup *group, const EpCall *call, const EpPlanShape *s) {
     const EpGroupConfig *config = &group->config;
     if (s->mode != EP_MODE_LATENCY) return EP_OK;
-    if (s->nodes.nodes > 1 && s->by_entry)
-        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
-                         "expected throughput mode with sums by entry on several nodes of GPUs, got "
-                         "EP_MODE_LATENCY");
     if (s->num_experts > INT16_MAX)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config",
                          "expected at most %d experts in latency mode, where an entry's expert has "

@@ -295,6 +295,20 @@ __device__ __forceinline__ char *latency_partial(const EpLatency &l, char *windo
     return window + l.layout.partials + (index + row) * l.layout.record_bytes;
 }
 
+/* Returns the record of entry k of a place, in the window of the relay. */
+__device__ __forceinline__ char *latency_relay_entry(const EpLatency &l, char *window, int other,
+                                                     int row, int k, uint64_t flag) {
+    int64_t index = (EP_FLAG_BUFFER(flag) * l.nodes.num_others + other) * l.layout.node_rows + row;
+    return window + l.layout.partials +
+           (index * l.layout.entry_places + k) * (int64_t)l.layout.entry_bytes;
+}
+
+/* Returns the weights of a place among those that NCCL sends or receives, which are at `lines`. */
+__device__ __forceinline__ char *message_weights(const EpLatency &l, int64_t lines, int other,
+                                                 int row) {
+    return l.own + lines + ((int64_t)other * l.layout.node_rows + row) * l.layout.weight_bytes;
+}
+
 /* Returns the record of entry k of a token, in the window of the rank that has the token. */
 __device__ __forceinline__ char *latency_entry(const EpLatency &l, char *window, int k, int token,
                                                uint64_t flag) {
@@ -427,7 +441,7 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
 /** Several nodes: the first block tells the watcher that the operation begins, and writes this rank's
  *  stamp, once it is known whether the rank has failed. By all threads of each block. */
 __device__ __forceinline__ void latency_mark_begin(const EpCudaGroup &g, const EpLatency &l) {
-    if (!l.senders || blockIdx.x + threadIdx.x) return;
+    if (!l.nodes.begins || blockIdx.x + threadIdx.x) return;
     ep_mark_begin(g, l.nodes.marks, ep_own_operation()->generation);
 }
 

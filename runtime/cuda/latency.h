@@ -88,9 +88,11 @@ typedef struct EpBufferLayout {
     int64_t messages; /**< several nodes: [2 * sets, others] messages of the other nodes: of a
                            dispatch for all ranks of this node, of a combine for this one */
     int64_t partials; /**< [2 * sets, others, ranks of the node, node_rows] records: what each rank
-                           of this node adds to the sums that this rank returns as a relay */
+                           of this node adds to the sums that this rank returns as a relay; sums by
+                           entry: [2 * sets, others, node_rows, K] records of entries */
     int64_t outgoing, landing; /**< [others] messages that NCCL sends and receives */
     int64_t message_bytes;
+    int64_t weights_out, weights_in; /**< [others, node_rows] topk_weights, as `weights` */
     int32_t message_heads; /**< bytes before a message's first place: a head for each rank of the
                                 node that receives it */
     int32_t node_rows;     /**< places of a message */
@@ -198,6 +200,7 @@ typedef struct EpLatencyNodes {
     const EpRankPlace *places; /**< device [R] */
     const EpOtherNode *others; /**< device [num_others] */
     int32_t num_others;        /**< 0: one node */
+    int32_t begins;            /**< the operation's first kernel */
     int32_t keeps_turn;        /**< a send phase that the same call receives */
     int32_t reads_landing;     /**< a combine that receives: messages are where NCCL has put them */
     int32_t record_steps;      /**< of a place, in this operation */

@@ -175,7 +175,7 @@ static int case_has_latency(const Case *given) {
     for (int r = 0; r < c.ranks; r++)
         nodes += on[case_node(&c, r)]++ == 0;
     for (int r = 0; r < c.ranks && TESTS_ON_GPU && nodes > 1; r++)
-        if (on[case_node(&c, r)] * nodes != c.ranks || c.by_entry || c.weights_at_combine) return 0;
+        if (on[case_node(&c, r)] * nodes != c.ranks) return 0;
     return TESTS_HAVE_LATENCY;
 }
 

@@ -69,6 +69,7 @@ void ep_latency_nodes_describe(const EpGroup *group, EpPhase phase, int32_t toke
     ep_cuda_watch_describe(group, &args);
     nodes->marks = args.marks;
     nodes->record_steps = (int32_t)steps;
+    nodes->begins = 1;
     nodes->keeps_turn = phase == EP_PHASE_BOTH;
     latency->token = phase == EP_PHASE_BOTH ? EP_WHOLE_TOKEN : token;
 }
@@ -80,18 +81,34 @@ static int64_t message_bytes(const EpLatency *l) {
            (int64_t)l->layout.node_rows * l->nodes.record_steps * EP_STEP_BYTES;
 }
 
-/* Exchange the messages, with the ranks' stamps. The places are sent whether they are filled or
- * not. */
-static EpStatus exchange(EpGroup *group, const EpLatency *l, const EpCudaStream *stream) {
+/** Messages of one size, in this rank's window. */
+typedef struct Messages {
+    int64_t out, in, stride, bytes;
+} Messages;
+
+static Messages rows_of(const EpLatency *l) {
+    const EpBufferLayout *b = &l->layout;
+    return (Messages){b->outgoing, b->landing, b->message_bytes, message_bytes(l)};
+}
+
+static Messages weights_of(const EpLatency *l) {
+    const EpBufferLayout *b = &l->layout;
+    int64_t bytes = b->node_rows * (int64_t)b->weight_bytes;
+    return (Messages){b->weights_out, b->weights_in, bytes, bytes};
+}
+
+/* Exchange messages, with the ranks' stamps. The places are sent whether they are filled or not. */
+static EpStatus exchange(EpGroup *group, const EpLatency *l, Messages m,
+                         const EpCudaStream *stream) {
     const EpCuda *cuda = ep_cuda(group);
     const EpCudaRelay *r = cuda->relay;
     const EpNccl *nccl = cuda->nccl;
-    size_t bytes = (size_t)message_bytes(l), stamp = sizeof(*r->stamp);
+    size_t bytes = (size_t)m.bytes, stamp = sizeof(*r->stamp);
     EP_TRY(ep_cuda_network_enter(group, stream));
     (void)nccl->ncclGroupStart();
     for (int32_t i = 0; i < l->nodes.num_others; i++) {
-        const char *out = l->own + l->layout.outgoing + i * l->layout.message_bytes;
-        char *in = l->own + l->layout.landing + i * l->layout.message_bytes;
+        const char *out = l->own + m.out + i * m.stride;
+        char *in = l->own + m.in + i * m.stride;
         int32_t peer = r->peers[i];
         (void)nccl->ncclSend(r->stamp, stamp, ncclUint8, peer, cuda->network, stream->stream);
         (void)nccl->ncclSend(out, bytes, ncclUint8, peer, cuda->network, stream->stream);
@@ -129,11 +146,16 @@ static EpStatus move_on(EpGroup *group, const EpCudaStream *from, EpCudaStream *
 static EpStatus launch_all(const EpHandle *handle, const EpNodesLaunch *l, EpCudaStream *at) {
     EpGroup *group = handle->group;
     EpPhase phase = l->order.phase;
+    if (l->weights.launch) {
+        EP_TRY(ep_cuda_check(group, "kernel launch", launch(&l->weights, at)));
+        EP_TRY(exchange(group, l->latency, weights_of(l->latency), at));
+        EP_TRY(ep_cuda_check(group, "kernel launch", launch(&l->spread, at)));
+    }
     EP_TRY(ep_cuda_check(group, "kernel launch", launch(&l->send, at)));
     const EpCudaStream stream = *at;
     if (phase == EP_PHASE_SEND && !stream.captures) EP_TRY(move_on(group, &stream, at));
     EP_TRY(ep_cuda_check(group, "kernel launch", launch(&l->relay, at)));
-    EP_TRY(exchange(group, l->latency, at));
+    EP_TRY(exchange(group, l->latency, rows_of(l->latency), at));
     if (l->forward.gives_heads || phase == EP_PHASE_SEND)
         EP_TRY(ep_cuda_check(group, "kernel launch", forward(l, at)));
     return ep_cuda_check(group, "kernel launch", launch(&l->receive, at));

@@ -7,6 +7,7 @@
  *
  *     dispatch   send ── exchange ── forward ── receive
  *     combine    send ── relay ── exchange ── receive
+ *                weights ── exchange ── spread, before that: topk_weights at the tokens' ranks
  *
  * Kernels send within the node as on one node, and fill a message of a fixed size for each other
  * node. NCCL exchanges the messages, between ranks of equal number, in one group of calls. So
@@ -51,6 +52,7 @@ typedef struct EpNodesKernel {
 /** An operation, or one of its phases. */
 typedef struct EpNodesLaunch {
     EpCudaLaunch order; /**< its place: stream, phase, own, routing */
+    EpNodesKernel weights, spread; /**< an exchange of weights between them, first of all */
     EpNodesKernel send, relay, receive;
     const EpCudaGroup *group;
     const EpLatency *latency; /**< of any of its kernels */
