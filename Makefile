@@ -113,8 +113,12 @@ gpu_tests_c := $(filter-out $(host_only),$(tests_c)) $(call in,tests/gpu)
 
 # $(call objects,FOLDER/,SOURCES): their objects, in a folder of $B. rowmath.c is compiled once for
 # each instruction set; the library chooses one at run time.
+# Kernels of latency mode are compiled once for one node and once for several.
 objects = $(foreach f,$2,$(if $(filter %/rowmath.c,$f),\
-              $(row_sets:%=$B/$1$(basename $f)_%.o),$B/$1$(f:.c=).o))
+              $(row_sets:%=$B/$1$(basename $f)_%.o),$B/$1$(f:.c=).o)\
+              $(if $(filter $(nodes_cu),$f),$B/$1$(basename $f)_nodes.cu.o))
+nodes_cu := dispatch/cuda/latency_scatter.cu combine/cuda/latency_gather.cu
+on_nodes = $(if $(filter %_nodes.cu.o,$@),-DEP_SEVERAL_NODES=1)
 row_sets := base $(if $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null)),v3 v4)
 row_flags_v3 := -march=x86-64-v3
 row_flags_v4 := -march=x86-64-v4 -mprefer-vector-width=512
@@ -194,12 +198,17 @@ $B/emulated/$(basename $(rowmath))_%.o: $(rowmath) $B/flags
 	$(compile)
 
 # -fmad=false: results are defined to the bit, so nvcc must not contract operations.
+define compile_kernels
+@mkdir -p $(@D)
+$(call say,NVCC,$@)
+$Q$(NVCC) $(nvcc_arch) $(on_nodes) -O3 -std=c++17 -fmad=false -Iinclude -I. -I$(nccl_include) \
+    -MMD -MP $(if $(WERROR),-Werror all-warnings) \
+    -Xcompiler -fPIC,-pthread,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
+endef
+$B/%_nodes.cu.o: %.cu $B/flags
+	$(compile_kernels)
 $B/%.cu.o: %.cu $B/flags
-	@mkdir -p $(@D)
-	$(call say,NVCC,$@)
-	$Q$(NVCC) $(nvcc_arch) -O3 -std=c++17 -fmad=false -Iinclude -I. -I$(nccl_include) -MMD -MP \
-	    $(if $(WERROR),-Werror all-warnings) \
-	    -Xcompiler -fPIC,-pthread,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
+	$(compile_kernels)
 
 # Emulated GPUs: the CUDA backend's sources are compiled against replacements of CUDA and NCCL (see
 # tests/emulator/), without an installation of either. Rings are short, so that they wrap, and so is
@@ -207,13 +216,19 @@ $B/%.cu.o: %.cu $B/flags
 emulated_cflags = $(filter-out -O3,$(common_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
                   -DEP_SLICE_BYTES=1024 -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
                   -Itests/emulator/include -Iinclude -I.
+define emulate_kernels
+@mkdir -p $(@D)
+$(call say,CXX,$@)
+$Qsed -E -f tests/emulator/kernel.sed $< >$(@:.o=.cpp)
+$Q$(CXX) $(on_nodes) \
+    $(filter-out -std=% -Wstrict-prototypes -Wmissing-prototypes,$(cflags)) \
+    -std=c++17 -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused-parameter \
+    -include cuda_runtime.h -c $(@:.o=.cpp) -o $@
+endef
+$B/emulated/%_nodes.cu.o: %.cu tests/emulator/kernel.sed $B/flags
+	$(emulate_kernels)
 $B/emulated/%.cu.o: %.cu tests/emulator/kernel.sed $B/flags
-	@mkdir -p $(@D)
-	$(call say,CXX,$@)
-	$Qsed -E -f tests/emulator/kernel.sed $< >$(@:.o=.cpp)
-	$Q$(CXX) $(filter-out -std=% -Wstrict-prototypes -Wmissing-prototypes,$(cflags)) \
-	    -std=c++17 -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused-parameter \
-	    -include cuda_runtime.h -c $(@:.o=.cpp) -o $@
+	$(emulate_kernels)
 
 -include $(shell find $B -name '*.d' 2>/dev/null)
 

@@ -26,6 +26,7 @@ static const struct {
                              {"config.latency_sets", EP_NUMBERS},
                              {"config.num_nodes", EP_NUMBERS},
                              {"config.sums", EP_NAMES_SUMS},
+                             {"config.node_rows", EP_NUMBERS},
                              {"LIBEP_NODE_CHUNK", EP_NUMBERS},
                              {"LIBEP_WEIGHT_SMS", EP_NUMBERS},
                              {"bootstrap.isend being given", EP_NUMBERS}};
@@ -50,6 +51,7 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
                                              c->latency_sets,
                                              c->num_nodes,
                                              c->sums,
+                                             ep_config_node_rows(c),
                                              settings->node_chunk,
                                              settings->weight_sms,
                                              bootstrap->isend != NULL};

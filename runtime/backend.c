@@ -43,5 +43,7 @@ unsigned ep_backend_offers(const EpBackendOps *backend, const EpNodeSizes *nodes
     unsigned offers = backend->offers;
     if (nodes->nodes == 1)
         return offers & EP_OFFERS_LATENCY ? offers | EP_OFFERS_AUTO_LATENCY : offers;
-    return backend->id == EP_BACKEND_CUDA ? offers & ~EP_OFFERS_LATENCY : offers;
+    if (backend->id != EP_BACKEND_CUDA) return offers;
+    int fits = ep_nodes_are_equal(nodes);
+    return fits ? offers | EP_OFFERS_BY_NAME : offers & ~EP_OFFERS_LATENCY;
 }

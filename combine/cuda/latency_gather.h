@@ -44,6 +44,15 @@ extern "C" {
 int ep_cuda_open_latency_gather(int shared_bytes);
 int ep_cuda_launch_latency_gather(const void *args, int blocks, void *stream);
 
+/** On several nodes: between the launches that send and receive, the relays add up sums. Weights
+ *  that are given at the tokens' ranks are put into messages, and given to the ranks of the node,
+ *  before the sums. */
+int ep_cuda_launch_latency_weights(const void *args, int blocks, void *stream);
+int ep_cuda_launch_latency_spread(const void *args, int blocks, void *stream);
+int ep_cuda_open_latency_gather_nodes(int shared_bytes);
+int ep_cuda_launch_latency_gather_nodes(const void *args, int blocks, void *stream);
+int ep_cuda_launch_latency_relay(const void *args, int blocks, void *stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -61,6 +61,7 @@ Case case_complete(Case c) {
     int64_t tokens = (int64_t)c.ranks * c.max_tokens, slots = tokens * c.top_k;
     if (c.mode == EP_MODE_LATENCY && !c.capacity && layout->blocks != BLOCKS_OF_TOKENS)
         c.capacity = layout->has_rows ? tokens : slots + c.experts * c.alignment;
+    if (!c.capacity && layout->blocks == BLOCKS_PACKED) c.node_rows = 0;
     return c;
 }
 
@@ -91,6 +92,7 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, rows_per_expert, NULL),
     TEXT_FIELD(Case, overflow, TEXT_OVERFLOWS),
     TEXT_FIELD(Case, weighted, NULL),
+    TEXT_FIELD(Case, node_rows, NULL),
     TEXT_FIELD(Case, by_entry, NULL),
     TEXT_FIELD(Case, weights_at_combine, NULL),
     TEXT_FIELD(Case, scale_bytes, NULL),
@@ -229,6 +231,7 @@ EpGroupConfig case_group_config(const Case *c) {
     config.backend = TEST_BACKEND;
     config.timeout_seconds = c->timeout;
     if (c->mode == EP_MODE_LATENCY || c->sets) config.latency_sets = c->sets ? c->sets : 4;
+    config.node_rows = c->node_rows;
     if (c->by_entry) config.sums = EP_SUMS_BY_ENTRY;
     if (c->merged) config.duplicates = EP_DUPLICATES_MERGE;
     return config;

@@ -55,6 +55,7 @@ typedef struct Case {
     int64_t rows_per_expert; /**< BATCHED: enough for any routing */
     EpOverflow overflow;     /**< ERROR */
     int weighted;            /**< dispatch sends topk_weights, and combine is weighted */
+    int node_rows;           /**< of the group; 0 with exact sizing */
     int by_entry;            /**< EP_SUMS_BY_ENTRY; not where case_has_rows */
     int weights_at_combine;  /**< latency mode or by_entry, unless case_has_rows: combine gets
                                   topk_weights, and the case is not `weighted` */

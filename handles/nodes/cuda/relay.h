@@ -57,14 +57,15 @@ typedef struct EpCudaRelay {
                        sources, ascending */
     int32_t num_peers;
     const int32_t *device_peers;
-    char *memory;            /**< device: all that follows */
-    char *send[2], *recv[2]; /**< by parity of the chunk */
-    EpStamp *stamp;          /**< this rank's */
-    EpStamp *stamps[2];      /**< [num_peers] those that came with the messages, likewise */
-    int64_t message_bytes;   /**< of a message in these buffers */
-    char *routing;           /**< [R] messages of ep_prepare, this rank's in its place */
-    int64_t routing_bytes;   /**< of one */
-    int32_t *counts;         /**< of ep_prepare: see EpRouteArgs */
+    char *memory;          /**< device: all that follows */
+    char *send[2];         /**< by parity of the chunk */
+    char *recv;            /**< see ep_relay_received */
+    EpStamp *stamp;        /**< this rank's */
+    EpStamp *stamps[2];    /**< [num_peers] those that came with the messages, likewise */
+    int64_t message_bytes; /**< of a message in these buffers */
+    char *routing;         /**< [R] messages of ep_prepare, this rank's in its place */
+    int64_t routing_bytes; /**< of one */
+    int32_t *counts;       /**< of ep_prepare: see EpRouteArgs */
 } EpCudaRelay;
 
 /** Returns the device memory that a group takes for the network; 0 on one node. */
@@ -135,6 +136,9 @@ EpStatus ep_relay_set_ready(EpRelayRun *run, int32_t chunk);
  * Enqueue first what the GPU can do meanwhile: NCCL's calls take the host long. */
 EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way);
 
+/** Compare the stamps of a chunk's messages on the caller's stream, where no kernel reads them. */
+EpStatus ep_relay_compare(const EpRelayRun *run, int32_t chunk, EpRelayWay way);
+
 /** Returns what kernels that read a chunk's messages need to compare their stamps, and to tell the
  *  watcher that they have come. */
 EpMarks ep_relay_marks(const EpRelayRun *run, int32_t chunk, EpRelayWay way);
@@ -163,7 +167,17 @@ static inline uint32_t ep_relay_chunk_digest(uint32_t digest, EpChunkPlan kind, 
 
 /** Returns the place of a message in a buffer: of number `i` among the relays or the sources. */
 static inline char *ep_relay_message(const EpRelayRun *run, char *buffer, int32_t i) {
-    return buffer + i * run->relay->tables.chunk * run->record_bytes;
+    return buffer + i * run->relay->tables.message * run->record_bytes;
+}
+
+/** Returns the messages of a chunk that have come: chunks take turns with two buffers. With a limit
+ *  all messages of a gather are kept. */
+static inline char *ep_relay_received(const EpRelayRun *run, int32_t chunk, EpRelayWay way) {
+    const EpCudaRelay *r = run->relay;
+    int32_t others = r->tables.nodes - 1;
+    if (way == EP_FROM_RELAYS && r->tables.limit)
+        return ep_relay_message(run, r->recv, chunk * others);
+    return r->recv + chunk % 2 * run->group->nodes.sizes.most * r->message_bytes;
 }
 
 #endif
