@@ -62,13 +62,13 @@ int routing_owner(const Routing *routing, int expert);
  * less than the number of experts; a line may name an expert twice.
  */
 
-/** The shape that a trace must have for this run. */
+/** The shape that a trace must have; 0: any, which then becomes the trace's. */
 typedef struct TraceShape {
     int num_ranks, top_k, num_experts;
 } TraceShape;
 
 /** Read `path`. False, with a message that names file and line, if the file is invalid. */
-bool trace_read(const char *path, const TraceShape *shape, Routing *out);
+bool trace_read(const char *path, TraceShape *shape, Routing *out);
 
 /** Write `path` through a temporary file beside it. */
 bool trace_write(const char *path, const Routing *routing);
