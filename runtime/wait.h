@@ -18,9 +18,12 @@
 typedef struct EpWait {
     double timeout; /* seconds */
     double start;   /* seconds, 0 until the clock is first read */
-    int64_t spins;  /* polls left before yielding */
+    int64_t spins;  /* polls left before yielding, or EP_WAIT_IN_CROWD */
     unsigned pauses;
 } EpWait;
+
+/** In place of spins: many more ranks wait than there are CPUs, so each sleeps between polls. */
+#define EP_WAIT_IN_CROWD (-1)
 
 void ep_wait_begin(EpWait *wait, double timeout, int64_t spins);
 

@@ -27,7 +27,7 @@ static int quantises(const Case *c) {
 Case case_complete(Case c) {
     if (!c.ranks) c.ranks = 1;
     if (!c.timeout) c.timeout = 60;
-    if (!c.nodes[0]) divide_nodes(&c);
+    if (!c.nodes[0] && !c.even_nodes) divide_nodes(&c);
     if (!c.experts) c.experts = 2 * c.ranks;
     if (!c.top_k) c.top_k = 2;
     if (!c.hidden) c.hidden = 24;
@@ -70,6 +70,7 @@ Case case_complete(Case c) {
 static const TextField fields[] = {
     TEXT_FIELD(Case, ranks, NULL),
     TEXT_FIELD(Case, nodes, NULL),
+    TEXT_FIELD(Case, even_nodes, NULL),
     TEXT_FIELD(Case, experts, NULL),
     TEXT_FIELD(Case, top_k, NULL),
     TEXT_FIELD(Case, hidden, NULL),
@@ -142,6 +143,10 @@ const char *case_describe(const Case *c) {
 
 int case_node(const Case *c, int rank) {
     int lowest = 0;
+    if (c->even_nodes) {
+        int node = rank * c->even_nodes / c->ranks;
+        return (node * c->ranks + c->even_nodes - 1) / c->even_nodes;
+    }
     while (c->nodes[0] && c->nodes[lowest] != c->nodes[rank])
         lowest++;
     return lowest;

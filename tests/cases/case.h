@@ -31,6 +31,7 @@ typedef enum Routing {
 typedef struct Case {
     int ranks;        /**< 1 */
     char nodes[24];   /**< a digit for each rank, as in "0110": its node; "": all ranks on one */
+    int even_nodes;   /**< instead of `nodes`: how many divide the ranks evenly */
     int experts;      /**< 2 per rank */
     int top_k;        /**< 2 */
     int hidden;       /**< 24: bf16 rows of 48 bytes, not a multiple of a cache line */

@@ -75,8 +75,9 @@ void open_plan(EpGroup *group, const Case *c, EpTensor *plan) {
 static int pretend_nodes(const Case *c) {
     char list[2 * sizeof(c->nodes)];
     int has_own = getenv("LIBEP_TOPOLOGY") && !getenv("LIBEP_TEST_NODES");
-    if (!c->nodes[0] || has_own) return 0;
-    for (int r = 0; r < c->ranks; r++)
+    if ((!c->nodes[0] && !c->even_nodes) || has_own) return 0;
+    snprintf(list, sizeof(list), "%d", c->even_nodes);
+    for (int r = 0; r < c->ranks && !c->even_nodes; r++)
         list[2 * r] = c->nodes[r], list[2 * r + 1] = r + 1 < c->ranks ? ',' : 0;
     setenv("LIBEP_TOPOLOGY", list, 1);
     return 1;

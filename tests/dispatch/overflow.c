@@ -41,6 +41,27 @@ LayoutsTest(dispatch_overflow, places_of_merged_entries,
             PLACES "node_rows=5 capacity=500 overflow=drop duplicates=1 merged=1 hidden=1000");
 LayoutsTest(dispatch_overflow, places_for_all, PLACES "node_rows=40 capacity=900");
 
+/* A message of a chunk has places of tokens of any chunk. */
+CasesTest(dispatch_overflow, places_in_many_messages, setenv("LIBEP_NODE_CHUNK", "4000", 1);
+          run_layouts(case_of(PLACES
+                              "max_tokens=90 node_rows=31 capacity=900 quant=fp8 hidden=40"));
+          run_layouts(case_of(PLACES "node_rows=17 capacity=900 masked_percent=60 counted=1"));
+          run_case_on_threads(&(Case){.ranks = 3,
+                                      .nodes = "012",
+                                      .experts = 7,
+                                      .top_k = 3,
+                                      .max_tokens = 30,
+                                      .node_rows = 9,
+                                      .capacity = 300,
+                                      .by_entry = 1,
+                                      .weighted = 1}));
+
+/* More tokens than a block has threads. */
+Test(dispatch_overflow, places_of_many_tokens, .timeout = 120) {
+    run_dispatch(case_of("ranks=3 nodes=011 experts=8 top_k=3 hidden=16 max_tokens=2300 "
+                         "node_rows=1500 capacity=9000 masked_percent=20 overflow=drop"));
+}
+
 /* The capacity cuts the second of three slabs of one rank. `padded`: what is below the
    capacity. */
 static void check_cut(EpGroup *group, int64_t capacity, const int32_t expected[10],
@@ -122,4 +143,12 @@ ThreadTest(dispatch_overflow, places_need_a_size, 2) {
     CHECK_OK(ep_group_memory(&config, 2, &memory));
     CHECK(memory.feasible && memory.handle_bytes == 0, "%s", memory.reason);
     ep_group_destroy(group);
+    config.max_tokens = 64, config.node_rows = 16, config.num_nodes = 2;
+    config.max_row_bytes = 8192;
+    CHECK_OK(ep_group_memory(&config, 2, &memory));
+    int64_t bytes = memory.private_bytes;
+    config.node_rows = 0;
+    CHECK_OK(ep_group_memory(&config, 2, &memory));
+    CHECK(!TESTS_ON_GPU || memory.private_bytes > 2 * bytes, "%lld of %lld bytes", (long long)bytes,
+          (long long)memory.private_bytes);
 }

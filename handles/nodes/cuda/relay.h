@@ -24,11 +24,16 @@
  * are sent, of the chunks that any rank has tokens in: if the plan is the handle's own, outside of
  * captures.
  *
+ * With a limit (EpNodeSizes.limit) the places of all messages to a node are numbered through, and
+ * message c has the c-th part of them: of any chunk's tokens, whose numbers are not below those of
+ * their places. So a chunk is packed from the tokens from there on. A gather keeps all messages,
+ * and sums a chunk's tokens once the message is here that has the place of its last token's number.
+ *
  * No kernel waits for the network, so there is no circular wait, however few multiprocessors are
  * free. Order all stages of an operation by their chunk: first packing or the sum of the relays,
  * then the exchange, then what reads it. A kernel of chunk c starts once the exchanges that it
- * needs are complete on its own rank: that of c, if it reads the rows, and that of c - 2, whose
- * buffers are used again. Then it waits for the same kernel of the ranks of its node alone, which
+ * needs are complete on its own rank: that of c, if it reads the rows (with a limit a later one,
+ * whose stages then all come before it), and that of c - 2, whose buffers are used again. Then it waits for the same kernel of the ranks of its node alone, which
  * start as soon as theirs are complete. The exchange of c needs multiprocessors on all ranks.
  * Whoever holds them there is a kernel of an earlier stage, which by induction ends, or of a later
  * one, which would wait for this exchange before it starts.
