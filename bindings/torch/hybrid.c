@@ -8,12 +8,10 @@
  * Work that needs no result of the GPU is done after a launch, before the host waits.
  */
 #include <string.h>
-#include <time.h>
 
-#include "bindings/torch/tensors.h"
+#include "bindings/torch/whole.h"
 
-#define NO_MEMORY (-1) /* PyTorch has none */
-#define MOST_TOP_K 32  /* EP_MAX_TOP_K */
+#define MOST_TOP_K 32 /* EP_MAX_TOP_K */
 
 /* The items of a handle, a tuple of Python. Its type computes DeepEP's from them. */
 enum {
@@ -50,96 +48,18 @@ enum {
 };
 
 /* PyTorch's tensors that a call makes. */
-enum { MADE_PLAN, MADE_NUMBERS, MADE_PADDED, MADE_IDX, MADE_WEIGHTS, MADE_ROWS, MADE_MORE, MADE };
+enum {
+    MADE_PLAN,
+    MADE_NUMBERS,
+    MADE_PADDED,
+    MADE_IDX,
+    MADE_WEIGHTS,
+    MADE_ROWS,
+    MADE_MORE,
+    MADE_SCALES
+};
 
-typedef struct Call {
-    const EpTorchStep *step;
-    const EpTorchHandle *h;
-    void *stream;
-    const EpTensor *rows, *map, *probs, *scales, *idx, *weights, *plan; /* NULL: none */
-    EpTensor given[7];
-    EpTensor outputs[MADE];
-    void *made[MADE + 1]; /* the last one: rows of scales */
-    EpTensor scales_out;
-    int64_t num_rows;
-    int is_short; /* whether PyTorch has refused memory */
-} Call;
-
-/* ---- the group's lock ---------------------------------------------------------------------- */
-
-static void set_caller(const EpTorchGroup *g, unsigned long thread) {
-    static void *name;
-    if (!name) name = PyUnicode_InternFromString("caller");
-    void *value = PyLong_FromUnsignedLong(thread);
-    PyObject_SetAttr(g->object, name, value);
-    Py_DecRef(value);
-}
-
-static void set_began(const EpTorchGroup *g) {
-    static void *name;
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (!name) name = PyUnicode_InternFromString("began");
-    void *value = PyFloat_FromDouble((double)now.tv_sec + 1e-9 * (double)now.tv_nsec);
-    PyObject_SetAttr(g->object, name, value);
-    Py_DecRef(value);
-}
-
-/* As libep.Group.run does. Returns whether this thread has the group. */
-static int enter(const EpTorchGroup *g) {
-    if (!g->group) return 0;
-    void *got = PyObject_CallObject(g->acquire, g->at_once);
-    int is_in = got && PyObject_IsTrue(got) == 1;
-    if (got) Py_DecRef(got);
-    if (!is_in) return 0;
-    set_began(g);
-    set_caller(g, PyThread_get_thread_ident());
-    return 1;
-}
-
-static void leave_group(const EpTorchGroup *g) {
-    set_caller(g, 0);
-    void *got = PyObject_CallObject(g->release, NULL);
-    if (got) Py_DecRef(got);
-}
-
-/* ---- arguments ----------------------------------------------------------------------------- */
-
-static int64_t element_bytes(EpType type) {
-    switch (type) {
-    case EP_TYPE_INT64:
-        return 8;
-    case EP_TYPE_FP32:
-    case EP_TYPE_INT32:
-        return 4;
-    case EP_TYPE_BF16:
-    case EP_TYPE_FP16:
-        return 2;
-    default:
-        return 1;
-    }
-}
-
-/* Convert an argument of `ndim` dimensions. None becomes NULL. Returns 0 for all that Python must
- * look at. */
-static int take(const Call *c, void *object, int takes_bool, int ndim, EpTensor *t,
-                const EpTensor **out) {
-    *out = NULL;
-    if (object == &_Py_NoneStruct) return 1;
-    *out = t;
-    return ep_torch_convert(c->h, object, takes_bool, t) && t->ndim == ndim;
-}
-
-static int is_matrix(const EpTensor *t, EpType type, int64_t rows, int64_t columns) {
-    return !t || (t->type == type && t->shape[0] == rows && t->shape[1] == columns);
-}
-
-/* Returns whether rows are those that a step moves. */
-static int are_rows(const EpTorchStep *step, const EpTensor *t) {
-    int64_t bytes = t ? t->shape[1] * element_bytes(t->type) : 0;
-    return t && bytes > 0 && bytes % ROW_UNIT == 0 && bytes <= step->row_bytes &&
-           (uintptr_t)t->data % ROW_UNIT == 0;
-}
+/* ---- arguments ------------------------------------------------------------------------------ */
 
 /* [T, S] of 4 bytes, at most one for 32 elements. */
 static int are_scales(const EpTensor *t, int64_t count, int64_t width) {
@@ -147,56 +67,28 @@ static int are_scales(const EpTensor *t, int64_t count, int64_t width) {
                   t->shape[1] > 0 && t->shape[1] <= (width + 31) / 32);
 }
 
-/* ---- new tensors --------------------------------------------------------------------------- */
-
-static const EpTensor *allocate_on(Call *c, int32_t device, int place, EpType type, int ndim,
-                                   int64_t rows, int64_t columns, EpTensor *t) {
-    *t = (EpTensor){.struct_size = sizeof(*t),
-                    .type = type,
-                    .ndim = ndim,
-                    .shape = {rows, columns ? columns : 1, 1}};
-    if (c->is_short ||
-        !ep_torch_allocate(c->h->torch, device, ep_torch_type(type), t, &c->made[place]))
-        c->is_short = 1;
-    return t;
-}
-
-static const EpTensor *allocate(Call *c, int place, EpType type, int64_t rows, int64_t columns) {
-    return allocate_on(c, c->h->device, place, type, columns ? 2 : 1, rows, columns,
-                       place == MADE ? &c->scales_out : &c->outputs[place]);
-}
-
-/* A new torch.Tensor for what was made at a place, or None. */
-static void *wrap(const Call *c, int place) {
-    return c->made[place] ? c->h->torch->wrap(c->made[place]) : none();
-}
-
-static void drop_all(Call *c) {
-    for (int i = 0; i <= MADE; i++)
-        if (c->made[i]) c->h->torch->drop(c->made[i]);
-}
-
-static EpBackend backend(const Call *c) {
+static EpBackend backend(const EpTorchWhole *c) {
     return c->h->device < 0 ? EP_BACKEND_HOST : EP_BACKEND_CUDA;
 }
 
 /* ---- dispatch ------------------------------------------------------------------------------ */
 
 /* Make ids and weights of a routing map. */
-static EpStatus read_map(Call *c) {
+static EpStatus read_map(EpTorchWhole *c) {
     int64_t tokens = c->map->shape[0], top_k = c->h->top_k;
-    c->idx = allocate(c, MADE_IDX, EP_TYPE_INT32, tokens, top_k);
-    if (c->probs) c->weights = allocate(c, MADE_WEIGHTS, EP_TYPE_FP32, tokens, top_k);
+    c->idx = ep_torch_make(c, MADE_IDX, EP_TYPE_INT32, tokens, top_k);
+    if (c->probs) c->weights = ep_torch_make(c, MADE_WEIGHTS, EP_TYPE_FP32, tokens, top_k);
     if (c->is_short) return EP_OK;
     return ep_read_routing_map(backend(c), c->map, c->probs, c->stream, c->idx, c->weights);
 }
 
 /* Make the plan of a step whose rows are given. Its numbers stay on the device. */
-static EpStatus prepare_fixed(Call *c) {
+static EpStatus prepare_fixed(EpTorchWhole *c) {
     EpTorchNumbers parts;
     const EpTensor *numbers =
-        allocate(c, MADE_NUMBERS, EP_TYPE_INT32, ep_torch_count_numbers(c->h), 0);
-    const EpTensor *padded = allocate(c, MADE_PADDED, EP_TYPE_INT32, c->h->num_local_experts, 0);
+        ep_torch_make(c, MADE_NUMBERS, EP_TYPE_INT32, ep_torch_count_numbers(c->h), 0);
+    const EpTensor *padded =
+        ep_torch_make(c, MADE_PADDED, EP_TYPE_INT32, c->h->num_local_experts, 0);
     if (c->is_short) return EP_OK;
     ep_torch_divide(c->h, numbers, &parts);
     parts.outputs.expert_padded = padded;
@@ -204,7 +96,7 @@ static EpStatus prepare_fixed(Call *c) {
     return ep_prepare_with(c->h->handle, c->plan, c->idx, NULL, c->stream, &parts.outputs, NULL);
 }
 
-static EpStatus refuse_plan(const Call *c) {
+static EpStatus refuse_plan(const EpTorchWhole *c) {
     EpStatus status = ep_group_status(c->h->group->group, NULL);
     if (status != EP_OK) return status;
     return ep_set_last_error(EP_ERR_NOT_PREPARED,
@@ -212,12 +104,12 @@ static EpStatus refuse_plan(const Call *c) {
 }
 
 /* Make the plan of a step of as many rows as come. */
-static EpStatus prepare_exact(Call *c) {
+static EpStatus prepare_exact(EpTorchWhole *c) {
     int64_t local = c->h->num_local_experts;
     EpStatus status = ep_torch_prepare(c->h, c->plan, c->idx, c->stream, c->step->numbers);
     if (status != EP_OK) return status;
-    const EpTensor *padded = allocate_on(c, -1, MADE_PADDED, EP_TYPE_INT64, 1, local, 0,
-                                         &c->outputs[MADE_PADDED]); /* while the GPU counts */
+    const EpTensor *padded =
+        ep_torch_make_on(c, -1, MADE_PADDED, EP_TYPE_INT64, local, 0); /* while the GPU counts */
     status = ep_torch_wait(c->h, c->stream);
     if (status != EP_OK) return status;
     c->num_rows = c->step->numbers[3 * local + 1];
@@ -227,19 +119,21 @@ static EpStatus prepare_exact(Call *c) {
     return EP_OK;
 }
 
-static EpStatus send(Call *c) {
+static EpStatus send(EpTorchWhole *c) {
     const EpTensor *weights = NULL, *scales = NULL;
-    const EpTensor *rows = allocate(c, MADE_ROWS, c->rows->type, c->num_rows, c->rows->shape[1]);
-    if (c->weights) weights = allocate(c, MADE_MORE, EP_TYPE_FP32, c->num_rows, 0);
-    if (c->scales) scales = allocate(c, MADE, c->scales->type, c->num_rows, c->scales->shape[1]);
+    const EpTensor *rows =
+        ep_torch_make(c, MADE_ROWS, c->rows->type, c->num_rows, c->rows->shape[1]);
+    if (c->weights) weights = ep_torch_make(c, MADE_MORE, EP_TYPE_FP32, c->num_rows, 0);
+    if (c->scales)
+        scales = ep_torch_make(c, MADE_SCALES, c->scales->type, c->num_rows, c->scales->shape[1]);
     if (c->is_short) return EP_OK;
     return ep_dispatch(c->h->handle, c->plan, NULL, c->rows, c->weights, c->scales, c->stream, rows,
                        weights, scales, NULL);
 }
 
-static EpStatus route_and_send(Call *c) {
+static EpStatus route_and_send(EpTorchWhole *c) {
     EpStatus status = c->map ? read_map(c) : EP_OK;
-    c->plan = allocate(c, MADE_PLAN, EP_TYPE_UINT8, c->h->plan_bytes, 0);
+    c->plan = ep_torch_make(c, MADE_PLAN, EP_TYPE_UINT8, c->h->plan_bytes, 0);
     if (status != EP_OK || c->is_short) return status;
     status = c->step->numbers ? prepare_exact(c) : prepare_fixed(c);
     if (status == EP_OK) status = send(c);
@@ -248,94 +142,71 @@ static EpStatus route_and_send(Call *c) {
     return status;
 }
 
-static void *wrap_numbers(const Call *c) {
-    if (!c->step->numbers) return wrap(c, MADE_NUMBERS);
-    ptrdiff_t bytes = (ptrdiff_t)sizeof(int32_t) * ep_torch_count_numbers(c->h);
-    return PyBytes_FromStringAndSize((const char *)c->step->numbers, bytes);
-}
-
-static void *share(void *object) {
-    Py_IncRef(object);
-    return object;
+static void *wrap_numbers(const EpTorchWhole *c) {
+    return c->step->numbers ? ep_torch_copy_numbers(c) : ep_torch_wrap(c, MADE_NUMBERS);
 }
 
 /* Returns a new handle. `padded` is borrowed. */
-static void *make_handle(const Call *c, void *const *objects, void *idx, void *padded) {
+static void *make_handle(const EpTorchWhole *c, void *const *objects, void *idx, void *padded) {
     void *items[ITEMS] = {
         [OWNER] = share(objects[SELF]),
         [STEP] = share(c->step->object),
         [AT] = PyLong_FromVoidPtr((void *)(uintptr_t)c->step),
-        [PLAN] = wrap(c, MADE_PLAN),
+        [PLAN] = ep_torch_wrap(c, MADE_PLAN),
         [NUMBERS] = wrap_numbers(c),
         [PADDED] = share(padded),
-        [IDX] = c->made[MADE_IDX] ? wrap(c, MADE_IDX) : share(idx),
+        [IDX] = c->made[MADE_IDX] ? ep_torch_wrap(c, MADE_IDX) : share(idx),
         [TOKENS] = PyLong_FromLongLong(c->rows->shape[0]),
         [ROWS] = PyLong_FromLongLong(c->num_rows),
         [STREAM] = PyLong_FromVoidPtr(c->stream),
         [SPARE] = none(),
     };
-    void *tuple = PyTuple_New(ITEMS);
-    for (int i = 0; i < ITEMS; i++)
-        PyTuple_SetItem(tuple, i, items[i]);
+    void *tuple = ep_torch_tuple(items, ITEMS);
     void *handle = PyObject_CallFunctionObjArgs(objects[KIND], tuple, NULL);
     Py_DecRef(tuple);
     return handle;
 }
 
 /* Returns what dispatch_with_permute does. Takes the reference to the handle. */
-static void *wrap_sent(const Call *c, void *padded, void *handle) {
-    void *items[] = {wrap(c, MADE_ROWS), wrap(c, MADE_MORE), wrap(c, MADE), share(padded), handle};
-    enum { COUNT = sizeof(items) / sizeof(items[0]) };
-    void *sent = PyTuple_New(COUNT);
-    for (int i = 0; i < COUNT; i++)
-        PyTuple_SetItem(sent, i, items[i]);
-    return sent;
-}
-
-/* Run a part of a call without the interpreter's lock. Returns NULL where it has succeeded, else
- * what Python gets. */
-static void *run(Call *c, EpStatus (*part)(Call *c)) {
-    if (!enter(c->h->group)) return ep_torch_leave();
-    void *others = PyEval_SaveThread();
-    EpStatus status = part(c);
-    PyEval_RestoreThread(others);
-    leave_group(c->h->group);
-    if (status != EP_OK) return PyLong_FromLong(status);
-    return c->is_short ? PyLong_FromLong(NO_MEMORY) : NULL;
+static void *wrap_sent(const EpTorchWhole *c, void *padded, void *handle) {
+    void *items[] = {ep_torch_wrap(c, MADE_ROWS), ep_torch_wrap(c, MADE_MORE),
+                     ep_torch_wrap(c, MADE_SCALES), share(padded), handle};
+    return ep_torch_tuple(items, sizeof(items) / sizeof(items[0]));
 }
 
 /* The routing of a new step. */
-static int take_routing(Call *c, void *const *more) {
+static int take_routing(EpTorchWhole *c, void *const *more) {
     int64_t experts = (int64_t)c->h->num_local_experts * c->h->num_ranks, tokens;
     if (more[MAP] == &_Py_NoneStruct) {
-        if (!take(c, more[GIVEN_IDX], 0, 2, &c->given[1], &c->idx) || !c->idx ||
-            !take(c, more[WEIGHTS], 0, 2, &c->given[2], &c->weights))
+        if (!ep_torch_take(c, more[GIVEN_IDX], 0, 2, &c->given[1], &c->idx) || !c->idx ||
+            !ep_torch_take(c, more[WEIGHTS], 0, 2, &c->given[2], &c->weights))
             return 0;
         tokens = c->idx->shape[0];
         return tokens == c->rows->shape[0] && c->idx->shape[1] == c->h->top_k &&
                (c->idx->type == EP_TYPE_INT32 || c->idx->type == EP_TYPE_INT64) &&
                PyLong_AsLongLong(more[EXPERTS]) == experts &&
-               is_matrix(c->weights, EP_TYPE_FP32, tokens, c->h->top_k);
+               ep_torch_is_matrix(c->weights, EP_TYPE_FP32, tokens, c->h->top_k);
     }
-    if (!take(c, more[MAP], 1, 2, &c->given[1], &c->map) ||
-        !take(c, more[PROBS], 0, 2, &c->given[2], &c->probs))
+    if (!ep_torch_take(c, more[MAP], 1, 2, &c->given[1], &c->map) ||
+        !ep_torch_take(c, more[PROBS], 0, 2, &c->given[2], &c->probs))
         return 0;
     tokens = c->rows->shape[0];
-    return is_matrix(c->map, EP_TYPE_UINT8, tokens, experts) &&
+    return ep_torch_is_matrix(c->map, EP_TYPE_UINT8, tokens, experts) &&
            c->h->top_k == (experts < MOST_TOP_K ? experts : MOST_TOP_K) &&
-           is_matrix(c->probs, EP_TYPE_FP32, tokens, experts);
+           ep_torch_is_matrix(c->probs, EP_TYPE_FP32, tokens, experts);
 }
 
 /* Rows and scales of a dispatch. */
-static int take_sent(Call *c, void *rows, void *scales) {
-    return take(c, rows, 0, 2, &c->given[0], &c->rows) && are_rows(c->step, c->rows) &&
-           take(c, scales, 0, 2, &c->given[3], &c->scales) &&
+static int take_sent(EpTorchWhole *c, void *rows, void *scales) {
+    return ep_torch_take(c, rows, 0, 2, &c->given[0], &c->rows) &&
+           ep_torch_are_rows(c->rows, c->step->row_bytes) &&
+           ep_torch_take(c, scales, 0, 2, &c->given[3], &c->scales) &&
            are_scales(c->scales, c->rows->shape[0], c->rows->shape[1]);
 }
 
 /* Use a handle of a dispatch before. IS_KEPT tells that the plan's memory is kept for the current
  * stream, too. */
-static int take_handle(Call *c, void *const *objects, int sums) {
+static int take_handle(EpTorchWhole *c, void *const *objects, int sums) {
     void *handle = objects[HANDLE];
     if (PyObject_IsInstance(handle, objects[KIND]) != 1 ||
         PyTuple_GetItem(handle, OWNER) != objects[SELF])
@@ -343,25 +214,26 @@ static int take_handle(Call *c, void *const *objects, int sums) {
     c->step = PyLong_AsVoidPtr(PyTuple_GetItem(handle, AT));
     c->h = sums ? c->step->sum : c->step->send;
     c->num_rows = PyLong_AsLongLong(PyTuple_GetItem(handle, ROWS));
-    return c->h && c->h->group->group && ep_torch_find_stream(c->h, &c->stream) &&
+    return c->h && c->h->group->group &&
+           ep_torch_is_kept(c, PyTuple_GetItem(handle, STREAM), objects[IS_KEPT]) &&
            (PyObject_IsTrue(objects[IS_KEPT]) == 1 ||
             PyLong_AsVoidPtr(PyTuple_GetItem(handle, STREAM)) == c->stream) &&
-           take(c, PyTuple_GetItem(handle, PLAN), 0, 1, &c->given[4], &c->plan);
+           ep_torch_take(c, PyTuple_GetItem(handle, PLAN), 0, 1, &c->given[4], &c->plan);
 }
 
-static void *send_again(Call *c, void *const *objects, void *const *more) {
+static void *send_again(EpTorchWhole *c, void *const *objects, void *const *more) {
     if (!take_handle(c, objects, 0) || !take_sent(c, more[HIDDEN], more[SCALES]) ||
-        !take(c, more[WEIGHTS], 0, 2, &c->given[2], &c->weights) ||
-        !is_matrix(c->weights, EP_TYPE_FP32, c->rows->shape[0], c->h->top_k))
+        !ep_torch_take(c, more[WEIGHTS], 0, 2, &c->given[2], &c->weights) ||
+        !ep_torch_is_matrix(c->weights, EP_TYPE_FP32, c->rows->shape[0], c->h->top_k))
         return ep_torch_leave();
-    void *result = run(c, send);
+    void *result = ep_torch_run(c, send);
     if (!result)
         result = wrap_sent(c, PyTuple_GetItem(objects[HANDLE], PADDED), share(objects[HANDLE]));
     return result;
 }
 
 /* Returns whether a step is of the call's form. */
-static int is_of_step(Call *c, const EpTorchStep *step, void *const *more) {
+static int is_of_step(EpTorchWhole *c, const EpTorchStep *step, void *const *more) {
     memset(c, 0, sizeof(*c));
     c->step = step;
     c->h = step->send;
@@ -372,20 +244,20 @@ static int is_of_step(Call *c, const EpTorchStep *step, void *const *more) {
         !take_sent(c, more[HIDDEN], more[SCALES]) || c->rows->shape[1] != step->width ||
         c->rows->shape[0] > step->bound || !take_routing(c, more))
         return 0;
-    int64_t bytes = element_bytes(c->rows->type);
+    int64_t bytes = ep_torch_element_bytes(c->rows->type);
     return step->width * (bytes < 2 ? 2 : bytes) == step->row_bytes && !PyErr_Occurred();
 }
 
-static void *send_anew(Call *c, void *const *objects, void *const *more) {
+static void *send_anew(EpTorchWhole *c, void *const *objects, void *const *more) {
     const EpTorchStep *step = PyLong_AsVoidPtr(more[STEPS]);
     while (step && !is_of_step(c, step, more)) {
         if (PyErr_Occurred()) return ep_torch_leave();
         step = step->next;
     }
     if (!step || !ep_torch_find_stream(c->h, &c->stream)) return ep_torch_leave();
-    void *result = run(c, route_and_send);
+    void *result = ep_torch_run(c, route_and_send);
     if (result) return result;
-    void *padded = wrap(c, MADE_PADDED);
+    void *padded = ep_torch_wrap(c, MADE_PADDED);
     result = wrap_sent(c, padded, make_handle(c, objects, more[GIVEN_IDX], padded));
     Py_DecRef(padded);
     return result;
@@ -402,28 +274,28 @@ static void *send_anew(Call *c, void *const *objects, void *const *more) {
 void *ep_torch_hybrid_dispatch(void *self, void *const *objects, ptrdiff_t given) {
     (void)self;
     if (given != ARGUMENTS + MORE) return ep_torch_leave();
-    Call c;
+    EpTorchWhole c;
     memset(&c, 0, sizeof(c));
     void *const *more = objects + ARGUMENTS;
     void *result = objects[HANDLE] == &_Py_NoneStruct ? send_anew(&c, objects, more)
                                                       : send_again(&c, objects, more);
-    if (c.h) drop_all(&c);
+    if (c.h) ep_torch_drop(&c);
     return result;
 }
 
 /* ---- combine ------------------------------------------------------------------------------- */
 
 /* Sum rows. Probabilities return to their experts' places of a map. */
-static EpStatus sum(Call *c) {
+static EpStatus sum(EpTorchWhole *c) {
     int64_t tokens = c->idx->shape[0], top_k = c->h->top_k;
     int64_t experts = (int64_t)c->h->num_local_experts * c->h->num_ranks;
-    const EpTensor *out = allocate(c, MADE_ROWS, c->rows->type, tokens, c->rows->shape[1]);
+    const EpTensor *out = ep_torch_make(c, MADE_ROWS, c->rows->type, tokens, c->rows->shape[1]);
     if (!c->probs) {
         if (c->is_short) return EP_OK;
         return ep_combine(c->h->handle, c->plan, c->rows, NULL, NULL, c->stream, out);
     }
-    const EpTensor *weights = allocate(c, MADE_WEIGHTS, EP_TYPE_FP32, tokens, top_k);
-    const EpTensor *probs = allocate(c, MADE_MORE, EP_TYPE_FP32, tokens, experts);
+    const EpTensor *weights = ep_torch_make(c, MADE_WEIGHTS, EP_TYPE_FP32, tokens, top_k);
+    const EpTensor *probs = ep_torch_make(c, MADE_MORE, EP_TYPE_FP32, tokens, experts);
     if (c->is_short) return EP_OK;
     EpStatus status =
         ep_dispatch_backward(c->h->handle, c->plan, c->rows, c->probs, c->stream, out, weights);
@@ -438,25 +310,23 @@ static EpStatus sum(Call *c) {
 void *ep_torch_hybrid_combine(void *self, void *const *objects, ptrdiff_t given) {
     (void)self;
     enum { SMS = ARGUMENTS, ROWS_OF_EXPERTS, WEIGHTS_OF_ROWS, COUNT };
-    Call c;
+    EpTorchWhole c;
     memset(&c, 0, sizeof(c));
     if (given != COUNT || !take_handle(&c, objects, 1) ||
         PyLong_AsLongLong(objects[SMS]) != c.step->sum_sms ||
-        !take(&c, objects[ROWS_OF_EXPERTS], 0, 2, &c.given[0], &c.rows) ||
-        !are_rows(c.step, c.rows) || c.rows->shape[0] < c.num_rows ||
-        (c.rows->type != EP_TYPE_BF16 && c.rows->type != EP_TYPE_FP16 &&
-         c.rows->type != EP_TYPE_FP32) ||
-        !take(&c, objects[WEIGHTS_OF_ROWS], 0, 1, &c.given[1], &c.probs) ||
+        !ep_torch_take(&c, objects[ROWS_OF_EXPERTS], 0, 2, &c.given[0], &c.rows) ||
+        !ep_torch_are_rows(c.rows, c.step->row_bytes) || c.rows->shape[0] < c.num_rows ||
+        !ep_torch_are_summable(c.rows) ||
+        !ep_torch_take(&c, objects[WEIGHTS_OF_ROWS], 0, 1, &c.given[1], &c.probs) ||
         (c.probs && (c.probs->type != EP_TYPE_FP32 || c.probs->shape[0] != c.rows->shape[0])) ||
-        !take(&c, PyTuple_GetItem(objects[HANDLE], IDX), 0, 2, &c.given[2], &c.idx) ||
+        !ep_torch_take(&c, PyTuple_GetItem(objects[HANDLE], IDX), 0, 2, &c.given[2], &c.idx) ||
         PyErr_Occurred())
         return ep_torch_leave();
-    void *result = run(&c, sum);
+    void *result = ep_torch_run(&c, sum);
     if (!result) {
-        result = PyTuple_New(2);
-        PyTuple_SetItem(result, 0, wrap(&c, MADE_ROWS));
-        PyTuple_SetItem(result, 1, wrap(&c, MADE_MORE));
+        void *items[] = {ep_torch_wrap(&c, MADE_ROWS), ep_torch_wrap(&c, MADE_MORE)};
+        result = ep_torch_tuple(items, 2);
     }
-    drop_all(&c);
+    ep_torch_drop(&c);
     return result;
 }
