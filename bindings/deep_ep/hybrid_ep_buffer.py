@@ -17,13 +17,13 @@ from torch import Tensor
 
 from .._abi import Status
 from .._bootstrap import Bootstrap
-from .._library import EpError, OfProcess, check, last_error, library
+from .._library import EpError, OfProcess, check, library
 from .._tensor import read, written
 from ..torch import Plan, _fast
 from ..torch._group import current_stream
 from . import _elastic_checks as _checks
 from ._buffer import Buffer, _meet
-from ._checks import _number, _refuse, _tensor
+from ._checks import _number, _refuse, _tensor, settle
 from ._elastic_groups import SCALE_BLOCK, ElasticGroup, ElasticGroups, Form, Key
 from ._groups import _backend
 from ._handles import _Fields
@@ -333,7 +333,7 @@ class HybridEPBuffer(OfProcess):
             )
             if type(made) is tuple:
                 return made
-            _settle(made)
+            settle(made)
         self._groups.require_open("dispatch_with_permute")
         tokens, scales = _checks.tokens(
             hidden if scaling_factor is None else (hidden, scaling_factor), "tokens", *_SENT
@@ -376,7 +376,7 @@ class HybridEPBuffer(OfProcess):
         made = _fast.hybrid_combine(Handle, self, handle, False, num_sms, hidden, probs)
         if type(made) is tuple:
             return made
-        _settle(made)
+        settle(made)
         call = "combine_with_unpermute"
         state = self._check_handle(call, handle).state
         self._groups.require_open(call)
@@ -506,15 +506,6 @@ class _Routing(NamedTuple):
     num_of_experts: int
 
 
-def _settle(made: Any) -> None:
-    """Raise what a call in C has returned. None: it has done nothing."""
-    if made is None:
-        return
-    if made > 0:
-        raise last_error(made)
-    raise torch.OutOfMemoryError("PyTorch has no memory for the outputs of a HybridEPBuffer's call")
-
-
 def _again(step: _Step, function: Callable[..., Any], first: tuple[Any, ...], *tensors: Any) -> Any:
     """Make a call with checked arguments."""
     core = step.group.group
@@ -524,7 +515,7 @@ def _again(step: _Step, function: Callable[..., Any], first: tuple[Any, ...], *t
         core.run(function)  # which says so if another thread is in a call
         raise EpError(Status.ADDRESS, "expected tensors with memory of their own, got others")
     if type(made) is not tuple:
-        _settle(made)
+        settle(made)
     return made
 
 

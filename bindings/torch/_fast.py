@@ -46,6 +46,7 @@ class HandleFacts(ctypes.Structure):
         ("group", ctypes.c_void_p),
         ("handle", ctypes.c_void_p),
         ("plan_bytes", ctypes.c_int64),
+        ("max_row_bytes", ctypes.c_int64),
         ("blocks", ctypes.c_int64),
         ("rows_per_block", ctypes.c_int64),
         ("device", ctypes.c_int32),
@@ -87,6 +88,7 @@ class _Functions(ctypes.Structure):
         ("drop", ctypes.c_void_p),
         ("wrap", ctypes.c_void_p),
         ("wait_stream", ctypes.c_void_p),
+        ("is_capturing", ctypes.c_void_p),
     ]
 
 
@@ -136,12 +138,13 @@ def _find_functions() -> tuple[_Functions, bool]:
         "aoti_torch_get_data_ptr",
         "aoti_torch_delete_tensor_object",
         "_Z16THPVariable_WrapRKN2at10TensorBaseE",
-        "cudaStreamSynchronize",  # None without CUDA
+        "cudaStreamSynchronize",  # these are None without CUDA
+        "cudaStreamIsCapturing",
     )
     library = ctypes.CDLL(torch._C.__file__)
     addresses: list[Any] = [getattr(library, name, None) for name in names]
     found = [ctypes.cast(address, ctypes.c_void_p).value for address in addresses]
-    return _Functions(_find_exchange(), *found), all(found[:-1])
+    return _Functions(_find_exchange(), *found), all(found[:-2])
 
 
 class _Events(ctypes.Structure):
@@ -221,8 +224,12 @@ hybrid_dispatch: Callable[..., Any] = _all[3]
 hybrid_combine: Callable[..., Any] = _all[4]
 """The calls of HybridEPBuffer: see hybrid.c."""
 
-record: Callable[[int, int, int], object] = _all[5]
+normal_dispatch: Callable[..., Any] = _all[5]
+normal_combine: Callable[..., Any] = _all[6]
+"""The calls of Buffer: see normal.c."""
+
+record: Callable[[int, int, int], object] = _all[7]
 """Takes `events`, a device's number and a stream. Returns an event there, or CUDA's error."""
 
-wait: Callable[[int, int, object], Optional[int]] = _all[6]
+wait: Callable[[int, int, object], Optional[int]] = _all[8]
 """Takes `events`, a stream and the event that it waits for. Returns CUDA's error, or None."""

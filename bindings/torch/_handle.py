@@ -176,6 +176,7 @@ class Handle(CoreHandle):
             group=group_facts,
             handle=self._pointer,
             plan_bytes=self.plan_bytes,
+            max_row_bytes=self.max_row_bytes,
             blocks=blocks,
             rows_per_block=rows_per_block,
             device=self.ordinal,

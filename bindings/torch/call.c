@@ -364,6 +364,7 @@ static void *count(void *self, void *const *objects, ptrdiff_t given) {
     Made made = {.handle = &h, .arguments = &a};
     if (!h.torch || ranks < 1 || experts < 1 || PyErr_Occurred()) return ep_torch_leave();
     if (!ep_torch_convert(&h, objects[2], 0, &a.tensors[0]) || a.tensors[0].ndim != 2 ||
+        a.tensors[0].shape[1] < 1 || a.tensors[0].shape[1] > EP_MAX_TOP_K ||
         !ep_torch_find_stream(&h, &a.stream))
         return ep_torch_leave();
     void *others = PyEval_SaveThread();
@@ -387,6 +388,8 @@ void *ep_torch_functions(void) {
         {"send of libep.torch", send, METH_FASTCALL, NULL},
         {"send of libep.torch", ep_torch_hybrid_dispatch, METH_FASTCALL, NULL},
         {"call of libep.torch", ep_torch_hybrid_combine, METH_FASTCALL, NULL},
+        {"send of libep.torch", ep_torch_normal_dispatch, METH_FASTCALL, NULL},
+        {"call of libep.torch", ep_torch_normal_combine, METH_FASTCALL, NULL},
         {"record", ep_torch_record_event, METH_FASTCALL, NULL},
         {"wait", ep_torch_wait_event, METH_FASTCALL, NULL}};
     enum { COUNT = sizeof(methods) / sizeof(methods[0]) };

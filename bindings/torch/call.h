@@ -48,6 +48,7 @@ typedef struct EpTorchFunctions {
     int32_t (*drop)(void *tensor);
     void *(*wrap)(const void *tensor); /**< returns a new torch.Tensor, which shares the tensor */
     int (*wait_stream)(void *stream);  /**< of CUDA: waits for a stream; returns 0, or an error */
+    int (*is_capturing)(void *stream, int *out); /**< of CUDA, likewise; 0 where it is not */
 } EpTorchFunctions;
 
 /** A libep.torch.Group, for calls that take its lock themselves. */
@@ -62,7 +63,7 @@ typedef struct EpTorchHandle {
     const EpTorchFunctions *torch;
     const EpTorchGroup *group;
     EpHandle *handle;
-    int64_t plan_bytes;
+    int64_t plan_bytes, max_row_bytes;
     int64_t blocks, rows_per_block; /**< dimensions of receive rows with has_blocks */
     int32_t device;                 /**< CUDA's number of the GPU; -1: the CPU */
     int32_t num_local_experts, num_ranks, top_k;
@@ -112,6 +113,9 @@ int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void
  * dispatch_with_permute, combine_with_unpermute
  *         The calls of libep.deep_ep's HybridEPBuffer: see hybrid.c.
  *
+ * dispatch, combine
+ *         The calls of libep.deep_ep's Buffer: see normal.c.
+ *
  * record  Takes the address of an EpTorchEvents, a device, and a stream's cudaStream_t as an int.
  *         It records an event there, and returns it, an object whose end gives it back.
  *
@@ -122,7 +126,7 @@ int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void
  */
 void *ep_torch_functions(void);
 
-/** A configuration of a HybridEPBuffer's steps. */
+/** A configuration of steps of a HybridEPBuffer, or a Buffer's dispatch. */
 typedef struct EpTorchStep {
     const struct EpTorchStep *next;  /**< of the same buffer */
     void *object;                    /**< of Python, which keeps all of this */
@@ -154,6 +158,8 @@ typedef struct EpTorchEvents {
 /** Functions of ep_torch_functions. */
 void *ep_torch_hybrid_dispatch(void *self, void *const *objects, ptrdiff_t count);
 void *ep_torch_hybrid_combine(void *self, void *const *objects, ptrdiff_t count);
+void *ep_torch_normal_dispatch(void *self, void *const *objects, ptrdiff_t count);
+void *ep_torch_normal_combine(void *self, void *const *objects, ptrdiff_t count);
 void *ep_torch_record_event(void *self, void *const *objects, ptrdiff_t count);
 void *ep_torch_wait_event(void *self, void *const *objects, ptrdiff_t count);
 

@@ -11,8 +11,6 @@
 
 #include "bindings/torch/whole.h"
 
-#define MOST_TOP_K 32 /* EP_MAX_TOP_K */
-
 /* The items of a handle, a tuple of Python. Its type computes DeepEP's from them. */
 enum {
     OWNER,   /* the HybridEPBuffer */
@@ -192,7 +190,7 @@ static int take_routing(EpTorchWhole *c, void *const *more) {
         return 0;
     tokens = c->rows->shape[0];
     return ep_torch_is_matrix(c->map, EP_TYPE_UINT8, tokens, experts) &&
-           c->h->top_k == (experts < MOST_TOP_K ? experts : MOST_TOP_K) &&
+           c->h->top_k == (experts < EP_MAX_TOP_K ? experts : EP_MAX_TOP_K) &&
            ep_torch_is_matrix(c->probs, EP_TYPE_FP32, tokens, experts);
 }
 

@@ -9,7 +9,7 @@
 
 #include <stddef.h>
 
-extern char _Py_NoneStruct;
+extern char _Py_NoneStruct, _Py_TrueStruct;
 void *PyTuple_GetItem(void *tuple, ptrdiff_t at); /* borrowed */
 ptrdiff_t PyTuple_Size(void *tuple);
 void *PyTuple_New(ptrdiff_t size);

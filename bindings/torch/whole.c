@@ -127,7 +127,8 @@ void ep_torch_drop(EpTorchWhole *c) {
 }
 
 void *ep_torch_run(EpTorchWhole *c, EpStatus (*part)(EpTorchWhole *c)) {
-    if (!enter(c->h->group)) return ep_torch_leave();
+    if ((c->h->device >= 0 && !c->h->torch->wait_stream) || !enter(c->h->group))
+        return ep_torch_leave();
     void *others = PyEval_SaveThread();
     EpStatus status = part(c);
     PyEval_RestoreThread(others);

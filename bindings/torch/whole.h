@@ -19,7 +19,7 @@ typedef struct EpTorchWhole {
     EpTensor given[MOST_GIVEN];
     EpTensor outputs[MOST_MADE];
     void *made[MOST_MADE]; /**< tensors of PyTorch */
-    int64_t num_rows;
+    int64_t num_rows, num_tokens;
     int is_short; /**< whether PyTorch has refused memory */
     int is_asked; /**< whether a rank asks for a larger group */
 } EpTorchWhole;

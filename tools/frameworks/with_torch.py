@@ -283,7 +283,7 @@ def count_python(call):
     return list(seen.values())[:3]
 
 
-def layer_calls(meeting, ranks, tokens=8, hidden=64, top_k=2):
+def layer_calls(meeting, ranks, tokens=8, hidden=64, top_k=4):
     """The calls of a layer's forward and backward, as Megatron's dispatchers make them."""
     experts = 8 * ranks
     device = "cuda" if DEVICE == "cuda" else "cpu"
