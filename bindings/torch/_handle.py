@@ -165,15 +165,19 @@ class Handle(CoreHandle):
         """Elements of Plan.numbers."""
         self._outputs = threading.local()
         self._facts = self._make_facts()
-        self._facts_at = ctypes.addressof(self._facts)
+        self.facts_at = ctypes.addressof(self._facts)
+        """The address of what C knows of the handle."""
         _handles[self.key] = self
 
     def _make_facts(self) -> _fast.HandleFacts:
         blocks, rows_per_block = self._own_lead or (0, 0)
+        group_facts = ctypes.addressof(self.group.in_calls)
         return _fast.HandleFacts(
             torch=_fast.functions,
+            group=group_facts,
             handle=self._pointer,
             plan_bytes=self.plan_bytes,
+            max_row_bytes=self.max_row_bytes,
             blocks=blocks,
             rows_per_block=rows_per_block,
             device=self.ordinal,
@@ -204,7 +208,7 @@ class Handle(CoreHandle):
         """
         if _fast.call is None or self._pointer is None or self.group.pointer is None:
             return False
-        status = self.group.run(_fast.call, self._facts_at, form, tensors)
+        status = self.group.run(_fast.call, self.facts_at, form, tensors)
         if status > 0:
             raise last_error(status)
         return status != _fast.LEFT
@@ -216,7 +220,7 @@ class Handle(CoreHandle):
         """
         if _fast.make is None or self._pointer is None or self.group.pointer is None:
             return None
-        made = self.group.run(_fast.make, self._facts_at, form, *arguments)
+        made = self.group.run(_fast.make, self.facts_at, form, *arguments)
         if type(made) is int:
             raise last_error(made)
         return made
@@ -231,7 +235,7 @@ class Handle(CoreHandle):
         if _fast.send is None or self._pointer is None or self.group.pointer is None:
             return None
         sent = self.group.run(
-            _fast.send, self._facts_at, _fast.FORMS["dispatch"], numbers, *arguments
+            _fast.send, self.facts_at, _fast.FORMS["dispatch"], numbers, *arguments
         )
         if type(sent) is int:
             raise last_error(sent)
