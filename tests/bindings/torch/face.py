@@ -16,6 +16,7 @@ LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (1, 2, 3)
 HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = HAS_CHECKPOINTS = HAS_IDS_OF_TAILS = True
+HAS_PLANS = False
 BATCHED_ROWS, COUNTS_BACKWARD = 24, False
 NUMBERS = "expert_counts expert_padded expert_offsets expert_ends totals source_rows".split()
 
