@@ -2,12 +2,13 @@
 """Python programs as forks of one process, which has imported what all of them need.
 
 forks.py serve SOCKET MODULE...     the process that forks, until its stdin ends
-forks.py SOCKET ARGUMENT...         a program, with arguments as Python has them: -c or -m
+forks.py SOCKET ARGUMENT...         a program, with arguments as Python has them: -c, -m, or a file
 
 A program is a process of its own, whose standard streams, signals and exit status are those of the
 process that asks for it. It ends as any Python does, with its threads and objects.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -40,8 +41,8 @@ def report(asking):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             break
-        with asking.pop(pid) as connection:
-            connection.send(b"%d\n" % status)
+        with asking.pop(pid) as connection, contextlib.suppress(BrokenPipeError):
+            connection.send(b"%d\n" % status)  # unless who asked was killed
 
 
 def serve(path):
@@ -101,5 +102,8 @@ elif __name__ == "__main__":
     sys.argv = serve(sys.argv[2])
     if sys.argv[0] == "-c":
         exec(sys.argv.pop(1))
-    elif sys.argv.pop(0) == "-m":
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif sys.argv[0] == "-m":
+        runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(sys.argv[0])
+        runpy.run_path(sys.argv[0], run_name="__main__")

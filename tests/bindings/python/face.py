@@ -8,12 +8,14 @@ import libep
 import numpy as np
 from base import SECONDS, run_threads
 from libep import Extras, Group, Handle, Plans, PlanTensors, Prepare
+from reference import pad
 
 NAME = "ctypes"
 LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
 DTYPES = ("float32", "float16")
 SIZES = (1, 2, 3, 4)
 HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = HAS_PLANS = True
+PADS_ALWAYS = False
 BATCHED_ROWS, COUNTS_BACKWARD = 48, False
 COUNTERS = "expert_tokens peer_rows peer_bytes peer_wait_ns peer_longest_wait_ns".split()
 HAS_CHECKPOINTS = HAS_IDS_OF_TAILS = False
@@ -47,10 +49,20 @@ class Step:
         found = {name: self.counters[name] for name in names if name in self.counters}
         return dict(extras=Extras(*biases, **found))
 
-    def __init__(self, world, rank, handle, expected, **plan):
-        self.world, self.rank, self.handle, self.plan = world, rank, handle, plan
+    def __init__(self, case, world, rank, handle, expected):
+        self.world, self.rank, self.handle, self.plan = world, rank, handle, {}
         self.scale, self.is_per_token = expected.scale, expected.is_per_token
-        self.x, self.w = world.x[rank], world.weights[rank]
+        self.x, self.w, self.grad = (
+            pad(case, world, each[rank], np.nan)
+            for each in (world.x, world.weights, world.grad_out)
+        )
+        self.topk_idx = pad(case, world, world.idx[rank], 1)
+        self.num_tokens = np.array([world.tokens[rank]], np.int32) if case.is_padded else None
+
+    def routing(self):
+        """What prepare takes. The handle keeps it: nothing else refers to these arrays."""
+        count = self.num_tokens
+        return self.topk_idx.copy(), None if count is None else count.copy()
 
     def outputs(self, case, lead):
         scale = self.scale
@@ -100,7 +112,7 @@ class Step:
         """The gradients of tokens and weights."""
         grad, grad_slot = rows(*self.recv.shape), None if slot_w is None else rows(*slot_w.shape)
         self.handle.combine_backward(
-            self.world.grad_out[self.rank], slot_w, None if slot_w is None else done,
+            self.grad, slot_w, None if slot_w is None else done,
             grad_expert_out=grad, grad_slot_weights=grad_slot, **self.plan,
         )  # fmt: skip
         recv, grad_w = self.recv, None
@@ -167,22 +179,22 @@ def play(bootstrap, world, case, expected):
         for _ in range(case.steps):
             numbers = plan_outputs(world, rank, np.int64 if case.alignment == 1 else np.int32)
             out = PlanTensors(**numbers)
-            step = Step(world, rank, handle, expected[rank])
+            step = Step(case, world, rank, handle, expected[rank])
             step.counters = made if case.is_counted else {}
             step.plan = dict(plan=make_plan(handle)) if case.plans == "named" else {}
-            # The handle keeps what prepare records: nothing else refers to this array.
             if is_latency:
                 step.outputs(case, 0)
                 if case.is_split:
-                    send(step, Prepare(world.idx[rank].copy(), out=out))
+                    send(step, Prepare(*step.routing(), out=out))
                     waits = COUNTERS[0], *COUNTERS[3:]
                     handle.dispatch_wait(**step.received(), **step.extras(waits))
                 else:
-                    handle.prepare(world.idx[rank].copy(), out=out)
-                    np.full_like(world.idx[rank], -3)  # likely where freed memory would have been
+                    handle.prepare(*step.routing(), out=out)
+                    np.full_like(step.topk_idx, -3)  # likely where freed memory would have been
                     handle.dispatch(*step.given(), **step.received(), **step.extras(COUNTERS))
             else:
-                handle.prepare(world.idx[rank], out=out, **step.plan, **step.extras(COUNTERS[3:]))
+                counted = step.extras(COUNTERS[3:])
+                handle.prepare(*step.routing(), out=out, **step.plan, **counted)
                 if case.plans != "named":
                     info = handle.info()
                     assert info.expert_counts == tuple(numbers["expert_counts"])
