@@ -26,9 +26,9 @@ def test_router(bootstrap, nodes, checks):
     ep = bootstrap(mesh)
     params, x = parameters(4), tokens(4, 2)
     apply = layer_on(mesh, functools.partial(moe, ep), check_vma=checks)
-    assert_close(jax.jit(apply)(params, x), dense(params, x), SINGLE)
     got, expected = value_and_grads(apply)(params, x), value_and_grads(dense)(params, x)
     assert_close(*((got, expected) if checks else (got[1][1], expected[1][1])), SINGLE)
+    assert_close(got[0][1], expected[0][1], SINGLE)
     ep.check()
 
 
@@ -40,8 +40,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("size, wrap", [(4, "plain"), *((2, wrap) for wrap in WRAPPERS)])
 def test_scan(bootstrap, size, wrap):
     """Layers under scan: each keeps its own plan for backward."""
     mesh, layers = make_mesh(size), 3

@@ -11,8 +11,11 @@ import pytest
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, "../common")]
 
+import processes  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from wheels import RELEASES, unpack  # noqa: E402
+
+processes.PRELOADED = ["torch", "torch.distributed", "libep.torch", "libep.deep_ep"]
 
 
 def pytest_generate_tests(metafunc):
