@@ -287,7 +287,8 @@ static __device__ __forceinline__ void store_columns(const QuantiseArgs &a, int6
 }
 
 template <typename T, typename Source>
-static __global__ void __launch_bounds__(THREADS) quantise(const __grid_constant__ QuantiseArgs a) {
+static __global__ void __launch_bounds__(THREADS, 3)
+    quantise(const __grid_constant__ QuantiseArgs a) {
     extern __shared__ uint32_t tile[];
     const int64_t across = (a.width + BLOCK - 1) / BLOCK;
     const int64_t row = blockIdx.x / across * BLOCK, column = blockIdx.x % across * BLOCK;
