@@ -1,0 +1,222 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef COMMON_PTX_CUH
+#define COMMON_PTX_CUH
+
+/**
+ * Replaces tools/common/ptx.cuh: the same instructions, emulated.
+ */
+
+#include <vector>
+
+#include <cuda.h>
+
+#include "runtime/cuda/ptx.cuh"
+
+static inline uint32_t shared_address(const void *pointer) {
+    return ep_smem(pointer);
+}
+
+/* ---- words, mbarriers and bulk copies ---- */
+
+static inline uint64_t global_timer(void) {
+    emulated_poll();
+    return ep_global_timer();
+}
+
+static inline void __nanosleep(unsigned) {}
+
+static inline void store_release(uint32_t *address, uint32_t value) {
+    emulated_store(address, value, __ATOMIC_RELEASE);
+}
+
+static inline uint32_t load_acquire(const uint32_t *address) {
+    return emulated_load(address, __ATOMIC_ACQUIRE);
+}
+
+static inline void store_relaxed(uint32_t *address, uint32_t value) {
+    emulated_store(address, value, __ATOMIC_RELAXED);
+}
+
+static inline uint32_t load_relaxed(const uint32_t *address) {
+    return emulated_load(address, __ATOMIC_RELAXED);
+}
+
+static inline uint32_t load_acquire_gpu(const uint32_t *address) {
+    return emulated_load(address, __ATOMIC_ACQUIRE);
+}
+
+static inline void arrival_fence(void) {}
+
+static inline void arrival_expect(uint64_t *arrival, uint32_t bytes) {
+    emulated_mbarrier_arrive(arrival, bytes);
+}
+
+static inline void bulk_load(char *stage, const char *from, uint32_t bytes, uint64_t *arrival) {
+    emulated_bulk_load(stage, from, bytes, arrival);
+}
+
+static inline void bulk_store(char *to, const char *stage, uint32_t bytes) {
+    emulated_bulk_store(to, stage, bytes);
+    emulated_bulk_commit();
+}
+
+template <int PENDING> static inline void bulk_wait_read(void) {
+    emulated_bulk_wait(PENDING, 0);
+}
+
+static inline void bulk_wait_all(void) {
+    emulated_bulk_wait(0, 1);
+}
+
+/* The copy engine swizzles rows of 128 bytes. Rows behind the matrix's last one are 0. */
+static inline void tensor_load(uint32_t to, const CUtensorMap *map, int x, int y,
+                               uint64_t *arrival) {
+    if (to % 1024) emulated_die("a swizzled box at %u", to);
+    for (uint32_t row = 0; row < map->box_rows; row++)
+        for (uint32_t chunk = 0; chunk < 8; chunk++) {
+            char *at = (char *)emulated_generic(to) + row * 128 + (chunk ^ row % 8) * 16;
+            const char *from = (const char *)map->data + ((uint64_t)y + row) * map->pitch +
+                               (uint64_t)x * 2 + chunk * 16;
+            if ((uint64_t)y + row < map->rows)
+                emulated_bulk_load(at, from, 16, arrival);
+            else
+                memset(at, 0, 16), emulated_mbarrier_complete(arrival, 16);
+        }
+}
+
+static inline void tensor_prefetch(const void *) {}
+static inline void fence_bulk_loads(void) {}
+
+/* ---- copies: made when the thread waits for them; until then their places hold NaN ---- */
+
+struct EmulatedCopy {
+    char *to;
+    const void *from;
+    uint32_t bytes, all;
+};
+
+/* The groups of each thread of the block, the oldest first. The last one is open. */
+static thread_local std::vector<std::vector<EmulatedCopy>> emulated_copies[1024];
+
+static inline std::vector<std::vector<EmulatedCopy>> &emulated_groups(void) {
+    std::vector<std::vector<EmulatedCopy>> &groups = emulated_copies[threadIdx.x];
+    if (groups.empty()) groups.emplace_back();
+    return groups;
+}
+
+static inline void emulated_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t all) {
+    const EmulatedCopy copy = {(char *)emulated_generic(to), from, bytes, all};
+    if (to % all || (uintptr_t)from % all) emulated_die("an unaligned copy of %u bytes", all);
+    if (bytes && !emulated_reaches(from, bytes)) emulated_die("a copy reads out of reach");
+    memset(copy.to, 0xff, all);
+    emulated_groups().back().push_back(copy);
+}
+
+static inline void copy_16(uint32_t to, const void *from, uint32_t bytes) {
+    emulated_copy(to, from, bytes, 16);
+}
+
+static inline void copy_4(uint32_t to, const void *from, uint32_t bytes) {
+    emulated_copy(to, from, bytes, 4);
+}
+
+static inline void copies_commit(void) {
+    emulated_groups().emplace_back();
+}
+
+template <int YOUNGEST> static inline void copies_wait(void) {
+    std::vector<std::vector<EmulatedCopy>> &groups = emulated_groups();
+    while (groups.size() > YOUNGEST + 1) {
+        for (const EmulatedCopy &copy : groups.front()) {
+            memset(copy.to, 0, copy.all);
+            memcpy(copy.to, copy.from, copy.bytes);
+        }
+        groups.erase(groups.begin());
+    }
+}
+
+static inline void fence_matrix_units(void) {}
+
+static inline void arrival_init(uint64_t *arrival, uint32_t count) {
+    emulated_mbarrier_init(arrival, count);
+}
+
+static inline void arrival_arrive(uint64_t *arrival) {
+    emulated_mbarrier_arrive(arrival, 0);
+}
+
+static inline uint32_t arrival_test(uint64_t *arrival, uint32_t parity) {
+    return ep_mbarrier_try_wait(arrival, parity);
+}
+
+template <int COUNT> static inline void registers_give(void) {}
+template <int COUNT> static inline void registers_take(void) {}
+static inline void products_begin(void) {}
+static inline void products_commit(void) {}
+template <int YOUNGEST> static inline void products_wait(void) {}
+static inline void keep_register(float &) {}
+
+static inline float emulated_e4m3(uint8_t code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float magnitude = (code & 0x7f) == 0x7f ? NAN
+                            : exponent            ? ldexpf((float)(8 + mantissa), exponent - 10)
+                                                  : ldexpf((float)mantissa, -9);
+    return code & 0x80 ? -magnitude : magnitude;
+}
+
+/* Byte k of a row of a matrix as its descriptor says: rows of 128 bytes, eight of them together,
+ * whose pieces of 16 bytes change places by the lowest bits of the row's address. */
+static inline const uint8_t *emulated_at(uint64_t matrix, int row, int k) {
+    if (matrix >> 62 != 1) emulated_die("a matrix without swizzled rows of 128 bytes");
+    uint32_t at = (uint32_t)(matrix & 0x3fff) << 4;
+    at += (uint32_t)(row / 8) * ((uint32_t)(matrix >> 32 & 0x3fff) << 4);
+    at += (uint32_t)(row % 8) * 128 + (uint32_t)k;
+    at ^= (at >> 7 & 7) << 4;
+    return (const uint8_t *)emulated_shared() + at;
+}
+
+static inline float emulated_element(uint64_t matrix, int row, int k) {
+    static const struct Values {
+        float of[256];
+        Values() {
+            for (int code = 0; code < 256; code++)
+                of[code] = emulated_e4m3((uint8_t)code);
+        }
+    } values;
+    return values.of[*emulated_at(matrix, row, k)];
+}
+
+static inline float emulated_bf16(uint64_t matrix, int row, int k) {
+    const uint32_t bits = (uint32_t) * (const uint16_t *)emulated_at(matrix, row, 2 * k) << 16;
+    return __uint_as_float(bits);
+}
+
+/* Each thread computes its own elements: of rows and columns of K elements. */
+template <int K, int COLUMNS, float (*ELEMENT)(uint64_t, int, int)>
+static inline void emulated_multiply(float *d, uint64_t a, uint64_t b, int add) {
+    const int thread = (int)threadIdx.x % 128, lane = thread % 32;
+    float rows[2][K];
+    for (int k = 0; k < 2 * K; k++)
+        rows[k / K][k % K] = ELEMENT(a, thread / 32 * 16 + lane / 4 + k / K * 8, k % K);
+    for (int column = 0; column < COLUMNS / 4; column++) {
+        float sum[2] = {0, 0};
+        for (int k = 0; k < K; k++) {
+            const float other = ELEMENT(b, column / 2 * 8 + lane % 4 * 2 + column % 2, k);
+            sum[0] += rows[0][k] * other, sum[1] += rows[1][k] * other;
+        }
+        for (int r = 0; r < 2; r++) {
+            float &to = d[column / 2 * 4 + r * 2 + column % 2];
+            to = add ? to + sum[r] : sum[r];
+        }
+    }
+}
+
+static inline void multiply_e4m3(float (&d)[64], uint64_t a, uint64_t b, int add) {
+    emulated_multiply<32, 128, emulated_element>(d, a, b, add);
+}
+
+static inline void multiply_bf16(float (&d)[128], uint64_t a, uint64_t b, int add) {
+    emulated_multiply<16, 256, emulated_bf16>(d, a, b, add);
+}
+
+#endif

@@ -1,0 +1,241 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef COMMON_PTX_CUH
+#define COMMON_PTX_CUH
+
+/** One instruction each: words that others look at, mbarriers, copies, and the matrix units of
+ *  sm_90a. */
+
+#include <stdint.h>
+
+__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+/* ---- words ---- */
+
+__device__ __forceinline__ uint64_t global_timer(void) {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
+__device__ __forceinline__ void store_release(uint32_t *address, uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t *address) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_relaxed(uint32_t *address, uint32_t value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t *address) {
+    uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t *address) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+/* ---- mbarriers ---- */
+
+__device__ __forceinline__ void arrival_init(uint64_t *arrival, uint32_t count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(arrival)),
+                 "r"(count)
+                 : "memory");
+}
+
+__device__ __forceinline__ void arrival_arrive(uint64_t *arrival) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(arrival))
+                 : "memory");
+}
+
+__device__ __forceinline__ uint32_t arrival_test(uint64_t *arrival, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(shared_address(arrival)), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+/** Make the initialised barriers visible to the copy engine. */
+__device__ __forceinline__ void arrival_fence(void) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrival_expect(uint64_t *arrival, uint32_t bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrival)),
+        "r"(bytes)
+        : "memory");
+}
+
+/* ---- copies: a thread waits for those that it has started ---- */
+
+/** Copy 16 bytes, of which the first `bytes` are read and the others become 0. */
+__device__ __forceinline__ void copy_16(uint32_t to, const void *from, uint32_t bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+
+/** Likewise of 4 bytes. */
+__device__ __forceinline__ void copy_4(uint32_t to, const void *from, uint32_t bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copies_commit(void) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/** Wait for all groups of copies but the `YOUNGEST` ones. */
+template <int YOUNGEST> __device__ __forceinline__ void copies_wait(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGEST) : "memory");
+}
+
+/** What the thread has written to shared memory is visible to matrix units. */
+__device__ __forceinline__ void fence_matrix_units(void) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* ---- bulk copies ---- */
+
+__device__ __forceinline__ void bulk_load(char *stage, const char *from, uint32_t bytes,
+                                          uint64_t *arrival) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(shared_address(stage)),
+                 "l"(from), "r"(bytes), "r"(shared_address(arrival))
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(char *to, const char *stage, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                 "r"(shared_address(stage)), "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/** Wait until at most PENDING of the latest stores still read their stages. */
+template <int PENDING> __device__ __forceinline__ void bulk_wait_read(void) {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ void bulk_wait_all(void) {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+/** Order what other threads have written to global memory, and this one has acquired, before its
+ *  bulk copies from there. */
+__device__ __forceinline__ void fence_bulk_loads(void) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+/** Copy a box of a matrix, as the map says, from column `x` and row `y` on. */
+__device__ __forceinline__ void tensor_load(uint32_t to, const void *map, int x, int y,
+                                            uint64_t *arrival) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+                 "l"(map), "r"(x), "r"(y), "r"(shared_address(arrival))
+                 : "memory");
+}
+
+/** Load a tensor map, which the first copy would wait for. */
+__device__ __forceinline__ void tensor_prefetch(const void *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/* ---- registers and matrix units, by all threads of a warpgroup ---- */
+
+template <int COUNT> __device__ __forceinline__ void registers_give(void) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT> __device__ __forceinline__ void registers_take(void) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+/** Registers that the thread has written are ready for products. */
+__device__ __forceinline__ void products_begin(void) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void products_commit(void) {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/** Wait for all groups of products but the `YOUNGEST` ones: their sums can be read, and their
+ *  operands overwritten. */
+template <int YOUNGEST> __device__ __forceinline__ void products_wait(void) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(YOUNGEST) : "memory");
+}
+
+/** The compiler keeps a sum in its register, and moves no use of it across this. */
+__device__ __forceinline__ void keep_register(float &x) {
+    asm volatile("" : "+f"(x)::"memory");
+}
+
+#define SUMS_8(i)                                                                               \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+        "+f"(d[i + 6]), "+f"(d[i + 7])
+
+/** d[64 x 128] = a[64, 32] * b[128, 32]^T, or += with `add`; e4m3. `a` and `b` describe matrices in
+ *  shared memory. A thread has elements of rows l / 4 and l / 4 + 8 of its warp's 16, l its lane:
+ *  d[4 j + 2 r + c] is in the r-th of them, and in column 8 j + l % 4 * 2 + c. */
+__device__ __forceinline__ void multiply_e4m3(float (&d)[64], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+                 "%64, %65, p, 1, 1;\n"
+                 "}"
+                 : SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24), SUMS_8(32), SUMS_8(40), SUMS_8(48),
+                   SUMS_8(56)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+/** d[64 x 256] = a[64, 16] * b[256, 16]^T, or += with `add`; bf16. Elements are as above. */
+__device__ __forceinline__ void multiply_bf16(float (&d)[128], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.b32 p, %130, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+                 "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+                 "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
+                 "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
+                 "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "
+                 "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "
+                 "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, "
+                 "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, "
+                 "%120, %121, %122, %123, %124, %125, %126, %127}, "
+                 "%128, %129, p, 1, 1, 0, 0;\n"
+                 "}"
+                 : SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24), SUMS_8(32), SUMS_8(40), SUMS_8(48),
+                   SUMS_8(56), SUMS_8(64), SUMS_8(72), SUMS_8(80), SUMS_8(88), SUMS_8(96),
+                   SUMS_8(104), SUMS_8(112), SUMS_8(120)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+#undef SUMS_8
+
+#endif
