@@ -98,6 +98,9 @@ static bool complete(void *options) {
 
 enum { RESULTS = 32 };
 
+/* Of a step apart. */
+enum { DISPATCH_PHASE, FIRST_PHASE, SECOND_PHASE, COMBINE_PHASE, PHASES };
+
 typedef struct Rank {
     const OverlapOptions *o;
     World *world;
@@ -116,6 +119,8 @@ typedef struct Rank {
     unsigned long long *wrong, *times;
     cudaStream_t stream, side, helper;
     cudaEvent_t begin, end, fork, dispatched, helped, join;
+    cudaEvent_t passed[PHASES + 1];
+    bool notes; /* whether a step apart records when its phases pass */
 } Rank;
 
 /* What is measured: both ways, with blocks of some size and some multiprocessors. */
@@ -203,6 +208,8 @@ static bool open_events(Rank *r) {
     bool ok = true;
     for (int i = 0; ok && i < 4; i++)
         ok = cuda_ok(cudaEventCreateWithFlags(all[i], cudaEventDisableTiming), "event");
+    for (int i = 0; ok && i <= PHASES; i++)
+        ok = cuda_ok(cudaEventCreate(&r->passed[i]), "event");
     return ok;
 }
 
@@ -304,7 +311,6 @@ static GemmArgs gemm_args(const Rank *r, int which, const Setting *s, bool signa
                   .weights = r->w1,
                   .out = r->middle,
                   .rows = r->rows,
-                  .offsets = r->offsets,
                   .tiles = r->tiles[order],
                   .num_tiles = r->num_tiles[order],
                   .taken = r->taken + which,
@@ -338,11 +344,16 @@ static bool clear(Rank *r, int64_t words) {
                    "cudaMemsetAsync");
 }
 
+static bool note(const Rank *r, int phase) {
+    return !r->notes || cuda_ok(cudaEventRecord(r->passed[phase], r->stream), "cudaEventRecord");
+}
+
 static bool run_plain(Rank *r, const Setting *s) {
-    return clear(r, GEMMS) && prepare(r, s->plain) && dispatch(r, s->plain, 0) &&
-           multiply(r, FIRST_GEMM, s, false, r->sms, r->stream) &&
-           multiply(r, SECOND_GEMM, s, false, r->sms, r->stream) &&
-           combine(r, s->plain, 0, r->out[0]);
+    return clear(r, GEMMS) && prepare(r, s->plain) && note(r, DISPATCH_PHASE) &&
+           dispatch(r, s->plain, 0) && note(r, FIRST_PHASE) &&
+           multiply(r, FIRST_GEMM, s, false, r->sms, r->stream) && note(r, SECOND_PHASE) &&
+           multiply(r, SECOND_GEMM, s, false, r->sms, r->stream) && note(r, COMBINE_PHASE) &&
+           combine(r, s->plain, 0, r->out[0]) && note(r, PHASES);
 }
 
 static bool follow(cudaStream_t before, cudaStream_t after, cudaEvent_t event) {
@@ -416,6 +427,37 @@ static double took_us(void *context) {
     return cuda_ok(cudaEventElapsedTime(&ms, r->begin, r->end), "elapsed") ? (double)ms * 1e3 : 0;
 }
 
+enum { PHASE_STEPS = 10 };
+
+/* Time the phases of a step apart, and say what they take. */
+static bool time_phases(Rank *r, const Setting *s) {
+    double samples[PHASES][PHASE_STEPS], us[PHASES];
+    float ms = 0;
+    bool ok = r->notes = true;
+    for (int i = 0; i < PHASE_STEPS; i++) {
+        if (!world_all(r->world, ok)) return false;
+        ok = run_plain(r, s) && finish(r);
+        for (int p = 0; ok && p < PHASES; p++) {
+            ok = cuda_ok(cudaEventElapsedTime(&ms, r->passed[p], r->passed[p + 1]), "elapsed");
+            samples[p][i] = (double)ms * 1e3;
+        }
+    }
+    r->notes = false;
+    for (int p = 0; p < PHASES; p++) {
+        Quantiles q;
+        if (!time_median_rank(r->world, ok, samples[p], PHASE_STEPS, &q)) return false;
+        us[p] = q.median_us;
+    }
+    const double products =
+        (double)r->num_tiles[APART] * GEMM_ROWS * (double)r->o->hidden * (double)r->o->ffn * 2e-6;
+    if (r->world->rank == 0)
+        printf("# apart: dispatch %.1f us, GEMMs %.1f and %.1f (%.0f and %.0f TFLOP/s), combine "
+               "%.1f\n",
+               us[DISPATCH_PHASE], us[FIRST_PHASE], us[SECOND_PHASE], products / us[FIRST_PHASE],
+               products / us[SECOND_PHASE], us[COMBINE_PHASE]);
+    return true;
+}
+
 enum { SAMPLES = 10000 };
 
 /* The last call was an overlapped one. */
@@ -435,7 +477,7 @@ static bool compare(Rank *r, Setting *s) {
     return world_all(r->world, ok) && world_sum(r->world, &s->wrong, 1);
 }
 
-enum { POISON = 0x5a };
+enum { POISON = 0x3a /* a small number, for rows that nobody writes */ };
 
 /* Watch the first block of a dispatch: how long after its last row its word comes. */
 static bool watch_block(Rank *r, const Setting *s, int rows) {
@@ -478,6 +520,7 @@ static bool measure_word(Rank *r, Setting *s) {
 static bool open_handle(Rank *r, int num_sms, EpHandle **out) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.max_recv_rows = r->rows;
+    config.padding = EP_PADDING_KEEP; /* which no tile needs */
     if (num_sms) config.num_sms = num_sms;
     return bench_ok(ep_handle_create(r->group, &config, out), "ep_handle_create");
 }
@@ -514,14 +557,14 @@ static bool order_tiles(Rank *r, const Setting *s) {
     return ok;
 }
 
-static bool measure(Rank *r, Setting *s) {
+static bool measure(Rank *r, Setting *s, bool is_first) {
     const RunOptions *run = &r->o->run;
     Timed timed = {r, s};
     bool ok = open_handle(r, 0, &s->plain) && open_handle(r, s->sms, &s->overlapped);
     ok = world_all(r->world, ok) && world_all(r->world, order_tiles(r, s)) &&
          time_calls_by(r->world, run->warmup, run->iterations, timed_call, took_us, &timed, 2,
                        s->time) &&
-         (!run->check || compare(r, s)) && measure_word(r, s);
+         (!run->check || compare(r, s)) && measure_word(r, s) && (!is_first || time_phases(r, s));
     ep_handle_destroy(s->plain);
     ep_handle_destroy(s->overlapped);
     return ok;
@@ -612,7 +655,7 @@ static bool run_settings(Rank *r, const Machine *machine) {
     int count = list_settings(r, settings);
     if (r->world->rank == 0) report_header(r, machine);
     for (int i = 0; i < count; i++) {
-        if (!measure(r, &settings[i])) return false;
+        if (!measure(r, &settings[i], i == 0)) return false;
         if (r->world->rank == 0) report_setting(r, &settings[i]);
         wrong += settings[i].wrong;
     }

@@ -376,18 +376,6 @@ __global__ void hold(const int32_t *word, int least, uint64_t deadline_ns, int32
         }
 }
 
-__device__ __forceinline__ int expert_of(const GemmArgs &a, int row) {
-    int low = 0, high = a.experts - 1;
-    while (low < high) {
-        int middle = (low + high) / 2;
-        if (a.offsets[middle + 1] > row)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
 /* ---- a watcher ----------------------------------------------------------------------------- */
 
 /* A thread for each row looks at four of its words, the last thread at the block's word. */
@@ -441,12 +429,16 @@ __global__ void route(int32_t *topk_idx, float *weights, int64_t tokens, int top
 
 /* A thread adds up one element, drawn at random: within the rounding of bf16 it is the GEMM's. */
 __global__ void check(const __grid_constant__ GemmArgs a, int samples, unsigned long long *wrong) {
-    int i = (int)(blockIdx.x * blockDim.x + threadIdx.x), rows = a.offsets[a.experts];
-    if (i >= samples || !rows) return;
-    int row = (int)(hash(2 * i) % (uint32_t)rows), column = (int)(hash(2 * i + 1) % (uint32_t)a.n);
+    int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i >= samples || !a.num_tiles) return;
+    const GemmTile *tile = &a.tiles[hash(3 * i) % (uint32_t)a.num_tiles];
+    int row = (int)(hash(3 * i + 1) % GEMM_ROWS), column = (int)(hash(3 * i + 2) % (uint32_t)a.n);
+    int piece = tile->pieces[row / a.block_rows];
+    if (piece < 0) return;
+    row = piece * a.block_rows + row % a.block_rows;
     const __nv_bfloat16 *x = (const __nv_bfloat16 *)a.in + (int64_t)row * a.k;
     const __nv_bfloat16 *w =
-        (const __nv_bfloat16 *)a.weights + ((int64_t)expert_of(a, row) * a.n + column) * a.k;
+        (const __nv_bfloat16 *)a.weights + ((int64_t)tile->expert * a.n + column) * a.k;
     double sum = 0, size = 0;
     for (int k = 0; k < a.k; k++) {
         double term = (double)__bfloat162float(x[k]) * (double)__bfloat162float(w[k]);

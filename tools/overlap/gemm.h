@@ -29,8 +29,7 @@ typedef struct GemmTile {
 typedef struct GemmArgs {
     const void *in, *weights;
     void *out;
-    int64_t rows;           /* of `in` */
-    const int32_t *offsets; /* [experts + 1] of slabs; of overlap_check alone */
+    int64_t rows; /* of `in` */
     const GemmTile *tiles;
     int32_t num_tiles;
     int32_t *taken; /* 0: blocks of all launches take columns of tiles from here */
