@@ -45,6 +45,17 @@ __device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t *address) {
     return value;
 }
 
+/** Add one and return the old value. Unlike atomicAdd, whose result the compiler shares among the
+ *  threads of a warp, it does not block until that is used. */
+__device__ __forceinline__ uint32_t count_up(uint32_t *address) {
+    uint32_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(address)
+                 : "memory");
+    return before;
+}
+
 /* ---- mbarriers ---- */
 
 __device__ __forceinline__ void arrival_init(uint64_t *arrival, uint32_t count) {

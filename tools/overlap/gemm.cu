@@ -92,7 +92,7 @@ __device__ __forceinline__ uint32_t parity_of(int number, int all) {
 __device__ __forceinline__ int take(const GemmArgs &a) {
     int leaves = (int)blockIdx.x >= a.stay;
     if (leaves && load_ready(a.taken) >= a.leave_at) return -1;
-    int taken = atomicAdd(a.taken, 1);
+    int taken = (int)count_up((uint32_t *)a.taken);
     return taken < a.num_tiles * (a.n / GEMM_COLUMNS) ? taken : -1;
 }
 

@@ -45,6 +45,10 @@ static inline uint32_t load_acquire_gpu(const uint32_t *address) {
     return emulated_load(address, __ATOMIC_ACQUIRE);
 }
 
+static inline uint32_t count_up(uint32_t *address) {
+    return atomicAdd(address, 1u);
+}
+
 static inline void arrival_fence(void) {}
 
 static inline void arrival_expect(uint64_t *arrival, uint32_t bytes) {
