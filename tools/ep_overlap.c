@@ -6,6 +6,7 @@
  */
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "tools/common/gpu.h"
 #include "tools/common/time.h"
@@ -55,12 +56,12 @@ static const Option specs[] = {
     {0, "gemm-sms", "N", OPTION_INT(gemm_sms, 0, 1024), "gemm_sms", 0,
      "those of the GEMMs beside them (default 0: the rest, or all where the operations have all, "
      "too)"},
-    {0, "waves", "N", OPTION_INT(waves, 1, MOST_WAVES), "waves", 3,
+    {0, "waves", "N", OPTION_INT(waves, 0, MOST_WAVES), "waves", 0,
      "parts of an expert's tiles beside an operation, each twice the one before; see "
-     "docs/overlap.md (default 3)"},
+     "docs/overlap.md (default 0: 2 and 3; in latency mode 1)"},
     {0, "combine-at", "PERCENT", OPTION_INT(combine_at, 0, 100), "combine_at", 0,
-     "the combine begins once this much of the second GEMM has begun (default 0: 75; in latency "
-     "mode 100)"},
+     "the combine begins once this much of the second GEMM has begun (default 0: 75 and 85; in "
+     "latency mode 100)"},
     {0, "timeout", "SECONDS", OPTION_INT(timeout, 1, 1000), NULL, 20,
      "deadline of every wait (default 20)"},
     OPTION_TIMING,
@@ -96,10 +97,13 @@ static bool complete(void *options) {
 
 /* ---- a rank -------------------------------------------------------------------------------- */
 
-enum { RESULTS = 32 };
+enum { RESULTS = 64 };
 
-/* Of a step apart. */
+/* What a step notes, apart: when each phase begins, and the end. */
 enum { DISPATCH_PHASE, FIRST_PHASE, SECOND_PHASE, COMBINE_PHASE, PHASES };
+/* Overlapped: since its dispatch begins, when dispatch and first GEMM end, the combine begins, the
+ * second GEMM and the combine end. */
+enum { BEGIN, DISPATCH_END, FIRST_END, COMBINE_BEGIN, SECOND_END, ALL_END, NOTES };
 
 typedef struct Rank {
     const OverlapOptions *o;
@@ -119,13 +123,13 @@ typedef struct Rank {
     unsigned long long *wrong, *times;
     cudaStream_t stream, side, helper;
     cudaEvent_t begin, end, fork, dispatched, helped, join;
-    cudaEvent_t passed[PHASES + 1];
-    bool notes; /* whether a step apart records when its phases pass */
+    cudaEvent_t passed[NOTES];
+    bool notes; /* whether a step records when its phases pass */
 } Rank;
 
 /* What is measured: both ways, with blocks of some size and some multiprocessors. */
 typedef struct Setting {
-    int block_rows, sms, gemm_sms;
+    int block_rows, sms, gemm_sms, waves, combine_at;
     EpHandle *plain, *overlapped;
     Quantiles time[2]; /* one after the other, overlapped */
     double word_us;    /* from a block's last row to its word */
@@ -208,7 +212,7 @@ static bool open_events(Rank *r) {
     bool ok = true;
     for (int i = 0; ok && i < 4; i++)
         ok = cuda_ok(cudaEventCreateWithFlags(all[i], cudaEventDisableTiming), "event");
-    for (int i = 0; ok && i <= PHASES; i++)
+    for (int i = 0; ok && i < NOTES; i++)
         ok = cuda_ok(cudaEventCreate(&r->passed[i]), "event");
     return ok;
 }
@@ -297,12 +301,6 @@ static bool combine(Rank *r, EpHandle *handle, int block_rows, void *to) {
                     "ep_combine_with");
 }
 
-/* Percent of the second GEMM. */
-static int64_t combine_at(const OverlapOptions *o) {
-    if (o->combine_at) return o->combine_at;
-    return o->mode == EP_MODE_LATENCY ? 100 : 75;
-}
-
 /* A launch of a GEMM. `signals`: it waits for words, or sets them. In latency mode the dispatch
  * makes the plan, so offsets are there once a word is. */
 static GemmArgs gemm_args(const Rank *r, int which, const Setting *s, bool signals) {
@@ -329,7 +327,7 @@ static GemmArgs gemm_args(const Rank *r, int which, const Setting *s, bool signa
     a.ready = NULL, a.done = signals ? r->done : NULL;
     if (!signals) return a;
     a.stay = s->gemm_sms;
-    a.leave_at = (int32_t)(combine_at(r->o) * a.num_tiles * (a.n / GEMM_COLUMNS) / 100);
+    a.leave_at = (int32_t)((int64_t)s->combine_at * a.num_tiles * (a.n / GEMM_COLUMNS) / 100);
     return a;
 }
 
@@ -344,8 +342,12 @@ static bool clear(Rank *r, int64_t words) {
                    "cudaMemsetAsync");
 }
 
+static bool note_on(const Rank *r, int phase, cudaStream_t stream) {
+    return !r->notes || cuda_ok(cudaEventRecord(r->passed[phase], stream), "cudaEventRecord");
+}
+
 static bool note(const Rank *r, int phase) {
-    return !r->notes || cuda_ok(cudaEventRecord(r->passed[phase], r->stream), "cudaEventRecord");
+    return note_on(r, phase, r->stream);
 }
 
 static bool run_plain(Rank *r, const Setting *s) {
@@ -376,25 +378,27 @@ static bool run_first(Rank *r, const Setting *s) {
          dispatch(r, s->overlapped, s->block_rows);
     ok = ok && (!all || hold(r, r->ready, 1, r->side)) &&
          (crowded || multiply(r, FIRST_GEMM, s, true, s->gemm_sms, r->side));
-    return ok && (all || (follow(r->stream, r->helper, r->dispatched) &&
-                          multiply(r, FIRST_GEMM, s, true, s->sms, r->helper) &&
-                          follow(r->helper, r->side, r->helped)));
+    ok = ok && note(r, DISPATCH_END) &&
+         (all || (follow(r->stream, r->helper, r->dispatched) &&
+                  multiply(r, FIRST_GEMM, s, true, s->sms, r->helper) &&
+                  follow(r->helper, r->side, r->helped)));
+    return ok && note_on(r, FIRST_END, r->side);
 }
 
 /* The second GEMM. When enough of it has begun, all its blocks are resident, and those with numbers
  * from gemm_sms on leave for the combine. */
 static bool run_second(Rank *r, const Setting *s) {
     const GemmArgs second = gemm_args(r, SECOND_GEMM, s, true);
-    return multiply(r, SECOND_GEMM, s, true, r->sms, r->side) &&
-           hold(r, second.taken, second.leave_at, r->stream) &&
+    return multiply(r, SECOND_GEMM, s, true, r->sms, r->side) && note_on(r, SECOND_END, r->side) &&
+           hold(r, second.taken, second.leave_at, r->stream) && note(r, COMBINE_BEGIN) &&
            combine(r, s->overlapped, s->block_rows, r->out[1]) &&
-           follow(r->side, r->stream, r->join);
+           follow(r->side, r->stream, r->join) && note(r, ALL_END);
 }
 
 /* The words are 0 before the operation and before the GEMMs. */
 static bool run_overlapped(Rank *r, const Setting *s) {
-    return clear(r, r->num_words) && prepare(r, s->overlapped) && run_first(r, s) &&
-           run_second(r, s);
+    return clear(r, r->num_words) && prepare(r, s->overlapped) && note(r, BEGIN) &&
+           run_first(r, s) && run_second(r, s);
 }
 
 /* ---- measuring ----------------------------------------------------------------------------- */
@@ -427,34 +431,48 @@ static double took_us(void *context) {
     return cuda_ok(cudaEventElapsedTime(&ms, r->begin, r->end), "elapsed") ? (double)ms * 1e3 : 0;
 }
 
-enum { PHASE_STEPS = 10 };
+enum { NOTED_STEPS = 10 };
 
-/* Time the phases of a step apart, and say what they take. */
-static bool time_phases(Rank *r, const Setting *s) {
-    double samples[PHASES][PHASE_STEPS], us[PHASES];
+/* Run noted steps. us[i]: from note from[i] to note i + 1, of the median rank. */
+static bool time_notes(Rank *r, const Setting *s, bool (*step)(Rank *, const Setting *),
+                       const int *from, int count, double *us) {
+    double samples[NOTES][NOTED_STEPS];
     float ms = 0;
     bool ok = r->notes = true;
-    for (int i = 0; i < PHASE_STEPS; i++) {
+    for (int i = 0; i < NOTED_STEPS; i++) {
         if (!world_all(r->world, ok)) return false;
-        ok = run_plain(r, s) && finish(r);
-        for (int p = 0; ok && p < PHASES; p++) {
-            ok = cuda_ok(cudaEventElapsedTime(&ms, r->passed[p], r->passed[p + 1]), "elapsed");
-            samples[p][i] = (double)ms * 1e3;
+        ok = step(r, s) && finish(r);
+        for (int n = 0; ok && n < count; n++) {
+            ok =
+                cuda_ok(cudaEventElapsedTime(&ms, r->passed[from[n]], r->passed[n + 1]), "elapsed");
+            samples[n][i] = (double)ms * 1e3;
         }
     }
     r->notes = false;
-    for (int p = 0; p < PHASES; p++) {
+    for (int n = 0; n < count; n++) {
         Quantiles q;
-        if (!time_median_rank(r->world, ok, samples[p], PHASE_STEPS, &q)) return false;
-        us[p] = q.median_us;
+        if (!time_median_rank(r->world, ok, samples[n], NOTED_STEPS, &q)) return false;
+        us[n] = q.median_us;
     }
+    return true;
+}
+
+static bool report_phases(Rank *r, const Setting *s) {
+    static const int before[] = {0, 1, 2, 3}, begin[] = {0, 0, 0, 0, 0};
     const double products =
         (double)r->num_tiles[APART] * GEMM_ROWS * (double)r->o->hidden * (double)r->o->ffn * 2e-6;
-    if (r->world->rank == 0)
-        printf("# apart: dispatch %.1f us, GEMMs %.1f and %.1f (%.0f and %.0f TFLOP/s), combine "
-               "%.1f\n",
-               us[DISPATCH_PHASE], us[FIRST_PHASE], us[SECOND_PHASE], products / us[FIRST_PHASE],
-               products / us[SECOND_PHASE], us[COMBINE_PHASE]);
+    double apart[PHASES], at[NOTES - 1];
+    if (!time_notes(r, s, run_plain, before, PHASES, apart) ||
+        !time_notes(r, s, run_overlapped, begin, NOTES - 1, at))
+        return false;
+    if (r->world->rank != 0) return true;
+    printf("# apart: dispatch %.1f us, GEMMs %.1f and %.1f (%.0f and %.0f TFLOP/s), combine %.1f\n",
+           apart[DISPATCH_PHASE], apart[FIRST_PHASE], apart[SECOND_PHASE],
+           products / apart[FIRST_PHASE], products / apart[SECOND_PHASE], apart[COMBINE_PHASE]);
+    printf("# overlapped: dispatch until %.1f us, first GEMM until %.1f, combine %.1f to %.1f, "
+           "second GEMM until %.1f\n",
+           at[DISPATCH_END - 1], at[FIRST_END - 1], at[COMBINE_BEGIN - 1], at[ALL_END - 1],
+           at[SECOND_END - 1]);
     return true;
 }
 
@@ -530,9 +548,8 @@ static bool put_in_order(Rank *r, const Setting *s, const int32_t *offsets, cons
     static const GemmOrder kind[ORDERS] = {ORDER_READY, ORDER_READY, ORDER_DONE};
     bool ok = true;
     for (int i = 0; ok && i < ORDERS; i++) {
-        r->num_tiles[i] =
-            overlap_order(offsets, counts, r->num_local, r->world->size, s->block_rows,
-                          i == APART ? 1 : (int)r->o->waves, kind[i], tiles);
+        r->num_tiles[i] = overlap_order(offsets, counts, r->num_local, r->world->size,
+                                        s->block_rows, i == APART ? 1 : s->waves, kind[i], tiles);
         ok = cuda_ok(cudaMemcpy(r->tiles[i], tiles, (size_t)r->num_tiles[i] * sizeof(*tiles),
                                 cudaMemcpyHostToDevice),
                      "cudaMemcpy");
@@ -564,7 +581,7 @@ static bool measure(Rank *r, Setting *s, bool is_first) {
     ok = world_all(r->world, ok) && world_all(r->world, order_tiles(r, s)) &&
          time_calls_by(r->world, run->warmup, run->iterations, timed_call, took_us, &timed, 2,
                        s->time) &&
-         (!run->check || compare(r, s)) && measure_word(r, s) && (!is_first || time_phases(r, s));
+         (!run->check || compare(r, s)) && measure_word(r, s) && (!is_first || report_phases(r, s));
     ep_handle_destroy(s->plain);
     ep_handle_destroy(s->overlapped);
     return ok;
@@ -586,12 +603,13 @@ static void report_header(const Rank *r, const Machine *machine) {
     printf("# timing:  %lld iterations after %lld, slowest rank of each, CUDA events\n",
            (long long)o->run.iterations, (long long)o->run.warmup);
     printf("# ratio: overlapped over apart. word_us: from a block's last row to its ready word\n");
-    printf("#%10s %8s %9s %11s %11s %11s %11s %7s %8s %7s\n", "block_rows", "num_sms", "gemm_sms",
-           "apart_us", "p99_us", "overlap_us", "p99_us", "ratio", "word_us", "#wrong");
+    printf("#%10s %8s %9s %5s %3s %11s %11s %11s %11s %7s %8s %7s\n", "block_rows", "num_sms",
+           "gemm_sms", "waves", "at", "apart_us", "p99_us", "overlap_us", "p99_us", "ratio",
+           "word_us", "#wrong");
 }
 
 static void report_setting(const Rank *r, const Setting *s) {
-    printf(" %10d %8d %9d", s->block_rows, s->sms, s->gemm_sms);
+    printf(" %10d %8d %9d %5d %3d", s->block_rows, s->sms, s->gemm_sms, s->waves, s->combine_at);
     for (int i = 0; i < 2; i++)
         printf(" %11.1f %11.1f", s->time[i].median_us, s->time[i].p99_us);
     printf(" %7.3f %8.2f", s->time[1].median_us / s->time[0].median_us, s->word_us);
@@ -604,6 +622,8 @@ static void put_setting(Json *j, const Setting *s) {
     json_put_int(j, "block_rows", s->block_rows);
     json_put_int(j, "num_sms", s->sms);
     json_put_int(j, "gemm_sms", s->gemm_sms);
+    json_put_int(j, "waves", s->waves);
+    json_put_int(j, "combine_at", s->combine_at);
     json_put_real(j, "apart_us", s->time[0].median_us);
     json_put_real(j, "apart_p99_us", s->time[0].p99_us);
     json_put_real(j, "overlapped_us", s->time[1].median_us);
@@ -632,20 +652,31 @@ static bool write_json(const Rank *r, const Machine *machine, const Setting *set
 
 /* ---- all ----------------------------------------------------------------------------------- */
 
+/* The values of one column: that of an option, or some. 0 ends a list. */
+enum { VALUES = 4 };
+
+static void list_values(int64_t given, const int some[VALUES], int out[VALUES]) {
+    memcpy(out, some, VALUES * sizeof(*out));
+    if (given) out[0] = (int)given, out[1] = 0;
+}
+
 static int list_settings(const Rank *r, Setting out[RESULTS]) {
-    static const int rows[] = {32, 64, 128}, some[] = {16, 24, 32};
     const OverlapOptions *o = r->o;
-    const int latency[] = {32, 64, r->sms};
-    const int *sms = o->mode == EP_MODE_LATENCY ? latency : some;
-    int count = 0;
-    for (int i = 0; i < (o->block_rows ? 1 : 3); i++)
-        for (int j = 0; j < (o->num_sms ? 1 : 3); j++) {
-            Setting s = {.block_rows = o->block_rows ? (int)o->block_rows : rows[i],
-                         .sms = o->num_sms ? (int)o->num_sms : sms[j]};
-            s.gemm_sms = s.sms == r->sms ? r->sms : r->sms - s.sms;
-            if (o->gemm_sms) s.gemm_sms = (int)o->gemm_sms;
-            if (s.gemm_sms > 0) out[count++] = s;
-        }
+    const bool latency = o->mode == EP_MODE_LATENCY;
+    int rows[VALUES], sms[VALUES], waves[VALUES], at[VALUES], count = 0;
+    list_values(o->block_rows, (int[]){32, 64, 128, 0}, rows);
+    list_values(o->num_sms, latency ? (int[]){32, 64, r->sms, 0} : (int[]){16, 24, 32, 0}, sms);
+    list_values(o->waves, latency ? (int[]){1, 0, 0, 0} : (int[]){2, 3, 0, 0}, waves);
+    list_values(o->combine_at, latency ? (int[]){100, 0, 0, 0} : (int[]){75, 85, 0, 0}, at);
+    for (const int *b = rows; *b; b++)
+        for (const int *m = sms; *m; m++)
+            for (const int *w = waves; *w; w++)
+                for (const int *c = at; *c && count < RESULTS; c++) {
+                    Setting s = {.block_rows = *b, .sms = *m, .waves = *w, .combine_at = *c};
+                    s.gemm_sms = *m == r->sms ? r->sms : r->sms - *m;
+                    if (o->gemm_sms) s.gemm_sms = (int)o->gemm_sms;
+                    if (s.gemm_sms > 0) out[count++] = s;
+                }
     return count;
 }
 
