@@ -27,6 +27,7 @@ static const struct {
                              {"config.num_nodes", EP_NUMBERS},
                              {"config.sums", EP_NAMES_SUMS},
                              {"LIBEP_NODE_CHUNK", EP_NUMBERS},
+                             {"LIBEP_WEIGHT_SMS", EP_NUMBERS},
                              {"bootstrap.isend being given", EP_NUMBERS}};
 
 void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGroupConfig *c,
@@ -50,6 +51,7 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
                                              c->num_nodes,
                                              c->sums,
                                              settings->node_chunk,
+                                             settings->weight_sms,
                                              bootstrap->isend != NULL};
     memcpy(mine->field, values, sizeof(values));
     mine->topology_hash = settings->topology.hash;

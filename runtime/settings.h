@@ -24,6 +24,9 @@
     X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                    \
       "multiprocessors that operations of the cuda backend may use; auto: all, on several "  \
       "nodes all but 32, or a quarter")                                                      \
+    X(weight_sms, int64_t, "LIBEP_WEIGHT_SMS", "count", "auto",                              \
+      "blocks of a kernel of NCCL that moves weights on one node, and most of the kernels "  \
+      "that run beside it; auto: 48, and the others; equal on all ranks")                    \
     X(bind, EpBind, "LIBEP_BIND", "choice: none|gpu", "none",                                \
       "gpu: bind each rank to the CPUs near its GPU when a group is created")                \
     X(check, EpCheck, "LIBEP_CHECK", "choice: none|rows|all", "rows",                        \

@@ -76,7 +76,7 @@ static void store(void *data, cudaDataType type, int64_t i, float value) {
 /* ---- products ---- */
 
 typedef struct Product {
-    int m, n, k, transposed_a, transposed_b, lda, ldb, ldc;
+    int adds, m, n, k, transposed_a, transposed_b, lda, ldb, ldc;
     const void *a, *b;
     void *c;
     cudaDataType type, type_c;
@@ -87,10 +87,11 @@ static void multiply(void *arguments) {
     for (int64_t j = 0; j < p->n; j++) {
         for (int64_t i = 0; i < p->m; i++) {
             float sum = 0;
+            const int64_t at = i + j * p->ldc;
             for (int64_t l = 0; l < p->k; l++)
                 sum += load(p->a, p->type, p->transposed_a ? l + i * p->lda : i + l * p->lda) *
                        load(p->b, p->type, p->transposed_b ? j + l * p->ldb : l + j * p->ldb);
-            store(p->c, p->type_c, i + j * p->ldc, sum);
+            store(p->c, p->type_c, at, p->adds ? sum + load(p->c, p->type_c, at) : sum);
         }
     }
 }
@@ -108,13 +109,15 @@ cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t op_a, cubla
                             cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
     (void)algorithm;
     if (type_a != type_b || (type_c != type_a && type_c != CUDA_R_32F) ||
-        compute != CUBLAS_COMPUTE_32F || *(const float *)alpha != 1 || *(const float *)beta != 0 ||
-        lda < (op_a ? k : m) || ldb < (op_b ? n : k) || ldc < m)
+        compute != CUBLAS_COMPUTE_32F || *(const float *)alpha != 1 ||
+        (*(const float *)beta != 0 && *(const float *)beta != 1) || lda < (op_a ? k : m) ||
+        ldb < (op_b ? n : k) || ldc < m)
         return CUBLAS_STATUS_INVALID_VALUE;
     check_reach(a, type_a, op_a ? m : k, lda);
     check_reach(b, type_b, op_b ? k : n, ldb);
     check_reach(c, type_c, n, ldc);
-    const Product p = {m, n, k, op_a, op_b, lda, ldb, ldc, a, b, c, type_a, type_c};
+    const Product p = {
+        *(const float *)beta == 1, m, n, k, op_a, op_b, lda, ldb, ldc, a, b, c, type_a, type_c};
     emulated_enqueue(handle->stream, multiply, NULL, &p, sizeof(p));
     return CUBLAS_STATUS_SUCCESS;
 }

@@ -62,15 +62,6 @@ static int set_words(unsigned long long address, unsigned value, size_t words,
     return 0;
 }
 
-static int encode_map(CUtensorMap *out, CUtensorMapDataType type, cuuint32_t ndim, void *data,
-                      const cuuint64_t *sizes, const cuuint64_t *pitch, const cuuint32_t *box) {
-    if (type != CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || ndim != 2 || box[0] != 64 || box[1] > 256 ||
-        sizes[0] % 64 || (uintptr_t)data % 16 || pitch[0] % 16)
-        return CUDA_ERROR_INVALID_VALUE;
-    *out = (CUtensorMap){data, sizes[1], pitch[0], box[1]};
-    return CUDA_SUCCESS;
-}
-
 static const struct {
     const char *name;
     void *function;
@@ -106,7 +97,6 @@ static const struct {
     {"cuMemRetainAllocationHandle", (void *)retain_handle},
     {"cuMemRelease", (void *)release_handle},
     {"cuMemsetD32Async", (void *)set_words},
-    {"cuTensorMapEncodeTiled", (void *)encode_map},
     {"cuPointerGetAttribute", (void *)pointer_attribute}};
 
 static char library, blas;

@@ -26,6 +26,9 @@ SoloTest(tools_moe, layers_agree_with_a_dense_one) {
         "--threads 2 --tokens 0",
         "--threads 2 --tokens 1 --dtype fp32 --top-k 16",
         "--threads 4 --layers 4",
+        "--threads 2 --mesh fsdp=2 --layers 4 --regather 1",
+        "--threads 4 --forward --shared 32 --weights early --dtype fp32",
+        "--threads 4 --mesh fsdp=2,expert=2 --forward --quant fp8 --shared 16 --uneven",
         "--threads 2 --mesh fsdp=2 --layers 3 --quant fp8 --blocks rows --uneven",
     };
     char line[320];
@@ -70,10 +73,12 @@ SoloTest(tools_moe, faults_are_found) {
                     "combine_backward gather_w2_backward gather_w1_backward gemm2_grad_input "
                     "gemm2_grad_weight reduce_w2 gemm1_grad_input activation_backward "
                     "gemm1_grad_weight dequantise dispatch_backward router_backward "
-                    "dequantise_backward reduce_router";
+                    "dequantise_backward reduce_router shared_expert";
     char *rest = phases, *phase;
     while ((phase = strsep(&rest, " "))) {
-        const char *quant = strstr(phase, "dequantise") ? "--quant fp8 --blocks rows" : "";
+        const char *quant = strstr(phase, "dequantise") ? "--quant fp8 --blocks rows"
+                            : strstr(phase, "shared")   ? "--regather 0 --forward --shared 16"
+                                                        : "";
         char line[320];
         snprintf(line, sizeof(line),
                  SMALL
@@ -107,6 +112,13 @@ static const BadOptions bad_options[] = {
     {"--layers 2 --quant fp8 --compare 1", "--compare: expected one layer with it, got --layers 2"},
     {"--threads 2 --layers 2 --hidden 8192 --ffn 1048576 --experts 64", "--layers: expected room"},
     {"--gemms two", "\"two\""},
+    {"--forward --layers 2", "--forward: expected one layer with it, got --layers 2"},
+    {"--forward --regather 1", "--forward: expected no --regather 1 with it"},
+    {"--forward --quant fp8 --backend cuda --wgrad fp8", "--forward: expected no --wgrad with it"},
+    {"--forward --overlap 1 --backend cuda", "--overlap: expected 0 with --forward"},
+    {"--graph 1", "--graph: expected 0 on the host, got 1"},
+    {"--shared 16", "--shared: expected --forward with it"},
+    {"--forward --shared 7", "14 bytes"},
     {"--compare 1", "--compare: expected --quant"},
     {"--wgrad dtype", "--wgrad: expected --quant and --backend cuda"},
     {"--quant fp8 --wgrad fp8", "--wgrad: expected --quant and --backend cuda"},

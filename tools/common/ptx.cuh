@@ -2,9 +2,12 @@
 #ifndef COMMON_PTX_CUH
 #define COMMON_PTX_CUH
 
-/** One instruction each: words that others look at, mbarriers, copies, and the matrix units of
- *  sm_90a. */
+/** Words that others look at, copies, mbarriers, clusters, and the matrix units of sm_90a: one
+ *  instruction each, and on the host what they need. */
 
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <dlfcn.h>
 #include <stdint.h>
 
 __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
@@ -56,71 +59,60 @@ __device__ __forceinline__ uint32_t count_up(uint32_t *address) {
     return before;
 }
 
-/* ---- mbarriers ---- */
+/* ---- copies, which complete an mbarrier ---- */
 
-__device__ __forceinline__ void arrival_init(uint64_t *arrival, uint32_t count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(arrival)),
-                 "r"(count)
-                 : "memory");
+/** Copy 4 bytes. */
+__device__ __forceinline__ void copy_4(uint32_t to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void arrival_arrive(uint64_t *arrival) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(arrival))
-                 : "memory");
-}
-
-__device__ __forceinline__ uint32_t arrival_test(uint64_t *arrival, uint32_t parity) {
-    uint32_t done;
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, p;\n"
-                 "}"
-                 : "=r"(done)
-                 : "r"(shared_address(arrival)), "r"(parity)
-                 : "memory");
-    return done;
-}
-
-/** Make the initialised barriers visible to the copy engine. */
-__device__ __forceinline__ void arrival_fence(void) {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void arrival_expect(uint64_t *arrival, uint32_t bytes) {
+/** Arrive when all copies that the thread has started are made. */
+__device__ __forceinline__ void copies_arrive(uint64_t *arrival) {
     asm volatile(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrival)),
-        "r"(bytes)
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(arrival))
         : "memory");
 }
 
-/* ---- copies: a thread waits for those that it has started ---- */
+/** A matrix of bytes in memory, of which a load takes a box of 128 columns. */
+typedef CUtensorMap TensorMap;
 
-/** Copy 16 bytes, of which the first `bytes` are read and the others become 0. */
-__device__ __forceinline__ void copy_16(uint32_t to, const void *from, uint32_t bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+/** Load a box at `column`, `row` into rows of 128 bytes, whose pieces of 16 change places as matrix
+ *  units expect. What is beyond the matrix is 0. The bytes complete `arrival`. */
+__device__ __forceinline__ void tensor_load(uint32_t to, const TensorMap *map, int column, int row,
+                                            uint64_t *arrival) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+                 "l"(map), "r"(shared_address(arrival)), "r"(column), "r"(row)
                  : "memory");
 }
 
-/** Likewise of 4 bytes. */
-__device__ __forceinline__ void copy_4(uint32_t to, const void *from, uint32_t bytes) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
+/** Likewise, to the same place in both blocks of the cluster. */
+__device__ __forceinline__ void tensor_load_all(uint32_t to, const TensorMap *map, int column,
+                                                int row, uint64_t *arrival) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+                 "l"(map), "r"(shared_address(arrival)), "r"(column), "r"(row), "h"((uint16_t)3)
                  : "memory");
 }
 
-__device__ __forceinline__ void copies_commit(void) {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-/** Wait for all groups of copies but the `YOUNGEST` ones. */
-template <int YOUNGEST> __device__ __forceinline__ void copies_wait(void) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGEST) : "memory");
-}
-
-/** What the thread has written to shared memory is visible to matrix units. */
-__device__ __forceinline__ void fence_matrix_units(void) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+/** Describe a row-major matrix for loads of `box_rows` rows. `data` and `columns` are multiples of
+ *  16. Returns false if the driver cannot. */
+static inline bool tensor_map_make(const void *data, int64_t rows, int64_t columns, int box_rows,
+                                   TensorMap *out) {
+    typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                               const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                               const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                               CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+    static const Encode encode = (Encode)(uintptr_t)dlsym(
+        dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL), "cuTensorMapEncodeTiled");
+    const cuuint64_t shape[2] = {(cuuint64_t)(columns ? columns : 16),
+                                 (cuuint64_t)(rows ? rows : 1)};
+    const cuuint64_t pitch[1] = {shape[0]};
+    const cuuint32_t box[2] = {128, (cuuint32_t)box_rows}, each[2] = {1, 1};
+    return encode && encode(out, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, (void *)(uintptr_t)data, shape,
+                            pitch, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 /* ---- bulk copies ---- */
@@ -155,18 +147,99 @@ __device__ __forceinline__ void fence_bulk_loads(void) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-/** Copy a box of a matrix, as the map says, from column `x` and row `y` on. */
-__device__ __forceinline__ void tensor_load(uint32_t to, const void *map, int x, int y,
-                                            uint64_t *arrival) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-                 "l"(map), "r"(x), "r"(y), "r"(shared_address(arrival))
+/* ---- mbarriers ---- */
+
+__device__ __forceinline__ void arrival_init(uint64_t *arrival, uint32_t count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(arrival)),
+                 "r"(count)
                  : "memory");
 }
 
-/** Load a tensor map, which the first copy would wait for. */
-__device__ __forceinline__ void tensor_prefetch(const void *map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+/** Make the initialised barriers visible to the copy engine. */
+__device__ __forceinline__ void arrival_fence(void) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrival_arrive(uint64_t *arrival) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(arrival))
+                 : "memory");
+}
+
+/** Arrive, and expect bytes. */
+__device__ __forceinline__ void arrival_expect(uint64_t *arrival, uint32_t bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrival)),
+        "r"(bytes)
+        : "memory");
+}
+
+/** Arrive at the mbarrier of that place in block `rank` of the cluster. */
+__device__ __forceinline__ void arrival_arrive_at(uint64_t *arrival, uint32_t rank) {
+    asm volatile("{\n"
+                 ".reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+                 "}" ::"r"(shared_address(arrival)),
+                 "r"(rank)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint32_t arrival_test(uint64_t *arrival, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(shared_address(arrival)), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+/* ---- clusters of two blocks ---- */
+
+enum { CLUSTER = 2 };
+
+__device__ __forceinline__ uint32_t cluster_rank(void) {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_barrier(void) {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
+/** By all threads, when mbarriers are initialised: both blocks may use them. */
+__device__ __forceinline__ void cluster_begin(void) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncthreads();
+    cluster_barrier();
+}
+
+/** By all threads: wait until both blocks are here. */
+__device__ __forceinline__ void cluster_end(void) {
+    __syncwarp();
+    cluster_barrier();
+}
+
+/** Launch a kernel with one argument. */
+template <typename Args>
+static inline cudaError_t cluster_launch(void (*kernel)(Args), unsigned blocks, unsigned threads,
+                                         int shared_bytes, cudaStream_t stream, const Args &args) {
+    cudaLaunchAttribute attribute = {};
+    cudaLaunchConfig_t config = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = CLUSTER;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = dim3(blocks), config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = (size_t)shared_bytes, config.stream = stream;
+    config.attrs = &attribute, config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, args);
 }
 
 /* ---- registers and matrix units, by all threads of a warpgroup ---- */

@@ -35,11 +35,20 @@ typedef struct Batch {
     void **matrices;               /* addresses of a, b and c, in the GPU's memory */
 } Batch;
 
-enum { NUM_NUMBERS = 6 };
+enum { NUM_NUMBERS = 6, NUM_STREAMS = 4 };
+
+/* A stream beside the device's, with a handle of its own: each has a workspace. */
+typedef struct Beside {
+    cublasHandle_t handle;
+    cudaStream_t stream;
+    cudaEvent_t done;
+} Beside;
 
 typedef struct Cublas {
     void *library;
     cublasHandle_t handle;
+    Beside beside[NUM_STREAMS];
+    cudaEvent_t begin; /* of what runs on these streams */
     __typeof__(&cublasCreate_v2) create;
     __typeof__(&cublasDestroy_v2) destroy;
     __typeof__(&cublasSetStream_v2) set_stream;
@@ -90,6 +99,35 @@ static void release_batches(Cublas *c) {
     }
 }
 
+static bool open_beside(const Cublas *c, Beside *out) {
+    int least = 0, greatest = 0;
+    return cuda_ok(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+                   "cudaDeviceGetStreamPriorityRange") &&
+           cuda_ok(cudaStreamCreateWithPriority(&out->stream, cudaStreamNonBlocking, least),
+                   "cudaStreamCreateWithPriority") &&
+           cuda_ok(cudaEventCreateWithFlags(&out->done, cudaEventDisableTiming),
+                   "cudaEventCreateWithFlags") &&
+           cublas_ok(c->create(&out->handle), "cublasCreate") &&
+           cublas_ok(c->set_stream(out->handle, out->stream), "cublasSetStream");
+}
+
+static bool open_streams(Cublas *c) {
+    bool ok = cuda_ok(cudaEventCreateWithFlags(&c->begin, cudaEventDisableTiming),
+                      "cudaEventCreateWithFlags");
+    for (int i = 0; ok && i < NUM_STREAMS; i++)
+        ok = open_beside(c, &c->beside[i]);
+    return ok;
+}
+
+static void close_streams(Cublas *c) {
+    for (int i = 0; i < NUM_STREAMS; i++) {
+        if (c->beside[i].handle) c->destroy(c->beside[i].handle);
+        if (c->beside[i].done) cudaEventDestroy(c->beside[i].done);
+        if (c->beside[i].stream) cudaStreamDestroy(c->beside[i].stream);
+    }
+    if (c->begin) cudaEventDestroy(c->begin);
+}
+
 /* The library stays loaded: its threads may outlive the handle. */
 bool cublas_open(MoeDevice *d, char *name, size_t bytes) {
     int version = 0;
@@ -97,7 +135,8 @@ bool cublas_open(MoeDevice *d, char *name, size_t bytes) {
     cuda_state(d)->cublas = c;
     if (!c || !load(c) || !find_grouped(d, c) ||
         !cublas_ok(c->create(&c->handle), "cublasCreate") ||
-        !cublas_ok(c->set_stream(c->handle, cuda_stream_of(d)), "cublasSetStream"))
+        !cublas_ok(c->set_stream(c->handle, cuda_stream_of(d)), "cublasSetStream") ||
+        !open_streams(c))
         return false;
     c->get_version(c->handle, &version);
     snprintf(name, bytes, "cuBLAS %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
@@ -109,6 +148,7 @@ void cublas_close(MoeDevice *d) {
     for (int i = 0; c && i < NUM_SCRATCH; i++)
         cudaFree(c->scratch[i].data);
     if (c) release_batches(c);
+    if (c) close_streams(c);
     if (c && c->handle) c->destroy(c->handle);
     free(c);
 }
@@ -127,6 +167,7 @@ typedef struct Matrix {
 typedef struct Gemm {
     int64_t m, n, k;
     Matrix a, b, c;
+    bool adds; /* to what is in c */
 } Gemm;
 
 static cublasOperation_t operation(Matrix matrix) {
@@ -136,21 +177,43 @@ static cublasOperation_t operation(Matrix matrix) {
 /* c[m, n] = a * b: a is [m, k], or [k, m] transposed, and so is b. `a` and `b` have one type, `c`
  * that or FP32. Sums are in fp32. cuBLAS has columns where the layer has rows: it computes the
  * transposed product, b^T * a^T. */
+static bool multiply_one(MoeDevice *d, cublasHandle_t handle, const Gemm *g) {
+    const Cublas *cublas = cuda_state(d)->cublas;
+    const float one = 1, before = g->adds ? 1 : 0;
+    d->gemm_calls++;
+    return cublas_ok(cublas->gemm(handle, operation(g->b), operation(g->a), (int)g->n, (int)g->m,
+                                  (int)g->k, &one, g->b.data, type_of(g->b.type),
+                                  (int)(g->b.transposed ? g->k : g->n), g->a.data,
+                                  type_of(g->a.type), (int)(g->a.transposed ? g->m : g->k), &before,
+                                  (void *)(uintptr_t)g->c.data, type_of(g->c.type), (int)g->n,
+                                  CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+                     "cublasGemmEx");
+}
+
 static bool multiply_each(MoeDevice *d, const Gemm *gemms, int count) {
     const Cublas *cublas = cuda_state(d)->cublas;
-    const float one = 1, zero = 0;
     bool ok = true;
-    for (int i = 0; ok && i < count; i++) {
-        const Gemm *g = &gemms[i];
-        d->gemm_calls++;
-        ok = cublas_ok(cublas->gemm(cublas->handle, operation(g->b), operation(g->a), (int)g->n,
-                                    (int)g->m, (int)g->k, &one, g->b.data, type_of(g->b.type),
-                                    (int)(g->b.transposed ? g->k : g->n), g->a.data,
-                                    type_of(g->a.type), (int)(g->a.transposed ? g->m : g->k), &zero,
-                                    (void *)(uintptr_t)g->c.data, type_of(g->c.type), (int)g->n,
-                                    CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
-                       "cublasGemmEx");
-    }
+    for (int i = 0; ok && i < count; i++)
+        ok = multiply_one(d, cublas->handle, &gemms[i]);
+    return ok;
+}
+
+/* ---- each on one of several streams -------------------------------------------------------- */
+
+static bool multiply_beside(MoeDevice *d, const Gemm *gemms, int count) {
+    const Cublas *cublas = cuda_state(d)->cublas;
+    const int used = count < NUM_STREAMS ? count : NUM_STREAMS;
+    bool ok = cuda_ok(cudaEventRecord(cublas->begin, cuda_stream_of(d)), "cudaEventRecord");
+    for (int i = 0; ok && i < used; i++)
+        ok = cuda_ok(cudaStreamWaitEvent(cublas->beside[i].stream, cublas->begin, 0),
+                     "cudaStreamWaitEvent");
+    for (int i = 0; ok && i < count; i++)
+        ok = multiply_one(d, cublas->beside[i % NUM_STREAMS].handle, &gemms[i]);
+    for (int i = 0; ok && i < used; i++)
+        ok = cuda_ok(cudaEventRecord(cublas->beside[i].done, cublas->beside[i].stream),
+                     "cudaEventRecord") &&
+             cuda_ok(cudaStreamWaitEvent(cuda_stream_of(d), cublas->beside[i].done, 0),
+                     "cudaStreamWaitEvent");
     return ok;
 }
 
@@ -223,7 +286,8 @@ static bool is_aligned(const Gemm *g) {
 static bool takes_one_call(const MoeDevice *d, const Gemm *gemms, int count) {
     const Cublas *cublas = cuda_state(d)->cublas;
     double flops = 0;
-    if (count < 2 || !cublas->grouped || gemms->c.type != gemms->a.type) return false;
+    if (count < 2 || gemms->adds || !cublas->grouped || gemms->c.type != gemms->a.type)
+        return false;
     for (int i = 0; i < count; i++)
         flops += 2. * (double)gemms[i].m * (double)gemms[i].n * (double)gemms[i].k;
     return d->grouping == GROUPING_ONE ||
@@ -232,7 +296,8 @@ static bool takes_one_call(const MoeDevice *d, const Gemm *gemms, int count) {
 
 static bool multiply_all(MoeDevice *d, const Gemm *gemms, int count) {
     if (takes_one_call(d, gemms, count)) return multiply_together(d, gemms, count);
-    return multiply_each(d, gemms, count);
+    if (count < 2 || d->grouping == GROUPING_EACH) return multiply_each(d, gemms, count);
+    return multiply_beside(d, gemms, count);
 }
 
 /* ---- groups -------------------------------------------------------------------------------- */
@@ -255,7 +320,7 @@ static bool widen(MoeDevice *d, int which, const EpTensor *t, bool filled, EpTen
     if (t->type == EP_TYPE_FP32) return true;
     out->type = EP_TYPE_FP32;
     out->data = reserve(d, which, tensor_elements(t));
-    return out->data && (!filled || cuda_convert(d, t, out, 0));
+    return out->data && (!filled || cuda_convert(d, t, out));
 }
 
 typedef bool (*Product)(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
@@ -269,12 +334,15 @@ static bool cublas_takes(const EpTensor *a, const EpTensor *b, const EpTensor *c
 static bool run_product(MoeDevice *d, Product product, const Groups *groups, const EpTensor *a,
                         const EpTensor *b, bool transposed, const EpTensor *c) {
     EpTensor wide_a, wide_b, wide_c;
+    const Cublas *cublas = cuda_state(d)->cublas;
+    if (!cublas_ok(cublas->set_stream(cublas->handle, cuda_stream_of(d)), "cublasSetStream"))
+        return false;
     if (cublas_takes(a, b, c)) return product(d, groups, a, b, transposed, c);
     if (!widen(d, SCRATCH_A, a, true, &wide_a) || !widen(d, SCRATCH_B, b, true, &wide_b) ||
         !widen(d, SCRATCH_C, c, false, &wide_c) ||
         !product(d, groups, &wide_a, &wide_b, transposed, &wide_c))
         return false;
-    return c->type == EP_TYPE_FP32 || cuda_convert(d, &wide_c, c, 0);
+    return c->type == EP_TYPE_FP32 || cuda_convert(d, &wide_c, c);
 }
 
 static Matrix matrix(const EpTensor *t, int64_t at, bool transposed) {
@@ -282,8 +350,8 @@ static Matrix matrix(const EpTensor *t, int64_t at, bool transposed) {
                     transposed};
 }
 
-static bool multiply_groups(MoeDevice *d, const Groups *groups, const EpTensor *a,
-                            const EpTensor *b, bool transposed, const EpTensor *c) {
+static bool add_groups(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
+                       bool transposed, const EpTensor *c, bool adds) {
     const int64_t k = a->shape[1], n = c->shape[1];
     Gemm *gemms = bench_alloc((size_t)groups->num, sizeof(Gemm), "products");
     int count = 0;
@@ -295,11 +363,22 @@ static bool multiply_groups(MoeDevice *d, const Groups *groups, const EpTensor *
                                     k,
                                     matrix(a, first * k, false),
                                     matrix(b, g * k * n, transposed),
-                                    matrix(c, first * n, false)};
+                                    matrix(c, first * n, false),
+                                    adds};
     }
     bool ok = gemms && multiply_all(d, gemms, count);
     free(gemms);
     return ok;
+}
+
+static bool multiply_groups(MoeDevice *d, const Groups *groups, const EpTensor *a,
+                            const EpTensor *b, bool transposed, const EpTensor *c) {
+    return add_groups(d, groups, a, b, transposed, c, false);
+}
+
+static bool accumulate_groups(MoeDevice *d, const Groups *groups, const EpTensor *a,
+                              const EpTensor *b, bool transposed, const EpTensor *c) {
+    return add_groups(d, groups, a, b, transposed, c, true);
 }
 
 /* A group without rows has a gradient of zero. */
@@ -318,8 +397,8 @@ static bool correlate_groups(MoeDevice *d, const Groups *groups, const EpTensor 
             ok = cuda_ok(cudaMemsetAsync((void *)(uintptr_t)out.data, 0, bytes, cuda_stream_of(d)),
                          "cudaMemsetAsync");
         else
-            gemms[count++] =
-                (Gemm){m, n, rows, matrix(a, first * m, true), matrix(b, first * n, false), out};
+            gemms[count++] = (Gemm){
+                m, n, rows, matrix(a, first * m, true), matrix(b, first * n, false), out, false};
     }
     ok = ok && multiply_all(d, gemms, count);
     free(gemms);
@@ -329,6 +408,12 @@ static bool correlate_groups(MoeDevice *d, const Groups *groups, const EpTensor 
 bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                    bool transposed, const EpTensor *c) {
     return run_product(d, multiply_groups, groups, a, b, transposed, c);
+}
+
+/* Of operands and a result of one type. */
+bool cuda_accumulate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
+                     bool transposed, const EpTensor *c) {
+    return run_product(d, accumulate_groups, groups, a, b, transposed, c);
 }
 
 bool cuda_correlate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
@@ -352,6 +437,11 @@ bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const 
                    bool transposed, const EpTensor *c) {
     (void)groups, (void)a, (void)b, (void)transposed, (void)c;
     return gpu_missing(d);
+}
+
+bool cuda_accumulate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
+                     bool transposed, const EpTensor *c) {
+    return cuda_multiply(d, groups, a, b, transposed, c);
 }
 
 bool cuda_correlate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,

@@ -62,6 +62,10 @@ static bool cuda_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
                    "cudaMemcpyAsync");
 }
 
+static bool cuda_set(MoeDevice *d, void *to, int byte, size_t bytes) {
+    return cuda_ok(cudaMemsetAsync(to, byte, bytes, cuda_stream_of(d)), "cudaMemsetAsync");
+}
+
 static bool follow(MoeDevice *d, cudaStream_t later, int which, cudaStream_t earlier) {
     cudaEvent_t event = cuda_state(d)->events[which];
     return cuda_ok(cudaEventRecord(event, earlier), "cudaEventRecord") &&
@@ -74,6 +78,35 @@ static bool cuda_fork(MoeDevice *d) {
 
 static bool cuda_join(MoeDevice *d) {
     return follow(d, cuda_stream_of(d), JOINED, (cudaStream_t)d->side);
+}
+
+/* Events are made when a point is marked for the first time, which is not timed. */
+static bool reserve_points(CudaState *s, int count) {
+    cudaEvent_t *points = bench_alloc((size_t)count, sizeof(cudaEvent_t), "events");
+    bool ok = points != NULL;
+    for (int i = 0; ok && i < s->num_points; i++)
+        points[i] = s->points[i];
+    free(s->points);
+    s->points = points;
+    for (; ok && s->num_points < count; s->num_points += ok)
+        ok = cuda_ok(cudaEventCreateWithFlags(&points[s->num_points], cudaEventDisableTiming),
+                     "cudaEventCreateWithFlags");
+    return ok;
+}
+
+static cudaStream_t stream_of(const MoeDevice *d, bool side) {
+    return side ? (cudaStream_t)d->side : cuda_stream_of(d);
+}
+
+static bool cuda_mark(MoeDevice *d, bool side, int point) {
+    CudaState *s = d->state;
+    if (point >= s->num_points && !reserve_points(s, point + 32)) return false;
+    return cuda_ok(cudaEventRecord(s->points[point], stream_of(d, side)), "cudaEventRecord");
+}
+
+static bool cuda_await(MoeDevice *d, bool side, int point) {
+    return cuda_ok(cudaStreamWaitEvent(stream_of(d, side), cuda_state(d)->points[point], 0),
+                   "cudaStreamWaitEvent");
 }
 
 static bool cuda_start(MoeDevice *d) {
@@ -93,8 +126,40 @@ static bool cuda_stop(MoeDevice *d) {
     return ok;
 }
 
+static bool cuda_capture(MoeDevice *d, bool (*queue)(void *context), void *context, void **graph) {
+    cudaGraph_t captured = NULL;
+    CudaState *s = d->state;
+    cudaGraphExec_t *out = &s->graphs[s->num_graphs];
+    if (s->num_graphs == MAX_GRAPHS) return bench_fail("more than %d graphs", MAX_GRAPHS);
+    if (!cuda_ok(cudaStreamBeginCapture(cuda_stream_of(d), cudaStreamCaptureModeThreadLocal),
+                 "cudaStreamBeginCapture"))
+        return false;
+    bool ok = queue(context);
+    ok = cuda_ok(cudaStreamEndCapture(cuda_stream_of(d), &captured), "cudaStreamEndCapture") && ok;
+    ok = ok && cuda_ok(cudaGraphInstantiate(out, captured, 0), "cudaGraphInstantiate") &&
+         cuda_ok(cudaGraphUpload(*out, cuda_stream_of(d)), "cudaGraphUpload");
+    if (captured) cudaGraphDestroy(captured);
+    *graph = *out;
+    s->num_graphs += ok;
+    return ok;
+}
+
+static bool cuda_replay(MoeDevice *d, void *graph) {
+    return cuda_ok(cudaGraphLaunch((cudaGraphExec_t)graph, cuda_stream_of(d)), "cudaGraphLaunch");
+}
+
+static void cuda_exchange(MoeDevice *d) {
+    const EpStream stream = d->stream;
+    d->stream = d->side, d->side = stream;
+}
+
 static void cuda_destroy(MoeDevice *d) {
     CudaState *s = d->state;
+    for (int i = 0; s && i < s->num_graphs; i++)
+        cudaGraphExecDestroy(s->graphs[i]);
+    for (int i = 0; s && i < s->num_points; i++)
+        cudaEventDestroy(s->points[i]);
+    if (s) free(s->points);
     if (s) cublas_close(d);
     for (int i = 0; s && i < NUM_EVENTS; i++)
         if (s->events[i]) cudaEventDestroy(s->events[i]);
@@ -156,21 +221,32 @@ bool moe_cuda_create(MoeDevice *out, Grouping grouping) {
                        .download = cuda_download,
                        .room = cuda_room,
                        .copy = cuda_copy,
+                       .set = cuda_set,
+                       .fill = cuda_fill,
+                       .differ = cuda_differ,
                        .finish = cuda_finish,
                        .fork = cuda_fork,
                        .join = cuda_join,
+                       .mark = cuda_mark,
+                       .await = cuda_await,
                        .start = cuda_start,
                        .stop = cuda_stop,
+                       .capture = cuda_capture,
+                       .replay = cuda_replay,
+                       .exchange = cuda_exchange,
                        .destroy = cuda_destroy,
                        .multiply = cuda_multiply,
+                       .accumulate = cuda_accumulate,
                        .correlate = cuda_correlate,
                        .multiply_scaled = cuda_multiply_scaled,
                        .correlate_scaled = cuda_correlate_scaled,
                        .choose = cuda_choose,
                        .choose_backward = cuda_choose_backward,
-                       .add = cuda_add,
                        .activate = cuda_activate,
                        .activate_backward = cuda_activate_backward,
+                       .quantise = cuda_quantise,
+                       .activate_scaled = cuda_activate_scaled,
+                       .activate_backward_scaled = cuda_activate_backward_scaled,
                        .dequantise = cuda_dequantise};
     return open_state(out);
 }

@@ -11,7 +11,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "ep/ep.h"
+#include "tools/moe/inputs.h"
 
 /** Slabs of rows: group g has rows first[g] .. first[g] + count[g] - 1. */
 typedef struct Groups {
@@ -39,11 +39,19 @@ static inline int64_t tensor_bytes(const EpTensor *tensor) {
     return tensor_elements(tensor) * (int64_t)ep_type_bytes(tensor->type);
 }
 
+/** Of two tensors: sums of squares, and elements that are not the same bits. */
+typedef struct Difference {
+    double squares, norm; /**< of got - want, of want */
+    int64_t elements;
+} Difference;
+
 /** How the products of all groups are called, but for those of e4m3, which have one launch. */
 typedef enum Grouping {
-    GROUPING_AUTO = 1, /**< in one call where groups are small */
-    GROUPING_EACH = 2, /**< each by itself */
-    GROUPING_ONE = 3   /**< in one call */
+    GROUPING_AUTO = 1,   /**< in one call where groups are small, else on several streams */
+    GROUPING_EACH = 2,   /**< each by itself */
+    GROUPING_ONE = 3,    /**< in one call */
+    GROUPING_STREAMS = 4 /**< each by itself, on several streams in turn: so that the last blocks of
+                              one run beside the first ones of the next */
 } Grouping;
 
 typedef struct MoeDevice MoeDevice;
@@ -73,6 +81,12 @@ struct MoeDevice {
     int64_t (*room)(MoeDevice *d);
     /** Within the device's memory. */
     bool (*copy)(MoeDevice *d, void *to, const void *from, size_t bytes);
+    /** Set each byte. */
+    bool (*set)(MoeDevice *d, void *to, int byte, size_t bytes);
+    /** Contents of `part`, one line after the other. */
+    bool (*fill)(MoeDevice *d, const Contents *contents, const Part *part, const EpTensor *out);
+    /** Compare tensors of one shape and type. Complete on return. */
+    bool (*differ)(MoeDevice *d, const EpTensor *got, const EpTensor *want, Difference *out);
     /** Wait for all that was queued on `stream`. */
     bool (*finish)(MoeDevice *d);
     /** What is queued on `side` after fork follows what was queued on `stream` before. What is
@@ -80,10 +94,20 @@ struct MoeDevice {
      *  neither. */
     bool (*fork)(MoeDevice *d);
     bool (*join)(MoeDevice *d);
+    /** A point is what was queued on `stream`, or on `side`, when it was marked. What is queued on
+     *  the other one after await follows it. Callers number points from 0 on. */
+    bool (*mark)(MoeDevice *d, bool side, int point);
+    bool (*await)(MoeDevice *d, bool side, int point);
     /** Time what is queued in between, by the device's own clock: on GPUs by events. stop waits for
      *  it, as finish does, and sets took_us. */
     bool (*start)(MoeDevice *d);
     bool (*stop)(MoeDevice *d);
+    /** Capture what `queue` queues on `stream` as a graph, which lives as long as the device. NULL
+     *  on the host. */
+    bool (*capture)(MoeDevice *d, bool (*queue)(void *context), void *context, void **graph);
+    bool (*replay)(MoeDevice *d, void *graph);
+    /** Exchange `stream` and `side`: what is queued next runs on the other one. */
+    void (*exchange)(MoeDevice *d);
     void (*destroy)(MoeDevice *d);
 
     /**
@@ -92,10 +116,13 @@ struct MoeDevice {
      *
      * multiply   c[rows, n] = a[rows, k] * b_g[k, n], by groups of rows; `transposed`: b_g is
      *            [n, k]. The b_g follow one another.
+     * accumulate as multiply, added to what is in c before it is rounded
      * correlate  c_g[m, n] = a[rows, m]^T * b[rows, n], over each group's rows
      */
     bool (*multiply)(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                      bool transposed, const EpTensor *c);
+    bool (*accumulate)(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
+                       bool transposed, const EpTensor *c);
     bool (*correlate)(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                       const EpTensor *c);
 
@@ -118,11 +145,9 @@ struct MoeDevice {
      * expert first.
      */
     bool (*choose)(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpTensor *weights);
-    /** grad [T, E], of the logits, from that of the weights. */
+    /** grad [T, E], of the logits, from that of the weights; rounded to its type. */
     bool (*choose_backward)(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
                             const EpTensor *grad_weights, const EpTensor *grad);
-    /** out += in, FP32, rounded to the type of `out`. */
-    bool (*add)(MoeDevice *d, const EpTensor *in, const EpTensor *out);
 
     /**
      * SwiGLU. z [rows, 2F] is gate and up: a = w * silu(gate) * up. w [rows] FP32 is NULL for 1.
@@ -133,6 +158,20 @@ struct MoeDevice {
     bool (*activate_backward)(MoeDevice *d, const Groups *groups, const EpTensor *z,
                               const EpTensor *w, const EpTensor *grad_a, const EpTensor *grad_z,
                               const EpTensor *grad_w);
+
+    /**
+     * Rows to e4m3, of 16-bit types: all rows that `rows` has, and `transposed`, whose codes may
+     * have no memory. On the host NULL. The activation, by itself or with its gradient, does it in
+     * the same pass, where blocks divide F; what is not quantised goes to `a` or `grad_z`, unless
+     * it is NULL.
+     */
+    bool (*quantise)(MoeDevice *d, EpQuant quant, const EpTensor *in, const Scaled *rows,
+                     const Scaled *transposed);
+    bool (*activate_scaled)(MoeDevice *d, EpQuant quant, const EpTensor *z, const EpTensor *w,
+                            const EpTensor *a, const Scaled *rows, const Scaled *transposed);
+    bool (*activate_backward_scaled)(MoeDevice *d, EpQuant quant, const EpTensor *z,
+                                     const EpTensor *grad_a, const EpTensor *grad_z,
+                                     const Scaled *rows, const Scaled *transposed);
 
     /** e4m3 with scales by blocks of `rows` x `columns` of the last two dimensions -> FP32. */
     bool (*dequantise)(MoeDevice *d, const EpTensor *q, const EpTensor *scales, int64_t rows,

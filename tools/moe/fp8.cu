@@ -7,15 +7,18 @@
  *     c_g[m, n] = sum over blocks b of 128 of k: a_scale[m, b] * b_scale[n, b] * sum of k in b:
  *                 a_g[m, k] * b_g[n, k]
  *
- * One launch serves all groups. A block of threads takes one tile of some c_g after another:
- * TILE_ROWS x 128, where a tile has rows at all. One warpgroup brings 128 columns of both operands
- * and their scales to a stage of shared memory, several stages ahead. Two warpgroups multiply, half
- * of the tile's rows each, 64 at a time. The sum over a block of k is in the matrix unit, which
- * adds e4m3 with fewer bits than fp32 has. It is scaled and added in fp32.
+ * One launch serves all groups. A cluster of two blocks takes one tile of some c_g after another:
+ * TILE_ROWS x 256, of which each block has 128 columns. So both need the same rows of a: each loads
+ * half of them into the shared memory of both, where a tile has rows at all. Of the third
+ * warpgroup one thread loads the matrices, and the other warps copy the scales, several stages
+ * ahead. Two warpgroups multiply, half of the tile's rows each, 64 at a time. The sum over a block
+ * of k is in the matrix unit, which adds e4m3 with fewer bits than fp32 has. It is scaled and added
+ * in fp32.
  *
- * Memory order: a thread waits for its copies into a stage, makes them visible to matrix units, and
- * arrives at `full`. A warp that has waited for its products and read the scales arrives at
- * `empty`, and the stage is filled again.
+ * Memory order: the bytes of the matrices complete `full`, and so do the copies of scales. A warp
+ * that has waited for its products and read the scales arrives at `empty` of both blocks, since
+ * both write to its block. Then the stage is filled again. Blocks of a cluster end together, so
+ * that none writes to one that has ended.
  */
 
 #include <cuda_bf16.h>
@@ -39,18 +42,17 @@ extern "C" {
 #endif
 
 enum {
-    BLOCK = 128,    /* columns of k that share a scale; also columns of a tile */
+    BLOCK = 128,    /* columns of k that share a scale; also columns of a block's part of a tile */
     WAVES = 2,      /* products that a warpgroup makes for a tile, one after the other */
-    WAVE_ROWS = 64, /* of one product */
+    WAVE_ROWS = 64, /* of one product, and of one load of a */
     TILE_ROWS = 2 * WAVES * WAVE_ROWS,
-    CONSUMERS = 256, /* threads that multiply */
-    PRODUCERS = 128, /* threads that copy, behind them */
-    THREADS = CONSUMERS + PRODUCERS,
+    TILE_COLUMNS = CLUSTER * BLOCK,
+    CONSUMERS = 256,           /* threads that multiply */
+    THREADS = CONSUMERS + 128, /* behind them one warp loads matrices */
+    COPIERS = 96,              /* and the others copy scales */
+    FIRST_COPIER = THREADS - COPIERS,
     STAGES = 4, /* of shared memory */
-    BEHIND = 2, /* stages whose copies are under way before the oldest is waited for */
-    CHUNK = 16, /* bytes of a copy */
-    CHUNKS = BLOCK / CHUNK,
-    ROWS_AT_ONCE = PRODUCERS / CHUNKS,
+    WAVE_BYTES = WAVE_ROWS * BLOCK,
     /* Parts of a stage. Matrices and stages lie on 1024 bytes, as the swizzle wants. */
     STAGE_A = 0,
     STAGE_B = TILE_ROWS * BLOCK,
@@ -59,18 +61,16 @@ enum {
     STAGE_BYTES = (STAGE_B_SCALES + BLOCK * 4 + 1023) / 1024 * 1024
 };
 
-/* One operand: rows of codes, and scales of rows (of b: or of 128 rows) and blocks of columns. */
-struct Operand {
-    const uint8_t *codes;
-    const float *scales;
-    int64_t pitch, per_group; /* codes from row to row, and from group to group */
-    int64_t scale_pitch;      /* scales from row to row */
-    int64_t scale_step;       /* scales from block to block */
-    int64_t scales_per_group;
+/* Scales of one operand: of rows (of b: or of 128 rows) and blocks of columns. */
+struct Scales {
+    const float *data;
+    int64_t pitch, step; /* from row to row, and from block to block */
+    int64_t per_group;
 };
 
 struct ScaledArgs {
-    Operand a, b;
+    TensorMap a_map, b_map; /* of the codes, in which groups of b follow one another */
+    Scales a, b;
     void *c;
     EpType type;           /* of c */
     const int32_t *places; /* [2, groups]: the first row of each slab, and its rows */
@@ -79,11 +79,12 @@ struct ScaledArgs {
     int64_t m, n, k;   /* of each group; m or k is not used: it is that of the slab */
 };
 
+/* This block's part of a tile. */
 struct Tile {
-    const uint8_t *a, *b;
+    int32_t a_row, b_row, from; /* in the maps: rows, and the first column */
     const float *a_scales, *b_scales;
     int64_t c;             /* index of its first element */
-    int32_t rows, columns; /* of c, at most TILE_ROWS and BLOCK */
+    int32_t rows, columns; /* of c, at most TILE_ROWS and BLOCK; there may be no columns */
     int32_t k;
 };
 
@@ -108,28 +109,28 @@ static __device__ void describe_tile(const ScaledArgs &args, int64_t g, int64_t 
                                      int64_t j, Tile *out) {
     const int64_t slab = __ldg(args.places + g);
     const int64_t row = args.sums_rows ? i : slab + i, from = args.sums_rows ? slab : 0;
-    const Operand *a = &args.a, *b = &args.b;
-    out->a = a->codes + row * a->pitch + from;
-    out->b = b->codes + g * b->per_group + j * b->pitch + from;
-    out->a_scales = a->scales + row * a->scale_pitch + from / BLOCK * a->scale_step;
-    out->b_scales = b->scales + g * b->scales_per_group +
-                    (B_TILES ? j / BLOCK : j) * b->scale_pitch + from / BLOCK * b->scale_step;
+    const Scales *a = &args.a, *b = &args.b;
+    out->a_row = (int32_t)row, out->from = (int32_t)from;
+    out->b_row = (int32_t)(args.sums_rows ? j : g * args.n + j);
+    out->a_scales = a->data + row * a->pitch + from / BLOCK * a->step;
+    out->b_scales =
+        b->data + g * b->per_group + (B_TILES ? j / BLOCK : j) * b->pitch + from / BLOCK * b->step;
     out->c = (args.sums_rows ? g * m + i : row) * args.n + j;
     out->rows = (int32_t)min((int64_t)TILE_ROWS, m - i);
-    out->columns = (int32_t)min((int64_t)BLOCK, args.n - j);
+    out->columns = (int32_t)max((int64_t)0, min((int64_t)BLOCK, args.n - j));
     out->k = args.sums_rows ? __ldg(args.places + args.groups + g) : (int32_t)args.k;
 }
 
 /* Returns false behind the last tile. Numbers ascend from call to call. */
 template <bool B_TILES>
 static __device__ bool find_tile(const ScaledArgs &args, int64_t number, Place *at, Tile *out) {
-    const int64_t across = ceiling(args.n, BLOCK);
+    const int64_t across = ceiling(args.n, TILE_COLUMNS);
     for (; at->group < args.groups; at->group++) {
         const int64_t m = args.sums_rows ? args.m : __ldg(args.places + args.groups + at->group);
         const int64_t down = ceiling(m, TILE_ROWS), tile = number - at->begin;
         if (tile < down * across) {
-            describe_tile<B_TILES>(args, at->group, m, tile % down * TILE_ROWS, tile / down * BLOCK,
-                                   out);
+            const int64_t column = tile / down * TILE_COLUMNS + (int64_t)cluster_rank() * BLOCK;
+            describe_tile<B_TILES>(args, at->group, m, tile % down * TILE_ROWS, column, out);
             return true;
         }
         at->begin += down * across;
@@ -137,52 +138,53 @@ static __device__ bool find_tile(const ScaledArgs &args, int64_t number, Place *
     return false;
 }
 
+/* Of this cluster: its first tile, and from one to the next. */
+static __device__ int64_t first_tile(void) {
+    return blockIdx.x / CLUSTER;
+}
+
+static __device__ int64_t tile_step(void) {
+    return gridDim.x / CLUSTER;
+}
+
 static __device__ void wait_for(uint64_t *arrival, uint32_t parity) {
     while (!arrival_test(arrival, parity)) {
     }
 }
 
-/* ---- copying ------------------------------------------------------------------------------- */
+/* ---- loading ------------------------------------------------------------------------------- */
 
-/* Rows of a matrix. Behind its last row and column are zeros. The pieces of a row change places by
- * the row's number, as the matrix units expect. */
-static __device__ void copy_rows(uint32_t to, const uint8_t *from, int64_t pitch, int rows,
-                                 int tile_rows, int columns) {
-    const int thread = (int)threadIdx.x - CONSUMERS, chunk = thread % CHUNKS;
-    const int first = thread / CHUNKS;
-    const int bytes = min(max(columns - chunk * CHUNK, 0), (int)CHUNK);
-    const uint8_t *source = from + first * pitch + chunk * CHUNK;
-    uint32_t place = to + (uint32_t)(first * BLOCK + (chunk ^ first % CHUNKS) * CHUNK);
-    for (int row = first; row < tile_rows; row += ROWS_AT_ONCE) {
-        const bool is = bytes > 0 && row < rows;
-        copy_16(place, is ? source : from, is ? (uint32_t)bytes : 0);
-        source += ROWS_AT_ONCE * pitch, place += ROWS_AT_ONCE * BLOCK;
-    }
+/* Wait until a stage may be filled. */
+static __device__ void wait_for_empty(uint64_t *empty, int64_t step) {
+    wait_for(empty + step % STAGES, (uint32_t)(step / STAGES & 1) ^ 1);
+}
+
+/* Waves of a without rows are not loaded: nobody multiplies them. Beyond a matrix are zeros, and so
+ * are, with sums over rows, those that pad a slab. What else is beyond a tile is not stored. */
+static __device__ void load_stage(const ScaledArgs &args, const Tile &tile, int block,
+                                  uint32_t stage, uint64_t *full) {
+    const int column = tile.from + block * BLOCK, waves = (int)ceiling(tile.rows, WAVE_ROWS);
+    arrival_expect(full, (uint32_t)(waves * WAVE_BYTES + BLOCK * BLOCK));
+    for (int wave = (int)cluster_rank(); wave < waves; wave += CLUSTER)
+        tensor_load_all(stage + STAGE_A + (uint32_t)(wave * WAVE_BYTES), &args.a_map, column,
+                        tile.a_row + wave * WAVE_ROWS, full);
+    tensor_load(stage + STAGE_B, &args.b_map, column, tile.b_row, full);
 }
 
 /* A scale for each row. */
 static __device__ void copy_scales(uint32_t to, const float *from, int64_t pitch, int rows) {
-    for (int row = (int)threadIdx.x - CONSUMERS; row < rows; row += PRODUCERS)
-        copy_4(to + (uint32_t)row * 4, from + row * pitch, 4);
+    for (int row = (int)threadIdx.x - FIRST_COPIER; row < rows; row += COPIERS)
+        copy_4(to + (uint32_t)row * 4, from + row * pitch);
 }
 
 template <bool B_TILES>
 static __device__ void copy_stage(const ScaledArgs &args, const Tile &tile, int block,
-                                  uint32_t stage) {
-    const int at = block * BLOCK;
-    copy_rows(stage + STAGE_A, tile.a + at, args.a.pitch, tile.rows, TILE_ROWS, tile.k - at);
-    copy_rows(stage + STAGE_B, tile.b + at, args.b.pitch, tile.columns, BLOCK, tile.k - at);
-    copy_scales(stage + STAGE_A_SCALES, tile.a_scales + block * args.a.scale_step,
-                args.a.scale_pitch, tile.rows);
-    copy_scales(stage + STAGE_B_SCALES, tile.b_scales + block * args.b.scale_step,
-                args.b.scale_pitch, B_TILES ? 1 : tile.columns);
-    copies_commit();
-}
-
-template <int YOUNGEST> static __device__ void announce(uint64_t *full, int64_t step) {
-    copies_wait<YOUNGEST>();
-    fence_matrix_units();
-    arrival_arrive(full + step % STAGES);
+                                  uint32_t stage, uint64_t *full) {
+    copy_scales(stage + STAGE_A_SCALES, tile.a_scales + block * args.a.step, args.a.pitch,
+                tile.rows);
+    copy_scales(stage + STAGE_B_SCALES, tile.b_scales + block * args.b.step, args.b.pitch,
+                B_TILES ? min(tile.columns, 1) : tile.columns);
+    copies_arrive(full);
 }
 
 template <bool B_TILES>
@@ -191,17 +193,19 @@ static __device__ void produce(const ScaledArgs &args, uint32_t stages, uint64_t
     Place place = {0, 0};
     Tile tile;
     int64_t step = 0;
-    for (int64_t number = blockIdx.x; find_tile<B_TILES>(args, number, &place, &tile);
-         number += gridDim.x) {
+    const bool copies = threadIdx.x >= FIRST_COPIER;
+    if (!copies && threadIdx.x != CONSUMERS) return;
+    for (int64_t number = first_tile(); find_tile<B_TILES>(args, number, &place, &tile);
+         number += tile_step()) {
         for (int block = 0; block * BLOCK < tile.k; block++, step++) {
-            const int stage = (int)(step % STAGES);
-            wait_for(empty + stage, (uint32_t)(step / STAGES & 1) ^ 1);
-            copy_stage<B_TILES>(args, tile, block, stages + (uint32_t)(stage * STAGE_BYTES));
-            if (step >= BEHIND) announce<BEHIND>(full, step - BEHIND);
+            const uint32_t stage = stages + (uint32_t)(step % STAGES * STAGE_BYTES);
+            wait_for_empty(empty, step);
+            if (copies)
+                copy_stage<B_TILES>(args, tile, block, stage, full + step % STAGES);
+            else
+                load_stage(args, tile, block, stage, full + step % STAGES);
         }
     }
-    for (int64_t rest = max(step - BEHIND, (int64_t)0); rest < step; rest++)
-        announce<0>(full, rest);
 }
 
 /* ---- multiplying --------------------------------------------------------------------------- */
@@ -331,8 +335,8 @@ static __device__ void consume(const ScaledArgs &args, const uint8_t *memory, ui
     Place place = {0, 0};
     Tile tile;
     int64_t step = 0;
-    for (int64_t number = blockIdx.x; find_tile<B_TILES>(args, number, &place, &tile);
-         number += gridDim.x) {
+    for (int64_t number = first_tile(); find_tile<B_TILES>(args, number, &place, &tile);
+         number += tile_step()) {
         float total[WAVES][64] = {};
         for (int block = 0; block * BLOCK < tile.k; block++, step++) {
             const int stage = (int)(step % STAGES);
@@ -340,7 +344,7 @@ static __device__ void consume(const ScaledArgs &args, const uint8_t *memory, ui
             wait_for(full + stage, (uint32_t)(step / STAGES & 1));
             multiply_stage<B_TILES>(at, shared_address(at), tile, total);
             __syncwarp();
-            if (threadIdx.x % 32 == 0) arrival_arrive(empty + stage);
+            if (threadIdx.x % 32 < CLUSTER) arrival_arrive_at(empty + stage, threadIdx.x % 32);
         }
 #pragma unroll
         for (int wave = 0; wave < WAVES; wave++)
@@ -359,10 +363,10 @@ static __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ uint64_t full[STAGES], empty[STAGES];
     if (threadIdx.x < STAGES) {
-        arrival_init(full + threadIdx.x, PRODUCERS);
-        arrival_init(empty + threadIdx.x, CONSUMERS / 32);
+        arrival_init(full + threadIdx.x, 1 + COPIERS);
+        arrival_init(empty + threadIdx.x, CLUSTER * CONSUMERS / 32);
     }
-    __syncthreads();
+    cluster_begin();
     if (threadIdx.x >= CONSUMERS) {
         registers_give<40>();
         produce<B_TILES>(args, shared_address(memory), full, empty);
@@ -370,46 +374,64 @@ static __global__ void __launch_bounds__(THREADS, 1)
         registers_take<232>();
         consume<B_TILES>(args, memory, full, empty);
     }
+    cluster_end();
 #endif
 }
 
 /* ---- launches ------------------------------------------------------------------------------ */
 
 /* Of the last two dimensions; a third one before them is that of groups. */
-static Operand operand_of(const Scaled *t) {
+static Scales scales_of(const Scaled *t) {
     const int d = t->codes.ndim - 2;
-    const int64_t rows = t->codes.shape[d], columns = t->codes.shape[d + 1];
-    const int64_t *scales = t->scales.shape + d;
-    return {
-        (const uint8_t *)t->codes.data, (const float *)t->scales.data, columns,
-        d ? rows * columns : 0,         t->by_column ? 1 : scales[1],  t->by_column ? scales[1] : 1,
-        d ? scales[0] * scales[1] : 0};
+    const int64_t *shape = t->scales.shape + d;
+    return {(const float *)t->scales.data, t->by_column ? 1 : shape[1], t->by_column ? shape[1] : 1,
+            d ? shape[0] * shape[1] : 0};
 }
 
-static bool launch(MoeDevice *d, const Groups *groups, const Scaled *b, const ScaledArgs &args) {
+static bool map_codes(const EpTensor *t, int box_rows, TensorMap *out) {
+    const int64_t columns = t->shape[t->ndim - 1];
+    const int64_t rows = columns ? tensor_elements(t) / columns : 0;
+    return tensor_map_make(t->data, rows, columns, box_rows, out) ||
+           bench_fail("a product of e4m3: expected a matrix that the GPU's loads can take, got "
+                      "%lld x %lld",
+                      (long long)rows, (long long)columns);
+}
+
+static bool launch(MoeDevice *d, const Groups *groups, const Scaled *a, const Scaled *b,
+                   ScaledArgs *args) {
     auto kernel = b->tiles ? multiply_scaled<true> : multiply_scaled<false>;
     const int bytes = STAGES * STAGE_BYTES;
-    if (groups->num == 0 || args.n == 0) return true;
-    if (!cuda_ok(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+    if (groups->num == 0 || args->n == 0) return true;
+    if (!map_codes(&a->codes, WAVE_ROWS, &args->a_map) ||
+        !map_codes(&b->codes, BLOCK, &args->b_map) ||
+        !cuda_ok(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                  "cudaFuncSetAttribute"))
         return false;
     d->gemm_calls++;
-    kernel<<<(unsigned)d->multiprocessors, THREADS, bytes, cuda_stream_of(d)>>>(args);
-    return cuda_ok(cudaGetLastError(), "a product of e4m3");
+    const unsigned blocks = (unsigned)(d->multiprocessors / CLUSTER * CLUSTER);
+    return cuda_ok(cluster_launch(kernel, blocks, THREADS, bytes, cuda_stream_of(d), *args),
+                   "a product of e4m3");
+}
+
+static ScaledArgs args_of(const Groups *groups, const Scaled *a, const Scaled *b,
+                          const EpTensor *c) {
+    ScaledArgs args = {};
+    args.a = scales_of(a), args.b = scales_of(b);
+    args.c = c->data, args.type = c->type;
+    args.places = groups->places, args.groups = groups->num;
+    return args;
 }
 
 bool cuda_multiply_scaled(MoeDevice *d, const Groups *groups, const Scaled *a, const Scaled *b,
                           const EpTensor *c) {
-    const ScaledArgs args = {operand_of(a),  operand_of(b),    c->data, c->type,
-                             groups->places, groups->num,      0,       0,
-                             c->shape[1],    a->codes.shape[1]};
-    return launch(d, groups, b, args);
+    ScaledArgs args = args_of(groups, a, b, c);
+    args.n = c->shape[1], args.k = a->codes.shape[1];
+    return launch(d, groups, a, b, &args);
 }
 
 bool cuda_correlate_scaled(MoeDevice *d, const Groups *groups, const Scaled *a, const Scaled *b,
                            const EpTensor *c) {
-    const ScaledArgs args = {
-        operand_of(a),     operand_of(b),     c->data, c->type, groups->places, groups->num, 1,
-        a->codes.shape[0], b->codes.shape[0], 0};
-    return launch(d, groups, b, args);
+    ScaledArgs args = args_of(groups, a, b, c);
+    args.sums_rows = 1, args.m = a->codes.shape[0], args.n = b->codes.shape[0];
+    return launch(d, groups, a, b, &args);
 }

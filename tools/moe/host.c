@@ -125,8 +125,8 @@ static void store(const EpTensor *t, int64_t at, int64_t count, const float *pro
     if (t->type != EP_TYPE_FP32) data_from_float(t->type, product, element(t, at), count);
 }
 
-static bool host_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
-                          bool transposed, const EpTensor *c) {
+static bool multiply_groups(MoeDevice *d, const Groups *groups, const EpTensor *a,
+                            const EpTensor *b, bool transposed, const EpTensor *c, bool adds) {
     HostState *s = d->state;
     const int64_t k = a->shape[1], n = c->shape[1];
     for (int32_t g = 0; g < groups->num; g++) {
@@ -134,13 +134,26 @@ static bool host_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a,
         if (rows == 0) continue;
         const float *left = load(a, first * k, rows * k, &s->a);
         const float *right = load(b, g * k * n, k * n, &s->b);
-        float *product = target(c, first * n, rows * n, &s->c);
+        float *product = adds ? reserve(&s->c, rows * n) : target(c, first * n, rows * n, &s->c);
         if (!left || !right || !product) return false;
         d->gemm_calls++;
         blas_multiply(false, transposed, rows, n, k, left, right, product);
-        store(c, first * n, rows * n, product);
+        if (adds)
+            host_add(product, rows * n, c->type, element(c, first * n));
+        else
+            store(c, first * n, rows * n, product);
     }
     return true;
+}
+
+static bool host_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
+                          bool transposed, const EpTensor *c) {
+    return multiply_groups(d, groups, a, b, transposed, c, false);
+}
+
+static bool host_accumulate(MoeDevice *d, const Groups *groups, const EpTensor *a,
+                            const EpTensor *b, bool transposed, const EpTensor *c) {
+    return multiply_groups(d, groups, a, b, transposed, c, true);
 }
 
 static bool host_correlate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
@@ -183,10 +196,25 @@ static bool host_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
     return true;
 }
 
+static bool host_set(MoeDevice *d, void *to, int byte, size_t bytes) {
+    (void)d;
+    memset(to, byte, bytes);
+    return true;
+}
+
 /* finish, fork and join: what was called is over. */
 static bool host_finish(MoeDevice *d) {
     (void)d;
     return true;
+}
+
+static bool host_point(MoeDevice *d, bool side, int point) {
+    (void)d, (void)side, (void)point;
+    return true;
+}
+
+static void host_exchange(MoeDevice *d) {
+    (void)d;
 }
 
 static bool host_start(MoeDevice *d) {
@@ -219,17 +247,23 @@ bool moe_host_create(MoeDevice *out, int threads) {
                        .download = host_copy,
                        .room = host_room,
                        .copy = host_copy,
+                       .set = host_set,
+                       .fill = host_fill,
+                       .differ = host_differ,
                        .finish = host_finish,
                        .fork = host_finish,
                        .join = host_finish,
                        .start = host_start,
                        .stop = host_stop,
+                       .mark = host_point,
+                       .await = host_point,
+                       .exchange = host_exchange,
                        .destroy = host_destroy,
                        .multiply = host_multiply,
+                       .accumulate = host_accumulate,
                        .correlate = host_correlate,
                        .choose = host_choose,
                        .choose_backward = host_choose_backward,
-                       .add = host_add,
                        .activate = host_activate,
                        .activate_backward = host_activate_backward,
                        .dequantise = host_dequantise};

@@ -9,6 +9,9 @@
 
 #include "tools/common/data.h"
 
+/* Rows pass in pieces, so that no scratch memory is needed. */
+enum { PIECE = 512 };
+
 /* ---- router -------------------------------------------------------------------------------- */
 
 static float *row_of(const EpTensor *t, int64_t row) {
@@ -64,28 +67,35 @@ bool host_choose(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpT
 }
 
 /* With probabilities p and their gradients g (0 of those not chosen): p * (g - sum of p * g). */
+static void choose_backward_row(const float *p, const int32_t *chosen, const float *given,
+                                int64_t experts, int64_t k, EpType type, char *out) {
+    float piece[PIECE], mean = 0;
+    for (int64_t i = 0; i < k; i++)
+        mean += p[chosen[i]] * given[i];
+    for (int64_t begin = 0; begin < experts; begin += PIECE) {
+        const int64_t count = experts - begin < PIECE ? experts - begin : PIECE;
+        for (int64_t e = 0; e < count; e++)
+            piece[e] = -p[begin + e] * mean;
+        for (int64_t i = 0; i < k; i++) {
+            const int64_t at = chosen[i] - begin;
+            if (at >= 0 && at < count) piece[at] += p[chosen[i]] * given[i];
+        }
+        data_from_float(type, piece, out + (size_t)begin * ep_type_bytes(type), count);
+    }
+}
+
 bool host_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
                           const EpTensor *grad_weights, const EpTensor *grad) {
     const int64_t experts = p->shape[1], k = idx->shape[1];
     (void)d;
-    for (int64_t t = 0; t < p->shape[0]; t++) {
-        const int32_t *chosen = (const int32_t *)idx->data + t * k;
-        const float *row = row_of(p, t), *given = row_of(grad_weights, t);
-        float *out = row_of(grad, t), mean = 0;
-        for (int64_t i = 0; i < k; i++)
-            mean += row[chosen[i]] * given[i];
-        for (int64_t e = 0; e < experts; e++)
-            out[e] = -row[e] * mean;
-        for (int64_t i = 0; i < k; i++)
-            out[chosen[i]] += row[chosen[i]] * given[i];
-    }
+    for (int64_t t = 0; t < p->shape[0]; t++)
+        choose_backward_row(row_of(p, t), (const int32_t *)idx->data + t * k,
+                            row_of(grad_weights, t), experts, k, grad->type,
+                            (char *)grad->data + (size_t)(t * experts) * ep_type_bytes(grad->type));
     return true;
 }
 
 /* ---- activation ---------------------------------------------------------------------------- */
-
-/* Rows pass in pieces, so that no scratch memory is needed. */
-enum { PIECE = 512 };
 
 static char *at(const EpTensor *t, int64_t row, int64_t column) {
     return (char *)t->data + (size_t)(row * t->shape[1] + column) * ep_type_bytes(t->type);
@@ -184,19 +194,16 @@ bool host_activate_backward(MoeDevice *d, const Groups *groups, const EpTensor *
     return true;
 }
 
-bool host_add(MoeDevice *d, const EpTensor *in, const EpTensor *out) {
-    const int64_t count = in->shape[0] * in->shape[1];
-    const size_t unit = ep_type_bytes(out->type);
+void host_add(const float *in, int64_t count, EpType type, void *out) {
+    const size_t unit = ep_type_bytes(type);
     float sum[PIECE];
-    (void)d;
     for (int64_t at = 0; at < count; at += PIECE) {
         const int64_t part = count - at < PIECE ? count - at : PIECE;
-        char *place = (char *)out->data + (size_t)at * unit;
-        data_to_float(out->type, place, sum, part);
-        data_add(sum, (const float *)in->data + at, part);
-        data_from_float(out->type, sum, place, part);
+        char *place = (char *)out + (size_t)at * unit;
+        data_to_float(type, place, sum, part);
+        data_add(sum, in + at, part);
+        data_from_float(type, sum, place, part);
     }
-    return true;
 }
 
 /* ---- e4m3 ---------------------------------------------------------------------------------- */

@@ -12,9 +12,12 @@ static float scale_of(const MoeOptions *o, int id) {
     case WEIGHT_ROUTER:
         return 4 / sqrtf((float)o->hidden);
     case WEIGHT_W1:
+    case INPUT_SHARED_W1:
         return 3 / sqrtf((float)o->hidden);
     case WEIGHT_W2:
         return 3 / sqrtf((float)o->ffn);
+    case INPUT_SHARED_W2:
+        return 3 / sqrtf((float)o->shared);
     default:
         return 1;
     }
@@ -24,39 +27,44 @@ int64_t moe_token_at(int rank, int64_t token) {
     return ((int64_t)rank << 24) + token;
 }
 
-/* Each rank's second token is zero: all its logits are equal, and the tie rule decides. */
-static int is_zero(const MoeOptions *o, int id, int64_t at) {
-    return id == INPUT_TOKENS && (at / o->hidden) % (1 << 24) == MOE_ZERO_TOKEN;
+Contents moe_contents(const MoeOptions *o, int id) {
+    const bool tiles = id == WEIGHT_W1 || id == WEIGHT_W2;
+    const bool even = id == WEIGHT_ROUTER || id == INPUT_SHARED_W1 || id == INPUT_SHARED_W2;
+    return (Contents){.hash = hash_add(hash_word((uint64_t)o->run.seed), id),
+                      .scale = scale_of(o, id),
+                      .width = even              ? 0
+                               : id == WEIGHT_W1 ? 2 * o->ffn
+                                                 : o->hidden,
+                      .rows = tiles ? CONTENTS_BLOCK : 1,
+                      .hidden = id == INPUT_TOKENS ? o->hidden : 0};
 }
 
-/* Blocks that share a scale have different magnitudes, of tokens in each row and of the experts'
- * weights in each tile, so that a product with the scale of another block is wrong. `left` counts
- * the elements up to the next block. The mean square of the factors is 1. */
-static float magnitude_of(const MoeOptions *o, uint64_t hash, int id, int64_t at, int64_t *left) {
-    enum { BLOCK = 128 };
-    const int64_t width = id == WEIGHT_W1 ? 2 * o->ffn : o->hidden;
-    const int64_t row = at / width, column = at % width;
-    const bool tiles = id == WEIGHT_W1 || id == WEIGHT_W2;
-    const int64_t end = (column / BLOCK + 1) * BLOCK;
-    *left = (end < width ? end : width) - column;
-    hash = hash_add(hash_add(hash, tiles ? row / BLOCK : row), column / BLOCK);
-    return id == WEIGHT_ROUTER ? 1 : 1.735f / (float)(1 << (int)(hash_unit(hash) * 4));
+/* Elements up to the end of a row's block, all of one magnitude. */
+static int64_t piece_of(const Contents *c, int64_t at, int64_t count) {
+    if (!c->width) return count;
+    const int64_t column = at % c->width, end = (column / CONTENTS_BLOCK + 1) * CONTENTS_BLOCK;
+    const int64_t left = (end < c->width ? end : c->width) - column;
+    return left < count ? left : count;
+}
+
+void contents_floats(const Contents *c, int64_t at, int64_t count, float *out) {
+    for (int64_t i = 0, piece; i < count; i += piece) {
+        const float magnitude = contents_magnitude(c, at + i);
+        piece = piece_of(c, at + i, count - i);
+        for (int64_t j = i; j < i + piece; j++)
+            out[j] = contents_value(c, at + j, magnitude);
+    }
 }
 
 void moe_input(const MoeOptions *options, int id, int64_t begin, int64_t count, float *out) {
-    EpType type = (EpType)options->type;
-    const uint64_t hash = hash_add(hash_word((uint64_t)options->run.seed), id);
-    const float scale = scale_of(options, id);
-    float magnitude = 1;
-    for (int64_t i = 0, left = 0; i < count; i++, left--) {
-        if (left == 0) magnitude = magnitude_of(options, hash, id, begin + i, &left);
-        float value = ((float)hash_unit(hash_add(hash, begin + i)) * 2 - 1) * scale * magnitude;
-        uint16_t narrow;
-        if (type != EP_TYPE_FP32) {
-            data_from_float(type, &value, &narrow, 1);
-            data_to_float(type, &narrow, &value, 1);
-        }
-        out[i] = is_zero(options, id, begin + i) ? 0 : value;
+    const EpType type = (EpType)options->type;
+    const Contents c = moe_contents(options, id);
+    uint16_t narrow[CONTENTS_BLOCK];
+    contents_floats(&c, begin, count, out);
+    for (int64_t i = 0; type != EP_TYPE_FP32 && i < count; i += CONTENTS_BLOCK) {
+        const int64_t piece = count - i < CONTENTS_BLOCK ? count - i : CONTENTS_BLOCK;
+        data_from_float(type, out + i, narrow, piece);
+        data_to_float(type, narrow, out + i, piece);
     }
 }
 

@@ -18,32 +18,11 @@ extern "C" {
 #include "tools/common/gpu.h"
 #include "tools/moe/cuda_state.h"
 }
+#include "tools/moe/elements.cuh"
 
 #define THREADS 256
 #define WARPS (THREADS / 32)
 #define ALL_LANES 0xffffffffu
-
-/* ---- elements ------------------------------------------------------------------------------ */
-
-static __device__ __forceinline__ float load(const float *p) {
-    return *p;
-}
-static __device__ __forceinline__ float load(const __nv_bfloat16 *p) {
-    return __bfloat162float(*p);
-}
-static __device__ __forceinline__ float load(const __half *p) {
-    return __half2float(*p);
-}
-
-static __device__ __forceinline__ void store(float *p, float x) {
-    *p = x;
-}
-static __device__ __forceinline__ void store(__nv_bfloat16 *p, float x) {
-    *p = __float2bfloat16_rn(x);
-}
-static __device__ __forceinline__ void store(__half *p, float x) {
-    *p = __float2half_rn(x);
-}
 
 static __device__ __forceinline__ float warp_sum(float x) {
     for (int by = 16; by > 0; by /= 2)
@@ -127,7 +106,8 @@ bool cuda_choose(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpT
 struct ChooseBackwardArgs {
     const float *p, *grad_weights;
     const int32_t *idx;
-    float *grad;
+    void *grad;
+    EpType type; /* of grad */
     int64_t tokens;
     int32_t experts, k;
 };
@@ -138,14 +118,14 @@ static __global__ void __launch_bounds__(THREADS)
     const int32_t lane = (int32_t)threadIdx.x % 32;
     if (t >= a.tokens) return;
     const float *row = a.p + t * a.experts;
-    float *out = a.grad + t * a.experts, part = 0;
+    float part = 0;
     const int32_t mine = lane < a.k ? a.idx[t * a.k + lane] : 0;
     if (lane < a.k) part = row[mine] * a.grad_weights[t * a.k + lane];
     const float mean = warp_sum(part);
     for (int32_t e = lane; e < a.experts; e += 32)
-        out[e] = -row[e] * mean;
+        store_as(a.type, a.grad, t * a.experts + e, -row[e] * mean);
     __syncwarp();
-    if (lane < a.k) out[mine] += part;
+    if (lane < a.k) store_as(a.type, a.grad, t * a.experts + mine, -row[mine] * mean + part);
 }
 
 bool cuda_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
@@ -153,7 +133,8 @@ bool cuda_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
     ChooseBackwardArgs args = {(const float *)p->data,
                                (const float *)grad_weights->data,
                                (const int32_t *)idx->data,
-                               (float *)grad->data,
+                               grad->data,
+                               grad->type,
                                p->shape[0],
                                (int32_t)p->shape[1],
                                (int32_t)idx->shape[1]};
@@ -164,47 +145,24 @@ bool cuda_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
 
 /* ---- conversion ---------------------------------------------------------------------------- */
 
-static __device__ float load_as(EpType type, const void *p, int64_t i) {
-    if (type == EP_TYPE_BF16) return load((const __nv_bfloat16 *)p + i);
-    if (type == EP_TYPE_FP16) return load((const __half *)p + i);
-    return load((const float *)p + i);
-}
-
-static __device__ void store_as(EpType type, void *p, int64_t i, float x) {
-    if (type == EP_TYPE_BF16)
-        store((__nv_bfloat16 *)p + i, x);
-    else if (type == EP_TYPE_FP16)
-        store((__half *)p + i, x);
-    else
-        store((float *)p + i, x);
-}
-
-/* to = from, or to += from, converted by way of fp32. */
+/* to = from, converted by way of fp32. */
 struct ConvertArgs {
     const void *from;
     void *to;
     EpType from_type, to_type;
     int64_t count;
-    int add;
 };
 
 static __global__ void __launch_bounds__(THREADS) convert(const __grid_constant__ ConvertArgs a) {
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    if (i >= a.count) return;
-    float x = load_as(a.from_type, a.from, i);
-    if (a.add) x += load_as(a.to_type, a.to, i);
-    store_as(a.to_type, a.to, i, x);
+    if (i < a.count) store_as(a.to_type, a.to, i, load_as(a.from_type, a.from, i));
 }
 
-bool cuda_convert(MoeDevice *d, const EpTensor *from, const EpTensor *to, int add) {
-    ConvertArgs args = {from->data, to->data, from->type, to->type, tensor_elements(from), add};
+bool cuda_convert(MoeDevice *d, const EpTensor *from, const EpTensor *to) {
+    ConvertArgs args = {from->data, to->data, from->type, to->type, tensor_elements(from)};
     if (args.count == 0) return true;
     convert<<<blocks_of(args.count, THREADS), THREADS, 0, cuda_stream_of(d)>>>(args);
     return cuda_ok(cudaGetLastError(), "converting");
-}
-
-bool cuda_add(MoeDevice *d, const EpTensor *in, const EpTensor *out) {
-    return cuda_convert(d, in, out, 1);
 }
 
 /* ---- activation ---------------------------------------------------------------------------- */
@@ -219,20 +177,44 @@ struct ActivateArgs {
     int64_t rows, width;
 };
 
-template <typename T>
+template <typename T, int COUNT> struct alignas(sizeof(T) * COUNT) Pack { T x[COUNT]; };
+
+template <typename T, int COUNT>
+static __device__ __forceinline__ void read(const T *from, float (&x)[COUNT]) {
+    const Pack<T, COUNT> pack = *(const Pack<T, COUNT> *)from;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        x[i] = load(pack.x + i);
+}
+
+template <typename T, int COUNT>
+static __device__ __forceinline__ void write(T *to, const float (&x)[COUNT]) {
+    Pack<T, COUNT> pack;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        store(pack.x + i, x[i]);
+    *(Pack<T, COUNT> *)to = pack;
+}
+
+template <typename T, int COUNT>
 static __global__ void __launch_bounds__(THREADS) activate(const __grid_constant__ ActivateArgs a) {
     const int64_t row = warp_row();
     if (row >= a.rows) return;
     const T *gate = (const T *)a.z + row * 2 * a.width, *up = gate + a.width;
     const float w = a.w ? a.w[row] : 1;
     T *out = (T *)a.a + row * a.width;
-    for (int64_t i = threadIdx.x % 32; i < a.width; i += 32) {
-        const float x = load(gate + i);
-        store(out + i, w * (x / (1 + expf(-x)) * load(up + i)));
+#pragma unroll 2
+    for (int64_t i = threadIdx.x % 32 * COUNT; i < a.width; i += 32 * COUNT) {
+        float x[COUNT], y[COUNT];
+        read(gate + i, x), read(up + i, y);
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+            x[n] = w * (x[n] * sigmoid(x[n]) * y[n]);
+        write(out + i, x);
     }
 }
 
-template <typename T>
+template <typename T, int COUNT>
 static __global__ void __launch_bounds__(THREADS)
     activate_backward(const __grid_constant__ ActivateArgs a) {
     const int64_t row = warp_row();
@@ -242,15 +224,40 @@ static __global__ void __launch_bounds__(THREADS)
     T *out = (T *)a.grad_z + row * 2 * a.width;
     const float w = a.w ? a.w[row] : 1;
     float sum = 0;
-    for (int64_t i = threadIdx.x % 32; i < a.width; i += 32) {
-        const float x = load(gate + i), y = load(up + i), g = load(grad + i);
-        const float s = 1 / (1 + expf(-x)), silu = x * s;
-        sum += g * (silu * y);
-        store(out + i, w * g * y * (s * (1 + x * (1 - s))));
-        store(out + a.width + i, w * g * silu);
+#pragma unroll 2
+    for (int64_t i = threadIdx.x % 32 * COUNT; i < a.width; i += 32 * COUNT) {
+        float x[COUNT], y[COUNT], g[COUNT];
+        read(gate + i, x), read(up + i, y), read(grad + i, g);
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) {
+            const float s = sigmoid(x[n]), silu = x[n] * s, given = w * g[n];
+            sum += g[n] * (silu * y[n]);
+            x[n] = given * y[n] * (s * (1 + x[n] * (1 - s)));
+            y[n] = given * silu;
+        }
+        write(out + i, x), write(out + a.width + i, y);
     }
     sum = warp_sum(sum);
     if (a.grad_w && threadIdx.x % 32 == 0) a.grad_w[row] = sum;
+}
+
+/* A lane reads and writes 16 bytes of a row, if F elements are multiples of them: the up half of a
+ * row then begins on 16 bytes. Else it takes one element. */
+template <typename T> static auto kernel_of(const ActivateArgs &args) {
+    enum { COUNT = 16 / sizeof(T) };
+    const bool is_wide = args.width % COUNT == 0;
+    if (args.grad_a) return is_wide ? activate_backward<T, COUNT> : activate_backward<T, 1>;
+    return is_wide ? activate<T, COUNT> : activate<T, 1>;
+}
+
+static bool launch_activation(MoeDevice *d, EpType type, const ActivateArgs &args,
+                              const char *what) {
+    auto kernel = type == EP_TYPE_BF16   ? kernel_of<__nv_bfloat16>(args)
+                  : type == EP_TYPE_FP16 ? kernel_of<__half>(args)
+                                         : kernel_of<float>(args);
+    if (args.rows == 0) return true;
+    kernel<<<blocks_of(args.rows, WARPS), THREADS, 0, cuda_stream_of(d)>>>(args);
+    return cuda_ok(cudaGetLastError(), what);
 }
 
 /* Rows up to the end of the last slab, padding included: it is computed and not used. */
@@ -267,12 +274,7 @@ bool cuda_activate(MoeDevice *d, const Groups *groups, const EpTensor *z, const 
                    const EpTensor *a) {
     ActivateArgs args = {z->data, floats_of(w), a->data,         nullptr,
                          nullptr, nullptr,      rows_of(groups), a->shape[1]};
-    auto kernel = a->type == EP_TYPE_BF16   ? activate<__nv_bfloat16>
-                  : a->type == EP_TYPE_FP16 ? activate<__half>
-                                            : activate<float>;
-    if (args.rows == 0) return true;
-    kernel<<<blocks_of(args.rows, WARPS), THREADS, 0, cuda_stream_of(d)>>>(args);
-    return cuda_ok(cudaGetLastError(), "the activation");
+    return launch_activation(d, a->type, args, "the activation");
 }
 
 bool cuda_activate_backward(MoeDevice *d, const Groups *groups, const EpTensor *z,
@@ -280,12 +282,7 @@ bool cuda_activate_backward(MoeDevice *d, const Groups *groups, const EpTensor *
                             const EpTensor *grad_w) {
     ActivateArgs args = {z->data,      floats_of(w),      nullptr,         grad_a->data,
                          grad_z->data, floats_of(grad_w), rows_of(groups), grad_a->shape[1]};
-    auto kernel = z->type == EP_TYPE_BF16   ? activate_backward<__nv_bfloat16>
-                  : z->type == EP_TYPE_FP16 ? activate_backward<__half>
-                                            : activate_backward<float>;
-    if (args.rows == 0) return true;
-    kernel<<<blocks_of(args.rows, WARPS), THREADS, 0, cuda_stream_of(d)>>>(args);
-    return cuda_ok(cudaGetLastError(), "the activation's gradient");
+    return launch_activation(d, z->type, args, "the activation's gradient");
 }
 
 /* ---- e4m3 ---------------------------------------------------------------------------------- */

@@ -15,11 +15,6 @@ bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what) {
     return tensor->data != NULL;
 }
 
-bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents) {
-    return layer->device.upload(&layer->device, tensor->data, contents,
-                                (size_t)tensor_bytes(tensor));
-}
-
 static bool make(Layer *layer, TensorId id, EpType type, int64_t rows, int64_t columns) {
     layer->tensors[id] =
         columns ? ep_tensor_2d(NULL, type, rows, columns) : ep_tensor_1d(NULL, type, rows);
@@ -34,15 +29,18 @@ static bool make_token_tensors(Layer *layer) {
         layer->tensors[T_TOKENS] = layer->below->tensors[T_OUT];
         layer->tensors[T_GRAD_TOKENS] = layer->below->tensors[T_GRAD_OUT];
     } else if (!make(layer, T_TOKENS, type, t, o->hidden) ||
-               !make(layer, T_GRAD_TOKENS, type, t, o->hidden)) {
+               (!o->forward && !make(layer, T_GRAD_TOKENS, type, t, o->hidden))) {
         return false;
     }
-    return make(layer, T_GRAD_OUT, type, t, o->hidden) && make(layer, T_OUT, type, t, o->hidden) &&
-           make(layer, T_ROUTED, EP_TYPE_FP32, t, o->hidden) &&
-           make(layer, T_PROBS, EP_TYPE_FP32, t, o->experts) &&
-           make(layer, T_GRAD_LOGITS, EP_TYPE_FP32, t, o->experts) &&
-           make(layer, T_INDEX, EP_TYPE_INT32, t, o->top_k) &&
-           make(layer, T_TOPK, EP_TYPE_FP32, t, o->top_k) &&
+    if (!make(layer, T_OUT, type, t, o->hidden) ||
+        !make(layer, T_PROBS, EP_TYPE_FP32, t, o->experts) ||
+        !make(layer, T_INDEX, EP_TYPE_INT32, t, o->top_k) ||
+        !make(layer, T_TOPK, EP_TYPE_FP32, t, o->top_k))
+        return false;
+    if (o->forward) return true;
+    return make(layer, T_GRAD_OUT, type, t, o->hidden) &&
+
+           make(layer, T_GRAD_LOGITS, type, t, o->experts) &&
            make(layer, T_GRAD_TOPK, EP_TYPE_FP32, t, o->top_k);
 }
 
@@ -50,11 +48,15 @@ static bool make_slot_tensors(Layer *layer) {
     const MoeOptions *o = layer->options;
     const EpType type = (EpType)o->type;
     const int64_t rows = layer->rows;
-    return make(layer, T_RECEIVED, type, rows, o->hidden) &&
-           make(layer, T_SLOT_WEIGHTS, EP_TYPE_FP32, rows, 0) &&
-           make(layer, T_Z, type, rows, 2 * o->ffn) && make(layer, T_A, type, rows, o->ffn) &&
-           make(layer, T_Y, type, rows, o->hidden) &&
-           make(layer, T_GRAD_Y, type, rows, o->hidden) &&
+    layer->tensors[T_RECEIVED] = ep_tensor_2d(NULL, type, rows, o->hidden);
+    layer->tensors[T_A] = ep_tensor_2d(NULL, type, rows, o->ffn);
+    const bool has_rows = layer->dispatches_e4m3 || make(layer, T_RECEIVED, type, rows, o->hidden);
+    const bool has_a = (o->forward && layer->fuses) || make(layer, T_A, type, rows, o->ffn);
+    if (!has_rows || !has_a || !make(layer, T_SLOT_WEIGHTS, EP_TYPE_FP32, rows, 0) ||
+        !make(layer, T_Z, type, rows, 2 * o->ffn) || !make(layer, T_Y, type, rows, o->hidden))
+        return false;
+    if (o->forward) return true;
+    return make(layer, T_GRAD_Y, type, rows, o->hidden) &&
            make(layer, T_GRAD_A, type, rows, o->ffn) &&
            make(layer, T_GRAD_Z, type, rows, 2 * o->ffn) &&
            make(layer, T_GRAD_RECEIVED, type, rows, o->hidden) &&
@@ -73,32 +75,55 @@ static bool make_scaled(Layer *layer, Scaled *out, int64_t rows, int64_t columns
 static bool make_scaled_tensors(Layer *layer) {
     static const TensorId ids[] = {T_RECEIVED, T_A, T_GRAD_Y, T_GRAD_Z};
     const bool sums_rows = layer->options->wgrad == MOE_WGRAD_FP8;
+    const size_t count = layer->options->forward ? 2 : sizeof(ids) / sizeof(*ids);
     bool ok = true;
-    for (size_t i = 0; ok && layer->multiplies_e4m3 && i < sizeof(ids) / sizeof(*ids); i++) {
-        const int64_t rows = layer->received, columns = layer->tensors[ids[i]].shape[1];
+    for (size_t i = 0; ok && layer->multiplies_e4m3 && i < count; i++) {
+        const bool dispatched = layer->dispatches_e4m3 && ids[i] == T_RECEIVED;
+        const int64_t rows = dispatched ? layer->rows : layer->received;
+        const int64_t columns = layer->tensors[ids[i]].shape[1];
         ok = make_scaled(layer, &layer->scaled[ids[i]], rows, columns) &&
              (!sums_rows || make_scaled(layer, &layer->transposed[ids[i]], columns, rows));
     }
     return ok;
 }
 
+/* The shared expert's weights are the same on all ranks. */
+static bool make_shared_weight(Layer *layer, TensorId id, InputId input, int64_t rows,
+                               int64_t columns) {
+    EpTensor *t = &layer->tensors[id];
+    const Contents contents = moe_contents(layer->options, input);
+    const Part all = {0, {0, columns}, {1, rows, columns}};
+    *t = ep_tensor_3d(NULL, (EpType)layer->options->type, 1, rows, columns);
+    return tensor_alloc(layer, t, "the shared expert") &&
+           layer->device.fill(&layer->device, &contents, &all, t);
+}
+
+static bool make_shared(Layer *layer) {
+    const MoeOptions *o = layer->options;
+    const EpType type = (EpType)o->type;
+    const int64_t t = layer->tokens, s = o->shared;
+    return s == 0 ||
+           (make_shared_weight(layer, T_SHARED_W1, INPUT_SHARED_W1, o->hidden, 2 * s) &&
+            make_shared_weight(layer, T_SHARED_W2, INPUT_SHARED_W2, s, o->hidden) &&
+            make(layer, T_SHARED_Z, type, t, 2 * s) && make(layer, T_SHARED_A, type, t, s) &&
+            make(layer, T_SHARED_Y, type, t, o->hidden));
+}
+
 static bool fill_tokens(Layer *layer, TensorId tensor, InputId input) {
-    const int64_t hidden = layer->options->hidden;
+    const Contents contents = moe_contents(layer->options, input);
     const EpTensor *t = &layer->tensors[tensor];
-    const size_t row_bytes = (size_t)hidden * ep_type_bytes(t->type);
-    float *row = bench_alloc((size_t)hidden, sizeof(float), "a row");
-    char *contents = bench_alloc((size_t)layer->tokens, row_bytes, "tokens");
-    for (int64_t i = 0; row && contents && i < layer->tokens; i++) {
-        moe_input(layer->options, input, moe_token_at(layer->world->rank, i) * hidden, hidden, row);
-        data_from_float(t->type, row, contents + (size_t)i * row_bytes, hidden);
-    }
-    bool ok = row && contents && tensor_fill(layer, t, contents);
-    free(contents);
-    free(row);
-    return ok;
+    const Part all = {moe_token_at(layer->world->rank, 0) * layer->options->hidden,
+                      {0, 0},
+                      {1, 1, tensor_elements(t)}};
+    return layer->device.fill(&layer->device, &contents, &all, t);
 }
 
 /* ---- the EP group -------------------------------------------------------------------------- */
+
+/* Backward products sum over rows that are not quantised, or that are quantised otherwise. */
+static bool dispatches_e4m3(const MoeOptions *o) {
+    return o->forward && moe_multiplies_e4m3(o);
+}
 
 static EpGroupConfig group_config(const MoeOptions *o, EpBackend backend) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
@@ -107,18 +132,25 @@ static EpGroupConfig group_config(const MoeOptions *o, EpBackend backend) {
     config.max_top_k = (int32_t)o->top_k;
     config.max_row_bytes = o->hidden * (int64_t)ep_type_bytes((EpType)o->type);
     config.alignment = (int32_t)o->alignment;
+    if (dispatches_e4m3(o)) config.max_scale_bytes = 4 * quant_scales(EP_QUANT_FP8, o->hidden);
     config.backend = backend;
     return config;
 }
 
-/* NCCL's kernels start beside one of libep if it leaves them so many multiprocessors. */
+/* NCCL's kernels start beside one of libep if it leaves them so many multiprocessors, unless
+ * --weight-sms says how many they take. */
 #define NCCL_SMS 48
 
 static EpHandleConfig handle_config(const Layer *layer) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     const int sms = layer->device.multiprocessors;
-    const int rest = sms - (sms / 2 < NCCL_SMS ? sms / 2 : NCCL_SMS);
+    const int ctas = layer->options->weight_sms ? (int)layer->options->weight_sms : NCCL_SMS;
+    const int rest = sms - (sms / 2 < ctas ? sms / 2 : ctas);
     if (layer->overlaps) config.num_sms = rest > 2 ? rest : 2;
+    if (layer->dispatches_e4m3) {
+        config.quant = (EpQuant)layer->options->quant;
+        config.scale_order = EP_SCALES_BY_COLUMN;
+    }
     return config;
 }
 
@@ -220,6 +252,7 @@ static bool share_device(Layer *layer) {
     layer->device.gemm_calls = 0;
     layer->weights_stream = layer->device.stream;
     layer->multiplies_e4m3 = layer->below->multiplies_e4m3;
+    layer->fuses = layer->below->fuses;
     layer->overlaps = layer->below->overlaps;
     return true;
 }
@@ -233,6 +266,10 @@ static bool create_device(Layer *layer) {
     bool ok = cuda ? create_cuda(layer) : moe_host_create(&layer->device, (int)o->gemm_threads);
     layer->weights_stream = layer->device.stream;
     layer->multiplies_e4m3 = moe_multiplies_e4m3(o);
+    layer->dispatches_e4m3 = dispatches_e4m3(o);
+    /* The gradient of a slot's weight sums over the whole row. */
+    layer->fuses = layer->multiplies_e4m3 && o->type != EP_TYPE_FP32 && o->ffn % 128 == 0 &&
+                   (o->forward || o->weights_at == WEIGHTS_LATE);
     if (ok && layer->multiplies_e4m3 && !layer->device.multiplies_e4m3)
         ok =
             bench_refuse("--quant: expected a GPU of compute capability 9.0, which multiplies e4m3 "
@@ -251,9 +288,11 @@ bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, 
     out->all_tokens = (Groups){1, &out->all[0], &out->all[1], NULL};
     if (!create_device(out) || !create_group(out) || !weights_create(out)) return false;
     bool ok = make_token_tensors(out) && (below || fill_tokens(out, T_TOKENS, INPUT_TOKENS)) &&
-              fill_tokens(out, T_GRAD_OUT, INPUT_GRAD_OUT);
+              (options->forward || fill_tokens(out, T_GRAD_OUT, INPUT_GRAD_OUT)) &&
+              make_shared(out);
     ok = world_all(world, ok) && find_rows(out);
     if (!world_all(world, ok && make_slot_tensors(out) && make_scaled_tensors(out))) return false;
+    if (options->forward) return world_all(world, moe_weights_load(out));
     return out->device.backend == EP_BACKEND_HOST || moe_weights_warm_up(out);
 }
 
@@ -277,11 +316,12 @@ static void release_gathered(Layer *layer, Gathered *g) {
 static void release_weight(Layer *layer, Weight *w) {
     release(layer, &w->shard);
     release(layer, &w->grad_shard);
-    if (layer->below && layer->below->below) return; /* the rest is the second one's below */
+    const bool shares = layer->below && layer->below->below; /* with the second one below */
+    if (!shares || w->keeps) release_gathered(layer, &w->forward);
+    if (shares) return;
     release(layer, &w->grad);
     release(layer, &w->reduce_workspace);
     if (w->two_forms) release_gathered(layer, &w->backward);
-    release_gathered(layer, &w->forward);
 }
 
 /* The weights end with their communicator. */

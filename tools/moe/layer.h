@@ -32,6 +32,7 @@ typedef struct Weight {
     Gathered backward; /**< the same as forward, but where `two_forms` */
     bool two_forms;    /**< each direction has its own: blocks of rows, or products of e4m3 */
     bool twice;        /**< it is gathered for each direction */
+    bool keeps;        /**< what is gathered stays until backward: no other layer shares it */
     bool whole;        /**< the shard is what the rank uses: there is nothing to gather */
 } Weight;
 
@@ -42,9 +43,8 @@ typedef enum TensorId {
     T_GRAD_OUT,      /**< [T, H] */
     T_OUT,           /**< [T, H] */
     T_GRAD_TOKENS,   /**< [T, H] */
-    T_ROUTED,        /**< [T, H] FP32, the router's part of grad_tokens */
     T_PROBS,         /**< [T, E] FP32, first the logits */
-    T_GRAD_LOGITS,   /**< [T, E] FP32 */
+    T_GRAD_LOGITS,   /**< [T, E], of the type that products take */
     T_INDEX,         /**< [T, K] INT32 */
     T_TOPK,          /**< [T, K] FP32, weights */
     T_GRAD_TOPK,     /**< [T, K] FP32 */
@@ -58,6 +58,11 @@ typedef enum TensorId {
     T_GRAD_Z,        /**< [rows, 2F] */
     T_GRAD_RECEIVED, /**< [rows, H] */
     T_GRAD_SLOTS,    /**< [rows] FP32, of the slots' weights */
+    T_SHARED_W1,     /**< [1, H, 2S], of the shared expert */
+    T_SHARED_W2,     /**< [1, S, H] */
+    T_SHARED_Z,      /**< [T, 2S] */
+    T_SHARED_A,      /**< [T, S] */
+    T_SHARED_Y,      /**< [T, H] */
     NUM_TENSORS
 } TensorId;
 
@@ -89,7 +94,10 @@ typedef struct Layer {
     Groups all_tokens;      /**< one slab of all tokens */
     MoeDevice device;
     int64_t gemm_calls;      /**< that multiply, in the last step that was timed */
+    void *graph;             /**< of the step, where it is replayed; NULL: none */
     bool multiplies_e4m3;    /**< the products of w1 and w2 */
+    bool dispatches_e4m3;    /**< dispatch quantises: forward alone takes no other rows */
+    bool fuses;              /**< the activation and its gradient quantise */
     bool overlaps;           /**< calls of w1 and w2 run beside dispatch: see step.c */
     EpStream weights_stream; /**< of all weights' calls: the device's stream, or its second one */
 } Layer;
@@ -111,9 +119,9 @@ bool weights_create(Layer *layer);
  * Later steps find what the one before has written, which is the same. */
 bool weights_spoil(Layer *layer);
 
-/** Bytes of what is gathered, of its gradients, and of workspaces: what a layer shares with the
- *  second one below. */
-int64_t weights_buffers(const Layer *layer);
+/** Bytes of what is gathered, of its gradients, and of workspaces, in a stack of layers: a layer
+ *  shares with the second one below all but what it keeps. */
+int64_t weights_buffers(const Layer *layer, int64_t layers);
 
 /** Bytes of the largest workspace that one call of a weight takes: on one stream all may share it.
  */
@@ -121,8 +129,6 @@ int64_t weights_workspace(const Layer *layer);
 
 /** Memory of the device for a tensor that describes its shape; false with a message. */
 bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what);
-/** Bring a tensor's contents from the host's memory. */
-bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents);
 
 /** The number of ranks that have a shard each of the weight as it is used. */
 int moe_scattered_ranks(const Layer *layer, WeightId id);

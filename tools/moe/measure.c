@@ -10,19 +10,26 @@
 enum {
     TOGETHER = NUM_MOE_PHASES,
     APART = TOGETHER + NUM_MOE_OVERLAPS,
-    WHOLE_STEP = APART + NUM_MOE_OVERLAPS,
+    CALLS = APART + NUM_MOE_OVERLAPS,
+    WHOLE_STEP,
     NUM_TIMED
 };
 
 static bool run_step(Layer *layer) {
     const int64_t before = layer->device.gemm_calls;
+    if (layer->graph) return layer->device.replay(&layer->device, layer->graph);
     bool ok = moe_step_run(layer);
     layer->gemm_calls = layer->device.gemm_calls - before;
     return ok;
 }
 
+static bool queue_step(void *layer) {
+    return moe_step_run(layer);
+}
+
 static bool run_timed(Layer *layer, int which) {
     if (which == WHOLE_STEP) return run_step(layer);
+    if (which == CALLS) return !layer->graph || moe_step_run(layer);
     if (which >= APART) return moe_overlap_run_apart(layer, (MoeOverlapId)(which - APART));
     if (which >= TOGETHER) return moe_overlap_run(layer, (MoeOverlapId)(which - TOGETHER));
     return moe_phase_run(layer, (MoePhase)which);
@@ -52,6 +59,7 @@ static bool time_phases(Layer *layer, MoeResult *out) {
         out->overlaps[i] = (OverlapResult){moe_overlap_exists(layer, (MoeOverlapId)i),
                                            times[TOGETHER + i], times[APART + i]};
     out->step = times[WHOLE_STEP];
+    if (layer->graph) out->calls = times[CALLS];
     out->gemm_calls = layer->gemm_calls;
     return true;
 }
@@ -70,16 +78,17 @@ static bool count_promised(const Layer *layer, int64_t *out) {
 
 /* Work of the rank that has most. */
 static bool count_work(Layer *layer, MoeResult *out) {
-    int64_t most[2 * NUM_MOE_PHASES];
+    int64_t most[3 * NUM_MOE_PHASES];
     for (int p = 0; p < NUM_MOE_PHASES; p++) {
         const MoeWork work = moe_phase_work(layer, (MoePhase)p);
-        most[2 * p] = work.flops, most[2 * p + 1] = work.bytes;
+        most[3 * p] = work.flops, most[3 * p + 1] = work.bytes, most[3 * p + 2] = work.remote;
         out->phases[p].exists = moe_phase_exists(layer, (MoePhase)p);
         out->phases[p].floor_us = -1;
     }
-    if (!world_max(layer->world, most, 2 * NUM_MOE_PHASES)) return false;
+    if (!world_max(layer->world, most, 3 * NUM_MOE_PHASES)) return false;
     for (int p = 0; p < NUM_MOE_PHASES; p++)
-        out->phases[p].flops = most[2 * p], out->phases[p].bytes = most[2 * p + 1];
+        out->phases[p].flops = most[3 * p], out->phases[p].bytes = most[3 * p + 1],
+        out->phases[p].remote = most[3 * p + 2];
     return true;
 }
 
@@ -174,7 +183,10 @@ static void set_floors(const Layer *layer, const Quantiles *copies, double flops
         PhaseResult *phase = &out->phases[p];
         if (phase->flops > 0)
             phase->floor_us = (double)phase->flops / (flops_per_us * rate_of(layer, (MoePhase)p));
-        if (phase->bytes > 0) phase->floor_us = copies[p].median_us;
+        if (phase->bytes > 0) phase->floor_us = fmax(phase->floor_us, copies[p].median_us);
+        if (phase->remote > 0)
+            phase->floor_us =
+                fmax(phase->floor_us, (double)phase->remote * 1e-3 / (double)layer->options->wire);
         if (phase->floor_us > 0) out->floor_us += phase->floor_us;
     }
 }
@@ -196,6 +208,10 @@ static bool measure_floor(Layer *layer, MoeResult *out) {
     return true;
 }
 
+bool moe_measure_floor(Layer *layer, MoeResult *out) {
+    return count_work(layer, out) && measure_floor(layer, out);
+}
+
 /* ---- all of it ----------------------------------------------------------------------------- */
 
 /* Rank 0 has compared. The others learn how much was wrong, for their exit status. */
@@ -207,11 +223,22 @@ static bool share_checks(Layer *layer, const MoeCheck *check, MoeResult *out) {
     return world_broadcast(layer->world, &out->wrong, sizeof(out->wrong));
 }
 
+/* It is captured when all of it has run once. */
+static bool capture(Layer *layer) {
+    MoeDevice *d = &layer->device;
+    const int64_t before = d->gemm_calls;
+    if (!layer->options->graph) return true;
+    bool ok = world_all(layer->world, moe_step_run(layer) && d->finish(d)) &&
+              world_all(layer->world, d->capture(d, queue_step, layer, &layer->graph));
+    layer->gemm_calls = (d->gemm_calls - before) / 2;
+    return ok;
+}
+
 static bool measure(Layer *layer, MoeCheck *check, MoeResult *out) {
     const bool checks = layer->options->run.check;
     return count_work(layer, out) && count_facts(layer, out) &&
            (!checks || (check_open(layer, check) && check_step(check))) &&
-           (!layer->options->compare || moe_compare(layer, &out->comparison)) &&
+           (!layer->options->compare || moe_compare(layer, &out->comparison)) && capture(layer) &&
            time_phases(layer, out) && (!checks || check_step(check)) &&
            (!layer->options->run.floor || measure_floor(layer, out)) &&
            (!checks || share_checks(layer, check, out));

@@ -15,6 +15,7 @@ typedef struct PhaseResult {
     bool exists;
     Quantiles time;       /**< the slowest rank's */
     int64_t flops, bytes; /**< of the rank that has most */
+    int64_t remote;       /**< bytes that it sends to others, for weights */
     double floor_us;      /**< negative: not measured */
 } PhaseResult;
 
@@ -28,6 +29,7 @@ typedef struct MoeResult {
     PhaseResult phases[NUM_MOE_PHASES];
     OverlapResult overlaps[NUM_MOE_OVERLAPS];
     Quantiles step;
+    Quantiles calls;                /**< of the step without its graph; 0: there is no graph */
     double floor_us;                /**< of the step: the sum of the phases'; negative: none */
     double gemm_flops;              /**< per second and rank, of a plain GEMM; 0: not measured */
     int gemm_size;                  /**< of that GEMM's matrices */
@@ -54,6 +56,9 @@ typedef struct MoeReport {
 
 /** Collective: check the layer, time it, check it again. */
 bool moe_measure(Layer *layer, MoeResult *out);
+
+/** Collective: work and floors of the phases, from plain work of the same size. */
+bool moe_measure_floor(Layer *layer, MoeResult *out);
 
 /** The elements found wrong in what a phase writes; negative: it is not checked. */
 int64_t moe_phase_wrong(const MoeResult *result, MoePhase phase);

@@ -1,14 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tools/moe/options.h"
 
+#include <stdio.h>
+#include <stdlib.h>
+
 #include "tools/common/data.h"
 #include "tools/common/util.h"
 #include "tools/moe/device.h"
 
 static const Choice weights_at[] = {{"early", WEIGHTS_EARLY}, {"late", WEIGHTS_LATE}, {NULL, 0}};
 static const Choice wgrads[] = {{"fp8", MOE_WGRAD_FP8}, {"dtype", MOE_WGRAD_DTYPE}, {NULL, 0}};
-static const Choice groupings[] = {
-    {"auto", GROUPING_AUTO}, {"each", GROUPING_EACH}, {"one", GROUPING_ONE}, {NULL, 0}};
+static const Choice groupings[] = {{"auto", GROUPING_AUTO},
+                                   {"each", GROUPING_EACH},
+                                   {"one", GROUPING_ONE},
+                                   {"streams", GROUPING_STREAMS},
+                                   {NULL, 0}};
 static const Choice blocks[] = {{"rows", EP_BLOCKS_ROWS}, {"tiles", EP_BLOCKS_TILES}, {NULL, 0}};
 
 enum { NOT_GIVEN = -1 };
@@ -51,12 +57,23 @@ static const Option specs[] = {
     {0, "compare", "0|1", OPTION_SWITCH(compare), NULL, NOT_GIVEN,
      "run the layer without --quant, too, and compare (default 1 with --quant)"},
     {0, "layers", "N", OPTION_INT(layers, 1, 1024), "layers", 1,
-     "a stack of N layers with buffers for the weights of two: those of the next layer travel "
-     "while "
-     "one computes (default 1)"},
+     "a stack of N layers: weights and gradients travel while other layers compute (default 1)"},
+    {0, "forward", NULL, OPTION_FLAG(forward), "forward", 0,
+     "forward alone, as in inference: weights are gathered before, dispatch quantises where "
+     "products take e4m3, and GPUs replay the step as one graph"},
+    {0, "shared", "N", OPTION_INT(shared, 0, OPTION_MAX_COUNT), "shared", 0,
+     "with --forward, a shared expert of N inner elements, which takes all tokens (default 0: "
+     "none)"},
+    {0, "graph", "0|1", OPTION_SWITCH(graph), NULL, NOT_GIVEN,
+     "on GPUs, replay the step as a graph (default 1 with --forward; on the host 1 is refused)"},
+    {0, "weight-sms", "N", OPTION_INT(weight_sms, 0, 64), NULL, 0,
+     "on GPUs, blocks of NCCL's kernels that move weights, and of those beside them (sets "
+     "LIBEP_WEIGHT_SMS; default 0: as libep likes)"},
+    {0, "wire", "GB/S", OPTION_INT(wire, 1, 1 << 20), NULL, 350,
+     "what a GPU sends to others, for the floors of calls of weights on GPUs (default 350)"},
     {0, "regather", "0|1", OPTION_SWITCH(regather), "regather", 0,
-     "gather w1 and w2 again for backward, into the same memory (default 0; --blocks rows always "
-     "gathers for each direction)"},
+     "gather w1 and w2 again for backward, into the same memory, which layers i and i + 2 of a "
+     "stack share (default 0; --blocks rows and products of e4m3 gather for each direction)"},
     {0, "align", "N", OPTION_INT(alignment, 1, 1 << 20), "alignment", 0,
      "slabs are padded to multiples of this power of two (default 1; 128 for --wgrad fp8)"},
     {0, "backend", "auto|host|cuda", OPTION_CHOICE(backend, option_backends), NULL, EP_BACKEND_AUTO,
@@ -73,9 +90,9 @@ static const Option specs[] = {
     OPTION_JSON,
     {0, "seed", "N", OPTION_INT(run.seed, 0, INT64_MAX), "seed", 1,
      "seed of all contents (default 1)"},
-    {0, "gemms", "auto|each|one", OPTION_CHOICE(grouping, groupings), NULL, GROUPING_AUTO,
-     "on GPUs, a call of cuBLAS for each expert's product, or one for all (default auto: one where "
-     "experts have few rows)"},
+    {0, "gemms", "auto|each|one|streams", OPTION_CHOICE(grouping, groupings), NULL, GROUPING_AUTO,
+     "on GPUs, a call of cuBLAS for each expert's product, on one stream or on several, or one for "
+     "all (default auto: one where experts have few rows, else several streams)"},
     {0, "gemm-threads", "N", OPTION_INT(gemm_threads, 1, 1024), NULL, 0,
      "threads of each rank's GEMM (default: cores / ranks)"},
     OPTION_THREADS,
@@ -107,9 +124,26 @@ static bool validate_e4m3(const MoeOptions *o) {
         return bench_refuse("--quant: expected multiples of 16 for --hidden and --ffn on GPUs, "
                             "got %lld and %lld",
                             (long long)o->hidden, (long long)o->ffn);
-    if (o->wgrad != MOE_WGRAD_DTYPE && o->alignment && o->alignment % 128)
+    if (!o->forward && o->wgrad != MOE_WGRAD_DTYPE && o->alignment && o->alignment % 128)
         return bench_refuse("--wgrad fp8: expected --align of a multiple of 128, got %lld",
                             (long long)o->alignment);
+    return true;
+}
+
+static bool validate_forward(const MoeOptions *o) {
+    if (o->shared && !o->forward)
+        return bench_refuse("--shared: expected --forward with it, got none");
+    if (o->shared && !option_check_row("shared", o->shared, o->type)) return false;
+    if (!o->forward) return true;
+    if (o->layers > 1)
+        return bench_refuse("--forward: expected one layer with it, got --layers %lld",
+                            (long long)o->layers);
+    if (o->wgrad || o->regather)
+        return bench_refuse("--forward: expected no %s with it, which is for backward",
+                            o->wgrad ? "--wgrad" : "--regather 1");
+    if (o->overlap == 1)
+        return bench_refuse("--overlap: expected 0 with --forward, whose weights do not travel, "
+                            "got 1");
     return true;
 }
 
@@ -128,20 +162,26 @@ static bool validate(const MoeOptions *o) {
         return bench_refuse(
             "--overlap: expected 0 on the host, whose calls have finished when they "
             "return, got 1");
-    return validate_e4m3(o) && (!o->alignment || option_check_alignment(o->alignment)) &&
+    if (o->graph == 1 && o->backend != EP_BACKEND_CUDA)
+        return bench_refuse("--graph: expected 0 on the host, got 1");
+    return validate_forward(o) && validate_e4m3(o) &&
+           (!o->alignment || option_check_alignment(o->alignment)) &&
            option_check_threads(&o->run) && option_check_row("hidden", o->hidden, o->type);
 }
 
 bool moe_options_check(void *options) {
     MoeOptions *o = options;
+    char text[24];
     if (!validate(o)) return false;
-    if (o->overlap == NOT_GIVEN) o->overlap = o->backend == EP_BACKEND_CUDA;
+    snprintf(text, sizeof(text), "%lld", (long long)o->weight_sms);
+    if (o->weight_sms) setenv("LIBEP_WEIGHT_SMS", text, 1);
+    if (o->overlap == NOT_GIVEN) o->overlap = o->backend == EP_BACKEND_CUDA && !o->forward;
     const QuantFormat *format = quant_format(o->quant);
     bool rows = format->bits && !format->has_tiles;
     if (!o->blocks) o->blocks = rows ? EP_BLOCKS_ROWS : EP_BLOCKS_TILES;
     if (o->compare == NOT_GIVEN) o->compare = format->bits > 0 && o->layers == 1;
-    if (o->layers > 1) o->regather = 1; /* what was gathered is overwritten before backward */
-    if (!o->wgrad && moe_multiplies_e4m3(o)) o->wgrad = MOE_WGRAD_FP8;
+    if (o->graph == NOT_GIVEN) o->graph = o->backend == EP_BACKEND_CUDA && o->forward;
+    if (!o->forward && !o->wgrad && moe_multiplies_e4m3(o)) o->wgrad = MOE_WGRAD_FP8;
     if (!o->alignment) o->alignment = o->wgrad == MOE_WGRAD_FP8 ? 128 : 1;
     return true;
 }

@@ -33,6 +33,11 @@ typedef struct MoeOptions {
     int64_t grouping;   /**< Grouping, on GPUs */
     int64_t wgrad;      /**< MoeWgrad; 0 where no product takes e4m3 */
     int64_t compare;    /**< 1: the layer is compared with one without --quant */
+    bool forward;       /**< no backward pass; weights are gathered before */
+    int64_t shared;     /**< S, inner elements of a shared expert; 0: none */
+    int64_t graph;      /**< 1: steps are replayed as graphs */
+    int64_t weight_sms; /**< multiprocessors that calls of weights take; 0: as libep likes */
+    int64_t wire;       /**< bytes per second that a GPU sends to others, in 1e9 */
     int64_t regather;   /**< 1: w1 and w2 are gathered for backward, too */
     int64_t alignment;
     int64_t backend;

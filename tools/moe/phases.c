@@ -10,16 +10,25 @@
 #define TENSOR(id) (&layer->tensors[T_##id])
 #define DEVICE(call, ...) layer->device.call(&layer->device, __VA_ARGS__)
 
-/* When a phase exists: always, where weights are not whole, where they are dequantised, where they
- * are gathered for each direction, where both, and where products take e4m3. */
-typedef enum Exists { ALWAYS, SHARDED, DEQUANTISED, TWICE, DEQUANTISED_TWICE, E4M3 } Exists;
+/* What a phase needs to exist: all of these. */
+enum {
+    ALWAYS = 0,
+    SHARDED = 1,     /* weights are gathered in the step */
+    DEQUANTISED = 2, /* and dequantised */
+    TWICE = 4,       /* for each direction */
+    BACKWARD = 8,    /* there is a backward pass */
+    SHARED = 16,     /* a shared expert */
+    E4M3_ROWS = 32,  /* products take e4m3, and dispatch does not quantise */
+    E4M3_GRADS = 64, /* products of a backward pass take e4m3 */
+    UNFUSED = 128    /* products take e4m3, and the activation does not quantise */
+};
 
 typedef struct Phase Phase;
 
 struct Phase {
     const char *name;
     bool (*run)(Layer *layer, const Phase *p);
-    Exists exists;
+    unsigned needs;
     WeightId weight;       /* that it gathers, takes or makes the gradient of */
     bool backward;         /* the weight as backward products take it */
     TensorId in, other;    /* operands of a product */
@@ -72,12 +81,15 @@ static bool dequantise(Layer *layer, const Phase *p) {
     return ok;
 }
 
-/* The transposed rows are for the gradient of a weight. */
+/* The transposed rows are for the gradient of a weight. Both forms are made in one pass, if rows
+ * are of a 16-bit type. */
 static bool quantise(Layer *layer, const Phase *p) {
     EpRowsForm form = EP_ROWS_FORM_INIT;
     EpTensor rows = layer->tensors[p->in];
     const Scaled *plain = &layer->scaled[p->in], *transposed = &layer->transposed[p->in];
     rows.shape[0] = layer->received;
+    if (transposed->codes.data && rows.type != EP_TYPE_FP32)
+        return DEVICE(quantise, (EpQuant)layer->options->quant, &rows, plain, transposed);
     form.quant = (EpQuant)layer->options->quant;
     form.scale_order = EP_SCALES_BY_COLUMN;
     if (!bench_ok(ep_quantise_rows(layer->group, &form, &rows, NULL, layer->device.stream,
@@ -136,13 +148,26 @@ static bool product_of(const Layer *layer, const Phase *p, MoeProduct *out) {
     return true;
 }
 
+/* A tensor that some product takes as it is, though another one takes it as e4m3. */
+static const EpTensor *plain(const Layer *layer, TensorId id) {
+    return layer->options->wgrad == MOE_WGRAD_DTYPE ? &layer->tensors[id] : NULL;
+}
+
 static bool activate(Layer *layer, const Phase *p) {
     (void)p;
+    if (layer->fuses)
+        return DEVICE(activate_scaled, (EpQuant)layer->options->quant, TENSOR(Z),
+                      early_weights(layer), plain(layer, T_A), &layer->scaled[T_A],
+                      &layer->transposed[T_A]);
     return DEVICE(activate, &layer->experts, TENSOR(Z), early_weights(layer), TENSOR(A));
 }
 
 static bool activate_backward(Layer *layer, const Phase *p) {
     (void)p;
+    if (layer->fuses)
+        return DEVICE(activate_backward_scaled, (EpQuant)layer->options->quant, TENSOR(Z),
+                      TENSOR(GRAD_A), plain(layer, T_GRAD_Z), &layer->scaled[T_GRAD_Z],
+                      &layer->transposed[T_GRAD_Z]);
     return DEVICE(activate_backward, &layer->experts, TENSOR(Z), early_weights(layer),
                   TENSOR(GRAD_A), TENSOR(GRAD_Z), is_early(layer) ? TENSOR(GRAD_SLOTS) : NULL);
 }
@@ -162,10 +187,18 @@ static bool route_backward(Layer *layer, const Phase *p) {
     (void)p;
     return DEVICE(choose_backward, TENSOR(PROBS), TENSOR(INDEX), TENSOR(GRAD_TOPK),
                   TENSOR(GRAD_LOGITS)) &&
-           DEVICE(multiply, &layer->all_tokens, TENSOR(GRAD_LOGITS), &w->forward.values, true,
-                  TENSOR(ROUTED)) &&
-           DEVICE(add, TENSOR(ROUTED), TENSOR(GRAD_TOKENS)) &&
+           DEVICE(accumulate, &layer->all_tokens, TENSOR(GRAD_LOGITS), &w->forward.values, true,
+                  TENSOR(GRAD_TOKENS)) &&
            DEVICE(correlate, &layer->all_tokens, TENSOR(TOKENS), TENSOR(GRAD_LOGITS), &w->grad);
+}
+
+/* The shared expert takes all tokens. */
+static bool multiply_shared(Layer *layer, const Phase *p) {
+    const Groups *all = &layer->all_tokens;
+    (void)p;
+    return DEVICE(multiply, all, TENSOR(TOKENS), TENSOR(SHARED_W1), false, TENSOR(SHARED_Z)) &&
+           DEVICE(activate, all, TENSOR(SHARED_Z), NULL, TENSOR(SHARED_A)) &&
+           DEVICE(multiply, all, TENSOR(SHARED_A), TENSOR(SHARED_W2), false, TENSOR(SHARED_Y));
 }
 
 /* ---- tokens -------------------------------------------------------------------------------- */
@@ -178,17 +211,21 @@ static bool prepare(Layer *layer, const Phase *p) {
 }
 
 static bool dispatch(Layer *layer, const Phase *p) {
+    const Scaled *e4m3 = layer->dispatches_e4m3 ? &layer->scaled[T_RECEIVED] : NULL;
     (void)p;
     return bench_ok(ep_dispatch(layer->handle, NULL, NULL, TENSOR(TOKENS), TENSOR(TOPK), NULL,
-                                layer->device.stream, TENSOR(RECEIVED), TENSOR(SLOT_WEIGHTS), NULL,
-                                NULL),
+                                layer->device.stream, e4m3 ? &e4m3->codes : TENSOR(RECEIVED),
+                                TENSOR(SLOT_WEIGHTS), e4m3 ? &e4m3->scales : NULL, NULL),
                     "ep_dispatch");
 }
 
+/* It adds what the shared expert makes. */
 static bool combine(Layer *layer, const Phase *p) {
+    EpExtras extras = EP_EXTRAS_INIT;
     (void)p;
-    return bench_ok(ep_combine(layer->handle, NULL, TENSOR(Y), late_weights(layer), NULL,
-                               layer->device.stream, TENSOR(OUT)),
+    if (layer->options->shared) extras.bias0 = TENSOR(SHARED_Y);
+    return bench_ok(ep_combine_with(layer->handle, NULL, TENSOR(Y), late_weights(layer), NULL,
+                                    layer->device.stream, TENSOR(OUT), &extras),
                     "ep_combine");
 }
 
@@ -218,62 +255,71 @@ static bool dispatch_backward(Layer *layer, const Phase *p) {
 static const Phase phases[NUM_MOE_PHASES] = {
     [MOE_ROUTER] = {"router", route, ALWAYS, .out = T_INDEX, .routers = 1},
     [MOE_PREPARE] = {"prepare", prepare, ALWAYS},
+    [MOE_SHARED] = {"shared_expert", multiply_shared, SHARED, .out = T_SHARED_Y},
     [MOE_DISPATCH] = {"dispatch", dispatch, ALWAYS, .out = T_RECEIVED, .hidden_rows = 2},
     [MOE_GATHER_W1] = {"gather_w1", gather, SHARDED, W1},
     [MOE_GATHER_W2] = {"gather_w2", gather, SHARDED, W2},
     [MOE_DEQUANTISE] = {"dequantise", dequantise, DEQUANTISED, W1},
-    [MOE_QUANTISE_ROWS] = {"quantise_rows", quantise, E4M3, .in = T_RECEIVED, .hidden_rows = 1},
+    [MOE_QUANTISE_ROWS] = {"quantise_rows", quantise, E4M3_ROWS, .in = T_RECEIVED,
+                           .hidden_rows = 1},
     [MOE_GEMM1] = {"gemm1", multiply, ALWAYS, W1, .in = T_RECEIVED, .out = T_Z, .products = 2},
     [MOE_ACTIVATION] = {"activation", activate, ALWAYS, .out = T_A, .ffn_rows = 3},
-    [MOE_QUANTISE_ACTIVATION] = {"quantise_activation", quantise, E4M3, .in = T_A, .ffn_rows = 1},
+    [MOE_QUANTISE_ACTIVATION] = {"quantise_activation", quantise, UNFUSED, .in = T_A,
+                                 .ffn_rows = 1},
     [MOE_GEMM2] = {"gemm2", multiply, ALWAYS, W2, .in = T_A, .out = T_Y, .products = 1},
     [MOE_COMBINE] = {"combine", combine, ALWAYS, .out = T_OUT, .hidden_rows = 2},
-    [MOE_COMBINE_BACKWARD] = {"combine_backward", combine_backward, ALWAYS, .out = T_GRAD_Y,
+    [MOE_COMBINE_BACKWARD] = {"combine_backward", combine_backward, BACKWARD, .out = T_GRAD_Y,
                               .hidden_rows = 2},
     [MOE_GATHER_W2_BACKWARD] = {"gather_w2_backward", gather, TWICE, W2, BACK},
     [MOE_GATHER_W1_BACKWARD] = {"gather_w1_backward", gather, TWICE, W1, BACK},
-    [MOE_DEQUANTISE_BACKWARD] = {"dequantise_backward", dequantise, DEQUANTISED_TWICE, W2, BACK},
-    [MOE_QUANTISE_GRAD_Y] = {"quantise_grad_y", quantise, E4M3, .in = T_GRAD_Y, .hidden_rows = 1},
-    [MOE_GEMM2_INPUT] = {"gemm2_grad_input", multiply, ALWAYS, W2, BACK, .in = T_GRAD_Y,
+    [MOE_DEQUANTISE_BACKWARD] = {"dequantise_backward", dequantise, DEQUANTISED | TWICE, W2, BACK},
+    [MOE_QUANTISE_GRAD_Y] = {"quantise_grad_y", quantise, E4M3_GRADS, .in = T_GRAD_Y,
+                             .hidden_rows = 1},
+    [MOE_GEMM2_INPUT] = {"gemm2_grad_input", multiply, BACKWARD, W2, BACK, .in = T_GRAD_Y,
                          .out = T_GRAD_A, .products = 1},
-    [MOE_GEMM2_WEIGHT] = {"gemm2_grad_weight", correlate, ALWAYS, W2, .in = T_A, .other = T_GRAD_Y,
-                          .products = 1},
-    [MOE_ACTIVATION_BACKWARD] = {"activation_backward", activate_backward, ALWAYS, .out = T_GRAD_Z,
-                                 .ffn_rows = 5},
-    [MOE_QUANTISE_GRAD_Z] = {"quantise_grad_z", quantise, E4M3, .in = T_GRAD_Z, .ffn_rows = 2},
-    [MOE_GEMM1_INPUT] = {"gemm1_grad_input", multiply, ALWAYS, W1, BACK, .in = T_GRAD_Z,
+    [MOE_GEMM2_WEIGHT] = {"gemm2_grad_weight", correlate, BACKWARD, W2, .in = T_A,
+                          .other = T_GRAD_Y, .products = 1},
+    [MOE_ACTIVATION_BACKWARD] = {"activation_backward", activate_backward, BACKWARD,
+                                 .out = T_GRAD_Z, .ffn_rows = 5},
+    [MOE_QUANTISE_GRAD_Z] = {"quantise_grad_z", quantise, UNFUSED | BACKWARD, .in = T_GRAD_Z,
+                             .ffn_rows = 2},
+    [MOE_GEMM1_INPUT] = {"gemm1_grad_input", multiply, BACKWARD, W1, BACK, .in = T_GRAD_Z,
                          .out = T_GRAD_RECEIVED, .products = 2},
-    [MOE_GEMM1_WEIGHT] = {"gemm1_grad_weight", correlate, ALWAYS, W1, .in = T_RECEIVED,
+    [MOE_GEMM1_WEIGHT] = {"gemm1_grad_weight", correlate, BACKWARD, W1, .in = T_RECEIVED,
                           .other = T_GRAD_Z, .products = 2},
-    [MOE_DISPATCH_BACKWARD] = {"dispatch_backward", dispatch_backward, ALWAYS, .out = T_GRAD_TOKENS,
-                               .hidden_rows = 2},
-    [MOE_ROUTER_BACKWARD] = {"router_backward", route_backward, ALWAYS, .out = T_GRAD_TOKENS,
+    [MOE_DISPATCH_BACKWARD] = {"dispatch_backward", dispatch_backward, BACKWARD,
+                               .out = T_GRAD_TOKENS, .hidden_rows = 2},
+    [MOE_ROUTER_BACKWARD] = {"router_backward", route_backward, BACKWARD, .out = T_GRAD_TOKENS,
                              .routers = 2},
-    [MOE_REDUCE_W2] = {"reduce_w2", reduce, ALWAYS, W2},
-    [MOE_REDUCE_W1] = {"reduce_w1", reduce, ALWAYS, W1},
-    [MOE_REDUCE_ROUTER] = {"reduce_router", reduce, ALWAYS, .weight = WEIGHT_ROUTER},
+    [MOE_REDUCE_W2] = {"reduce_w2", reduce, BACKWARD, W2},
+    [MOE_REDUCE_W1] = {"reduce_w1", reduce, BACKWARD, W1},
+    [MOE_REDUCE_ROUTER] = {"reduce_router", reduce, BACKWARD, .weight = WEIGHT_ROUTER},
 };
 
 const char *moe_phase_name(MoePhase phase) {
     return phases[phase].name;
 }
 
-bool moe_phase_exists(const Layer *layer, MoePhase phase) {
+static unsigned facts_of(const Layer *layer) {
+    const bool forward = layer->options->forward, e4m3 = layer->multiplies_e4m3;
     const Weight *w1 = &layer->weights[WEIGHT_W1];
-    switch (phases[phase].exists) {
-    case SHARDED:
-        return !w1->whole;
-    case DEQUANTISED:
-        return is_quantised(layer) && !layer->multiplies_e4m3;
-    case TWICE:
-        return w1->twice;
-    case DEQUANTISED_TWICE:
-        return w1->twice && is_quantised(layer) && !layer->multiplies_e4m3;
-    case E4M3:
-        return layer->multiplies_e4m3;
-    default:
-        return true;
-    }
+    return (w1->whole || forward ? 0 : SHARDED) | (forward ? 0 : BACKWARD) |
+           (is_quantised(layer) && !e4m3 && !forward ? DEQUANTISED : 0) | (w1->twice ? TWICE : 0) |
+           (layer->options->shared ? SHARED : 0) |
+           (e4m3 && !layer->dispatches_e4m3 ? E4M3_ROWS : 0) | (e4m3 && !forward ? E4M3_GRADS : 0) |
+           (e4m3 && !layer->fuses ? UNFUSED : 0);
+}
+
+bool moe_phase_exists(const Layer *layer, MoePhase phase) {
+    return (phases[phase].needs & ~facts_of(layer)) == 0;
+}
+
+bool moe_weights_load(Layer *layer) {
+    const Weight *w1 = &layer->weights[WEIGHT_W1];
+    return w1->whole ||
+           (moe_phase_queue(layer, MOE_GATHER_W1) && moe_phase_queue(layer, MOE_GATHER_W2) &&
+            (!is_quantised(layer) || layer->multiplies_e4m3 ||
+             moe_phase_queue(layer, MOE_DEQUANTISE)));
 }
 
 bool moe_phase_queue(Layer *layer, MoePhase phase) {
@@ -306,11 +352,37 @@ static int64_t reduce_bytes(const Layer *layer, WeightId id) {
     return part * moe_scattered_ranks(layer, id) + tensor_bytes(&w->grad_shard);
 }
 
-/* Rows are read once for each form that is written. */
+static int64_t unit_of(const Layer *layer) {
+    return (int64_t)ep_type_bytes((EpType)layer->options->type);
+}
+
+/* Rows are read once. */
 static int64_t quantise_bytes(const Layer *layer, int64_t elements, TensorId in) {
     const int64_t forms = layer->transposed[in].codes.data ? 2 : 1;
-    return layer->slots * elements * forms *
-           ((int64_t)ep_type_bytes((EpType)layer->options->type) + 1);
+    return layer->slots * elements * (unit_of(layer) + forms);
+}
+
+/* Weights of experts that have rows, and rows in and out, are read or written once. */
+static int64_t product_bytes(const Layer *layer, const Phase *p) {
+    const MoeOptions *o = layer->options;
+    const bool sums_rows = p->run == correlate;
+    MoeProduct e4m3;
+    const int64_t narrow = product_of(layer, p, &e4m3) ? 1 : unit_of(layer);
+    const int64_t wide = unit_of(layer), rows = layer->slots;
+    int64_t experts = 0;
+    for (int32_t g = 0; g < layer->num_local; g++)
+        experts += sums_rows || layer->count[g] > 0;
+    const int64_t out = sums_rows ? 0 : layer->tensors[p->out].shape[1];
+    const int64_t in =
+        layer->tensors[p->in].shape[1] + (sums_rows ? layer->tensors[p->other].shape[1] : 0);
+    return experts * p->products * o->hidden * o->ffn * (sums_rows ? wide : narrow) +
+           rows * (in * narrow + out * wide);
+}
+
+/* The router's logits, or their gradient, and tokens, once for each product. */
+static int64_t router_bytes(const Layer *layer, int products) {
+    const MoeOptions *o = layer->options;
+    return products * layer->tokens * (o->hidden * unit_of(layer) + o->experts * 4);
 }
 
 static int64_t bytes_moved(Layer *layer, const Phase *p) {
@@ -321,28 +393,49 @@ static int64_t bytes_moved(Layer *layer, const Phase *p) {
     if (p->run == dequantise) return dequantise_bytes(layer, p->backward);
     if (p->run == reduce) return reduce_bytes(layer, p->weight);
     if (p->run == quantise) return quantise_bytes(layer, elements, p->in);
+    if (p->products) return product_bytes(layer, p);
+    if (p->routers) return router_bytes(layer, p->routers);
     return layer->slots * elements * (int64_t)ep_type_bytes((EpType)o->type);
+}
+
+/* Each of n ranks sends its part of what is gathered to the others, and of what is reduced their
+ * parts. Ranks of a host copy. */
+static int64_t remote_bytes(const Layer *layer, const Phase *p) {
+    const Gathered *g = gathered_of(layer, p);
+    const int64_t ranks = moe_scattered_ranks(layer, p->weight);
+    if (layer->device.backend == EP_BACKEND_HOST) return 0;
+    if (p->run == gather)
+        return (tensor_bytes(&g->full) + (is_quantised(layer) ? tensor_bytes(&g->scales) : 0)) *
+               (ranks - 1) / ranks;
+    return p->run == reduce ? tensor_bytes(&layer->weights[p->weight].grad) * (ranks - 1) / ranks
+                            : 0;
+}
+
+bool moe_phase_travels(MoePhase phase) {
+    return phases[phase].run == gather || phases[phase].run == reduce;
 }
 
 MoeWork moe_phase_work(Layer *layer, MoePhase phase) {
     const MoeOptions *o = layer->options;
     const Phase *p = &phases[phase];
-    if (!moe_phase_exists(layer, phase)) return (MoeWork){0, 0};
+    if (!moe_phase_exists(layer, phase)) return (MoeWork){0, 0, 0};
     return (MoeWork){2 * p->products * layer->slots * o->hidden * o->ffn +
                          2 * p->routers * layer->tokens * o->hidden * o->experts,
-                     bytes_moved(layer, p)};
+                     bytes_moved(layer, p), remote_bytes(layer, p)};
 }
 
 /* ---- outputs ------------------------------------------------------------------------------- */
 
 bool moe_phase_product(const Layer *layer, MoePhase phase, MoeProduct *out) {
-    return product_of(layer, &phases[phase], out);
+    return moe_phase_exists(layer, phase) && product_of(layer, &phases[phase], out);
 }
 
 const EpTensor *moe_phase_output(Layer *layer, MoePhase phase) {
     const Phase *p = &phases[phase];
     const Weight *w = &layer->weights[p->weight];
     if (p->run == quantise) return &layer->scaled[p->in].codes;
+    if (p->run == dispatch && layer->dispatches_e4m3) return &layer->scaled[p->out].codes;
+    if (p->run == activate && layer->fuses) return &layer->scaled[p->out].codes;
     if (p->out) return &layer->tensors[p->out];
     if (p->run == gather) return &gathered_of(layer, p)->full;
     if (p->run == dequantise) return &gathered_of(layer, p)->values;

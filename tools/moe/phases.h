@@ -10,6 +10,7 @@
 typedef enum MoePhase {
     MOE_ROUTER,
     MOE_PREPARE,
+    MOE_SHARED,
     MOE_DISPATCH,
     MOE_GATHER_W1,
     MOE_GATHER_W2,
@@ -44,6 +45,9 @@ const char *moe_phase_name(MoePhase phase);
 /** Whether the layer has the phase: some exist only for quantised weights. */
 bool moe_phase_exists(const Layer *layer, MoePhase phase);
 
+/** Whether it gathers a weight or reduces a gradient. */
+bool moe_phase_travels(MoePhase phase);
+
 /** Queue its work: calls of weights on Layer.weights_stream, all else on the device's. False,
  *  with a message, if it fails. The layer has the phase. */
 bool moe_phase_queue(Layer *layer, MoePhase phase);
@@ -65,6 +69,7 @@ bool moe_phase_product(const Layer *layer, MoePhase phase, MoeProduct *out);
 /** What a phase has to do on this rank: floating-point operations, or bytes read and written. */
 typedef struct MoeWork {
     int64_t flops, bytes;
+    int64_t remote; /**< bytes that travel to other GPUs, of weights */
 } MoeWork;
 
 MoeWork moe_phase_work(Layer *layer, MoePhase phase);
@@ -99,6 +104,9 @@ bool moe_overlap_run_apart(Layer *layer, MoeOverlapId id);
 bool moe_phase_run(Layer *layer, MoePhase phase);
 
 bool moe_step_run(Layer *layer);
+
+/** Gather w1 and w2 as forward products take them, for a step that does not. */
+bool moe_weights_load(Layer *layer);
 
 /** Collective: run each call of a weight once, alone, and wait until it is over on all ranks. */
 bool moe_weights_warm_up(Layer *layer);

@@ -12,10 +12,11 @@
 
 enum { BLOCK = 128, POINTS = 4 /* of a group */ };
 
-/* A row of an operand, or the part of it that is one group's. */
+/* A row of an operand, or the part of it that is one group's; and all scales of the operand. */
 typedef struct Row {
     double *values;
     uint8_t *codes;
+    float *scales;
 } Row;
 
 static bool fetch(Layer *layer, const EpTensor *t, int64_t at, int64_t count, void *out) {
@@ -35,9 +36,7 @@ static bool read_row(Layer *layer, const Scaled *s, int64_t group, int64_t row, 
     for (int64_t b = 0; b * BLOCK < count; b++) {
         const int64_t block = from / BLOCK + b;
         const int64_t at = s->by_column ? block * scales[1] + place : place * scales[1] + block;
-        float scale;
-        if (!fetch(layer, &s->scales, (d ? group * scales[0] * scales[1] : 0) + at, 1, &scale))
-            return false;
+        const float scale = out->scales[(d ? group * scales[0] * scales[1] : 0) + at];
         for (int64_t i = b * BLOCK; i < count && i < (b + 1) * BLOCK; i++)
             out->values[i] = (double)e4m3_value(out->codes[i]) * (double)scale;
     }
@@ -78,12 +77,19 @@ static bool check_element(Layer *layer, const MoeProduct *p, int32_t group, int6
     return true;
 }
 
+static bool read_scales(Layer *layer, const EpTensor *scales, Row *out) {
+    const int64_t count = tensor_elements(scales);
+    free(out->scales);
+    out->scales = bench_alloc((size_t)count, sizeof(float), "scales");
+    return out->scales && fetch(layer, scales, 0, count, out->scales);
+}
+
 /* The last element of each group, and others that the seed chooses. */
 static bool check_product(Layer *layer, MoePhase phase, const MoeProduct *p, Row *a, Row *b,
                           int64_t *elements, double *worst) {
     const int64_t n = p->c.shape[p->c.ndim - 1];
     const uint64_t seed = hash_add(hash_word((uint64_t)layer->options->run.seed), phase);
-    bool ok = true;
+    bool ok = read_scales(layer, &p->a.scales, a) && read_scales(layer, &p->b.scales, b);
     for (int32_t g = 0; ok && g < layer->num_local; g++) {
         const int64_t m = p->sums_rows ? p->a.codes.shape[0] : layer->count[g];
         for (int64_t point = 0; ok && m > 0 && point < POINTS; point++, ++*elements) {
@@ -111,7 +117,7 @@ static bool allocate(const Layer *layer, Row *row) {
 }
 
 bool moe_check_products(Layer *layer, ProductResult *out) {
-    Row a = {NULL, NULL}, b = {NULL, NULL};
+    Row a = {.values = NULL}, b = {.values = NULL};
     int64_t elements[NUM_MOE_PHASES] = {0};
     double worst[NUM_MOE_PHASES] = {0};
     MoeProduct product;
@@ -119,7 +125,8 @@ bool moe_check_products(Layer *layer, ProductResult *out) {
     for (int p = 0; ok && p < NUM_MOE_PHASES; p++)
         ok = !moe_phase_product(layer, (MoePhase)p, &product) ||
              check_product(layer, (MoePhase)p, &product, &a, &b, &elements[p], &worst[p]);
-    free(a.values), free(a.codes), free(b.values), free(b.codes);
+    free(a.values), free(a.codes), free(a.scales);
+    free(b.values), free(b.codes), free(b.scales);
     if (!world_all(layer->world, ok) || !world_sum(layer->world, elements, NUM_MOE_PHASES) ||
         !world_max_double(layer->world, worst, NUM_MOE_PHASES))
         return false;

@@ -20,6 +20,7 @@ int64_t reference_bytes(const MoeOptions *options, const MoeMesh *mesh, int rank
     int64_t weights = 0, row = options->hidden * (2 * 4 + 2 * 8) + options->top_k * 12 + 16;
     for (int i = 0; i < NUM_WEIGHTS; i++)
         weights += moe_weight_elements(mesh, (WeightId)i);
+    if (options->forward) return weights * 2 * 4 + count_tokens(options, ranks) * row;
     return weights * (2 * 4 + 8) + count_tokens(options, ranks) * row;
 }
 
@@ -49,7 +50,7 @@ static bool make_weight(Reference *r, const MoeMesh *mesh, WeightId id) {
     const int64_t count = moe_weight_elements(mesh, id);
     float *plain = numbers(r, count, sizeof(float));
     r->weights[id] = r->backward[id] = plain;
-    r->grads[id] = doubles(r, count);
+    if (!o->forward) r->grads[id] = doubles(r, count);
     if (r->pool.failed) return false;
     moe_input(o, id, 0, count, plain);
     if (id == WEIGHT_ROUTER || !quant_format(o->quant)->bits) return true;
@@ -63,10 +64,12 @@ static bool make_weight(Reference *r, const MoeMesh *mesh, WeightId id) {
 }
 
 static void make_scratch(Reference *r) {
-    const int64_t h = r->options->hidden, f = r->options->ffn;
+    const int64_t h = r->options->hidden;
+    int64_t f = r->options->ffn;
     r->logits = doubles(r, r->options->experts);
-    r->z = doubles(r, 2 * f), r->gz = doubles(r, 2 * f);
-    r->a = doubles(r, f), r->ga = doubles(r, f);
+    r->gz = doubles(r, 2 * f), r->ga = doubles(r, f);
+    if (r->options->shared > f) f = r->options->shared;
+    r->z = doubles(r, 2 * f), r->a = doubles(r, f);
     r->y = doubles(r, h), r->gw = doubles(r, r->options->top_k);
 }
 
@@ -79,7 +82,13 @@ bool reference_create(const MoeOptions *options, const MoeMesh *mesh, int ranks,
     out->out = doubles(out, row), out->grad_x = doubles(out, row);
     out->topk = doubles(out, chosen);
     make_scratch(out);
+    const int64_t counts[2] = {2 * options->hidden * options->shared,
+                               options->hidden * options->shared};
+    for (int i = 0; options->shared && i < 2; i++)
+        out->shared[i] = numbers(out, counts[i], sizeof(float));
     if (out->pool.failed) return false;
+    for (int i = 0; options->shared && i < 2; i++)
+        moe_input(options, INPUT_SHARED_W1 + i, 0, counts[i], out->shared[i]);
     make_tokens(out, ranks);
     bool ok = true;
     for (int i = 0; ok && i < NUM_WEIGHTS; i++)
@@ -211,16 +220,23 @@ static void product(double *out, const double *in, const float *m, int64_t rows,
         add_floats(out, in[i], m + i * columns, columns);
 }
 
-static void forward(Reference *r, int64_t g, int32_t expert, double weight) {
-    const int64_t h = r->options->hidden, f = r->options->ffn;
-    const float *w1 = r->weights[WEIGHT_W1] + expert * h * 2 * f;
+/* An expert of f inner elements, w1 [H, 2f] and w2 [f, H]. */
+static void run_expert(Reference *r, int64_t g, const float *w1, const float *w2, int64_t f,
+                       double weight) {
+    const int64_t h = r->options->hidden;
     clear(r->z, 2 * f);
     for (int64_t i = 0; i < h; i++)
         add_floats(r->z, (double)r->x[g * h + i], w1 + i * 2 * f, 2 * f);
     for (int64_t i = 0; i < f; i++)
         r->a[i] = r->z[i] / (1 + exp(-r->z[i])) * r->z[f + i];
-    product(r->y, r->a, r->weights[WEIGHT_W2] + expert * f * h, f, h);
+    product(r->y, r->a, w2, f, h);
     add_doubles(r->out + g * h, weight, r->y, h);
+}
+
+static void forward(Reference *r, int64_t g, int32_t expert, double weight) {
+    const int64_t h = r->options->hidden, f = r->options->ffn;
+    run_expert(r, g, r->weights[WEIGHT_W1] + expert * h * 2 * f,
+               r->weights[WEIGHT_W2] + expert * f * h, f, weight);
 }
 
 /* The gradient of gate and up, from that of the activation. */
@@ -270,8 +286,12 @@ void reference_run(Reference *reference, int64_t begin, int64_t end) {
         for (int64_t i = 0; i < k; i++) {
             const int32_t expert = reference->idx[g * k + i];
             forward(reference, g, expert, reference->topk[g * k + i]);
+            if (reference->options->forward) continue;
             reference->gw[i] = backward(reference, g, expert, reference->topk[g * k + i]);
         }
-        route_backward(reference, g);
+        if (reference->options->shared)
+            run_expert(reference, g, reference->shared[0], reference->shared[1],
+                       reference->options->shared, 1);
+        if (!reference->options->forward) route_backward(reference, g);
     }
 }

@@ -33,6 +33,7 @@ typedef struct Reference {
     float *x, *grad_out;              /**< [G, H] */
     float *weights[NUM_WEIGHTS];      /**< whole, as forward products take them */
     float *backward[NUM_WEIGHTS];     /**< as backward products do; may be the same memory */
+    float *shared[2];                 /**< of the shared expert, [H, 2S] and [S, H] */
     double *out, *grad_x;             /**< [G, H] */
     double *topk;                     /**< [G, K] weights of the chosen */
     double *grads[NUM_WEIGHTS];       /**< whole */

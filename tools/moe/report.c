@@ -16,6 +16,10 @@ static void report_mesh(const MoeReport *report) {
            mesh->spec_text);
 }
 
+static const char *dispatched(const MoeOptions *o) {
+    return moe_multiplies_e4m3(o) ? "dispatch quantises rows" : "rows travel as they are";
+}
+
 static void report_config(const MoeOptions *o) {
     printf("# config:  hidden %lld, ffn %lld, top-%lld of %lld experts, %s, %s tokens, seed %lld\n",
            (long long)o->hidden, (long long)o->ffn, (long long)o->top_k, (long long)o->experts,
@@ -31,7 +35,10 @@ static void report_config(const MoeOptions *o) {
     if (moe_multiplies_e4m3(o))
         printf(", gradients of weights from %s",
                o->wgrad == MOE_WGRAD_FP8 ? "e4m3" : moe_options_name(o, "dtype"));
-    printf("%s\n", o->regather ? ", again for backward" : "");
+    printf("%s\n", o->forward ? ", before the step" : o->regather ? ", again for backward" : "");
+    if (o->forward) printf("# forward: %s%s", dispatched(o), o->graph ? ", one graph" : "");
+    if (o->shared) printf("; a shared expert of %lld", (long long)o->shared);
+    if (o->forward) printf("\n");
 }
 
 static void report_backend(const Layer *layer) {
@@ -43,8 +50,8 @@ static void report_backend(const Layer *layer) {
 }
 
 void moe_report_header(const MoeReport *report) {
-    printf("# ep_moe: libep " VERSION_FORMAT ": one MoE layer, forward and backward\n",
-           VERSION_NUMBERS);
+    printf("# ep_moe: libep " VERSION_FORMAT ": one MoE layer, %s\n", VERSION_NUMBERS,
+           report->options->forward ? "forward alone" : "forward and backward");
     report_machine(&report->machine);
     report_mesh(report);
     report_config(report->options);
@@ -53,7 +60,8 @@ void moe_report_header(const MoeReport *report) {
            (long long)report->options->run.iterations, (long long)report->options->run.warmup,
            report->layer->device.backend == EP_BACKEND_CUDA ? "CUDA events" : "host clock");
     printf("#\n# flops, and bytes read and written, are those of the rank that has most\n");
-    printf("# floor: the same bytes copied, or the flops at the rate of a plain GEMM\n");
+    printf(
+        "# floor: the larger of the same bytes copied and the flops at the rate of a plain GEMM\n");
     printf("#%-20s %11s %11s %13s %13s %11s %7s %7s\n", "phase", "median_us", "p99_us", "bytes",
            "Mflop", "floor_us", "ratio", "#wrong");
     fflush(stdout);
@@ -83,6 +91,7 @@ static void report_table(const MoeResult *r) {
         sum += phase->time.median_us;
     }
     report_line("step", r->step, bytes, flops, r->floor_us, r->checked ? r->wrong : -1);
+    if (r->calls.median_us > 0) report_line("step_calls", r->calls, 0, 0, -1, -1);
     printf("# step: all phases without barriers between them; their medians add up to %.1f us\n",
            sum);
 }
@@ -120,7 +129,7 @@ static void report_facts(const MoeResult *r) {
 static void report_comparison(const MoeComparison *c) {
     if (!c->exists) return;
     printf("# compare: with a layer without --quant, norms of differences relative to norms\n");
-    for (int i = 0; i < MOE_COMPARED; i++)
+    for (int i = 0; i < MOE_COMPARED && c->results[i].name; i++)
         printf("# compare: %-11s error %.2e, bound %.2e\n", c->results[i].name, c->results[i].error,
                c->results[i].bound);
     for (int p = 0; p < NUM_MOE_PHASES; p++)
@@ -137,8 +146,9 @@ static void report_checks(const MoeResult *r) {
                "element\n");
     for (int i = 0; r->checked && i < NUM_CHECKS; i++) {
         const CheckResult *c = &r->checks[i];
-        printf("# check: %-12s %10lld elements, largest error %.2e, bound %.2e, wrong %lld\n",
-               c->name, (long long)c->elements, c->worst, c->bound, (long long)c->wrong);
+        if (r->phases[c->phase].exists)
+            printf("# check: %-12s %10lld elements, largest error %.2e, bound %.2e, wrong %lld\n",
+                   c->name, (long long)c->elements, c->worst, c->bound, (long long)c->wrong);
     }
     if (r->first_wrong[0]) printf("# wrong: %s\n", r->first_wrong);
     report_wrong(r->checked, r->wrong);
@@ -152,16 +162,24 @@ void moe_report_result(const MoeResult *result) {
     report_checks(result);
 }
 
+static double floor_of(const StackResult *r) {
+    return fmax(r->compute_us, r->wire_us);
+}
+
 void moe_report_stack(const StackResult *r) {
     const double hidden = moe_stack_hidden(r);
-    report_line("step", r->step, 0, 0, -1, r->wrong);
-    report_line("apart", r->apart, 0, 0, -1, -1);
-    report_line("weights", r->weights, 0, 0, -1, -1);
+    report_line("step", r->step, 0, 0, floor_of(r), r->wrong);
+    report_line("apart", r->apart, 0, 0, r->compute_us + r->wire_us, -1);
+    report_line("weights", r->weights, 0, 0, r->wire_us, -1);
     printf("# stack: %lld layers; apart: each gathers and reduces by itself, on one stream; "
            "weights: all of this alone\n",
            (long long)r->layers);
     if (!isnan(hidden)) printf("# stack: hidden: %.0f %% of weights\n", 100 * hidden);
-    printf("# memory: buffers of two layers' weights, promised %lld bytes, taken %lld\n",
+    if (floor_of(r) > 0)
+        printf("# stack: floors: %.1f us of computing, %.1f us of what travels; of a step the "
+               "larger\n",
+               r->compute_us, r->wire_us);
+    printf("# memory: weights that are gathered, and gradients, promised %lld bytes, taken %lld\n",
            (long long)r->promised_bytes, (long long)r->taken_bytes);
     if (r->wrong >= 0)
         printf("# check: %lld elements of the output and all gradients, against the step apart\n",
@@ -252,7 +270,7 @@ static void put_checks(Json *j, const MoeResult *r) {
 static void put_comparison(Json *j, const MoeComparison *c) {
     if (!c->exists) return;
     json_begin(j, "compared", '[');
-    for (int i = 0; i < MOE_COMPARED; i++) {
+    for (int i = 0; i < MOE_COMPARED && c->results[i].name; i++) {
         json_begin(j, NULL, '{');
         json_put_text(j, "name", c->results[i].name);
         json_put_real(j, "error", c->results[i].error);
@@ -284,6 +302,7 @@ bool moe_json_write(const MoeReport *report, const MoeResult *result, const char
     json_begin(&j, "step", '{');
     put_times(&j, result->step, result->floor_us);
     json_end(&j, '}');
+    json_put_positive(&j, "step_calls_us", result->calls.median_us);
     json_put_positive(&j, "gemm_flops_per_second", result->gemm_flops);
     json_put_int(&j, "tokens_min", result->tokens_min);
     json_put_int(&j, "tokens_max", result->tokens_max);
@@ -307,7 +326,9 @@ bool moe_json_write_stack(const MoeReport *report, const StackResult *r, const c
     put_config(&j, report);
     json_put_machine(&j, &report->machine);
     json_begin(&j, "step", '{');
-    put_times(&j, r->step, -1);
+    put_times(&j, r->step, floor_of(r));
+    json_put_positive(&j, "compute_floor_us", r->compute_us);
+    json_put_positive(&j, "wire_floor_us", r->wire_us);
     json_put_real(&j, "apart_us", r->apart.median_us);
     json_put_real(&j, "weights_us", r->weights.median_us);
     json_put_real(&j, "hidden", moe_stack_hidden(r));

@@ -1,29 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /**
- * A step of a stack. The weights of the next layer travel while one computes, and the gradients of
- * the layer before:
+ * A step of a stack. What travels is on the device's second stream, the side, in the order in which
+ * the step needs it or makes it. Each follows what it needs, and no more:
  *
- *     forward, layer i     stream   router ─ prepare ─┬─ dispatch ─ ... ─ combine ─┬─
- *                          side                       └─ gather i + 1 ─────────────┘
- *     backward, layer i    stream   ─┬─ combine_backward ─ ... ─ router_backward ──┬─
- *                          side      └─ gather i - 1 ─ reduce i + 1 ───────────────┘
+ *     forward    side     gather 0 ─ gather 1 ─ ...         a layer ahead of the products
+ *     backward   side     ... ─ reduce w2 of i ─ reduce w1 of i ─ ...   each once it is computed
  *
- * Two layers next to each other have buffers of their own for what is gathered and for gradients,
- * and layers i and i + 2 share them. A fork follows all that was queued before, so that layer i - 1
- * has read its weights when those of i + 1 overwrite them. A join precedes the next layer, so that
- * the gradients of i + 1 have travelled when those of i - 1 overwrite them.
+ * A product waits for the weight that it takes. A product for the gradient of a weight waits until
+ * the gradient of layer i + 2 has travelled, since layers i and i + 2 share memory for gradients.
+ * Weights stay from forward to backward. If they are gathered again, layers i and i + 2 share
+ * memory for these, too: a gather then waits until the layer that used the memory is past it.
  *
- * No rank waits in a circle, for the reasons in step.c: what waits for other ranks on the stream
- * between fork and join is dispatch, combine and their backwards, which need two of their blocks.
- * prepare runs outside. All ranks call the first of these before the calls of weights.
+ * No rank waits in a circle: all ranks queue the same in one order, in which each kernel follows
+ * those that it waits for. A kernel of NCCL holds multiprocessors while it waits for other ranks,
+ * but at most NCCL_SMS of them (layer.c). The operations of the EP group have no more blocks than
+ * multiprocessors are left, so that both can run.
  */
 
 #include "tools/moe/stack.h"
 
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "tools/common/util.h"
 
@@ -33,6 +31,8 @@ typedef struct Stack {
     Layer *layers;
     MoeOptions *options; /* of each layer, whose seed is its own: so its weights are, too */
     int64_t created;
+    void *graphs[3]; /* of what is timed, where it is replayed */
+    int captured;
 } Stack;
 
 static MoeDevice *device_of(const Stack *s) {
@@ -46,33 +46,55 @@ static EpStream side_of(const Stack *s) {
 
 /* ---- steps --------------------------------------------------------------------------------- */
 
-/* The top layer's weights are still there when backward begins, if they have one form. */
-static bool regathers(const Stack *s, const Layer *layer) {
-    return layer != &s->layers[s->num - 1] || layer->weights[WEIGHT_W1].two_forms;
+/* Points of a layer: what is gathered or reduced is there, or what these wait for. */
+enum {
+    HAS_W1,
+    HAS_W2,
+    HAS_W2_BACKWARD,
+    HAS_W1_BACKWARD,
+    MULTIPLIED, /* the last product of forward */
+    BACKWARD,   /* forward is over, and the layer above's backward */
+    HAS_GRADIENT,
+    REDUCED = HAS_GRADIENT + NUM_WEIGHTS,
+    NUM_POINTS = REDUCED + NUM_WEIGHTS
+};
+
+static bool mark(Stack *s, bool side, int64_t layer, int point) {
+    const bool overlaps = s->layers[0].overlaps;
+    return !overlaps || device_of(s)->mark(device_of(s), side, (int)layer * NUM_POINTS + point);
 }
 
-static bool run_each(Layer *layer, EpStream stream, const MoePhase *phases, int count) {
-    bool ok = true;
+/* Points of layers that the stack does not have are passed. */
+static bool await(Stack *s, bool side, int64_t layer, int point) {
+    const bool overlaps = s->layers[0].overlaps && layer >= 0 && layer < s->num;
+    return !overlaps || device_of(s)->await(device_of(s), side, (int)layer * NUM_POINTS + point);
+}
+
+/* The top layer's weights are still there when backward begins, if they have one form. */
+static bool regathers(const Stack *s, const Layer *layer) {
+    return moe_phase_exists(layer, MOE_GATHER_W1_BACKWARD) &&
+           (layer != &s->layers[s->num - 1] || layer->weights[WEIGHT_W1].two_forms);
+}
+
+static bool run_on(Layer *layer, EpStream stream, MoePhase phase) {
     layer->weights_stream = stream;
-    for (int i = 0; ok && i < count; i++)
-        ok = moe_phase_run(layer, phases[i]);
+    bool ok = moe_phase_run(layer, phase);
     layer->weights_stream = layer->device.stream;
     return ok;
 }
 
 static bool gather_forward(Layer *layer, EpStream stream) {
-    static const MoePhase calls[] = {MOE_GATHER_W1, MOE_GATHER_W2};
-    return run_each(layer, stream, calls, 2);
+    return run_on(layer, stream, MOE_GATHER_W1) && run_on(layer, stream, MOE_GATHER_W2);
 }
 
 static bool gather_backward(const Stack *s, Layer *layer, EpStream stream) {
-    static const MoePhase calls[] = {MOE_GATHER_W2_BACKWARD, MOE_GATHER_W1_BACKWARD};
-    return !regathers(s, layer) || run_each(layer, stream, calls, 2);
+    return !regathers(s, layer) || (run_on(layer, stream, MOE_GATHER_W2_BACKWARD) &&
+                                    run_on(layer, stream, MOE_GATHER_W1_BACKWARD));
 }
 
 static bool reduce(Layer *layer, EpStream stream) {
-    static const MoePhase calls[] = {MOE_REDUCE_W2, MOE_REDUCE_W1, MOE_REDUCE_ROUTER};
-    return run_each(layer, stream, calls, 3);
+    return run_on(layer, stream, MOE_REDUCE_W2) && run_on(layer, stream, MOE_REDUCE_W1) &&
+           run_on(layer, stream, MOE_REDUCE_ROUTER);
 }
 
 static bool is_gather(MoePhase p) {
@@ -88,33 +110,69 @@ static bool compute(Layer *layer, MoePhase first, MoePhase last) {
     return ok;
 }
 
-static bool forward_beside(Stack *s, int64_t i) {
-    MoeDevice *d = device_of(s);
+/* ---- beside each other --------------------------------------------------------------------- */
+
+static bool gather_ahead(Stack *s, int64_t i) {
     Layer *layer = &s->layers[i];
-    return compute(layer, MOE_ROUTER, MOE_PREPARE) && d->fork(d) &&
-           compute(layer, MOE_DISPATCH, MOE_DISPATCH) &&
-           (i + 1 < s->num ? gather_forward(layer + 1, side_of(s))
-                           : gather_backward(s, layer, side_of(s))) &&
-           compute(layer, MOE_DISPATCH + 1, MOE_COMBINE) && d->join(d);
+    const bool shares = !layer->weights[WEIGHT_W1].keeps;
+    return (!shares || await(s, true, i - 2, MULTIPLIED)) &&
+           run_on(layer, side_of(s), MOE_GATHER_W1) && mark(s, true, i, HAS_W1) &&
+           run_on(layer, side_of(s), MOE_GATHER_W2) && mark(s, true, i, HAS_W2);
+}
+
+/* What layer i's backward products take, after forward or after backward of layer i + 2. */
+static bool gather_back(Stack *s, int64_t i) {
+    Layer *layer = &s->layers[i];
+    if (!regathers(s, layer)) return true;
+    return (i + 1 == s->num || await(s, true, i + 1, BACKWARD)) &&
+           run_on(layer, side_of(s), MOE_GATHER_W2_BACKWARD) && mark(s, true, i, HAS_W2_BACKWARD) &&
+           run_on(layer, side_of(s), MOE_GATHER_W1_BACKWARD) && mark(s, true, i, HAS_W1_BACKWARD);
+}
+
+static bool forward_beside(Stack *s, int64_t i) {
+    Layer *layer = &s->layers[i];
+    return compute(layer, MOE_ROUTER, MOE_DISPATCH) &&
+           (i + 1 < s->num ? gather_ahead(s, i + 1) : gather_back(s, i)) &&
+           await(s, false, i, HAS_W1) && compute(layer, MOE_DEQUANTISE, MOE_QUANTISE_ACTIVATION) &&
+           await(s, false, i, HAS_W2) && compute(layer, MOE_GEMM2, MOE_GEMM2) &&
+           mark(s, false, i, MULTIPLIED) && compute(layer, MOE_COMBINE, MOE_COMBINE);
+}
+
+/* The phase that makes the gradient of a weight, and the reduction beside what follows. */
+static bool reduce_beside(Stack *s, int64_t i, WeightId id, MoePhase makes, MoePhase reduces) {
+    Layer *layer = &s->layers[i];
+    return await(s, false, i + 2, REDUCED + (int)id) && compute(layer, makes, makes) &&
+           mark(s, false, i, HAS_GRADIENT + (int)id) && await(s, true, i, HAS_GRADIENT + (int)id) &&
+           run_on(layer, side_of(s), reduces) && mark(s, true, i, REDUCED + (int)id);
 }
 
 static bool backward_beside(Stack *s, int64_t i) {
-    MoeDevice *d = device_of(s);
     Layer *layer = &s->layers[i];
-    return d->fork(d) && compute(layer, MOE_COMBINE_BACKWARD, MOE_COMBINE_BACKWARD) &&
-           (i == 0 || gather_backward(s, layer - 1, side_of(s))) &&
-           (i + 1 == s->num || reduce(layer + 1, side_of(s))) &&
-           compute(layer, MOE_COMBINE_BACKWARD + 1, MOE_ROUTER_BACKWARD) && d->join(d);
+    const bool waits = regathers(s, layer);
+    return mark(s, false, i, BACKWARD) &&
+           compute(layer, MOE_COMBINE_BACKWARD, MOE_COMBINE_BACKWARD) &&
+           (i == 0 || gather_back(s, i - 1)) && (!waits || await(s, false, i, HAS_W2_BACKWARD)) &&
+           compute(layer, MOE_DEQUANTISE_BACKWARD, MOE_GEMM2_INPUT) &&
+           reduce_beside(s, i, WEIGHT_W2, MOE_GEMM2_WEIGHT, MOE_REDUCE_W2) &&
+           compute(layer, MOE_ACTIVATION_BACKWARD, MOE_QUANTISE_GRAD_Z) &&
+           (!waits || await(s, false, i, HAS_W1_BACKWARD)) &&
+           compute(layer, MOE_GEMM1_INPUT, MOE_GEMM1_INPUT) &&
+           reduce_beside(s, i, WEIGHT_W1, MOE_GEMM1_WEIGHT, MOE_REDUCE_W1) &&
+           compute(layer, MOE_DISPATCH_BACKWARD, MOE_DISPATCH_BACKWARD) &&
+           reduce_beside(s, i, WEIGHT_ROUTER, MOE_ROUTER_BACKWARD, MOE_REDUCE_ROUTER);
 }
 
 static bool run_step(Stack *s) {
-    bool ok = gather_forward(&s->layers[0], device_of(s)->stream);
+    MoeDevice *d = device_of(s);
+    bool ok = d->fork(d) && gather_ahead(s, 0);
     for (int64_t i = 0; ok && i < s->num; i++)
         ok = forward_beside(s, i);
     for (int64_t i = s->num - 1; ok && i >= 0; i--)
         ok = backward_beside(s, i);
-    return ok && reduce(&s->layers[0], device_of(s)->stream);
+    return ok && d->join(d);
 }
+
+/* ---- apart --------------------------------------------------------------------------------- */
 
 static bool run_apart(Stack *s) {
     EpStream stream = device_of(s)->stream;
@@ -178,23 +236,22 @@ static int64_t count_results(const Stack *s) {
     return 2 + s->num * NUM_WEIGHTS;
 }
 
-static bool take(Stack *s, int64_t i, char **out) {
-    const EpTensor *t = result_of(s, i);
+/* A copy in the device's memory. */
+static bool take(Stack *s, int64_t i, EpTensor *out) {
     MoeDevice *d = device_of(s);
-    *out = bench_alloc(1, (size_t)tensor_bytes(t), "a result");
-    return *out && d->download(d, *out, t->data, (size_t)tensor_bytes(t));
+    const size_t bytes = (size_t)tensor_bytes(result_of(s, i));
+    *out = *result_of(s, i);
+    out->data = d->alloc(d, bytes, "a result of layers apart");
+    return out->data && d->copy(d, out->data, result_of(s, i)->data, bytes);
 }
 
-static bool compare(Stack *s, int64_t i, const char *want, StackResult *out) {
-    const EpTensor *t = result_of(s, i);
-    const size_t unit = ep_type_bytes(t->type);
-    char *got = NULL;
-    bool ok = take(s, i, &got);
-    for (int64_t e = 0; ok && e < tensor_elements(t); e++)
-        out->wrong += memcmp(got + (size_t)e * unit, want + (size_t)e * unit, unit) != 0;
-    out->elements += tensor_elements(t);
-    free(got);
-    return ok;
+static bool compare(Stack *s, int64_t i, const EpTensor *want, StackResult *out) {
+    MoeDevice *d = device_of(s);
+    Difference difference;
+    if (!d->differ(d, result_of(s, i), want, &difference)) return false;
+    out->wrong += difference.elements;
+    out->elements += tensor_elements(want);
+    return true;
 }
 
 static void plant_fault(Stack *s, int fault) {
@@ -203,7 +260,7 @@ static void plant_fault(Stack *s, int fault) {
 }
 
 /* Without the faults that tests plant. */
-static bool take_apart(Stack *s, char **want) {
+static bool take_apart(Stack *s, EpTensor *want) {
     const int fault = s->options[0].fault;
     plant_fault(s, -1);
     bool ok = run_apart(s) && device_of(s)->finish(device_of(s));
@@ -218,15 +275,15 @@ static bool take_apart(Stack *s, char **want) {
 /* The step gives the same bits as layers apart. */
 static bool check(Stack *s, StackResult *out) {
     const int64_t count = count_results(s);
-    char **want = bench_alloc((size_t)count, sizeof(char *), "results");
+    EpTensor *want = bench_alloc((size_t)count, sizeof(EpTensor), "results");
     bool ok = want && take_apart(s, want);
     ok = world_all(s->world, ok);
     ok = ok && world_all(s->world, run_step(s) && device_of(s)->finish(device_of(s)));
     out->wrong = 0;
     for (int64_t i = 0; ok && i < count; i++)
-        ok = compare(s, i, want[i], out);
+        ok = compare(s, i, &want[i], out);
     for (int64_t i = 0; want && i < count; i++)
-        free(want[i]);
+        if (want[i].data) device_of(s)->release(device_of(s), want[i].data);
     free(want);
     int64_t sums[] = {out->elements, out->wrong};
     if (!world_all(s->world, ok) || !world_sum(s->world, sums, 2)) return false;
@@ -238,11 +295,15 @@ static bool check(Stack *s, StackResult *out) {
 
 enum { STEP, APART, WEIGHTS, NUM_TIMED };
 
+static bool queue(Stack *s, int which) {
+    return which == STEP ? run_step(s) : which == APART ? run_apart(s) : run_weights(s);
+}
+
 static bool run(void *context, int which) {
     Stack *s = context;
     MoeDevice *d = device_of(s);
     if (!d->start(d)) return false;
-    bool ok = which == STEP ? run_step(s) : which == APART ? run_apart(s) : run_weights(s);
+    bool ok = s->graphs[which] ? d->replay(d, s->graphs[which]) : queue(s, which);
     return ok && d->stop(d);
 }
 
@@ -250,13 +311,43 @@ static double took(void *context) {
     return device_of(context)->took_us;
 }
 
+static bool queue_captured(void *context) {
+    Stack *s = context;
+    return queue(s, s->captured);
+}
+
+/* Each has run once before it is captured. */
+static bool capture(Stack *s) {
+    MoeDevice *d = device_of(s);
+    bool ok = true;
+    for (s->captured = 0; ok && s->captured < NUM_TIMED; s->captured++) {
+        ok = world_all(s->world, queue(s, s->captured) && d->finish(d)) &&
+             world_all(s->world, d->capture(d, queue_captured, s, &s->graphs[s->captured]));
+    }
+    return ok;
+}
+
+/* Of all layers, which have the lowest one's work. */
+static bool add_floors(Stack *s, StackResult *out) {
+    MoeResult one = {.floor_us = -1};
+    if (!moe_measure_floor(&s->layers[0], &one)) return false;
+    for (int p = 0; p < NUM_MOE_PHASES; p++) {
+        double *sum = moe_phase_travels((MoePhase)p) ? &out->wire_us : &out->compute_us;
+        if (one.phases[p].floor_us > 0) *sum += (double)s->num * one.phases[p].floor_us;
+    }
+    return true;
+}
+
 static bool measure(Stack *s, const MoeOptions *o, StackResult *out) {
     Quantiles times[NUM_TIMED];
-    int64_t bytes[] = {2 * weights_buffers(&s->layers[0]), 0};
+    int64_t bytes[] = {weights_buffers(&s->layers[0], s->num), 0};
     for (int64_t i = 0; i < s->num; i++)
         bytes[1] += s->layers[i].buffer_bytes;
     if (!world_max(s->world, bytes, 2) || (o->run.check && !check(s, out)) ||
-        !time_calls_by(s->world, o->run.warmup, o->run.iterations, run, took, s, NUM_TIMED, times))
+        (o->graph && !capture(s)) ||
+        !time_calls_by(s->world, o->run.warmup, o->run.iterations, run, took, s, NUM_TIMED,
+                       times) ||
+        (o->run.floor && !add_floors(s, out)))
         return false;
     out->promised_bytes = bytes[0], out->taken_bytes = bytes[1];
     out->step = times[STEP], out->apart = times[APART], out->weights = times[WEIGHTS];

@@ -8,11 +8,12 @@
 
 typedef struct StackResult {
     int64_t layers;
-    bool overlaps;     /**< weights travel while other layers compute */
-    Quantiles step;    /**< as above; else like apart */
-    Quantiles apart;   /**< each layer gathers and reduces by itself, on one stream */
-    Quantiles weights; /**< all that travels, alone */
-    int64_t promised_bytes, taken_bytes; /**< buffers of two layers */
+    bool overlaps;              /**< weights travel while other layers compute */
+    Quantiles step;             /**< as above; else like apart */
+    Quantiles apart;            /**< each layer gathers and reduces by itself, on one stream */
+    Quantiles weights;          /**< all that travels, alone */
+    double compute_us, wire_us; /**< sums of the layers' floors: of what travels, and of the rest */
+    int64_t promised_bytes, taken_bytes; /**< of what is gathered, gradients, workspaces */
     int64_t elements, wrong;             /**< compared; wrong: negative if not checked */
 } StackResult;
 

@@ -158,9 +158,34 @@ static MoeOverlapId overlap_of(const Layer *layer, MoePhase phase) {
     return (MoeOverlapId)id;
 }
 
+/* The shared expert takes the tokens that dispatch sends, and combine adds what it makes. So it
+ * runs beside all between them, on the second stream. */
+static bool run_shared(Layer *layer) {
+    MoeDevice *d = &layer->device;
+    if (!d->fork(d)) return false;
+    d->exchange(d);
+    bool ok = moe_phase_run(layer, MOE_SHARED);
+    d->exchange(d);
+    return ok;
+}
+
+static bool run_forward(Layer *layer) {
+    const bool shared = layer->options->shared > 0;
+    MoeDevice *d = &layer->device;
+    bool ok = true;
+    for (int p = 0; ok && p < NUM_MOE_PHASES; p++) {
+        if (p == MOE_SHARED)
+            ok = !shared || run_shared(layer);
+        else
+            ok = (p != MOE_COMBINE || !shared || d->join(d)) && moe_phase_run(layer, (MoePhase)p);
+    }
+    return ok;
+}
+
 /* The first of an overlap's phases runs all of them. */
 bool moe_step_run(Layer *layer) {
     bool ok = true;
+    if (layer->options->forward) return run_forward(layer);
     for (int p = 0; ok && p < NUM_MOE_PHASES; p++) {
         const MoeOverlapId id = overlap_of(layer, (MoePhase)p);
         if (id == NUM_MOE_OVERLAPS)

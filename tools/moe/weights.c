@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include <stdlib.h>
 #include <string.h>
 
 #include "tools/common/data.h"
@@ -8,34 +7,28 @@
 
 /* ---- contents of a shard ------------------------------------------------------------------- */
 
-/* The shard's rows along the last dimension, one after the other. */
-static bool make_shard(const Layer *layer, WeightId id, char *out) {
+/* The shard as a part of the whole weight. Matrices have a first dimension of 1. */
+static bool part_of_shard(const Layer *layer, WeightId id, Part *out) {
     const EpWeightConfig *config = &layer->mesh.weights[id];
-    const int last = config->spec.ndim - 1;
-    int64_t begin[3] = {0}, local[3] = {1, 1, 1};
+    const int pad = 3 - config->spec.ndim;
+    int64_t shape[3] = {1, 1, 1}, begin[3] = {0}, local[3] = {1, 1, 1};
     if (!bench_ok(ep_spec_shard(&layer->mesh.mesh, &config->spec, config->name, config->shape,
-                                layer->world->rank, begin, local),
+                                layer->world->rank, begin + pad, local + pad),
                   "ep_spec_shard"))
         return false;
-    const int64_t rows = last == 2 ? local[1] : 1, width = local[last];
-    const size_t row_bytes = (size_t)width * ep_type_bytes(config->type);
-    float *row = bench_alloc((size_t)width, sizeof(float), "a weight's row");
-    for (int64_t i = 0; row && i < local[0] * rows; i++) {
-        int64_t at = begin[0] + i / rows;
-        if (last == 2) at = at * config->shape[1] + begin[1] + i % rows;
-        moe_input(layer->options, id, at * config->shape[last] + begin[last], width, row);
-        data_from_float(config->type, row, out + (size_t)i * row_bytes, width);
-    }
-    free(row);
-    return row != NULL;
+    memcpy(shape + pad, config->shape, (size_t)config->spec.ndim * sizeof(int64_t));
+    *out = (Part){(begin[0] * shape[1] + begin[1]) * shape[2] + begin[2],
+                  {shape[1] * shape[2], shape[2]},
+                  {local[0], local[1], local[2]}};
+    return true;
 }
 
 static bool fill_shard(Layer *layer, WeightId id) {
-    const EpTensor *shard = &layer->weights[id].shard;
-    char *contents = bench_alloc(1, (size_t)tensor_bytes(shard), "a shard's contents");
-    bool ok = contents && make_shard(layer, id, contents) && tensor_fill(layer, shard, contents);
-    free(contents);
-    return ok;
+    const Contents contents = moe_contents(layer->options, id);
+    MoeDevice *d = &layer->device;
+    Part part;
+    return part_of_shard(layer, id, &part) &&
+           d->fill(d, &contents, &part, &layer->weights[id].shard);
 }
 
 /* ---- tensors ------------------------------------------------------------------------------- */
@@ -105,12 +98,14 @@ static void choose_forms(const Layer *layer, WeightId id, Weight *w) {
     w->forward.form = (EpWeightForm)EP_WEIGHT_FORM_INIT;
     if (id == WEIGHT_ROUTER) return;
     w->two_forms = quantised && (o->blocks == EP_BLOCKS_ROWS || layer->multiplies_e4m3);
-    w->twice = w->two_forms || o->regather;
+    w->twice = !o->forward && (w->two_forms || o->regather);
+    w->keeps = !w->twice;
     if (!quantised) return;
     w->forward.form.quant = (EpQuant)o->quant;
     w->forward.form.blocks = (EpBlocks)o->blocks;
     w->backward.form = w->forward.form;
     w->forward.form.transposed = w->two_forms;
+    w->two_forms = w->two_forms && !o->forward;
 }
 
 static bool describe_weight(Layer *layer, WeightId id) {
@@ -135,7 +130,7 @@ static bool describe_weight(Layer *layer, WeightId id) {
 
 /* Weights in one form are gathered into one place, for both directions. */
 static bool create_forms(Layer *layer, Weight *w, const Weight *lent) {
-    if (!create_gathered(layer, w, LENT(forward), &w->forward)) return false;
+    if (!create_gathered(layer, w, w->keeps ? NULL : LENT(forward), &w->forward)) return false;
     if (w->two_forms) return create_gathered(layer, w, LENT(backward), &w->backward);
     w->backward = w->forward;
     return true;
@@ -145,10 +140,12 @@ static bool create_weight(Layer *layer, WeightId id) {
     Weight *w = &layer->weights[id];
     const Layer *second = layer->below ? layer->below->below : NULL;
     const Weight *lent = second ? &second->weights[id] : NULL;
-    return tensor_alloc(layer, &w->shard, "a weight's shard") &&
-           tensor_alloc(layer, &w->grad_shard, "a shard's gradient") &&
-           place(layer, &w->grad, LENT(grad), "a weight's gradient") &&
-           place(layer, &w->reduce_workspace, LENT(reduce_workspace), "a workspace") &&
+    const bool has_gradients =
+        layer->options->forward ||
+        (tensor_alloc(layer, &w->grad_shard, "a shard's gradient") &&
+         place(layer, &w->grad, LENT(grad), "a weight's gradient") &&
+         place(layer, &w->reduce_workspace, LENT(reduce_workspace), "a workspace"));
+    return has_gradients && tensor_alloc(layer, &w->shard, "a weight's shard") &&
            create_forms(layer, w, lent) && fill_shard(layer, id);
 }
 
@@ -168,29 +165,36 @@ static int64_t gathered_bytes(const Layer *layer, const Gathered *g) {
            (quantised ? tensor_bytes(&g->scales) : 0) + (values ? tensor_bytes(&g->values) : 0);
 }
 
-int64_t weights_buffers(const Layer *layer) {
+int64_t weights_buffers(const Layer *layer, int64_t layers) {
+    const int64_t shared = layers < 2 ? layers : 2;
     int64_t bytes = 0;
     for (int i = 0; i < NUM_WEIGHTS; i++) {
         const Weight *w = &layer->weights[i];
-        bytes += tensor_bytes(&w->grad) + tensor_bytes(&w->reduce_workspace);
-        if (!w->whole) bytes += gathered_bytes(layer, &w->forward);
-        if (!w->whole && w->two_forms) bytes += gathered_bytes(layer, &w->backward);
+        bytes += shared * (tensor_bytes(&w->grad) + tensor_bytes(&w->reduce_workspace));
+        if (w->whole) continue;
+        bytes += (w->keeps ? layers : shared) * gathered_bytes(layer, &w->forward);
+        if (w->two_forms) bytes += shared * gathered_bytes(layer, &w->backward);
     }
     return bytes;
 }
 
-/* Of a stack, whose layers share the buffers of two: the lowest layer asks for all. */
+/* Of a stack: the lowest layer asks for all. */
 static bool fits(Layer *layer) {
     const int64_t layers = layer->options->layers;
-    int64_t bytes = 2 * weights_buffers(layer), room = layer->device.room(&layer->device);
+    const int64_t copies =
+        layer->options->run.check ? 2 : 1; /* gradients, and those of layers apart */
+    int64_t bytes = weights_buffers(layer, layers), room = layer->device.room(&layer->device);
     if (layers < 2 || layer->below) return true;
     for (int i = 0; i < NUM_WEIGHTS; i++)
         bytes += layers * (tensor_bytes(&layer->weights[i].shard) +
-                           tensor_bytes(&layer->weights[i].grad_shard));
+                           tensor_bytes(&layer->weights[i].grad_shard) * copies);
     return bytes <= room ||
            bench_refuse("--layers: expected room for %lld bytes, of the shards of %lld layers and "
-                        "the buffers of two, got %lld",
-                        (long long)bytes, (long long)layers, (long long)room);
+                        "of %s, got %lld",
+                        (long long)bytes, (long long)layers,
+                        layer->weights[WEIGHT_W1].keeps ? "their weights (--regather 1: of two)"
+                                                        : "the weights of two",
+                        (long long)room);
 }
 
 bool weights_create(Layer *layer) {
@@ -205,13 +209,8 @@ bool weights_create(Layer *layer) {
 
 /* Bytes of all ones are NaN in every type of weights and scales. */
 static bool spoil(Layer *layer, const EpTensor *t) {
-    const size_t bytes = t->data ? (size_t)tensor_bytes(t) : 0;
-    if (bytes == 0) return true;
-    char *nans = bench_alloc(1, bytes, "a spoilt weight");
-    if (nans) memset(nans, 0xff, bytes);
-    bool ok = nans && tensor_fill(layer, t, nans);
-    free(nans);
-    return ok;
+    MoeDevice *d = &layer->device;
+    return !t->data || d->set(d, t->data, 0xff, (size_t)tensor_bytes(t));
 }
 
 static bool spoil_gathered(Layer *layer, const Gathered *g) {
@@ -220,6 +219,7 @@ static bool spoil_gathered(Layer *layer, const Gathered *g) {
 
 bool weights_spoil(Layer *layer) {
     bool ok = true;
+    if (layer->options->forward) return true; /* no step gathers them */
     for (int i = 0; ok && i < NUM_WEIGHTS; i++) {
         const Weight *w = &layer->weights[i];
         ok = spoil_gathered(layer, &w->forward) && spoil_gathered(layer, &w->backward) &&
@@ -238,7 +238,7 @@ int64_t weights_workspace(const Layer *layer) {
         const Weight *w = &layer->weights[i];
         most = larger(most, w->whole ? 0 : w->forward.sizes.gather_workspace);
         most = larger(most, w->whole ? 0 : w->backward.sizes.gather_workspace);
-        most = larger(most, w->forward.sizes.reduce_workspace);
+        if (!layer->options->forward) most = larger(most, w->forward.sizes.reduce_workspace);
     }
     return most;
 }

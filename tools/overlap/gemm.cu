@@ -18,10 +18,8 @@
  * an mbarrier orders before the signaller's fence and addition. A kernel that stores by bulk copies
  * waits for them and executes a proxy fence first.
  */
-#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
-#include <dlfcn.h>
 
 #include "tools/common/ptx.cuh"
 #include "tools/overlap/gemm.h"
@@ -50,7 +48,7 @@ enum {
 
 /* How bulk copies read both operands: boxes of a piece, and of GEMM_COLUMNS rows of weights. */
 typedef struct GemmMaps {
-    CUtensorMap in, weights;
+    TensorMap in, weights;
 } GemmMaps;
 
 __device__ __forceinline__ int load_ready(const int32_t *word) {
@@ -127,7 +125,7 @@ __device__ __forceinline__ void load_weights(const GemmArgs &a, const GemmMaps &
     uint64_t *full = &s->full[step % STAGES];
     wait_for(&s->empty[step % STAGES], parity_of(step, STAGES) ^ 1);
     arrival_expect(full, (uint32_t)l.bytes);
-    tensor_load(stage_of(memory, step) + STAGE_WEIGHTS, &maps.weights, i * STEP,
+    tensor_load(stage_of(memory, step) + STAGE_WEIGHTS, &maps.weights, i * STEP_BYTES,
                 l.expert * a.n + l.column, full);
 }
 
@@ -137,7 +135,7 @@ __device__ __forceinline__ void load_piece(const GemmArgs &a, const GemmMaps &ma
     int step = l.step + i, lane = (int)threadIdx.x % 32;
     uint32_t to = stage_of(memory, step) + STAGE_IN;
     if (l.piece < 0) return;
-    tensor_load(to + (uint32_t)(lane * a.block_rows * STEP_BYTES), &maps.in, i * STEP,
+    tensor_load(to + (uint32_t)(lane * a.block_rows * STEP_BYTES), &maps.in, i * STEP_BYTES,
                 l.piece * a.block_rows, &s->full[step % STAGES]);
 }
 
@@ -462,41 +460,16 @@ __global__ void compare(const uint32_t *a, const uint32_t *b, int64_t words,
 
 /* ---- launches ------------------------------------------------------------------------------ */
 
-typedef CUresult (*EncodeMap)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-                              const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
-                              const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-static EncodeMap encode_map;
-
-/* Describe a matrix of bf16 whose boxes have STEP columns. */
-static int describe_operand(CUtensorMap *map, const void *data, int64_t rows, int64_t columns,
-                            int box_rows) {
-    const cuuint64_t sizes[] = {(cuuint64_t)columns, (cuuint64_t)rows};
-    const cuuint64_t pitch[] = {(cuuint64_t)columns * 2};
-    const cuuint32_t box[] = {STEP, (cuuint32_t)box_rows}, steps[] = {1, 1};
-    return encode_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)data, sizes, pitch, box,
-                      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
-               ? cudaSuccess
-               : cudaErrorInvalidValue;
-}
-
 extern "C" int overlap_open(void) {
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (driver) encode_map = (EncodeMap)dlsym(driver, "cuTensorMapEncodeTiled");
-    if (!encode_map) return cudaErrorInsufficientDriver;
     return cudaFuncSetAttribute(gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
 }
 
 extern "C" int overlap_gemm(const GemmArgs *args, int blocks, void *stream) {
+    const int64_t row_bytes = (int64_t)args->k * 2, columns = (int64_t)args->experts * args->n;
     GemmMaps maps;
-    int error = describe_operand(&maps.in, args->in, args->rows, args->k, args->block_rows);
-    if (!error)
-        error = describe_operand(&maps.weights, args->weights, (int64_t)args->experts * args->n,
-                                 args->k, GEMM_COLUMNS);
-    if (error) return error;
+    if (!tensor_map_make(args->in, args->rows, row_bytes, args->block_rows, &maps.in) ||
+        !tensor_map_make(args->weights, columns, row_bytes, GEMM_COLUMNS, &maps.weights))
+        return cudaErrorInvalidValue;
     gemm<<<blocks, THREADS, SHARED_BYTES, (cudaStream_t)stream>>>(*args, maps);
     return cudaGetLastError();
 }

@@ -70,7 +70,7 @@ static ncclConfig_t config_of(const EpGroup *group, int blocks) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = blocks;
     if (group->purpose == EP_FOR_WEIGHTS && group->nodes.sizes.nodes == 1)
-        config.minCTAs = config.maxCTAs = EP_WEIGHT_CTAS;
+        config.minCTAs = config.maxCTAs = ep_cuda_weight_ctas(group);
     return config;
 }
 

@@ -56,6 +56,14 @@ static inline int ep_cuda_network_blocks(const EpGroup *group) {
  *  two H100s, a gather is not bound by the wire, and takes a fifth longer. Ranks may differ in
  *  num_sms, but must not in this. */
 #define EP_WEIGHT_CTAS 48
+#define EP_MOST_CTAS 64 /* that NCCL has */
+
+/** Likewise, or as many as the setting says. */
+static inline int ep_cuda_weight_ctas(const EpGroup *group) {
+    const int64_t sms = group->settings.weight_sms;
+    if (sms == EP_COUNT_AUTO) return EP_WEIGHT_CTAS;
+    return sms < 1 ? 1 : sms > EP_MOST_CTAS ? EP_MOST_CTAS : (int)sms;
+}
 
 /** Destroy the group's own communicators if all ranks do so (`together`), else abort them. */
 void ep_cuda_comm_close(EpGroup *group, int together);

@@ -69,7 +69,9 @@ EpGrid ep_weight_packing_grid(const EpWeightWork *w) {
 
 static EpGrid grid_beside(const EpWeightWork *w, int most) {
     if (!is_sliced(w)) return (EpGrid){ep_weight_blocks(w), 0};
-    int left = w->cuda->device.most_blocks - EP_WEIGHT_CTAS; /* NCCL's are not of the share */
+    const int ctas = ep_cuda_weight_ctas(w->group);
+    int left = w->cuda->device.most_blocks - ctas; /* NCCL's are not of the share */
+    if (w->group->settings.weight_sms != EP_COUNT_AUTO) left = (int)ep_min(left, ctas);
     int blocks = (int)ep_min(ep_min(most, w->cuda->device.blocks), left);
     return (EpGrid){(int)ep_max(1, blocks), w->cuda->shared_bytes / 2 + 1024};
 }

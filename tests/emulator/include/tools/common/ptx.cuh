@@ -8,15 +8,13 @@
 
 #include <vector>
 
-#include <cuda.h>
-
 #include "runtime/cuda/ptx.cuh"
 
 static inline uint32_t shared_address(const void *pointer) {
     return ep_smem(pointer);
 }
 
-/* ---- words, mbarriers and bulk copies ---- */
+/* ---- words and bulk copies ---- */
 
 static inline uint64_t global_timer(void) {
     emulated_poll();
@@ -51,10 +49,6 @@ static inline uint32_t count_up(uint32_t *address) {
 
 static inline void arrival_fence(void) {}
 
-static inline void arrival_expect(uint64_t *arrival, uint32_t bytes) {
-    emulated_mbarrier_arrive(arrival, bytes);
-}
-
 static inline void bulk_load(char *stage, const char *from, uint32_t bytes, uint64_t *arrival) {
     emulated_bulk_load(stage, from, bytes, arrival);
 }
@@ -72,86 +66,112 @@ static inline void bulk_wait_all(void) {
     emulated_bulk_wait(0, 1);
 }
 
-/* The copy engine swizzles rows of 128 bytes. Rows behind the matrix's last one are 0. */
-static inline void tensor_load(uint32_t to, const CUtensorMap *map, int x, int y,
-                               uint64_t *arrival) {
-    if (to % 1024) emulated_die("a swizzled box at %u", to);
-    for (uint32_t row = 0; row < map->box_rows; row++)
-        for (uint32_t chunk = 0; chunk < 8; chunk++) {
-            char *at = (char *)emulated_generic(to) + row * 128 + (chunk ^ row % 8) * 16;
-            const char *from = (const char *)map->data + ((uint64_t)y + row) * map->pitch +
-                               (uint64_t)x * 2 + chunk * 16;
-            if ((uint64_t)y + row < map->rows)
-                emulated_bulk_load(at, from, 16, arrival);
-            else
-                memset(at, 0, 16), emulated_mbarrier_complete(arrival, 16);
-        }
-}
-
-static inline void tensor_prefetch(const void *) {}
 static inline void fence_bulk_loads(void) {}
 
-/* ---- copies: made when the thread waits for them; until then their places hold NaN ---- */
+/* ---- copies and loads: until they are made their places hold NaN ---- */
 
 struct EmulatedCopy {
     char *to;
     const void *from;
-    uint32_t bytes, all;
 };
 
-/* The groups of each thread of the block, the oldest first. The last one is open. */
-static thread_local std::vector<std::vector<EmulatedCopy>> emulated_copies[1024];
+/* Of each thread of the block. */
+static thread_local std::vector<EmulatedCopy> emulated_copies[1024];
 
-static inline std::vector<std::vector<EmulatedCopy>> &emulated_groups(void) {
-    std::vector<std::vector<EmulatedCopy>> &groups = emulated_copies[threadIdx.x];
-    if (groups.empty()) groups.emplace_back();
-    return groups;
+static inline void copy_4(uint32_t to, const void *from) {
+    if (to % 4 || (uintptr_t)from % 4) emulated_die("an unaligned copy of 4 bytes");
+    if (!emulated_reaches(from, 4)) emulated_die("a copy reads out of reach");
+    const EmulatedCopy copy = {(char *)emulated_generic(to), from};
+    memset(copy.to, 0xff, 4);
+    emulated_copies[threadIdx.x].push_back(copy);
 }
 
-static inline void emulated_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t all) {
-    const EmulatedCopy copy = {(char *)emulated_generic(to), from, bytes, all};
-    if (to % all || (uintptr_t)from % all) emulated_die("an unaligned copy of %u bytes", all);
-    if (bytes && !emulated_reaches(from, bytes)) emulated_die("a copy reads out of reach");
-    memset(copy.to, 0xff, all);
-    emulated_groups().back().push_back(copy);
+static inline void copies_arrive(uint64_t *arrival) {
+    for (const EmulatedCopy &copy : emulated_copies[threadIdx.x])
+        memcpy(copy.to, copy.from, 4);
+    emulated_copies[threadIdx.x].clear();
+    emulated_mbarrier_arrive(arrival, 0);
 }
 
-static inline void copy_16(uint32_t to, const void *from, uint32_t bytes) {
-    emulated_copy(to, from, bytes, 16);
+struct TensorMap {
+    const char *data;
+    int64_t rows, columns;
+    int box_rows;
+};
+
+static inline bool tensor_map_make(const void *data, int64_t rows, int64_t columns, int box_rows,
+                                   TensorMap *out) {
+    *out = {(const char *)data, rows, columns, box_rows};
+    return (uintptr_t)data % 16 == 0 && columns % 16 == 0;
 }
 
-static inline void copy_4(uint32_t to, const void *from, uint32_t bytes) {
-    emulated_copy(to, from, bytes, 4);
-}
-
-static inline void copies_commit(void) {
-    emulated_groups().emplace_back();
-}
-
-template <int YOUNGEST> static inline void copies_wait(void) {
-    std::vector<std::vector<EmulatedCopy>> &groups = emulated_groups();
-    while (groups.size() > YOUNGEST + 1) {
-        for (const EmulatedCopy &copy : groups.front()) {
-            memset(copy.to, 0, copy.all);
-            memcpy(copy.to, copy.from, copy.bytes);
+/* In pieces of 16 bytes, which change places by the lowest bits of the row's address. */
+static inline void tensor_load(uint32_t to, const TensorMap *map, int column, int row,
+                               uint64_t *arrival) {
+    if (to % 1024) emulated_die("a load of a box to %u", to);
+    for (int i = 0; i < map->box_rows * 8; i++) {
+        const int64_t line = row + i / 8, at = column + i % 8 * 16;
+        char *place =
+            (char *)emulated_generic(to + (uint32_t)(i / 8 * 128 + (i % 8 ^ i / 8 % 8) * 16));
+        memset(place, 0xff, 16);
+        if (line < map->rows && at < map->columns) {
+            emulated_bulk_load(place, map->data + line * map->columns + at, 16, arrival);
+        } else {
+            memset(place, 0, 16);
+            emulated_mbarrier_complete(arrival, 16);
         }
-        groups.erase(groups.begin());
     }
 }
 
-static inline void fence_matrix_units(void) {}
+static inline void tensor_load_all(uint32_t to, const TensorMap *map, int column, int row,
+                                   uint64_t *arrival) {
+    tensor_load(to, map, column, row, arrival);
+}
 
 static inline void arrival_init(uint64_t *arrival, uint32_t count) {
     emulated_mbarrier_init(arrival, count);
+}
+
+static inline void arrival_expect(uint64_t *arrival, uint32_t bytes) {
+    emulated_mbarrier_arrive(arrival, bytes);
 }
 
 static inline void arrival_arrive(uint64_t *arrival) {
     emulated_mbarrier_arrive(arrival, 0);
 }
 
+static inline void arrival_arrive_at(uint64_t *arrival, uint32_t rank) {
+    (void)rank;
+    emulated_mbarrier_arrive(arrival, 0);
+}
+
 static inline uint32_t arrival_test(uint64_t *arrival, uint32_t parity) {
     return ep_mbarrier_try_wait(arrival, parity);
 }
+
+/* ---- clusters: of one block here ---- */
+
+enum { CLUSTER = 1 };
+
+static inline uint32_t cluster_rank(void) {
+    return 0;
+}
+
+static inline void cluster_begin(void) {
+    __syncthreads();
+}
+
+static inline void cluster_end(void) {}
+
+template <typename Args>
+static inline cudaError_t cluster_launch(void (*kernel)(const Args &), unsigned blocks,
+                                         unsigned threads, int shared_bytes, cudaStream_t stream,
+                                         const Args &args) {
+    emulated_launch(emulated_grid(blocks, threads, shared_bytes, stream), kernel, args);
+    return cudaGetLastError();
+}
+
+/* ---- matrix units ---- */
 
 template <int COUNT> static inline void registers_give(void) {}
 template <int COUNT> static inline void registers_take(void) {}
