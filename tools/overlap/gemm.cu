@@ -481,7 +481,8 @@ extern "C" int overlap_hold(const int32_t *word, int least, uint64_t deadline_ns
 }
 
 extern "C" int overlap_watch(const WatchArgs *args, void *stream) {
-    watch<<<1, 1 + args->num_rows, 0, (cudaStream_t)stream>>>(*args);
+    int rows = (args->num_rows + 31) / 32 * 32; /* whoever looks at the word has its own warp */
+    watch<<<1, rows + 1, 0, (cudaStream_t)stream>>>(*args);
     return cudaGetLastError();
 }
 
