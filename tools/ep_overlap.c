@@ -417,10 +417,19 @@ static bool finish(Rank *r) {
                                       (long long)r->o->timeout));
 }
 
+enum { AHEAD_NS = 300000 };
+
+/* Let the host enqueue a step while the stream is busy, and the ranks begin it together. Prepare is
+ * where they meet; in latency mode it is the dispatch. */
+static bool meet(Rank *r, const Setting *s) {
+    return cuda_ok(overlap_spin(AHEAD_NS, r->stream), "spin") && prepare(r, s->plain) &&
+           (r->o->mode != EP_MODE_LATENCY || dispatch(r, s->plain, 0));
+}
+
 static bool timed_call(void *context, int which) {
     Timed *t = context;
     Rank *r = t->r;
-    return cuda_ok(cudaEventRecord(r->begin, r->stream), "cudaEventRecord") &&
+    return meet(r, t->s) && cuda_ok(cudaEventRecord(r->begin, r->stream), "cudaEventRecord") &&
            (which ? run_overlapped(r, t->s) : run_plain(r, t->s)) &&
            cuda_ok(cudaEventRecord(r->end, r->stream), "cudaEventRecord") && finish(r);
 }
@@ -441,7 +450,7 @@ static bool time_notes(Rank *r, const Setting *s, bool (*step)(Rank *, const Set
     bool ok = r->notes = true;
     for (int i = 0; i < NOTED_STEPS; i++) {
         if (!world_all(r->world, ok)) return false;
-        ok = step(r, s) && finish(r);
+        ok = meet(r, s) && step(r, s) && finish(r);
         for (int n = 0; ok && n < count; n++) {
             ok =
                 cuda_ok(cudaEventElapsedTime(&ms, r->passed[from[n]], r->passed[n + 1]), "elapsed");

@@ -374,6 +374,12 @@ __global__ void hold(const int32_t *word, int least, uint64_t deadline_ns, int32
         }
 }
 
+__global__ void spin(uint64_t ns) {
+    uint64_t start = global_timer();
+    while (global_timer() - start < ns) {
+    }
+}
+
 /* ---- a watcher ----------------------------------------------------------------------------- */
 
 /* A thread for each row looks at four of its words, the last thread at the block's word. */
@@ -477,6 +483,11 @@ extern "C" int overlap_gemm(const GemmArgs *args, int blocks, void *stream) {
 extern "C" int overlap_hold(const int32_t *word, int least, uint64_t deadline_ns, int32_t *late,
                             void *stream) {
     hold<<<1, 1, 0, (cudaStream_t)stream>>>(word, least, deadline_ns, late);
+    return cudaGetLastError();
+}
+
+extern "C" int overlap_spin(uint64_t ns, void *stream) {
+    spin<<<1, 1, 0, (cudaStream_t)stream>>>(ns);
     return cudaGetLastError();
 }
 

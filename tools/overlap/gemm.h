@@ -79,6 +79,8 @@ int overlap_open(void);
 int overlap_gemm(const GemmArgs *args, int blocks, void *stream);
 /** Hold a stream until *word is at least `least`. */
 int overlap_hold(const int32_t *word, int least, uint64_t deadline_ns, int32_t *late, void *stream);
+/** Keep a stream busy. */
+int overlap_spin(uint64_t ns, void *stream);
 int overlap_watch(const WatchArgs *args, void *stream);
 /** Fill bf16 with numbers from -1 to 1, or indices with distinct experts for each token. */
 int overlap_fill(void *out, int64_t count, uint64_t seed, void *stream);
