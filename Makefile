@@ -82,7 +82,7 @@ NVCC ?= $(CUDA_HOME)/bin/nvcc
 release_arch := -gencode arch=compute_100,code=[sm_100,compute_100]
 NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
 # Matrix units of sm_90 need code for it alone.
-nvcc_arch = $(if $(filter %/fp8.cu.o,$@),$(subst 90aa,90a,$(subst 90,90a,$(NVCC_ARCH))),$(NVCC_ARCH))
+nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),$(subst 90aa,90a,$(subst 90,90a,$(NVCC_ARCH))),$(NVCC_ARCH))
 $(if $(filter 1,$(if $(RELEASE),$(CUDA))),\
     $(if $(findstring sm_100,$(shell $(NVCC) --list-gpu-code)),,\
         $(error RELEASE=1: expected an nvcc that knows sm_100 (CUDA 12.8 or newer), got $(NVCC))))
@@ -144,7 +144,7 @@ tools := $B/ep_bench $B/ep_info $B/ep_moe $(if $(filter 1,$(CUDA)),$B/ep_overlap
 tests := $B/tests/ep_tests
 gpu_tests := $B/tests/ep_gpu_tests
 emulated_tests := $B/tests/ep_emulated_tests
-emulated := $(emulated_tests) $B/emulated/ep_moe $B/emulated/ep_bench
+emulated := $(emulated_tests) $(addprefix $B/emulated/,ep_moe ep_bench ep_overlap)
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
         check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-package \
@@ -287,8 +287,8 @@ $(gpu_tests): $(call objects,gpu/,$(gpu_tests_c))
 $(tests) $(gpu_tests): $(call objects,,$(nccl_ep)) $B/libep_mpi.a $B/libep.a
 	$(call link,$(mpi_libs) $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm)
 
-# Programs with emulated GPUs inside: the tests, the drop-in library, ep_moe and ep_bench. Ranks of
-# the last two are threads: loops serve instead of cuBLAS, and no baseline, which takes MPI.
+# Programs with emulated GPUs inside: the tests, the drop-in library and three tools. Ranks of the
+# tools are threads: loops serve instead of cuBLAS, and no baseline, which takes MPI.
 emulator_c := $(filter-out tests/emulator/tests/%,$(call in,tests/emulator))
 emulator := $(call objects,emulated/,$(lib) $(emulator_c))
 emulated_nccl_ep := $B/emulated/libnccl_ep.so
@@ -296,6 +296,7 @@ $(emulated_tests): $(call objects,emulated/,$(nccl_ep) $(gpu_tests_c) $(call in,
 $B/emulated/ep_moe: $(call objects,emulated/,$(moe))
 $B/emulated/ep_bench: $(call objects,emulated/,\
                           $(filter-out %/baseline.cu %/baseline_nccl.c,$(bench)))
+$B/emulated/ep_overlap: $(call objects,emulated/,$(overlap))
 $(emulated): $(emulator) $(call objects,,$(mpi_c))
 	$(call link,$(if $(filter %/ep_bench,$@),$(no_baseline)) $(mpi_libs) $(hwloc_libs) \
 	    $(criterion_libs) -lm,$(CXX))
