@@ -29,6 +29,7 @@ static const struct {
                              {"config.node_rows", EP_NUMBERS},
                              {"LIBEP_NODE_CHUNK", EP_NUMBERS},
                              {"LIBEP_WEIGHT_SMS", EP_NUMBERS},
+                             {"LIBEP_NODE_LATENCY", EP_NUMBERS},
                              {"bootstrap.isend being given", EP_NUMBERS}};
 
 void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGroupConfig *c,
@@ -54,6 +55,7 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
                                              ep_config_node_rows(c),
                                              settings->node_chunk,
                                              settings->weight_sms,
+                                             settings->node_latency,
                                              bootstrap->isend != NULL};
     memcpy(mine->field, values, sizeof(values));
     mine->topology_hash = settings->topology.hash;

@@ -128,8 +128,9 @@ static int32_t parts(int32_t all, int32_t each) {
 void ep_config_chunks(const EpGroupConfig *config, const EpSettings *settings, EpNodeSizes *out) {
     int64_t token = out->most * ep_config_record_bytes(config);
     int32_t rows = ep_config_node_rows(config);
-    out->limit = out->chunk = out->message = 0;
+    out->limit = out->chunk = out->message = out->latency = 0;
     if (out->nodes == 1) return;
+    out->latency = config->max_tokens <= settings->node_latency;
     int64_t bytes = ep_max(LEAST_CHUNK_BYTES, rows * token / LEAST_CHUNKS);
     bytes = ep_min(bytes, settings->node_chunk);
     out->chunk = out->message = (int32_t)ep_max(1, ep_min(rows, bytes / token));

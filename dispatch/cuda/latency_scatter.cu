@@ -507,11 +507,11 @@ __device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, int
 /* Publish what sources had no room for. By one thread of such a block. */
 __device__ __forceinline__ void publish_not_sent(const EpLatencyScatterArgs &a, int64_t step) {
     int64_t lost = 0;
-    if (!EP_SEVERAL_NODES || !a.route.shape.nodes.limit) return;
+    int sources = EP_SEVERAL_NODES && a.route.shape.nodes.limit ? num_sources(a) : 0;
 #pragma unroll 1
-    for (int r = 0; r < num_sources(a); r++)
+    for (int r = 0; r < sources; r++)
         lost += source_dropped(a)[r];
-    publish_lost(a.route, step, lost);
+    if (EP_SEVERAL_NODES) publish_lost(a.route, step, lost);
 }
 
 /* Publish the routing of layouts whose entries have slots of their own. By a block that has
@@ -868,9 +868,9 @@ __device__ __forceinline__ void for_each_step(const EpLatencyScatterArgs &a, int
 #pragma unroll 1
     for (int j = num_to; step == 0 && j < a.route.group.size; j++)
         store(workspace()->to[j], 0);
-    if (!EP_SEVERAL_NODES) return;
+    int places = EP_SEVERAL_NODES ? workspace()->num_places : 0;
 #pragma unroll 1
-    for (int j = 0; j < workspace()->num_places; j++) {
+    for (int j = 0; j < places; j++) {
         char *to = workspace()->to[a.route.group.size + j] + step * EP_STEP_BYTES;
 #pragma unroll
         for (int i = 0; i < SENT_AT_ONCE; i++)

@@ -348,8 +348,8 @@ typedef enum EpOverflow {
  * node and has sets of buffers (latency_sets), otherwise THROUGHPUT. A program that asks for AUTO
  * uses only what both modes support.
  *
- * On several nodes GPUs have no latency mode. The host backend has, for programs that ask for it by
- * name.
+ * On several nodes AUTO is LATENCY if max_tokens is at most LIBEP_NODE_LATENCY, too, and all nodes
+ * have as many ranks. GPUs have latency mode on such nodes alone.
  */
 typedef enum EpMode { EP_MODE_AUTO = 1, EP_MODE_THROUGHPUT = 2, EP_MODE_LATENCY = 3 } EpMode;
 
