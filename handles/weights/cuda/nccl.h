@@ -39,6 +39,11 @@ typedef struct EpWeightFacts {
     int64_t bytes;  /**< that each rank sends of it */
 } EpWeightFacts;
 
+/** Begin an operation that one kernel does, which tells the ranks itself: w->mark.group is what it
+ *  gets of the group. ep_cuda_order_leave ends it. */
+EpStatus ep_weight_enter(EpGroup *group, const EpWeightFacts *facts, EpStream stream,
+                         EpWeightWork *w);
+
 /** Begin an operation on the caller's stream. Operations of a group follow each other, on any
  *  streams. EP_ERR_UNSUPPORTED: NCCL cannot connect the ranks. */
 EpStatus ep_weight_begin(EpGroup *group, const EpWeightFacts *facts, EpStream stream,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sharded weights: gradients go back to their shards, and amaxes are agreed on. */
 #include "handles/nodes/cuda/relay.h"
+#include "handles/weights/cuda/push.h"
 #include "handles/weights/cuda/slices.h"
 #include "handles/weights/cuda/weight.h"
 #include "runtime/layout.h"
@@ -20,6 +21,16 @@ static int packs(const EpWeight *weight) {
                                     (int64_t)ep_type_bytes(weight->config.grad_type));
 }
 
+/* Whether one kernel reduces it: on one node, where all is accessed 16 bytes at a time, and no
+ * ranks divide the sum of a shard. Equal on all ranks. */
+static int is_pushed(const EpWeight *weight) {
+    int64_t size = (int64_t)ep_type_bytes(weight->config.grad_type);
+    int64_t bytes = ep_shard_elements(&weight->shards) * size;
+    return weight->reduces->nodes.sizes.nodes == 1 && weight->reduces->size > 1 &&
+           weight->reduces->size <= EP_CUDA_MAX_RANKS && !weight->replicates && bytes > 0 &&
+           ep_shards_run(&weight->shards) * size % 16 == 0 && bytes / 16 < INT32_MAX / 2;
+}
+
 /* The parts of the workspace: what each rank has sent of this rank's piece; packed shards; the sums
  * of all pieces of this rank's shard. */
 typedef struct ReduceParts {
@@ -30,7 +41,7 @@ static ReduceParts reduce_parts(const EpWeight *weight) {
     int64_t stride = ep_weight_piece_stride(weight);
     int32_t pieces = weight->replicates ? weight->replicates->size : 0;
     ReduceParts p = {.piece = stride * (int64_t)ep_type_bytes(weight->config.grad_type)};
-    if (weight->reduces->size == 1) return p;
+    if (weight->reduces->size == 1 || is_pushed(weight)) return p;
     p.packed = p.piece * weight->reduces->size;
     p.sums = p.packed;
     if (packs(weight)) p.sums += ep_shards_number(&weight->shards) * shard_stride(weight);
@@ -213,11 +224,45 @@ static EpStatus reduce(EpWeightWork *w, const Reduction *r) {
                                 count_slices(w, &stages, r));
 }
 
+static EpPushArgs describe_push(const EpWeightWork *w, const EpWeightReduce *call) {
+    const EpWeight *weight = call->weight;
+    const EpShards *s = &weight->shards;
+    int64_t each = 16 / (int64_t)ep_type_bytes(weight->config.grad_type);
+    int dim = ep_shards_run_dim(s);
+    EpPushArgs args = {.group = w->mark.group,
+                       .type = weight->config.grad_type,
+                       .out_type = weight->config.reduced_type,
+                       .accumulate = call->accumulate,
+                       .vectors = (int32_t)(ep_shard_elements(s) / each),
+                       .chunk = EP_PUSH_BYTES / 16,
+                       .run = ep_large_divisor(ep_shards_run(s) / each),
+                       .rows = ep_large_divisor(dim == 2 ? s->part[1] : 1),
+                       .row_step = ep_shards_whole(s, 1) * ep_shards_whole(s, 2) / each,
+                       .step = ep_shards_whole(s, 2) / each,
+                       .grad = call->grad,
+                       .out = call->out};
+    args.chunks = (args.vectors + args.chunk - 1) / args.chunk;
+    for (int32_t r = 0; r < w->group->size; r++)
+        args.base[r] = ep_shard_run_at(s, weight->reduced[r].shard, 0) / each;
+    return args;
+}
+
+static EpStatus push(const EpWeightReduce *call, const EpWeightFacts *facts) {
+    EpWeightWork w;
+    EP_TRY(ep_weight_enter(call->weight->reduces, facts, call->stream, &w));
+    EpPushArgs args = describe_push(&w, call);
+    int blocks = (int)ep_min(w.cuda->device.blocks, EP_PUSH_BLOCKS);
+    args.receivers = blocks / 2;
+    return ep_cuda_order_leave(w.group, &w.cuda->order, &w.stream,
+                               ep_cuda_launch_push(&args, blocks, w.stream.stream));
+}
+
 EpStatus ep_cuda_weight_reduce(const EpWeightReduce *call) {
     EpWeightWork w, sharing;
     const EpWeight *weight = call->weight;
     EpWeightFacts facts = {&ep_op_weight_reduce, weight->number, call->accumulate,
                            reduce_parts(weight).piece};
+    if (is_pushed(weight)) return push(call, &facts);
     EP_TRY(ep_weight_begin(weight->reduces, &facts, call->stream, &w));
     Reduction r = describe_reduction(&w, call);
     EP_TRY(ep_weight_end(&w, reduce(&w, &r)));
