@@ -45,7 +45,7 @@ EpStatus ep_weight_enter(EpGroup *group, const EpWeightFacts *facts, EpStream st
     if (group->size == 1) return EP_OK;
     EP_TRY(ep_cuda_stream(group, stream, &w->stream));
     w->mark = (EpMarkArgs){.group = cuda->device, .marks = {.num_peers = group->size}};
-    w->mark.group.digest = digest_of(facts);
+    w->mark.group.digest = digest_of(facts), w->pushes = 1;
     return ep_cuda_order_enter(group, &cuda->order, &w->stream);
 }
 
@@ -53,6 +53,7 @@ EpStatus ep_weight_begin(EpGroup *group, const EpWeightFacts *facts, EpStream st
                          EpWeightWork *w) {
     EP_TRY(ep_weight_enter(group, facts, stream, w));
     if (group->size == 1) return EP_OK;
+    w->pushes = 0;
     ep_cuda_watch_describe(group, &w->mark);
     EpStatus status = compare(w);
     return status == EP_OK ? EP_OK : ep_weight_end(w, status);
@@ -74,7 +75,7 @@ EpStatus ep_weight_end(EpWeightWork *w, EpStatus status) {
     if (w->group->size == 1) return status;
     w->mark.marks.last = 1;
     if (status == EP_OK) {
-        int error = ep_cuda_launch_move(&w->mark, w->stream.stream);
+        int error = w->pushes ? 0 : ep_cuda_launch_move(&w->mark, w->stream.stream);
         status = ep_cuda_order_leave(w->group, &w->cuda->order, &w->stream, error);
     }
     if (status == EP_OK || w->group->failed != EP_OK) return status;

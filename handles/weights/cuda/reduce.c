@@ -21,14 +21,13 @@ static int packs(const EpWeight *weight) {
                                     (int64_t)ep_type_bytes(weight->config.grad_type));
 }
 
-/* Whether one kernel reduces it: on one node, where all is accessed 16 bytes at a time, and no
- * ranks divide the sum of a shard. Equal on all ranks. */
+/* Whether one kernel reduces it: 16 bytes at a time, where no ranks divide the sum of a shard.
+ * Equal on all ranks. */
 static int is_pushed(const EpWeight *weight) {
-    int64_t size = (int64_t)ep_type_bytes(weight->config.grad_type);
-    int64_t bytes = ep_shard_elements(&weight->shards) * size;
-    return weight->reduces->nodes.sizes.nodes == 1 && weight->reduces->size > 1 &&
-           weight->reduces->size <= EP_CUDA_MAX_RANKS && !weight->replicates && bytes > 0 &&
-           ep_shards_run(&weight->shards) * size % 16 == 0 && bytes / 16 < INT32_MAX / 2;
+    const EpGroup *group = weight->reduces;
+    int64_t unit = (int64_t)ep_type_bytes(weight->config.grad_type);
+    return !weight->replicates && ep_push_word(&weight->shards, unit) == 16 &&
+           ep_push_reaches(&group->nodes.sizes, group->size, &weight->shards, unit);
 }
 
 /* The parts of the workspace: what each rank has sent of this rank's piece; packed shards; the sums
@@ -226,24 +225,17 @@ static EpStatus reduce(EpWeightWork *w, const Reduction *r) {
 
 static EpPushArgs describe_push(const EpWeightWork *w, const EpWeightReduce *call) {
     const EpWeight *weight = call->weight;
-    const EpShards *s = &weight->shards;
-    int64_t each = 16 / (int64_t)ep_type_bytes(weight->config.grad_type);
-    int dim = ep_shards_run_dim(s);
+    int64_t unit = (int64_t)ep_type_bytes(weight->config.grad_type);
     EpPushArgs args = {.group = w->mark.group,
+                       .shards = ep_push_describe(&weight->shards, unit, 16),
                        .type = weight->config.grad_type,
                        .out_type = weight->config.reduced_type,
                        .accumulate = call->accumulate,
-                       .vectors = (int32_t)(ep_shard_elements(s) / each),
-                       .chunk = EP_PUSH_BYTES / 16,
-                       .run = ep_large_divisor(ep_shards_run(s) / each),
-                       .rows = ep_large_divisor(dim == 2 ? s->part[1] : 1),
-                       .row_step = ep_shards_whole(s, 1) * ep_shards_whole(s, 2) / each,
-                       .step = ep_shards_whole(s, 2) / each,
                        .grad = call->grad,
                        .out = call->out};
-    args.chunks = (args.vectors + args.chunk - 1) / args.chunk;
     for (int32_t r = 0; r < w->group->size; r++)
-        args.base[r] = ep_shard_run_at(s, weight->reduced[r].shard, 0) / each;
+        args.shards.base[r] =
+            ep_shard_run_at(&weight->shards, weight->reduced[r].shard, 0) * unit / 16;
     return args;
 }
 
@@ -251,10 +243,10 @@ static EpStatus push(const EpWeightReduce *call, const EpWeightFacts *facts) {
     EpWeightWork w;
     EP_TRY(ep_weight_enter(call->weight->reduces, facts, call->stream, &w));
     EpPushArgs args = describe_push(&w, call);
-    int blocks = (int)ep_min(w.cuda->device.blocks, EP_PUSH_BLOCKS);
-    args.receivers = blocks / 2;
-    return ep_cuda_order_leave(w.group, &w.cuda->order, &w.stream,
-                               ep_cuda_launch_push(&args, blocks, w.stream.stream));
+    int blocks = ep_weight_push_blocks(&w);
+    args.receivers = EP_PUSH_RECEIVERS(blocks);
+    return ep_weight_end(&w, ep_cuda_check(w.group, "adding gradients",
+                                           ep_cuda_launch_push(&args, blocks, w.stream.stream)));
 }
 
 EpStatus ep_cuda_weight_reduce(const EpWeightReduce *call) {

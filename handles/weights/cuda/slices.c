@@ -102,6 +102,10 @@ static int is_sliced(const EpWeightWork *w) {
     return w->wire != w->stream.stream;
 }
 
+int ep_weight_push_blocks(const EpWeightWork *w) {
+    return (int)ep_min(w->cuda->device.blocks, EP_PUSH_BLOCKS);
+}
+
 int ep_weight_blocks(const EpWeightWork *w) {
     return w->cuda->device.blocks * EP_QUANT_BLOCKS_PER_SM * (is_sliced(w) ? SHORT_BLOCKS : 1);
 }
