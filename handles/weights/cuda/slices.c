@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "bootstrap/network/cuda/network.h"
+#include "handles/weights/cuda/push.h"
 #include "handles/weights/cuda/quantise.h"
 #include "runtime/layout.h"
 
@@ -29,6 +30,7 @@ EpStatus ep_cuda_slices_open(EpGroup *group) {
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
     EP_TRY(ep_cuda_check(group, "loading kernels",
                          ep_cuda_open_weight_kernels(ep_cuda(group)->shared_bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_push()));
     for (int i = 0; i < 2; i++) {
         EP_TRY(ep_cuda_open_stream(group, 1, &s->side[i].wire));
         EP_TRY(ep_cuda_open_event(group, &s->side[i].ready));
@@ -98,6 +100,10 @@ int ep_weight_slices(const EpSliceStages *stages, int64_t rows, int64_t bytes) {
 
 static int is_sliced(const EpWeightWork *w) {
     return w->wire != w->stream.stream;
+}
+
+int ep_weight_push_blocks(const EpWeightWork *w) {
+    return (int)ep_min(w->cuda->device.blocks, EP_PUSH_BLOCKS);
 }
 
 int ep_weight_blocks(const EpWeightWork *w) {
