@@ -34,7 +34,7 @@ static int is_contiguous(const DlTensor *t) {
     return contiguous;
 }
 
-int ep_torch_convert(const EpTorchHandle *h, void *object, int takes_bool, EpTensor *out) {
+int ep_torch_convert(const EpTorchHandle *h, void *object, int is_bool, EpTensor *out) {
     DlTensor t;
     if (h->torch->exchange->tensor_from_object(object, &t) != 0) {
         PyErr_Clear();
@@ -44,7 +44,7 @@ int ep_torch_convert(const EpTorchHandle *h, void *object, int takes_bool, EpTen
         h->device < 0 ? t.device_kind == DL_CPU : t.device_kind == DL_CUDA && t.device == h->device;
     EpType type;
     if (!is_here || t.ndim < 1 || t.ndim > EP_MAX_DIMS || !find_type(&t, &type) ||
-        (t.kind == DL_BOOL && !takes_bool) || !is_contiguous(&t))
+        (t.kind == DL_BOOL) != is_bool || !is_contiguous(&t))
         return 0;
     *out = (EpTensor){.struct_size = sizeof(*out),
                       .data = (char *)t.data + t.byte_offset,

@@ -14,8 +14,8 @@ enum { TORCH_BOOL = 11 };
 int32_t ep_torch_type(EpType type);
 
 /** Returns whether `object` is a dense tensor on the handle's device, of a type of the library;
- *  with takes_bool perhaps of bool, whose elements are bytes. */
-int ep_torch_convert(const EpTorchHandle *handle, void *object, int takes_bool, EpTensor *out);
+ * with is_bool of bool, whose elements are bytes. */
+int ep_torch_convert(const EpTorchHandle *handle, void *object, int is_bool, EpTensor *out);
 
 /** The current stream of the handle's device. Returns whether PyTorch tells it. */
 int ep_torch_find_stream(const EpTorchHandle *handle, void **out);

@@ -58,12 +58,12 @@ int64_t ep_torch_element_bytes(EpType type) {
     }
 }
 
-int ep_torch_take(const EpTorchWhole *c, void *object, int takes_bool, int ndim, EpTensor *t,
+int ep_torch_take(const EpTorchWhole *c, void *object, int is_bool, int ndim, EpTensor *t,
                   const EpTensor **out) {
     *out = NULL;
     if (object == &_Py_NoneStruct) return 1;
     *out = t;
-    return ep_torch_convert(c->h, object, takes_bool, t) && t->ndim == ndim;
+    return ep_torch_convert(c->h, object, is_bool, t) && t->ndim == ndim;
 }
 
 int ep_torch_is_matrix(const EpTensor *t, EpType type, int64_t rows, int64_t columns) {

@@ -26,7 +26,7 @@ typedef struct EpTorchWhole {
 
 /** Convert an argument of `ndim` dimensions. None becomes NULL. Returns 0 for all that Python must
  *  look at. */
-int ep_torch_take(const EpTorchWhole *call, void *object, int takes_bool, int ndim, EpTensor *t,
+int ep_torch_take(const EpTorchWhole *call, void *object, int is_bool, int ndim, EpTensor *t,
                   const EpTensor **out);
 
 int64_t ep_torch_element_bytes(EpType type);

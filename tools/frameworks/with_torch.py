@@ -161,9 +161,10 @@ def parts_of(call, count=200, runs=40):
         return time_of(lambda: nothing(0, 0, 0, 0)) * 1e-6
 
     cost = cost_of_timing()
-    make, send, tolist = _fast.make, _fast.send, torch.Tensor.tolist
-    if make is not None:
-        _fast.make, _fast.send = timed("C", make), timed("C", send)
+    names = "make", "send", "count", "normal_dispatch", "normal_combine"
+    functions, tolist = {name: getattr(_fast, name) for name in names}, torch.Tensor.tolist
+    for name, function in functions.items():
+        setattr(_fast, name, timed("C", function))
     torch.Tensor.tolist = timed("wait", tolist)
     found = []
     for _ in range(runs):
@@ -177,7 +178,9 @@ def parts_of(call, count=200, runs=40):
         in_c = _fast.waits.ns * 1e-9  # of the wait
         parts = whole, spent["C"] - in_c, spent["wait"] + in_c, whole - spent["C"] - spent["wait"]
         found.append([part / count * 1e6 for part in parts])
-    _fast.make, _fast.send, torch.Tensor.tolist = make, send, tolist
+    for name, function in functions.items():
+        setattr(_fast, name, function)
+    torch.Tensor.tolist = tolist
     synchronize()
     return min(found, key=lambda parts: parts[-1])
 

@@ -163,6 +163,8 @@ def test_in_one_call(buffer, rank, world):
         results.append((rows, probs, counts, *back))
         for one, other in zip(results[0], results[-1]):
             assert_equal(one, other)
+    with refused("TYPE routing_map: expected bool, got torch.uint8"):
+        send(hidden=x, routing_map=routing["routing_map"].byte())
     calls = [
         functools.partial(send, hidden=x, **routing),
         functools.partial(send, hidden=x, handle=handle),
