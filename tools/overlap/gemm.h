@@ -65,11 +65,11 @@ extern "C" {
 #endif
 
 /**
- * Put tiles in order: by waves, then by experts. Waves are parts of each expert's tiles: each has
- * twice the tiles of the one before (ORDER_READY: little is there at first) or half (ORDER_DONE:
- * little is left at last). One wave is the order of experts alone. source_counts [experts, ranks],
- * all in the host's memory. Returns the number of tiles; `out` has room for one per GEMM_ROWS rows
- * of slabs.
+ * Put tiles in order: by waves, then by the position of an expert's rows in the wave, then by
+ * experts. Waves are parts of each expert's tiles: each has twice the tiles of the one before
+ * (ORDER_READY: little is there at first) or half (ORDER_DONE: little is left at last). One wave is
+ * the order of experts alone. source_counts [experts, ranks], all in the host's memory. Returns the
+ * number of tiles; `out` has room for one per GEMM_ROWS rows of slabs.
  */
 int overlap_order(const int32_t *offsets, const int32_t *source_counts, int experts, int ranks,
                   int block_rows, int waves, GemmOrder order, GemmTile *out);

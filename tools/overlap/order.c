@@ -52,35 +52,75 @@ static int wave_of(int i, int n, int waves) {
     return wave;
 }
 
-/* Append those tiles of an expert that are of a wave. Returns how many. */
-static int add_tiles(const Piece *pieces, int count, int expert, int each, int waves, int wave,
-                     GemmOrder order, int first, GemmTile *out) {
-    int tiles = (count + each - 1) / each, size = 0;
+/* Tiles of an expert and a wave, as listed by expert. */
+typedef struct Group {
+    int wave, expert, first, size;
+    double at; /* ORDER_READY: when the last of its rows comes; ORDER_DONE: the first is wanted */
+} Group;
+
+static int compare_groups(const void *a, const void *b) {
+    const Group *x = a, *y = b;
+    if (x->wave != y->wave) return x->wave - y->wave;
+    if (x->at != y->at) return x->at < y->at ? -1 : 1;
+    return x->expert - y->expert;
+}
+
+typedef struct Listed {
+    GemmTile *tiles;
+    Group *groups;
+    int num_tiles, num_groups;
+} Listed;
+
+/* Append an expert's tiles and groups. `each`: pieces of a tile. */
+static void list_tiles(const Piece *pieces, int count, int expert, int each, int waves,
+                       GemmOrder order, Listed *out) {
+    int tiles = (count + each - 1) / each, last_wave = -1;
     for (int i = 0; i < tiles; i++) {
-        int own = order == ORDER_READY ? wave_of(i, tiles, waves)
-                                       : waves - 1 - wave_of(tiles - 1 - i, tiles, waves);
-        if (own != wave) continue;
-        GemmTile *tile = &out[first + size++];
-        tile->expert = expert, tile->group = first, tile->unused = 0;
+        int wave = order == ORDER_READY ? wave_of(i, tiles, waves)
+                                        : waves - 1 - wave_of(tiles - 1 - i, tiles, waves);
+        int begin = i * each, end = begin + each < count ? begin + each : count;
+        GemmTile *tile = &out->tiles[out->num_tiles++];
+        *tile = (GemmTile){.expert = expert};
         for (int p = 0; p < GEMM_PIECES; p++)
-            tile->pieces[p] = p < each && i * each + p < count ? pieces[i * each + p].number : -1;
+            tile->pieces[p] = begin + p < end && p < each ? pieces[begin + p].number : -1;
+        if (wave != last_wave)
+            out->groups[out->num_groups++] =
+                (Group){wave, expert, out->num_tiles - 1, 0, pieces[begin].at};
+        Group *group = &out->groups[out->num_groups - 1];
+        group->size++, last_wave = wave;
+        if (order == ORDER_READY) group->at = pieces[end - 1].at;
     }
-    for (int i = 0; i < size; i++)
-        out[first + i].size = size;
-    return size;
+}
+
+static int emit_groups(Listed *listed, GemmTile *out) {
+    int tiles = 0;
+    qsort(listed->groups, (size_t)listed->num_groups, sizeof(*listed->groups), compare_groups);
+    for (int g = 0; g < listed->num_groups; g++) {
+        const Group *group = &listed->groups[g];
+        for (int i = 0; i < group->size; i++) {
+            out[tiles + i] = listed->tiles[group->first + i];
+            out[tiles + i].group = tiles, out[tiles + i].size = group->size;
+        }
+        tiles += group->size;
+    }
+    return tiles;
 }
 
 int overlap_order(const int32_t *offsets, const int32_t *source_counts, int experts, int ranks,
                   int block_rows, int waves, GemmOrder order, GemmTile *out) {
-    int tiles = 0, most = offsets[experts] / block_rows;
-    Piece *pieces = bench_alloc((size_t)most + 1, sizeof(*pieces), "pieces");
-    for (int wave = 0; pieces && wave < waves; wave++)
+    const size_t rows = (size_t)offsets[experts], tiles = rows / GEMM_ROWS + 1;
+    Piece *pieces = bench_alloc(rows / (size_t)block_rows + 1, sizeof(*pieces), "pieces");
+    Listed listed = {bench_alloc(tiles, sizeof(GemmTile), "tiles"),
+                     bench_alloc(tiles, sizeof(Group), "groups of tiles"), 0, 0};
+    int count = 0;
+    if (pieces && listed.tiles && listed.groups) {
         for (int e = 0; e < experts; e++) {
-            int count = list_pieces(source_counts + e * ranks, ranks, offsets[e], block_rows, order,
+            int found = list_pieces(source_counts + e * ranks, ranks, offsets[e], block_rows, order,
                                     pieces);
-            tiles +=
-                add_tiles(pieces, count, e, GEMM_ROWS / block_rows, waves, wave, order, tiles, out);
+            list_tiles(pieces, found, e, GEMM_ROWS / block_rows, waves, order, &listed);
         }
-    free(pieces);
-    return tiles;
+        count = emit_groups(&listed, out);
+    }
+    free(pieces), free(listed.tiles), free(listed.groups);
+    return count;
 }
