@@ -122,6 +122,23 @@ cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t op_a, cubla
     return CUBLAS_STATUS_SUCCESS;
 }
 
+static char *matrix_at(const void *first, cudaDataType type, long long elements) {
+    return (char *)(uintptr_t)first + elements * (type == CUDA_R_32F ? 4 : 2);
+}
+
+cublasStatus_t cublasGemmStridedBatchedEx(
+    cublasHandle_t handle, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k,
+    const void *alpha, const void *a, cudaDataType type_a, int lda, long long step_a, const void *b,
+    cudaDataType type_b, int ldb, long long step_b, const void *beta, void *c, cudaDataType type_c,
+    int ldc, long long step_c, int count, cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < count; i++)
+        status = cublasGemmEx(handle, op_a, op_b, m, n, k, alpha, matrix_at(a, type_a, i * step_a),
+                              type_a, lda, matrix_at(b, type_b, i * step_b), type_b, ldb, beta,
+                              matrix_at(c, type_c, i * step_c), type_c, ldc, compute, algorithm);
+    return status;
+}
+
 /* Addresses of matrices are in the GPU's memory, where they do not change. */
 cublasStatus_t cublasGemmGroupedBatchedEx(cublasHandle_t handle, const cublasOperation_t *op_a,
                                           const cublasOperation_t *op_b, const int *m, const int *n,
@@ -153,6 +170,7 @@ void *emulated_cublas(const char *name) {
                      {"cublasSetStream_v2", (void *)cublasSetStream_v2},
                      {"cublasGetVersion_v2", (void *)cublasGetVersion_v2},
                      {"cublasGemmEx", (void *)cublasGemmEx},
+                     {"cublasGemmStridedBatchedEx", (void *)cublasGemmStridedBatchedEx},
                      {"cublasGemmGroupedBatchedEx", (void *)cublasGemmGroupedBatchedEx}};
     for (size_t i = 0; i < sizeof(functions) / sizeof(*functions); i++)
         if (strcmp(functions[i].name, name) == 0) return functions[i].function;

@@ -176,8 +176,8 @@ static bool activate_backward(Layer *layer, const Phase *p) {
 
 static bool route(Layer *layer, const Phase *p) {
     (void)p;
-    return DEVICE(multiply, &layer->all_tokens, TENSOR(TOKENS),
-                  &layer->weights[WEIGHT_ROUTER].forward.values, false, TENSOR(PROBS)) &&
+    return DEVICE(multiply_narrow, TENSOR(TOKENS), &layer->weights[WEIGHT_ROUTER].forward.values,
+                  TENSOR(PROBS)) &&
            DEVICE(choose, TENSOR(PROBS), TENSOR(INDEX), TENSOR(TOPK));
 }
 
