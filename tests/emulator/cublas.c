@@ -97,8 +97,10 @@ static void multiply(void *arguments) {
 }
 
 /* Operands are in memory that the GPU reaches, as large as their leading dimensions say. */
-static void check_reach(const void *data, cudaDataType type, int64_t lines, int64_t stride) {
-    const size_t bytes = (size_t)(lines * stride) * (type == CUDA_R_32F ? 4 : 2);
+static void check_reach(const void *data, cudaDataType type, int64_t lines, int64_t stride,
+                        int64_t width) {
+    const int64_t elements = lines > 0 ? (lines - 1) * stride + width : 0;
+    const size_t bytes = (size_t)elements * (type == CUDA_R_32F ? 4 : 2);
     if (!emulated_reaches(data, bytes)) emulated_die("cublasGemmEx: memory out of reach");
 }
 
@@ -113,9 +115,9 @@ cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t op_a, cubla
         (*(const float *)beta != 0 && *(const float *)beta != 1) || lda < (op_a ? k : m) ||
         ldb < (op_b ? n : k) || ldc < m)
         return CUBLAS_STATUS_INVALID_VALUE;
-    check_reach(a, type_a, op_a ? m : k, lda);
-    check_reach(b, type_b, op_b ? k : n, ldb);
-    check_reach(c, type_c, n, ldc);
+    check_reach(a, type_a, op_a ? m : k, lda, op_a ? k : m);
+    check_reach(b, type_b, op_b ? k : n, ldb, op_b ? n : k);
+    check_reach(c, type_c, n, ldc, m);
     const Product p = {
         *(const float *)beta == 1, m, n, k, op_a, op_b, lda, ldb, ldc, a, b, c, type_a, type_c};
     emulated_enqueue(handle->stream, multiply, NULL, &p, sizeof(p));
