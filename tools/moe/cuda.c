@@ -250,6 +250,7 @@ bool moe_cuda_create(MoeDevice *out, Grouping grouping) {
                        .quantise = cuda_quantise,
                        .activate_scaled = cuda_activate_scaled,
                        .activate_backward_scaled = cuda_activate_backward_scaled,
+                       .transpose = cuda_transpose,
                        .dequantise = cuda_dequantise};
     return open_state(out);
 }

@@ -73,6 +73,7 @@ bool cuda_activate_scaled(MoeDevice *d, EpQuant quant, const EpTensor *z, const 
 bool cuda_activate_backward_scaled(MoeDevice *d, EpQuant quant, const EpTensor *z,
                                    const EpTensor *grad_a, const EpTensor *grad_z,
                                    const Scaled *rows, const Scaled *transposed);
+bool cuda_transpose(MoeDevice *d, const EpTensor *in, const EpTensor *out);
 bool cuda_dequantise(MoeDevice *d, const EpTensor *q, const EpTensor *scales, int64_t rows,
                      int64_t columns, const EpTensor *out);
 

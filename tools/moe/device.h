@@ -179,6 +179,9 @@ struct MoeDevice {
                                      const EpTensor *grad_a, const EpTensor *grad_z,
                                      const Scaled *rows, const Scaled *transposed);
 
+    /** Exchange the last two of three dimensions, of e4m3 in multiples of 16, or of FP32. */
+    bool (*transpose)(MoeDevice *d, const EpTensor *in, const EpTensor *out);
+
     /** e4m3 with scales by blocks of `rows` x `columns` of the last two dimensions -> FP32. */
     bool (*dequantise)(MoeDevice *d, const EpTensor *q, const EpTensor *scales, int64_t rows,
                        int64_t columns, const EpTensor *out);

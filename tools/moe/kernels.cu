@@ -357,6 +357,83 @@ static __device__ float value_of(uint8_t code) {
     return code & 0x80 ? -value : value;
 }
 
+/* ---- transposing --------------------------------------------------------------------------- */
+
+struct TransposeArgs {
+    const void *in; /* [matrices, rows, columns] */
+    void *out;      /* [matrices, columns, rows] */
+    int64_t count, rows, columns;
+};
+
+/* Few numbers. */
+static __global__ void __launch_bounds__(THREADS)
+    transpose_floats(const __grid_constant__ TransposeArgs a) {
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.count) return;
+    const int64_t row = i / a.columns % a.rows, column = i % a.columns;
+    const int64_t matrix = i - row * a.columns - column;
+    ((float *)a.out)[matrix + column * a.rows + row] = ((const float *)a.in)[i];
+}
+
+/* Byte i of each of four words becomes word i. */
+static __device__ __forceinline__ void turn(uint32_t (&x)[4]) {
+    uint32_t y[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        y[i] = (x[0] >> 8 * i & 0xff) | (x[1] >> 8 * i & 0xff) << 8 | (x[2] >> 8 * i & 0xff) << 16 |
+               (x[3] >> 8 * i & 0xff) << 24;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        x[i] = y[i];
+}
+
+/* Bytes, 128 x 128 a block: rows by 16 bytes into shared memory. Then a lane takes four columns of
+ * four rows, so that a warp writes 128 bytes of each column. */
+static __global__ void __launch_bounds__(THREADS)
+    transpose_bytes(const __grid_constant__ TransposeArgs a) {
+    enum { TILE = 128, WORDS = TILE / 4, PITCH = WORDS + 1, CHUNKS = TILE / 16 };
+    __shared__ uint32_t tile[TILE * PITCH];
+    const int64_t down = (a.rows + TILE - 1) / TILE, across = (a.columns + TILE - 1) / TILE;
+    const int64_t matrix = blockIdx.x / (down * across) * a.rows * a.columns;
+    const int64_t row = blockIdx.x / across % down * TILE, column = blockIdx.x % across * TILE;
+    const uint8_t *in = (const uint8_t *)a.in + matrix;
+    uint8_t *out = (uint8_t *)a.out + matrix;
+    for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
+        const int r = i / CHUNKS, c = i % CHUNKS * 16;
+        uint4 words = {0, 0, 0, 0};
+        if (row + r < a.rows && column + c < a.columns)
+            words = *(const uint4 *)(in + (row + r) * a.columns + column + c);
+        uint32_t *to = tile + r * PITCH + c / 4;
+        to[0] = words.x, to[1] = words.y, to[2] = words.z, to[3] = words.w;
+    }
+    __syncthreads();
+    const int r = (int)threadIdx.x % 32 * 4;
+    for (int word = (int)threadIdx.x / 32; word < WORDS; word += WARPS) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            x[i] = tile[(r + i) * PITCH + word];
+        turn(x);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (row + r < a.rows && column + 4 * word < a.columns)
+                *(uint32_t *)(out + (column + 4 * word + i) * a.rows + row + r) = x[i];
+    }
+}
+
+bool cuda_transpose(MoeDevice *d, const EpTensor *in, const EpTensor *out) {
+    TransposeArgs args = {in->data, out->data, tensor_elements(in), in->shape[1], in->shape[2]};
+    const bool bytes = in->type == EP_TYPE_FP8_E4M3;
+    const int64_t tiles = in->shape[0] * ((args.rows + 127) / 128) * ((args.columns + 127) / 128);
+    const unsigned blocks = bytes ? (unsigned)tiles : blocks_of(args.count, THREADS);
+    auto kernel = bytes ? transpose_bytes : transpose_floats;
+    if (args.count == 0) return true;
+    kernel<<<blocks, THREADS, 0, cuda_stream_of(d)>>>(args);
+    return cuda_ok(cudaGetLastError(), "transposing a weight");
+}
+
+/* ---- dequantising -------------------------------------------------------------------------- */
+
 struct DequantiseArgs {
     const uint8_t *q; /* [matrices, height, width] */
     const void *scales;

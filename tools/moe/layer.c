@@ -326,11 +326,11 @@ static void release_weight(Layer *layer, Weight *w) {
     release(layer, &w->shard);
     release(layer, &w->grad_shard);
     const bool shares = layer->below && layer->below->below; /* with the second one below */
-    if (!shares || w->keeps) release_gathered(layer, &w->forward);
+    if (!shares || (w->keeps && !w->turns)) release_gathered(layer, &w->forward);
+    if (w->two_forms && (!shares || (w->keeps && w->turns))) release_gathered(layer, &w->backward);
     if (shares) return;
     release(layer, &w->grad);
     release(layer, &w->reduce_workspace);
-    if (w->two_forms) release_gathered(layer, &w->backward);
 }
 
 /* The weights end with their communicator. */
