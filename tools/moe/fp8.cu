@@ -459,7 +459,7 @@ static bool launch(MoeDevice *d, const Groups *groups, const Scaled *a, const Sc
                  "cudaFuncSetAttribute"))
         return false;
     d->gemm_calls++;
-    const unsigned blocks = (unsigned)(d->multiprocessors / CLUSTER * CLUSTER);
+    const unsigned blocks = (unsigned)(d->product_sms / CLUSTER * CLUSTER);
     return cuda_ok(cluster_launch(kernel, blocks, THREADS, bytes, cuda_stream_of(d), *args),
                    "a product of e4m3");
 }
