@@ -3,6 +3,7 @@
  * buffers: all operations of throughput mode, and a thousand times those of latency mode, whole and
  * in phases. The phases of two handles are also interleaved on two streams. */
 #include "tests/gpu/device_step.h"
+#include "tests/harness/ranked.h"
 
 enum { REPLAYS = 100, LATENCY_REPLAYS = 1000, TURNS = 300 };
 
@@ -123,6 +124,20 @@ static void count_replays(const EpBootstrap *bootstrap, Case c) {
 RankTest(gpu_graphs, counters_2, 2, COUNT(graph_case(2, EP_LAYOUT_EXPERT_MAJOR)));
 LatencyTest(gpu_graphs, counters_in_latency_2, 2, COUNT(latency_case(2, EP_LAYOUT_FLAT, 0)));
 LatencyTest(gpu_graphs, counters_in_phases_2, 2, COUNT(latency_case(2, EP_LAYOUT_BATCHED, 1)));
+
+/* The same on two nodes; others look at the steps of replays there. */
+static Case on_nodes(const EpBootstrap *bootstrap, Case c) {
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    snprintf(c.nodes, sizeof(c.nodes), "0011");
+    return c;
+}
+
+#define ON_NODES(layout, phases) \
+    on_nodes(bootstrap, latency_case(bootstrap->size, EP_LAYOUT_##layout, phases))
+RankTest(gpu_graphs, counters_on_nodes_4, 4, COUNT(ON_NODES(FLAT, 0)));
+RankTest(gpu_graphs, counters_in_phases_on_nodes_4, 4, COUNT(ON_NODES(BATCHED, 1)));
+RankTest(gpu_replays, on_nodes_4, 4, replay(bootstrap, ON_NODES(BATCHED, 0)));
+RankTest(gpu_replays, phases_on_nodes_4, 4, replay(bootstrap, ON_NODES(EXPERT_MAJOR, 1)));
 
 /* ---- several graphs by turns ----------------------------------------------------------------- */
 
