@@ -10,7 +10,8 @@ import threading
 import traceback
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-EXAMPLES = os.path.join(HERE, "../../../bindings/torch/examples")
+TREE = os.path.join(HERE, "../../..")
+FOLDERS = [HERE, f"{HERE}/../common", f"{TREE}/bindings/torch/examples", f"{TREE}/tools/frameworks"]
 SECONDS = "10"  # deadline of libep's waits
 PROGRAM = f"import sys; sys.path.insert(0, {HERE!r}); import ranks; ranks.main(*sys.argv[1:])"
 MOST_SECONDS = 400  # of a case, until its ranks are killed
@@ -81,7 +82,7 @@ def main(rank, size, port, device, path):
     # Answers go to the pipe alone; what a release prints goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.path[:0] = [HERE, EXAMPLES, os.path.join(HERE, "../common")]
+    sys.path[:0] = FOLDERS
     import torch
     import torch.distributed as dist
 
