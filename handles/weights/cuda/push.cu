@@ -41,13 +41,55 @@ __device__ __forceinline__ Chunk chunk_of(const EpPushedShards &s, int chunk) {
     return Chunk{first, min((uint32_t)s.chunk, (uint32_t)s.words - first)};
 }
 
-/* Claim the next item of a kind, by all threads of the block. */
+/* Claim an item of a kind: by lane 0 of the first warp, which needs the result one item later. */
 __device__ __forceinline__ int claim(const EpCudaGroup &g, int kind) {
-    __shared__ int item;
-    __syncthreads(); /* the last one's readers are done */
-    if (threadIdx.x == 0) item = atomicAdd(&g.state->claimed[kind], 1);
+    return threadIdx.x == 0 ? atomicAdd(&g.state->claimed[kind], 1) : 0;
+}
+
+/* Returns the item that was claimed last, once `await(item, lane)` has returned 1 in all lanes of
+ * the first warp, and claims the next one; -1: there are no more, or a wait has failed. By all
+ * threads of the block, with a barrier of the caller's between two calls. */
+template <typename Await>
+__device__ __forceinline__ int take_item(const EpCudaGroup &g, int kind, int items, int *claimed,
+                                         Await await) {
+    __shared__ int shared;
+    if (threadIdx.x < 32) {
+        int item = __shfl_sync(~0u, *claimed, 0), lane = (int)threadIdx.x;
+        *claimed = claim(g, kind);
+        int alive = item < items && await(item, lane);
+        alive = __all_sync(~0u, alive);
+        if (lane == 0) shared = alive ? item : -1;
+    }
     __syncthreads();
-    return item;
+    return shared;
+}
+
+/* Call each(r) for each other rank until one returns 0. By a warp. */
+template <typename Each>
+__device__ __forceinline__ int with_others(const EpCudaGroup &g, int lane, Each each) {
+    int alive = 1;
+    for (int r = lane; r < g.size && alive; r += 32)
+        alive = r == g.rank || each(r);
+    return alive;
+}
+
+__device__ __forceinline__ int has_room(const EpCudaGroup &g, uint32_t epoch, int peer, int chunk) {
+    return ep_await_room(g, epoch, peer, chunk, ep_load_credit(g, peer, chunk));
+}
+
+__device__ __forceinline__ void give_head(const EpCudaGroup &g, uint32_t epoch, int peer,
+                                          int chunk) {
+    ep_store_release_sys(ep_head(g, peer, g.rank, chunk), ep_counter(epoch, (uint32_t)chunk + 1));
+}
+
+__device__ __forceinline__ void give_credit(const EpCudaGroup &g, uint32_t epoch, int peer,
+                                            int chunk) {
+    ep_store_relaxed_sys(ep_credit(g, peer, g.rank, chunk), ep_counter(epoch, (uint32_t)chunk + 1));
+}
+
+/* Returns whether all ranks have arrived. By all threads. */
+__device__ __forceinline__ int await_all(const EpCudaGroup &g, uint32_t epoch) {
+    return __syncthreads_and(threadIdx.x >= 32 || ep_await_arrivals(g, epoch));
 }
 
 /* Begin the operation, call send(epoch) or receive(epoch), and end it. By all threads. */
@@ -73,8 +115,7 @@ __device__ __forceinline__ void run(const EpCudaGroup &g, int receivers, Send se
 
 /* ---- sending ------------------------------------------------------------------------------- */
 
-__device__ __forceinline__ void send_chunk(const EpPushArgs &a, uint32_t epoch, int peer,
-                                           int chunk) {
+__device__ __forceinline__ void send_chunk(const EpPushArgs &a, int peer, int chunk) {
     const EpCudaGroup &g = a.group;
     const Chunk c = chunk_of(a.shards, chunk);
     uint4 *to = (uint4 *)ep_ring(g, peer, g.rank, chunk), x[MOST_VECTORS];
@@ -88,24 +129,20 @@ __device__ __forceinline__ void send_chunk(const EpPushArgs &a, uint32_t epoch, 
         uint32_t at = threadIdx.x + k * THREADS;
         if (at < c.count) to[at] = x[k];
     }
-    __syncthreads();
-    if (threadIdx.x == 0)
-        ep_store_release_sys(ep_head(g, peer, g.rank, chunk),
-                             ep_counter(epoch, (uint32_t)chunk + 1));
 }
 
 __device__ __forceinline__ void send(const EpPushArgs &a, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int others = g.size - 1, alive = 1;
-    if (threadIdx.x < 32) alive = ep_await_arrivals(g, epoch);
-    while (__syncthreads_and(alive)) {
-        int item = claim(g, 0), chunk = item / others;
-        if (chunk >= a.shards.chunks) return;
-        int peer = (g.rank + 1 + item % others) % g.size;
-        if (threadIdx.x == 0)
-            alive = ep_await_room(g, epoch, peer, chunk, ep_load_credit(g, peer, chunk));
-        if (!__syncthreads_and(alive)) return;
-        send_chunk(a, epoch, peer, chunk);
+    int others = g.size - 1, claimed = claim(g, 0);
+    auto peer_of = [&](int item) { return (g.rank + 1 + item % others) % g.size; };
+    auto await = [&](int item, int lane) {
+        return lane || has_room(g, epoch, peer_of(item), item / others);
+    };
+    if (!await_all(g, epoch)) return;
+    for (int item; (item = take_item(g, 0, a.shards.chunks * others, &claimed, await)) >= 0;) {
+        send_chunk(a, peer_of(item), item / others);
+        __syncthreads();
+        if (threadIdx.x == 0) give_head(g, epoch, peer_of(item), item / others);
     }
 }
 
@@ -168,17 +205,18 @@ __device__ __forceinline__ void add_chunk(const EpPushArgs &a, int chunk) {
 template <typename T, typename Out>
 __device__ __forceinline__ void receive(const EpPushArgs &a, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int peer = (int)threadIdx.x, has_peer = peer < g.size && peer != g.rank;
-    for (;;) {
-        int chunk = claim(g, 1), alive = 1;
-        if (chunk >= a.shards.chunks) return;
-        if (has_peer) alive = ep_await_record(g, epoch, peer, chunk);
-        if (!__syncthreads_and(alive)) return;
+    int claimed = claim(g, 1);
+    auto await = [&](int chunk, int lane) {
+        return with_others(g, lane, [&](int r) { return ep_await_record(g, epoch, r, chunk); });
+    };
+    for (int chunk; (chunk = take_item(g, 1, a.shards.chunks, &claimed, await)) >= 0;) {
         add_chunk<T, Out>(a, chunk);
         __syncthreads();
-        if (has_peer)
-            ep_store_relaxed_sys(ep_credit(g, peer, g.rank, chunk),
-                                 ep_counter(epoch, (uint32_t)chunk + 1));
+        if (threadIdx.x < 32)
+            with_others(g, (int)threadIdx.x, [&](int r) {
+                give_credit(g, epoch, r, chunk);
+                return 1;
+            });
     }
 }
 
@@ -225,31 +263,32 @@ __device__ __forceinline__ void spread_chunk(const EpPushGatherArgs &a, const Ch
 template <typename Word>
 __device__ __forceinline__ void send_shard(const EpPushGatherArgs &a, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int peer = (int)threadIdx.x, has_peer = peer < g.size && peer != g.rank, alive = 1;
-    if (threadIdx.x < 32) alive = ep_await_arrivals(g, epoch);
-    while (__syncthreads_and(alive)) {
-        int chunk = claim(g, 0);
-        if (chunk >= a.shards.chunks) return;
-        if (has_peer) alive = ep_await_room(g, epoch, peer, chunk, ep_load_credit(g, peer, chunk));
-        if (!__syncthreads_and(alive)) return;
+    int claimed = claim(g, 0);
+    auto await = [&](int chunk, int lane) {
+        return with_others(g, lane, [&](int r) { return has_room(g, epoch, r, chunk); });
+    };
+    if (!await_all(g, epoch)) return;
+    for (int chunk; (chunk = take_item(g, 0, a.shards.chunks, &claimed, await)) >= 0;) {
         spread_chunk<Word>(a, chunk_of(a.shards, chunk), chunk);
         __syncthreads();
-        if (has_peer)
-            ep_store_release_sys(ep_head(g, peer, g.rank, chunk),
-                                 ep_counter(epoch, (uint32_t)chunk + 1));
+        if (threadIdx.x < 32)
+            with_others(g, (int)threadIdx.x, [&](int r) {
+                give_head(g, epoch, r, chunk);
+                return 1;
+            });
     }
 }
 
 template <typename Word>
 __device__ __forceinline__ void receive_shards(const EpPushGatherArgs &a, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int others = g.size - 1, alive = 1;
-    for (;;) {
-        int item = claim(g, 1), chunk = item / others;
-        if (chunk >= a.shards.chunks) return;
-        int peer = (g.rank + 1 + item % others) % g.size;
-        if (threadIdx.x == 0) alive = ep_await_record(g, epoch, peer, chunk);
-        if (!__syncthreads_and(alive)) return;
+    int others = g.size - 1, claimed = claim(g, 1);
+    auto peer_of = [&](int item) { return (g.rank + 1 + item % others) % g.size; };
+    auto await = [&](int item, int lane) {
+        return lane || ep_await_record(g, epoch, peer_of(item), item / others);
+    };
+    for (int item; (item = take_item(g, 1, a.shards.chunks * others, &claimed, await)) >= 0;) {
+        int peer = peer_of(item), chunk = item / others;
         const Chunk c = chunk_of(a.shards, chunk);
         const Word *from = (const Word *)ep_ring(g, g.rank, peer, chunk);
         copy_chunk<Word>(
@@ -258,9 +297,7 @@ __device__ __forceinline__ void receive_shards(const EpPushGatherArgs &a, uint32
                 ((Word *)a.whole)[place_of(a.shards, peer, c.first + at)] = x;
             });
         __syncthreads();
-        if (threadIdx.x == 0)
-            ep_store_relaxed_sys(ep_credit(g, peer, g.rank, chunk),
-                                 ep_counter(epoch, (uint32_t)chunk + 1));
+        if (threadIdx.x == 0) give_credit(g, epoch, peer, chunk);
     }
 }
 
