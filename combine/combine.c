@@ -4,6 +4,7 @@
  * movement, hand it to the backend.
  */
 #include "handles/extras.h"
+#include "handles/quantised.h"
 
 /* ---- forward ------------------------------------------------------------------------------- */
 
@@ -179,16 +180,82 @@ EpStatus ep_combine_wait_with(EpHandle *handle, EpStream stream, const EpTensor 
 
 /* ---- backward ------------------------------------------------------------------------------ */
 
-static EpStatus check_gradients(const EpOperation *o, const EpTensor *slot_weights,
-                                const EpTensor *expert_out, const EpTensor *grad_out,
-                                const EpTensor *grad_slot_weights) {
-    if (slot_weights) EP_TRY(ep_arg_slot_values(o, "slot_weights", slot_weights));
-    EP_TRY(ep_arg_pair(o, "expert_out", expert_out, "grad_slot_weights", grad_slot_weights));
-    if (!expert_out) return EP_OK;
-    EP_TRY(ep_arg_slot_rows(o, "expert_out", expert_out, ep_tensor_row_elements(grad_out), "H"));
-    EP_TRY(ep_arg_type(&o->call, "expert_out", expert_out, grad_out->type));
-    EP_TRY(ep_arg_token_bytes(o, "expert_out", expert_out));
-    return ep_arg_slot_values(o, "grad_slot_weights", grad_slot_weights);
+/** The tensors of a combine_backward. */
+typedef struct Gradients {
+    const EpTensor *out, *slot_weights, *expert_out;    /**< inputs */
+    const EpTensor *rows, *of_slot_weights, *of_scales; /**< outputs */
+} Gradients;
+
+static EpStatus check_gradients(const EpOperation *o, const Gradients *g) {
+    if (g->slot_weights) EP_TRY(ep_arg_slot_values(o, "slot_weights", g->slot_weights));
+    EP_TRY(ep_arg_pair(o, "expert_out", g->expert_out, "grad_slot_weights", g->of_slot_weights));
+    if (!g->expert_out) return EP_OK;
+    EP_TRY(ep_arg_slot_rows(o, "expert_out", g->expert_out, ep_tensor_row_elements(g->out), "H"));
+    EP_TRY(ep_arg_type(&o->call, "expert_out", g->expert_out, g->out->type));
+    EP_TRY(ep_arg_token_bytes(o, "expert_out", g->expert_out));
+    return ep_arg_slot_values(o, "grad_slot_weights", g->of_slot_weights);
+}
+
+/* Rows are quantised before they travel, and weights would multiply them after that. */
+static EpStatus check_unweighted(const EpOperation *o, const Gradients *g) {
+    const struct {
+        const char *name;
+        const EpTensor *t;
+    } weighted[] = {{"slot_weights", g->slot_weights},
+                    {"expert_out", g->expert_out},
+                    {"grad_slot_weights", g->of_slot_weights}};
+    for (int i = 0; i < 3; i++)
+        if (weighted[i].t)
+            return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, weighted[i].name,
+                             "expected NULL on a handle with a grad_quant, which is for the "
+                             "derivative of unweighted combines, got a tensor");
+    return EP_OK;
+}
+
+/* Check and describe rows that are quantised. `s` describes grad_out as it is. */
+static EpStatus describe_quantised(EpOperation *o, const Gradients *g, EpScatterTensors *s) {
+    EP_TRY(ep_arg_token_rows(o, "grad_out", g->out, -1, NULL));
+    EP_TRY(ep_arg_token_bytes(o, "grad_out", g->out));
+    EP_TRY(check_unweighted(o, g));
+    EP_TRY(ep_describe_quantised(o, "grad_out", g->out, ep_quant_format(o->handle->grad_quant), s));
+    ep_describe_scale_order(o, s);
+    EP_TRY(ep_arg_blocks(o, "grad_expert_out", g->rows));
+    EP_TRY(ep_arg_slot_rows(o, "grad_expert_out", g->rows, s->row_elements, "H"));
+    EP_TRY(ep_arg_type(&o->call, "grad_expert_out", g->rows, s->type));
+    return ep_arg_token_bytes(o, "grad_expert_out", g->rows);
+}
+
+/* Check the tensors and describe them. The shortest output limits zero_tail. */
+static EpStatus describe_gradients(EpOperation *o, const Gradients *g, EpScatterTensors *s) {
+    EP_TRY(ep_arg_tensor(&o->call, "grad_out", g->out, 2));
+    *s = (EpScatterTensors){.rows = g->out->data,
+                            .type = g->out->type,
+                            .source_type = g->out->type,
+                            .source_row_bytes = ep_tensor_row_bytes(g->out),
+                            .row_bytes = ep_tensor_row_bytes(g->out),
+                            .row_elements = ep_tensor_row_elements(g->out)};
+    if (ep_quant_format(o->handle->grad_quant).bits)
+        EP_TRY(describe_quantised(o, g, s));
+    else
+        EP_TRY(ep_arg_summed_rows(o, "grad_expert_out", g->rows, "grad_out", g->out));
+    EP_TRY(check_gradients(o, g));
+    s->weighs = g->slot_weights != NULL, s->takes_dots = g->expert_out != NULL;
+    s->slot_weights = g->slot_weights ? g->slot_weights->data : NULL;
+    s->slot_rows = g->expert_out ? g->expert_out->data : NULL;
+    s->out_rows = g->rows->data;
+    s->out_weights = g->of_slot_weights ? g->of_slot_weights->data : NULL;
+    s->block_rows = o->block_rows;
+    s->out_capacity = ep_slot_capacity(o->handle, g->rows);
+    if (g->of_slot_weights)
+        s->out_capacity = ep_min(s->out_capacity, ep_slot_capacity(o->handle, g->of_slot_weights));
+    EP_TRY(ep_describe_recv_scales(o, "extras.grad_scales", g->of_scales, "the handle's grad_quant",
+                                   s));
+    s->num_slots = s->out_capacity;
+    if (g->slot_weights)
+        s->num_slots = ep_min(s->num_slots, ep_slot_capacity(o->handle, g->slot_weights));
+    if (g->expert_out)
+        s->num_slots = ep_min(s->num_slots, ep_slot_capacity(o->handle, g->expert_out));
+    return EP_OK;
 }
 
 static EpStatus combine_backward(const char *name, EpHandle *handle, const EpTensor *plan,
@@ -199,31 +266,14 @@ static EpStatus combine_backward(const char *name, EpHandle *handle, const EpTen
     EpOperation o;
     EpExtras extras;
     EP_TRY(ep_operation_begin_backward(&o, name, handle, plan));
-    EP_TRY(ep_extras_read(&o, given, EP_TAKES_ROWS | EP_TAKES_WAITS, &extras));
-    EP_TRY(ep_arg_summed_rows(&o, "grad_expert_out", grad_expert_out, "grad_out", grad_out));
-    EP_TRY(check_gradients(&o, slot_weights, expert_out, grad_out, grad_slot_weights));
-    /* The shorter tensor limits zero_tail. */
-    int64_t capacity = ep_slot_capacity(handle, grad_expert_out);
-    if (grad_slot_weights) capacity = ep_min(capacity, ep_slot_capacity(handle, grad_slot_weights));
-    int64_t slots = capacity;
-    if (slot_weights) slots = ep_min(slots, ep_slot_capacity(handle, slot_weights));
-    if (expert_out) slots = ep_min(slots, ep_slot_capacity(handle, expert_out));
-    EpScatterTensors tensors = {.rows = grad_out->data,
-                                .type = grad_out->type,
-                                .source_row_bytes = ep_tensor_row_bytes(grad_out),
-                                .row_bytes = ep_tensor_row_bytes(grad_out),
-                                .row_elements = ep_tensor_row_elements(grad_out),
-                                .weighs = slot_weights != NULL,
-                                .slot_weights = slot_weights ? slot_weights->data : NULL,
-                                .takes_dots = expert_out != NULL,
-                                .slot_rows = expert_out ? expert_out->data : NULL,
-                                .out_rows = grad_expert_out->data,
-                                .out_weights = grad_slot_weights ? grad_slot_weights->data : NULL,
-                                .out_capacity = capacity,
-                                .num_slots = slots,
-                                .block_rows = o.block_rows};
-    EpScatter scatter = {.op = &ep_op_combine_backward, .t = tensors, .stream = stream};
-    EP_TRY(ep_extras_statistics(&o, &extras, ep_scatter_row_bytes(&tensors, o.step.info.top_k),
+    EP_TRY(
+        ep_extras_read(&o, given, EP_TAKES_ROWS | EP_TAKES_WAITS | EP_TAKES_GRAD_SCALES, &extras));
+    const Gradients g = {grad_out,        slot_weights,      expert_out,
+                         grad_expert_out, grad_slot_weights, extras.grad_scales};
+    EpScatter scatter = {
+        .op = &ep_op_combine_backward, .grad_quant = handle->grad_quant, .stream = stream};
+    EP_TRY(describe_gradients(&o, &g, &scatter.t));
+    EP_TRY(ep_extras_statistics(&o, &extras, ep_scatter_row_bytes(&scatter.t, o.step.info.top_k),
                                 &scatter.stats));
     return ep_run_scatter(&o, &scatter);
 }

@@ -4,7 +4,7 @@
  * movement, hand it to the backend.
  */
 #include "handles/extras.h"
-#include "runtime/quant.h"
+#include "handles/quantised.h"
 
 typedef struct Inputs {
     const EpTensor *tokens, *topk_weights, *scales;
@@ -28,24 +28,6 @@ static EpStatus describe_tokens(EpOperation *o, const EpTensor *tokens, EpScatte
     s->type = s->source_type = tokens->type;
     s->row_bytes = s->source_row_bytes = ep_tensor_row_bytes(tokens);
     s->row_elements = ep_tensor_row_elements(tokens);
-    return EP_OK;
-}
-
-/* Describe these rows as they travel on a handle that quantises. */
-static EpStatus describe_quantised(const EpOperation *o, const EpTensor *tokens,
-                                   EpScatterTensors *s) {
-    EpQuantFormat format = ep_quant_format(o->handle->shape.quant);
-    int32_t unit = ep_quant_unit(format);
-    EP_TRY(ep_arg_summable(&o->call, "tokens", tokens));
-    if (s->row_elements % unit)
-        return ep_refuse(&o->call, EP_ERR_ROW_BYTES, "tokens",
-                         "expected a multiple of %d elements where rows are quantised, got %lld",
-                         unit, (long long)s->row_elements);
-    s->format = format;
-    s->type = format.type;
-    s->row_bytes = ep_quant_bytes(format, s->row_elements);
-    s->scale_map.count = ep_quant_scales(format, s->row_elements);
-    s->scale_type = ep_quant_scale_type(format);
     return EP_OK;
 }
 
@@ -83,13 +65,12 @@ static EpStatus describe_inputs(EpOperation *o, const Inputs *in, EpScatter *sca
     *scatter = (EpScatter){.op = &ep_op_dispatch};
     EpScatterTensors *s = &scatter->t;
     EP_TRY(describe_tokens(o, in->tokens, s));
-    if (has_quant(o)) EP_TRY(describe_quantised(o, in->tokens, s));
+    if (has_quant(o))
+        EP_TRY(ep_describe_quantised(o, "tokens", in->tokens,
+                                     ep_quant_format(o->handle->shape.quant), s));
     EP_TRY(describe_weights(o, in->topk_weights, s));
     EP_TRY(describe_scales(o, in->scales, s));
-    s->scale_map.element_bytes = (int32_t)ep_type_bytes(s->scale_type);
-    s->scale_map.by_column = o->handle->shape.scale_order == EP_SCALES_BY_COLUMN;
-    s->scale_map.swizzled = o->handle->shape.scale_order == EP_SCALES_SWIZZLED;
-    s->scale_bytes = s->scale_map.count * s->scale_map.element_bytes;
+    ep_describe_scale_order(o, s);
     return EP_OK;
 }
 
@@ -119,18 +100,7 @@ static EpStatus describe_recv_weights(const EpOperation *o, const EpTensor *t,
 
 static EpStatus describe_recv_scales(const EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
     const char *cause = has_quant(o) ? "the handle's quant" : "scales";
-    EP_TRY(ep_arg_pair(o, "recv_scales", t, cause, s->scale_bytes ? s : NULL));
-    if (!t) return EP_OK;
-    EP_TRY(ep_arg_slot_scales(o, "recv_scales", t, s->scale_map.count));
-    EP_TRY(ep_arg_type(&o->call, "recv_scales", t, s->scale_type));
-    EP_TRY(ep_arg_alignment(&o->call, "recv_scales", t, 4));
-    s->out_scales = t->data;
-    int64_t rows = t->shape[t->ndim - (s->scale_map.by_column ? 1 : 2)];
-    if (t->ndim == 2) s->out_capacity = ep_min(s->out_capacity, rows);
-    /* Tensors of tiles may have more rows than their blocks. */
-    int64_t block = s->block_rows ? s->block_rows : o->handle->shape.block_rows;
-    s->scale_map.slab_rows = t->ndim == 2 ? rows : block;
-    return EP_OK;
+    return ep_describe_recv_scales(o, "recv_scales", t, cause, s);
 }
 
 static EpStatus describe_recv_idx(const EpOperation *o, const EpTensor *t, EpScatterTensors *s) {

@@ -26,12 +26,13 @@ static const Member members[] = {
     MEMBER(peer_longest_wait_ns, EP_TAKES_WAITS),
     MEMBER(ready, EP_TAKES_READY),
     MEMBER(done, EP_TAKES_DONE),
+    MEMBER(grad_scales, EP_TAKES_GRAD_SCALES),
 };
 
 enum {
     MEMBERS = sizeof(members) / sizeof(members[0]),
     FIRST_COUNTER = EP_MAX_BIASES + 1,
-    READY = MEMBERS - 2, /* behind the counters */
+    READY = MEMBERS - 3, /* behind the counters */
     DONE
 };
 

@@ -14,7 +14,8 @@ typedef enum EpTakes {
     EP_TAKES_WAITS = 8,
     EP_TAKES_GLOBAL_SCALE = 16,
     EP_TAKES_READY = 32,
-    EP_TAKES_DONE = 64
+    EP_TAKES_DONE = 64,
+    EP_TAKES_GRAD_SCALES = 128
 } EpTakes;
 
 /** Copy the extras of a call (NULL: none), which may have the size of an earlier version. Refuses

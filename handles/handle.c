@@ -35,6 +35,7 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, EpHandle
     handle->shape = shape;
     handle->top_k = read.top_k;
     handle->id = read.id;
+    handle->grad_quant = read.grad_quant;
     handle->config = ep_plan_config(&shape, ep_handle_top_k(handle));
     handle->bytes = group->backend->plan_bytes(&shape);
     EpStatus status = read.plans == EP_PLANS_OWNED ? open_plan(&call, handle) : EP_OK;

@@ -18,12 +18,13 @@ struct EpHandle {
     EpGroup *group;
     EpOwned owned; /* by the group */
     EpPlanShape shape;
-    int32_t top_k;   /* K of every step; EP_DEFAULT: any, or with named plans max_top_k */
-    int32_t id;      /* the caller's; 0: none */
-    uint64_t config; /* of its named plans: see ep_plan_config */
-    int64_t bytes;   /* of a plan */
-    EpPlanRef own;   /* the handle's own plan; memory NULL: none */
-    void *own_state; /* the backend's state of it outside its memory; NULL on the host backend */
+    int32_t top_k;      /* K of every step; EP_DEFAULT: any, or with named plans max_top_k */
+    int32_t id;         /* the caller's; 0: none */
+    EpQuant grad_quant; /* of combine_backward */
+    uint64_t config;    /* of its named plans: see ep_plan_config */
+    int64_t bytes;      /* of a plan */
+    EpPlanRef own;      /* the handle's own plan; memory NULL: none */
+    void *own_state;    /* the backend's state of it outside its memory; NULL on the host backend */
     /* latency mode */
     EpDeferredRouting deferred;
     EpPending pending;

@@ -54,6 +54,16 @@ static EpStatus check_sum_quant(const EpCall *call, const EpHandleConfig *c) {
                      (int)c->sum_quant);
 }
 
+/* NVFP4 has a global scale, which only a dispatch is given. */
+static EpStatus check_grad_quant(const EpCall *call, const EpHandleConfig *c) {
+    EpQuantFormat format = ep_quant_format(c->grad_quant);
+    EP_TRY(ep_arg_quant(call, "config.grad_quant", c->grad_quant));
+    if (!format.bits || format.uses & EP_FOR_GRADS) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.grad_quant",
+                     "expected EP_QUANT_NONE or a format of FP8, in which gradients travel, got %d",
+                     (int)c->grad_quant);
+}
+
 /* Where sums are by entry, each entry has a slot of its own, whose row travels as it is. */
 static EpStatus check_sums(const EpCall *call, const EpGroupConfig *group,
                            const EpHandleConfig *c) {
@@ -134,6 +144,7 @@ static EpStatus check_config(const EpCall *call, const EpGroupConfig *group,
     EP_TRY(check_tail(call, c));
     EP_TRY(check_padding(call, c));
     EP_TRY(check_sum_quant(call, c));
+    EP_TRY(check_grad_quant(call, c));
     EP_TRY(check_sums(call, group, c));
     return check_mode_and_scales(call, c);
 }
@@ -184,12 +195,13 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
 }
 
 /* A tile of swizzled scales has bytes, and rows of one slab. */
-static EpStatus check_swizzled(const EpCall *call, const EpPlanShape *s) {
-    EpQuantFormat format = ep_quant_format(s->quant);
-    if (format.bits && ep_quant_scale_type(format) != EP_TYPE_UINT8)
-        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.scale_order",
-                         "expected EP_SCALES_BY_ROW or EP_SCALES_BY_COLUMN with scales of FP32, "
-                         "got EP_SCALES_SWIZZLED, which is for scales of one byte");
+static EpStatus check_swizzled(const EpCall *call, const EpHandleConfig *c, const EpPlanShape *s) {
+    const EpQuantFormat formats[] = {ep_quant_format(c->quant), ep_quant_format(c->grad_quant)};
+    for (int i = 0; i < 2; i++)
+        if (formats[i].bits && ep_quant_scale_type(formats[i]) != EP_TYPE_UINT8)
+            return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.scale_order",
+                             "expected EP_SCALES_BY_ROW or EP_SCALES_BY_COLUMN with scales of "
+                             "FP32, got EP_SCALES_SWIZZLED, which is for scales of one byte");
     if (s->is_fixed || s->has_rows || s->alignment % EP_TILE_ROWS == 0) return EP_OK;
     return ep_refuse(call, EP_ERR_ALIGNMENT, "config.alignment",
                      "expected a multiple of %d with EP_SCALES_SWIZZLED, so that no tile has rows "
@@ -201,20 +213,23 @@ static EpStatus check_swizzled(const EpCall *call, const EpPlanShape *s) {
 static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandleConfig *c,
                               EpPlanShape *s) {
     s->quant = c->quant, s->sum_quant = c->sum_quant, s->scale_order = c->scale_order;
-    if (ep_quant_format(s->quant).bits && !(offers & EP_OFFERS_QUANT))
-        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.quant",
-                         "expected EP_QUANT_NONE, since this backend does not quantise, got %d",
-                         (int)c->quant);
-    if (ep_quant_format(s->sum_quant).bits && !(offers & EP_OFFERS_QUANT))
-        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.sum_quant",
-                         "expected EP_QUANT_NONE, since this backend does not quantise, got %d",
-                         (int)c->sum_quant);
+    const struct {
+        const char *name;
+        EpQuant quant;
+    } quants[] = {{"config.quant", c->quant},
+                  {"config.sum_quant", c->sum_quant},
+                  {"config.grad_quant", c->grad_quant}};
+    for (int i = 0; i < 3; i++)
+        if (ep_quant_format(quants[i].quant).bits && !(offers & EP_OFFERS_QUANT))
+            return ep_refuse(call, EP_ERR_UNSUPPORTED, quants[i].name,
+                             "expected EP_QUANT_NONE, since this backend does not quantise, got %d",
+                             (int)quants[i].quant);
     if (s->scale_order != EP_SCALES_BY_ROW && !(offers & EP_OFFERS_SCALE_COLUMNS))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.scale_order",
                          "expected EP_SCALES_BY_ROW, since this backend has no other order, got "
                          "%d",
                          (int)c->scale_order);
-    return s->scale_order == EP_SCALES_SWIZZLED ? check_swizzled(call, s) : EP_OK;
+    return s->scale_order == EP_SCALES_SWIZZLED ? check_swizzled(call, c, s) : EP_OK;
 }
 
 EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigned offers,

@@ -214,9 +214,16 @@ typedef struct EpScatter {
     EpInFlight place; /**< latency mode */
     EpScatterTensors t;
     const EpRouting *routing; /**< latency mode's dispatch: makes the plan; else NULL */
+    EpQuant grad_quant;       /**< combine_backward: which ranks compare; else 0 */
     EpStream stream;
     EpStatistics stats;
 } EpScatter;
+
+/** Returns fact 3 of a scatter's operation: a dispatch carries weights, and only a combine_backward
+ *  has a grad_quant. `weights`: the fact where weights travel. */
+static inline int64_t ep_scatter_fact(const EpScatter *s, int64_t weights) {
+    return s->t.carries_weights ? weights : (int64_t)s->grad_quant;
+}
 
 /** Returns the bytes of a row as it travels: with its scales, and its K weights. */
 static inline int64_t ep_scatter_row_bytes(const EpScatterTensors *t, int64_t top_k) {

@@ -46,7 +46,7 @@ const EpOp ep_op_combine_backward = {5,
                                      {{"row bytes", EP_NUMBERS},
                                       {"element type", EP_NAMES_TYPE},
                                       {"bytes of scales", EP_NUMBERS},
-                                      {"", EP_NUMBERS},
+                                      {"grad_quant", EP_NAMES_QUANT},
                                       {"rows of a source", EP_NUMBERS}},
                                      EP_OP_FACTS};
 /* Of weights. Their configurations were compared when they were created: these are arguments. */

@@ -44,19 +44,20 @@ typedef enum EpScaling {
 
 /** What else a format serves besides dispatch. */
 typedef enum EpQuantUses {
-    EP_FOR_SUMS = 1, /**< partial sums on their way */
-    EP_FOR_TILES = 2 /**< EP_BLOCKS_TILES */
+    EP_FOR_SUMS = 1,  /**< partial sums on their way */
+    EP_FOR_TILES = 2, /**< EP_BLOCKS_TILES */
+    EP_FOR_GRADS = 4  /**< rows of combine_backward */
 } EpQuantUses;
 
 /**
  * All ways in which numbers are quantised: the names of their EpQuant, the type of the tensor that
  * holds codes, the code, bits of a code, elements of a block, which share a scale, and uses.
  */
-#define EP_QUANT_MAP(X)                                                          \
-    X(FP8, EP_TYPE_FP8_E4M3, E4M3, 8, 128, QUOTIENT, EP_FOR_SUMS | EP_FOR_TILES) \
-    X(FP8_UE8M0, EP_TYPE_FP8_E4M3, E4M3, 8, 128, EXPONENT, EP_FOR_TILES)         \
-    X(MXFP8, EP_TYPE_FP8_E4M3, E4M3, 8, 32, EXPONENT, 0)                         \
-    X(FP8_POW2, EP_TYPE_FP8_E4M3, E4M3, 8, 128, POWER, EP_FOR_TILES)             \
+#define EP_QUANT_MAP(X)                                                                         \
+    X(FP8, EP_TYPE_FP8_E4M3, E4M3, 8, 128, QUOTIENT, EP_FOR_SUMS | EP_FOR_TILES | EP_FOR_GRADS) \
+    X(FP8_UE8M0, EP_TYPE_FP8_E4M3, E4M3, 8, 128, EXPONENT, EP_FOR_TILES | EP_FOR_GRADS)         \
+    X(MXFP8, EP_TYPE_FP8_E4M3, E4M3, 8, 32, EXPONENT, EP_FOR_GRADS)                             \
+    X(FP8_POW2, EP_TYPE_FP8_E4M3, E4M3, 8, 128, POWER, EP_FOR_TILES | EP_FOR_GRADS)             \
     X(NVFP4, EP_TYPE_UINT8, E2M1, 4, 16, GLOBAL, 0)
 
 /** A line of the table. Kernels get it by value among their arguments. */

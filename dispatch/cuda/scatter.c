@@ -166,8 +166,8 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
         .blocks = {.counter = cuda->block_counters, .clears = 1}};
     int64_t unit = describe_quantising(handle, &args);
     choose_receive(group, &args);
-    const int64_t agreed[] = {s->top_k,       t->row_bytes,       t->type,
-                              t->scale_bytes, t->carries_weights, t->block_rows};
+    const int64_t agreed[] = {s->top_k,       t->row_bytes,          t->type,
+                              t->scale_bytes, ep_scatter_fact(s, 1), t->block_rows};
     args.group.digest = ep_cuda_digest(handle, s->op, agreed, 6);
     if (handle->shape.nodes.nodes > 1) return ep_cuda_scatter_nodes(handle, s, &args, unit);
     if (!ep_partition_scatter(&args, cuda->shared_bytes, unit))

@@ -295,7 +295,7 @@ static EpRoundHeader expected_header(const Scatter *x) {
     return (EpRoundHeader){.handle = x->handle->id,
                            .plan = (uint32_t)x->plan.header->generation,
                            .fact = {s->row_bytes, s->type, s->scale_bytes,
-                                    s->carries_weights ? x->top_k : 0, s->block_rows},
+                                    ep_scatter_fact(x->call, x->top_k), s->block_rows},
                            .tokens = (int32_t)x->plan.header->num_tokens};
 }
 

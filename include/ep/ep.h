@@ -801,7 +801,8 @@ EpStatus ep_window_locate(EpGroup *group, void *window, void **memory, size_t *b
  */
 typedef struct EpHandle EpHandle;
 
-/** How dispatch quantises rows before it sends them: see ep_dispatch. */
+/** How dispatch, and combine_backward if asked, quantise rows before they send them: see
+ *  ep_dispatch. */
 typedef enum EpQuant {
     EP_QUANT_NONE = 1,      /**< not at all: rows and scales are copied as they are */
     EP_QUANT_FP8 = 2,       /**< FP8_E4M3, one FP32 scale per 128 elements */
@@ -894,6 +895,9 @@ typedef struct EpHandleConfig {
                                  NONE, in the rows' type, or FP8, half as many bytes as BF16. Those
                                  operations compare it with the peers. See ep_combine, and
                                  docs/settings.md for when it pays */
+    EpQuant grad_quant;     /**< how ep_combine_backward quantises grad_out: any but NVFP4. It
+                                 compares it with the peers */
+    int32_t reserved;       /**< 0 */
 } EpHandleConfig;
 
 #define EP_MAX_HANDLE_ID 4095
@@ -902,7 +906,8 @@ typedef struct EpHandleConfig {
     {                                                                                           \
         sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT,     \
             EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, EP_DEFAULT, \
-            EP_PLANS_OWNED, 0, EP_IDS_LOCAL, 0, EP_PADDING_ZERO, EP_QUANT_NONE                  \
+            EP_PLANS_OWNED, 0, EP_IDS_LOCAL, 0, EP_PADDING_ZERO, EP_QUANT_NONE, EP_QUANT_NONE,  \
+            0                                                                                   \
     }
 
 /** Compute the bytes of a plan of handles with this configuration on this rank. They depend on its
@@ -931,7 +936,7 @@ EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHa
  *
  * EP_ERR_RANGE, EP_ERR_TOP_K, EP_ERR_ALIGNMENT: config. EP_ERR_UNSUPPORTED: latency mode without a
  * static size, or in a group without buffers for it (latency_sets); EP_SCALES_SWIZZLED with a
- * `quant` whose scales are FP32;
+ * `quant` or a `grad_quant` whose scales are FP32; EP_QUANT_NVFP4 as grad_quant;
  * EP_IDS_GLOBAL outside FLAT and RANK_MAJOR; EP_WEIGHTS_ALL outside RANK_MAJOR. On the CUDA backend
  * also latency mode if the group's max_tokens times the handle's top_k, entries of two bytes, do
  * not fit into a multiprocessor's shared memory: the limit is about 100,000 entries.
@@ -946,9 +951,9 @@ void ep_handle_destroy(EpHandle *handle);
 
 /**
  * Get the handle's own plan as a tensor, which operations may name on other handles of the group
- * with an equal configuration (quant, sum_quant, scale_order, zero_tail, padding, overflow,
- * expert_ids, row_weights and num_sms may differ). *plan is written only on success; its memory is
- * valid until the handle is destroyed. EP_ERR_UNSUPPORTED with EP_PLANS_NAMED.
+ * with an equal configuration (quant, sum_quant, grad_quant, scale_order, zero_tail, padding,
+ * overflow, expert_ids, row_weights and num_sms may differ). *plan is written only on success; its
+ * memory is valid until the handle is destroyed. EP_ERR_UNSUPPORTED with EP_PLANS_NAMED.
  */
 EpStatus ep_handle_plan(const EpHandle *handle, EpTensor *plan);
 
@@ -1240,6 +1245,12 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
  *                    or grad_out[t] itself if unweighted; padding as in ep_dispatch
  * grad_slot_weights  like slot_weights, FP32: dot(expert_out[slot], grad_out[t]), padding
  *                    likewise; or NULL. Deterministic, summed in FP32.
+ *
+ * If the handle quantises gradients (EpHandleConfig.grad_quant), the derivative is that of an
+ * unweighted combine: slot_weights, expert_out and grad_slot_weights are NULL (EP_ERR_UNSUPPORTED).
+ * Rows of grad_out, with H a multiple of 16, are quantised as ep_dispatch quantises tokens, by the
+ * same arithmetic. grad_expert_out is FP8_E4M3, and the call is ep_combine_backward_with, whose
+ * extras give grad_scales.
  */
 EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
                              const EpTensor *slot_weights, const EpTensor *expert_out,
@@ -1262,6 +1273,9 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
  *               not compared. Another number is EP_ERR_RANGE: the host backend refuses the call; on
  *               the CUDA backend, which reads it when the kernel runs, it fails the group, and
  *               nothing is written. Taken by ep_dispatch_with and ep_dispatch_send_with.
+ * grad_scales   output: the scales of grad_expert_out, like recv_scales of ep_dispatch and in the
+ *               handle's scale_order; padding likewise. Required where the handle has a grad_quant,
+ *               else NULL. Taken by ep_combine_backward_with.
  *
  * The members below are statistics: INT64 counters of the caller's, to which the call adds, so the caller
  * sets them to 0 when it likes. A replayed graph adds again. Memory as for tensors, on a multiple
@@ -1347,10 +1361,11 @@ typedef struct EpExtras {
     const EpTensor *done;
     int32_t block_rows; /* of ready or done; 0 without them */
     int32_t expected;   /* of done; 0 without it */
+    const EpTensor *grad_scales;
 } EpExtras;
 
 #define EP_EXTRAS_INIT \
-    { sizeof(EpExtras), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0 }
+    { sizeof(EpExtras), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL }
 
 /** As ep_prepare. extras: may be NULL, and is refused in latency mode, where ep_dispatch waits. */
 EpStatus ep_prepare_with(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,

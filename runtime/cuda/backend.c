@@ -73,6 +73,7 @@ static EpStatus open(EpGroup *group) {
     EP_TRY(ep_group_agree(group, &call, ep_cuda_relay_open(group)));
     EP_TRY(ep_group_agree(group, &call, ep_cuda_slices_open(group)));
     EP_TRY(ep_cuda_comm_agree(group, &call, ep_cuda_relay_connect(group)));
+    EP_TRY(ep_cuda_comm_agree(group, &call, ep_cuda_slices_connect(group)));
     return ep_cuda_open_latency(group, &call);
 }
 

@@ -43,6 +43,8 @@ Case case_complete(Case c) {
     if (!c.padding) c.padding = EP_PADDING_ZERO;
     if (!c.sum_quant) c.sum_quant = EP_QUANT_NONE;
     if (quant_form(c.sum_quant)->bits) c.hidden = (int)round_up(c.hidden, 16);
+    if (!c.grad_quant) c.grad_quant = EP_QUANT_NONE;
+    if (quant_form(c.grad_quant)->bits) c.hidden = (int)round_up(c.hidden, 16), c.weighted = 0;
     if (!c.quant) c.quant = EP_QUANT_NONE;
     if (!c.scale_order) c.scale_order = EP_SCALES_BY_ROW;
     if (quantises(&c)) {
@@ -97,6 +99,7 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, zero_tail, TEXT_TAILS),
     TEXT_FIELD(Case, padding, "|zero|keep"),
     TEXT_FIELD(Case, sum_quant, TEXT_QUANTS),
+    TEXT_FIELD(Case, grad_quant, TEXT_QUANTS),
     TEXT_FIELD(Case, quant, TEXT_QUANTS),
     TEXT_FIELD(Case, scale_order, TEXT_ORDERS),
     TEXT_FIELD(Case, mode, TEXT_MODES),
@@ -199,6 +202,19 @@ size_t case_sum_bytes(const Case *c) {
     return (size_t)c->hidden * type_bytes(c->sum_type);
 }
 
+EpType case_grad_type(const Case *c) {
+    return quant_form(c->grad_quant)->bits ? quant_form(c->grad_quant)->type : c->sum_type;
+}
+
+size_t case_grad_bytes(const Case *c) {
+    return (size_t)c->hidden * type_bytes(case_grad_type(c));
+}
+
+size_t case_grad_scale_bytes(const Case *c) {
+    if (!quant_form(c->grad_quant)->bits) return 0;
+    return (size_t)(quant_scales(c->grad_quant, c->hidden) * quant_scale_bytes(c->grad_quant));
+}
+
 EpGroupConfig case_group_config(const Case *c) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     size_t row = case_row_bytes(c), sum = case_sum_bytes(c);
@@ -230,6 +246,7 @@ EpHandleConfig case_handle_config(const Case *c) {
     config.zero_tail = c->zero_tail;
     config.padding = c->padding;
     config.sum_quant = c->sum_quant;
+    config.grad_quant = c->grad_quant;
     config.mode = c->mode;
     config.id = c->id;
     if (c->named) config.plans = EP_PLANS_NAMED;

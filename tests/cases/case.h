@@ -64,6 +64,7 @@ typedef struct Case {
     int zero_tail;           /**< an EpTail; IDS where the layout has no ids: KEEP */
     EpPadding padding;       /**< ZERO */
     EpQuant sum_quant;       /**< NONE; FP8 rounds `hidden` up */
+    EpQuant grad_quant;      /**< NONE; others round `hidden` up, and the case is not `weighted` */
     EpQuant quant;           /**< NONE; others round `hidden` up and produce their own scales */
     EpScaleOrder scale_order; /**< BY_ROW */
     EpMode mode;              /**< THROUGHPUT; latency mode always gets a capacity, except in
@@ -128,6 +129,11 @@ EpType case_recv_type(const Case *c);
 int case_recv_width(const Case *c);
 EpType case_scale_type(const Case *c);
 int case_scales(const Case *c);
+
+/** What combine_backward delivers, likewise. */
+EpType case_grad_type(const Case *c);
+size_t case_grad_bytes(const Case *c);
+size_t case_grad_scale_bytes(const Case *c);
 
 /** Bytes of a token's row, of a received row, of its received scales, and of a row of combine and
  * gradients. */

@@ -103,6 +103,11 @@ void fixture_reset(Fixture *fixture) {
     fixture->arg[c->weights_at_combine ? IN_SLOT_WEIGHTS : IN_COMBINE_WEIGHTS] = NULL;
     fixture->arg[IN_BIAS0] = fixture->arg[IN_BIAS1] = NULL;
     if (!quant_form(c->quant)->is_global) fixture->arg[IN_GLOBAL_SCALE] = NULL;
+    if (quant_form(c->grad_quant)->bits)
+        fixture->arg[IN_SLOT_WEIGHTS] = fixture->arg[IN_EXPERT_OUT] = fixture->arg[OUT_GRAD_SLOTS] =
+            NULL;
+    else
+        fixture->arg[OUT_GRAD_SCALES] = NULL;
     for (int i = EXPERT_TOKENS; i < STEP_ARRAYS; i++)
         fixture->arg[i] = NULL;
     fixture->step.block_rows = fixture->step.expected = 0;
@@ -157,6 +162,7 @@ static Part find_argument(void *context, const char *call, const char *name) {
                   {"grad_recv_weights", "grad_slot_weights", IN_GRAD_SLOT_WEIGHTS},
                   {"grad_slot_weights", "grad_slot_weights", OUT_GRAD_SLOTS},
                   {"global_scale", "extras.global_scale", IN_GLOBAL_SCALE},
+                  {"grad_scales", "extras.grad_scales", OUT_GRAD_SCALES},
                   {"bias0", "extras.bias0", IN_BIAS0},
                   {"bias1", "extras.bias1", IN_BIAS1},
                   {"expert_tokens", "extras.expert_tokens", EXPERT_TOKENS},

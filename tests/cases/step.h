@@ -81,6 +81,7 @@ typedef enum StepOutput {
     OUT_SUMS,
     OUT_GRAD_ROWS,
     OUT_GRAD_SLOTS,
+    OUT_GRAD_SCALES,
     OUT_GRAD_TOKENS,
     OUT_GRAD_WEIGHTS,
     STEP_OUTPUTS

@@ -5,6 +5,7 @@
 #include "tests/cases/step.h"
 #include "tests/oracle/expect.h"
 #include "tests/oracle/number.h"
+#include "tests/oracle/quant.h"
 
 /* ---- shapes -------------------------------------------------------------------------------- */
 
@@ -45,8 +46,8 @@ static EpTensor by_weight(const Case *c, Extents n) {
     return case_has_rows(c) ? by_row(c, n, EP_TYPE_FP32, c->top_k) : by_slot(c, n);
 }
 
-static EpTensor scales_of_rows(const Case *c, Extents n) {
-    EpTensor tensor = by_row(c, n, case_scale_type(c), case_scales(c));
+static EpTensor scales_of_rows(const Case *c, Extents n, EpType type, int64_t scales) {
+    EpTensor tensor = by_row(c, n, type, scales);
     int last = tensor.ndim - 1;
     if (c->scale_order == EP_SCALES_BY_ROW) return tensor;
     if (c->scale_order == EP_SCALES_SWIZZLED) {
@@ -55,7 +56,7 @@ static EpTensor scales_of_rows(const Case *c, Extents n) {
         return tensor;
     }
     tensor.shape[last] = tensor.shape[last - 1];
-    tensor.shape[last - 1] = case_scales(c);
+    tensor.shape[last - 1] = scales;
     return tensor;
 }
 
@@ -87,6 +88,8 @@ static EpTensor output_shape(const Case *c, Extents n, StepOutput output) {
     EpType type = c->index_type, other = type == EP_TYPE_INT64 ? EP_TYPE_INT32 : EP_TYPE_INT64;
     int has_end = c->counted || c->seed % 2 == 0;
     EpTensor sums = ep_tensor_2d(NULL, c->sum_type, n.tokens, c->hidden);
+    const QuantForm *grads = quant_form(c->grad_quant);
+    int64_t grad_scales = grads->bits ? quant_scales(c->grad_quant, c->hidden) : 0;
     const EpTensor shapes[STEP_OUTPUTS] = {
         [OUT_COUNTS] = ep_tensor_1d(NULL, type, n.experts),
         [OUT_PADDED] = ep_tensor_1d(NULL, other, n.experts),
@@ -99,11 +102,12 @@ static EpTensor output_shape(const Case *c, Extents n, StepOutput output) {
         [OUT_SOURCES] = ep_tensor_2d(NULL, other, n.experts, c->ranks),
         [OUT_TOKENS] = by_row(c, n, case_recv_type(c), case_recv_width(c)),
         [OUT_WEIGHTS] = by_weight(c, n),
-        [OUT_SCALES] = scales_of_rows(c, n),
+        [OUT_SCALES] = scales_of_rows(c, n, case_scale_type(c), case_scales(c)),
         [OUT_INDEX] = by_row(c, n, type, c->top_k),
         [OUT_SUMS] = sums,
-        [OUT_GRAD_ROWS] = by_row(c, n, c->sum_type, c->hidden),
+        [OUT_GRAD_ROWS] = by_row(c, n, case_grad_type(c), c->hidden),
         [OUT_GRAD_SLOTS] = by_slot(c, n),
+        [OUT_GRAD_SCALES] = scales_of_rows(c, n, grads->scale_type, grad_scales),
         [OUT_GRAD_TOKENS] = sums,
         [OUT_GRAD_WEIGHTS] = ep_tensor_2d(NULL, EP_TYPE_FP32, n.tokens, c->top_k)};
     return shapes[output];
@@ -221,6 +225,7 @@ static const struct {
                          [OUT_SUMS] = {"out", COMBINED},
                          [OUT_GRAD_ROWS] = {"grad_expert_out", STEP_COMBINE_BACKWARD},
                          [OUT_GRAD_SLOTS] = {"grad_slot_weights", STEP_COMBINE_BACKWARD},
+                         [OUT_GRAD_SCALES] = {"extras.grad_scales", STEP_COMBINE_BACKWARD},
                          [OUT_GRAD_TOKENS] = {"grad_tokens", STEP_DISPATCH_BACKWARD},
                          [OUT_GRAD_WEIGHTS] = {"grad_topk_weights", STEP_DISPATCH_BACKWARD},
                          [EXPERT_TOKENS] = {"extras.expert_tokens", 0},
@@ -239,6 +244,7 @@ int case_asks(const Case *c, StepOutput output) {
     if (output == OUT_WEIGHTS || output == OUT_GRAD_SLOTS || output == OUT_GRAD_WEIGHTS)
         return c->weighted;
     if (output == OUT_SCALES) return case_scales(c) > 0;
+    if (output == OUT_GRAD_SCALES) return case_grad_scale_bytes(c) > 0;
     return output != OUT_INDEX || case_has_rows(c);
 }
 
@@ -267,7 +273,7 @@ void step_expect(const Step *step, unsigned ops, Image *out) {
     if (ops & DISPATCHED) expect_dispatch(world, step->rank, &rows);
     if (ops & COMBINED) expect_combine(world, step->rank, &out[OUT_SUMS]);
     if (ops & STEP_COMBINE_BACKWARD)
-        expect_combine_backward(world, step->rank, &out[OUT_GRAD_ROWS]);
+        expect_combine_backward(world, step->rank, &out[OUT_GRAD_ROWS], &out[OUT_GRAD_SCALES]);
     if (ops & STEP_DISPATCH_BACKWARD)
         expect_dispatch_backward(world, step->rank, &out[OUT_GRAD_TOKENS], &out[OUT_GRAD_WEIGHTS]);
 }
@@ -299,7 +305,8 @@ void step_compare(const Step *step, StepOutput output, const Image *got, Image *
     const RankWorld *me = step_mine(step);
     int is_received = output >= OUT_TOKENS && output <= OUT_INDEX;
     size_t rows = (size_t)(is_received ? me->buffer_rows : me->rows);
-    int is_sum = output == OUT_SUMS || output == OUT_GRAD_ROWS || output == OUT_GRAD_TOKENS;
+    int is_sum = output == OUT_SUMS || output == OUT_GRAD_TOKENS ||
+                 (output == OUT_GRAD_ROWS && !case_grad_scale_bytes(&step->world->c));
     if (output == OUT_GRAD_SLOTS) accept_dots(step, got, expected);
     if (is_sum && step->world->c.strange) accept_nans(step->world->c.sum_type, got, expected);
     image_check_equal(got, expected, rows ? got->bytes / rows : 0, arrays[output].name);

@@ -30,6 +30,7 @@ static const EpTensor *scale_of(const EpTensor *const *a, StepOp op) {
 
 static int any_extras(const Step *step, const EpTensor *const *a, StepOp op) {
     int any = a[IN_BIAS0] || a[IN_BIAS1] || scale_of(a, op) || step->block_rows || step->expected;
+    any |= op == STEP_COMBINE_BACKWARD && a[OUT_GRAD_SCALES];
     for (int i = EXPERT_TOKENS; i < STEP_ARRAYS; i++)
         any |= a[i] != NULL;
     return any;
@@ -40,10 +41,13 @@ static EpStatus call_with_extras(const Step *step, const EpTensor *const *a,
     EpHandle *h = step->handle;
     const EpTensor *plan = step->plan;
     int has_words = a[READY_WORDS] || a[DONE_WORDS];
-    EpExtras x = {sizeof(x),       a[IN_BIAS0],    a[IN_BIAS1],   a[EXPERT_TOKENS],
-                  a[PEER_ROWS],    a[PEER_BYTES],  a[PEER_WAIT],  a[LONGEST_WAIT],
-                  scale_of(a, op), a[READY_WORDS], a[DONE_WORDS], step->block_rows,
-                  step->expected};
+    EpExtras x = {sizeof(x),       a[IN_BIAS0],
+                  a[IN_BIAS1],     a[EXPERT_TOKENS],
+                  a[PEER_ROWS],    a[PEER_BYTES],
+                  a[PEER_WAIT],    a[LONGEST_WAIT],
+                  scale_of(a, op), a[READY_WORDS],
+                  a[DONE_WORDS],   step->block_rows,
+                  step->expected,  op == STEP_COMBINE_BACKWARD ? a[OUT_GRAD_SCALES] : NULL};
     if (!x.block_rows && has_words) x.block_rows = step->world->c.block_rows;
     if (!x.expected && a[DONE_WORDS]) x.expected = 1;
     const EpPlanTensors numbers = plan_outputs(a);

@@ -102,7 +102,8 @@ static int64_t row_bytes(const Step *step, StepOp op) {
     int64_t weights = c->weighted ? 4 * (int64_t)c->top_k : 0, sum = (int64_t)case_sum_bytes(c);
     if (op & (STEP_DISPATCH | STEP_DISPATCH_SEND))
         return (int64_t)(case_recv_bytes(c) + case_recv_scale_bytes(c)) + weights;
-    if (op == STEP_COMBINE_BACKWARD) return sum;
+    if (op == STEP_COMBINE_BACKWARD)
+        return (int64_t)(case_grad_bytes(c) + case_grad_scale_bytes(c));
     if (c->by_entry) return sum + (c->weighted ? 4 : 0);
     if (c->sum_quant == EP_QUANT_FP8) sum = c->hidden + (c->hidden + 127) / 128 * 4;
     return op == STEP_DISPATCH_BACKWARD ? sum + weights : sum;

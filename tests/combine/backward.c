@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Optional outputs of ep_combine_backward: gradients of rows alone, or of weights too. */
+/* Optional outputs of ep_combine_backward: gradients of rows alone, or of weights too. Gradients
+ * that are quantised. */
 #include <math.h>
 
 #include "tests/cases/fixture.h"
+#include "tests/harness/ranked.h"
 
 enum { RANKS = 3 };
 
@@ -92,3 +94,55 @@ Test(combine_backward, rows_of_24_kib, .timeout = 120) {
 
 SoloCall(combine_backward, tail_of_a_shorter_tensor,
          fixture_check_shorter_tail(STEP_COMBINE_BACKWARD, OUT_GRAD_SLOTS));
+
+/* ---- quantised gradients ------------------------------------------------------------------- */
+
+/* Every layout, type and format; rows that end within a block of elements, and zeroed tails. */
+static void run_quantised(const char *more) {
+    static const int hiddens[] = {16, 48, 400};
+    for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_FP8_POW2; quant++)
+        for (int i = 0; i < 3 * LENGTH(hiddens); i++) {
+            Case c = case_of("experts=7 top_k=3 hidden=%d alignment=4 sum_type=%d grad_quant=%d "
+                             "scale_order=%d masked_percent=10 spare_rows=3 zero_tail=%d "
+                             "counters=%d seed=%d %s",
+                             hiddens[i / 3], 1 + i % 3, quant, 1 + i % 2, i % 2, i % 4,
+                             (int)quant * 10 + i, more);
+            run_layouts(c);
+        }
+}
+
+Test(combine_backward, quantised, .timeout = 120) {
+    run_quantised("ranks=1");
+    run_quantised("ranks=2");
+}
+
+/* Dispatch quantises in another format; tiles of scales that rows and columns do not fill. */
+Test(combine_backward, quantised_beside_dispatch, .timeout = 120) {
+    run_layouts(case_of("ranks=3 hidden=208 quant=nvfp4 grad_quant=mxfp8 alignment=128 "
+                        "scale_order=swizzled max_tokens=140 routing=skewed"));
+    run_layouts(case_of("ranks=2 hidden=272 strange=1 row_type=fp32 grad_quant=fp8-pow2"));
+    run_layouts(case_of("ranks=2 hidden=24592 sum_type=fp16 max_tokens=2 grad_quant=fp8"));
+}
+
+Test(combine_backward, quantised_on_two_nodes, .timeout = 120) {
+    setenv("LIBEP_STAGE_BYTES", "3000", 1);
+    setenv("LIBEP_NODE_CHUNK", "3000", 1);
+    run_quantised("ranks=4 nodes=0110");
+}
+
+RefusalsTest(combine_backward, wrong_quantised_gradients, "quantised_gradients",
+             "hidden=160 grad_quant=fp8");
+
+/* FP8 and FP8_POW2 have rows and scales of the same sizes and types. */
+ThreadTest(combine_backward, another_grad_quant, 2) {
+    Case c = case_complete(
+        case_of("ranks=2 hidden=64 grad_quant=%s", bootstrap->rank ? "fp8" : "fp8-pow2"));
+    Fixture f = {0};
+    set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
+    fixture_open_on(&f, bootstrap, &c);
+    CHECK_OK(fixture_call(&f, STEP_PREPARE));
+    EpStatus status = fixture_call(&f, STEP_COMBINE_BACKWARD);
+    if (TESTS_ON_GPU && status == EP_OK) status = ep_group_status(f.group, NULL);
+    CHECK_REFUSED(status, EP_ERR_ORDER, "combine backward", TESTS_ON_GPU ? "" : "grad_quant");
+    fixture_close_on(&f);
+}

@@ -97,8 +97,10 @@ static void multiply(void *arguments) {
 }
 
 /* Operands are in memory that the GPU reaches, as large as their leading dimensions say. */
-static void check_reach(const void *data, cudaDataType type, int64_t lines, int64_t stride) {
-    const size_t bytes = (size_t)(lines * stride) * (type == CUDA_R_32F ? 4 : 2);
+static void check_reach(const void *data, cudaDataType type, int64_t lines, int64_t stride,
+                        int64_t width) {
+    const int64_t elements = lines > 0 ? (lines - 1) * stride + width : 0;
+    const size_t bytes = (size_t)elements * (type == CUDA_R_32F ? 4 : 2);
     if (!emulated_reaches(data, bytes)) emulated_die("cublasGemmEx: memory out of reach");
 }
 
@@ -113,13 +115,30 @@ cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t op_a, cubla
         (*(const float *)beta != 0 && *(const float *)beta != 1) || lda < (op_a ? k : m) ||
         ldb < (op_b ? n : k) || ldc < m)
         return CUBLAS_STATUS_INVALID_VALUE;
-    check_reach(a, type_a, op_a ? m : k, lda);
-    check_reach(b, type_b, op_b ? k : n, ldb);
-    check_reach(c, type_c, n, ldc);
+    check_reach(a, type_a, op_a ? m : k, lda, op_a ? k : m);
+    check_reach(b, type_b, op_b ? k : n, ldb, op_b ? n : k);
+    check_reach(c, type_c, n, ldc, m);
     const Product p = {
         *(const float *)beta == 1, m, n, k, op_a, op_b, lda, ldb, ldc, a, b, c, type_a, type_c};
     emulated_enqueue(handle->stream, multiply, NULL, &p, sizeof(p));
     return CUBLAS_STATUS_SUCCESS;
+}
+
+static char *matrix_at(const void *first, cudaDataType type, long long elements) {
+    return (char *)(uintptr_t)first + elements * (type == CUDA_R_32F ? 4 : 2);
+}
+
+cublasStatus_t cublasGemmStridedBatchedEx(
+    cublasHandle_t handle, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k,
+    const void *alpha, const void *a, cudaDataType type_a, int lda, long long step_a, const void *b,
+    cudaDataType type_b, int ldb, long long step_b, const void *beta, void *c, cudaDataType type_c,
+    int ldc, long long step_c, int count, cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < count; i++)
+        status = cublasGemmEx(handle, op_a, op_b, m, n, k, alpha, matrix_at(a, type_a, i * step_a),
+                              type_a, lda, matrix_at(b, type_b, i * step_b), type_b, ldb, beta,
+                              matrix_at(c, type_c, i * step_c), type_c, ldc, compute, algorithm);
+    return status;
 }
 
 /* Addresses of matrices are in the GPU's memory, where they do not change. */
@@ -153,6 +172,7 @@ void *emulated_cublas(const char *name) {
                      {"cublasSetStream_v2", (void *)cublasSetStream_v2},
                      {"cublasGetVersion_v2", (void *)cublasGetVersion_v2},
                      {"cublasGemmEx", (void *)cublasGemmEx},
+                     {"cublasGemmStridedBatchedEx", (void *)cublasGemmStridedBatchedEx},
                      {"cublasGemmGroupedBatchedEx", (void *)cublasGemmGroupedBatchedEx}};
     for (size_t i = 0; i < sizeof(functions) / sizeof(*functions); i++)
         if (strcmp(functions[i].name, name) == 0) return functions[i].function;

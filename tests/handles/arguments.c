@@ -151,6 +151,7 @@ static const TextField config_fields[] = {
     TEXT_FIELD(EpHandleConfig, expert_ids, "|local|global"),
     TEXT_FIELD(EpHandleConfig, padding, "|zero|keep"),
     TEXT_FIELD(EpHandleConfig, sum_quant, TEXT_QUANTS),
+    TEXT_FIELD(EpHandleConfig, grad_quant, TEXT_QUANTS),
     TEXT_FIELD(EpHandleConfig, row_weights, "here|all"),
 };
 

@@ -160,7 +160,8 @@ GroupTest(handles_rows_quant, against_the_oracle, 1, "alignment=128") {
     static const Shape shapes[] = {
         {1, 384, 200, 0, EP_TYPE_BF16, {256}},     {1, 300, 136, 0, EP_TYPE_FP32, {-1}},
         {1, 128, 96, 0, EP_TYPE_FP16, {0}},        {3, 128, 264, 1, EP_TYPE_BF16, {5, 128, 0}},
-        {2, 256, 48, 1, EP_TYPE_FP32, {255, 999}}, {4, 128, 16, 1, EP_TYPE_FP16, {-1, -1, -1, -1}}};
+        {2, 256, 48, 1, EP_TYPE_FP32, {255, 999}}, {4, 128, 16, 1, EP_TYPE_FP16, {-1, -1, -1, -1}},
+        {1, 272, 1168, 0, EP_TYPE_BF16, {261}}};
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++) {
         Shape s = shapes[i];
         for (int e = 0; e < 8; e++)

@@ -55,9 +55,9 @@ static void expect_row(Image *image, int64_t row, size_t bytes, const Row *what,
         memset(to, 0, bytes);
 }
 
-/* Returns the position of scale i of a row in the case's scale order. */
-static int64_t scale_cell(const Case *c, int64_t buffer_rows, int64_t row, int64_t i) {
-    int64_t scales = case_scales(c);
+/* Returns the position of scale i of a row's `scales` in the case's scale order. */
+static int64_t scale_cell(const Case *c, int64_t buffer_rows, int64_t row, int64_t scales,
+                          int64_t i) {
     if (c->scale_order == EP_SCALES_BY_ROW) return row * scales + i;
     int64_t block = case_block_rows(c) ? case_block_rows(c) : buffer_rows;
     if (c->scale_order == EP_SCALES_SWIZZLED) {
@@ -69,20 +69,26 @@ static int64_t scale_cell(const Case *c, int64_t buffer_rows, int64_t row, int64
     return row / block * scales * block + i * block + row % block;
 }
 
-static void expect_scales(const World *world, int rank, int64_t row, Image *image) {
+/* Write a row's `n` scales, `all` bytes. `from` NULL: zeros. */
+static void expect_scales(const World *world, int rank, int64_t row, size_t n, size_t all,
+                          const uint8_t *from, Image *image) {
     const Case *c = &world->c;
-    const Row *what = &world->rank[rank].row[row];
-    size_t all = case_recv_scale_bytes(c), n = (size_t)case_scales(c);
     size_t written = c->scale_order == EP_SCALES_SWIZZLED ? (n + 3) / 4 * 4 : n;
     for (size_t i = 0; i < written; i++) {
-        int64_t cell = scale_cell(c, world->rank[rank].buffer_rows, row, (int64_t)i);
+        int64_t cell = scale_cell(c, world->rank[rank].buffer_rows, row, (int64_t)n, (int64_t)i);
         size_t bytes = all / n;
         uint8_t *to = image->data + (size_t)cell * bytes;
         memset(to, 0, bytes);
-        if (what->kind != ROW_FILLED || i >= n) continue;
-        const uint8_t *from = world->rank[what->source].sent_scale + (size_t)what->token * all;
-        memcpy(to, from + i * bytes, bytes);
+        if (from && i < n) memcpy(to, from + i * bytes, bytes);
     }
+}
+
+static void expect_sent_scales(const World *world, int rank, int64_t row, Image *image) {
+    const Row *what = &world->rank[rank].row[row];
+    size_t all = case_recv_scale_bytes(&world->c);
+    const uint8_t *from = world->rank[what->source].sent_scale + (size_t)what->token * all;
+    expect_scales(world, rank, row, (size_t)case_scales(&world->c), all,
+                  what->kind == ROW_FILLED ? from : NULL, image);
 }
 
 void expect_dispatch(const World *world, int rank, ExpectedRows *out) {
@@ -95,7 +101,7 @@ void expect_dispatch(const World *world, int rank, ExpectedRows *out) {
             set_index(world, &out->index, row * world->c.top_k + k, -1);
         if (!world_writes(world, what)) continue;
         expect_row(&out->tokens, row, case_recv_bytes(&world->c), what, from->sent);
-        expect_scales(world, rank, row, &out->scales);
+        expect_sent_scales(world, rank, row, &out->scales);
         expect_weights(world, rank, row, out);
     }
 }
@@ -232,15 +238,33 @@ void expect_dispatch_backward(const World *world, int rank, Image *tokens, Image
     }
 }
 
-void expect_combine_backward(const World *world, int rank, Image *rows) {
+/* Write a row of a combine_backward that quantises, and its scales. `what`: a token, or zeros. */
+static void expect_quantised(const World *world, int rank, int64_t row, Image *rows,
+                             Image *scales) {
+    const Case *c = &world->c;
+    const Row *what = &world->rank[rank].row[row];
+    const uint8_t *grads = world->rank[what->source].grad_out;
+    uint8_t of_row[EP_MAX_ROW_BYTES / 16], *to = rows->data + (size_t)row * case_grad_bytes(c);
+    int is_filled = what->kind == ROW_FILLED;
+    if (is_filled)
+        quant_row(c->grad_quant, 0, c->sum_type, grads + (size_t)what->token * case_sum_bytes(c),
+                  c->hidden, to, of_row);
+    expect_scales(world, rank, row, (size_t)quant_scales(c->grad_quant, c->hidden),
+                  case_grad_scale_bytes(c), is_filled ? of_row : NULL, scales);
+}
+
+void expect_combine_backward(const World *world, int rank, Image *rows, Image *scales) {
     const Case *c = &world->c;
     const RankWorld *me = &world->rank[rank];
     for (int64_t row = 0; row < me->buffer_rows; row++) {
         const Row *what = &me->row[row];
-        if (world_writes(world, what))
-            memset(rows->data + (size_t)row * case_sum_bytes(c), 0, case_sum_bytes(c));
-        if (what->kind != ROW_FILLED) continue;
-        for (int h = 0; h < c->hidden; h++) {
+        if (!world_writes(world, what)) continue;
+        memset(rows->data + (size_t)row * case_grad_bytes(c), 0, case_grad_bytes(c));
+        if (case_grad_scale_bytes(c)) {
+            expect_quantised(world, rank, row, rows, scales);
+            continue;
+        }
+        for (int h = 0; what->kind == ROW_FILLED && h < c->hidden; h++) {
             int64_t element = (int64_t)what->token * c->hidden + h;
             float g = number_get(world->rank[what->source].grad_out, c->sum_type, element);
             float value = c->weighted ? me->slot_weight[row] * g : g;

@@ -22,8 +22,8 @@ void expect_combine(const World *world, int rank, Image *out);
 /** Writes grad_tokens[rows, H] and grad_topk_weights[rows, K]. */
 void expect_dispatch_backward(const World *world, int rank, Image *tokens, Image *weights);
 
-/** Writes grad_expert_out[buffer_rows, H]. */
-void expect_combine_backward(const World *world, int rank, Image *rows);
+/** Writes grad_expert_out[buffer_rows, H], and its scales where it is quantised. */
+void expect_combine_backward(const World *world, int rank, Image *rows, Image *scales);
 
 /** Returns the number of (token, rank) rows from one rank to another, lost ones included; or
  *  `slots`: of their entries that have one. */

@@ -31,8 +31,8 @@ static void draw_rows(Case *c, Random *random) {
     c->weighted = PICK(random, 0, 1);
     c->scale_bytes = PICK(random, 0, 4, 20);
     c->quant = (EpQuant)PICK(random, 1, 1, 2, 3, 4, 5, 6);
-    c->scale_order = (EpScaleOrder)PICK(random, EP_SCALES_BY_ROW, EP_SCALES_BY_COLUMN,
-                                        EP_SCALES_SWIZZLED);
+    c->scale_order =
+        (EpScaleOrder)PICK(random, EP_SCALES_BY_ROW, EP_SCALES_BY_COLUMN, EP_SCALES_SWIZZLED);
     if (c->scale_order == EP_SCALES_SWIZZLED) c->alignment = 128;
     if (c->quant == EP_QUANT_FP8 || c->quant == EP_QUANT_FP8_POW2)
         c->scale_order = EP_SCALES_BY_ROW + c->scale_order % 2;
@@ -65,6 +65,9 @@ static Case draw_case(uint64_t seed) {
     c.all_weights = PICK(&random, 0, 1);
     c.weights_at_combine = PICK(&random, 0, 0, 1);
     c.sum_quant = (EpQuant)PICK(&random, EP_QUANT_NONE, EP_QUANT_NONE, EP_QUANT_FP8);
+    c.grad_quant = (EpQuant)PICK(&random, 1, 1, 1, 2, 3, 4, 5);
+    if (c.scale_order == EP_SCALES_SWIZZLED && c.grad_quant != EP_QUANT_NONE)
+        c.grad_quant = EP_QUANT_MXFP8;
     c.padding = (EpPadding)PICK(&random, EP_PADDING_ZERO, EP_PADDING_KEEP);
     c.biases = PICK(&random, 0, 0, 1, 2);
     c.counters = PICK(&random, 0, 1, 2, 3);

@@ -66,6 +66,11 @@ __device__ __forceinline__ void copy_4(uint32_t to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
+/** Copy 16 bytes. */
+__device__ __forceinline__ void copy_16(uint32_t to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 /** Arrive when all copies that the thread has started are made. */
 __device__ __forceinline__ void copies_arrive(uint64_t *arrival) {
     asm volatile(
@@ -179,7 +184,7 @@ __device__ __forceinline__ void arrival_arrive_at(uint64_t *arrival, uint32_t ra
     asm volatile("{\n"
                  ".reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
                  "}" ::"r"(shared_address(arrival)),
                  "r"(rank)
                  : "memory");
@@ -196,6 +201,11 @@ __device__ __forceinline__ uint32_t arrival_test(uint64_t *arrival, uint32_t par
                  : "r"(shared_address(arrival)), "r"(parity)
                  : "memory");
     return done;
+}
+
+/** A value that all lanes of the warp have, so that the compiler knows it. */
+__device__ __forceinline__ int same_for_warp(int x) {
+    return __shfl_sync(0xffffffffu, x, 0);
 }
 
 /* ---- clusters of two blocks ---- */

@@ -22,7 +22,7 @@ typedef struct Scratch {
     size_t bytes;
 } Scratch;
 
-enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, NUM_SCRATCH };
+enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_PARTS, NUM_SCRATCH };
 
 /* The products of all groups as one call takes them, each array [..., count]. */
 typedef struct Batch {
@@ -54,7 +54,9 @@ typedef struct Cublas {
     __typeof__(&cublasSetStream_v2) set_stream;
     __typeof__(&cublasGetVersion_v2) get_version;
     __typeof__(&cublasGemmEx) gemm;
-    __typeof__(&cublasGemmGroupedBatchedEx) grouped; /* NULL: older than cuBLAS 12.5 */
+    __typeof__(&cublasGemmStridedBatchedEx) batched;
+    cublasStatus_t (*limit)(cublasHandle_t handle, int sms); /* NULL: it has none */
+    __typeof__(&cublasGemmGroupedBatchedEx) grouped;         /* NULL: older than cuBLAS 12.5 */
     Scratch scratch[NUM_SCRATCH];
     Batch *batches; /* six for a layer */
 } Cublas;
@@ -77,7 +79,8 @@ static bool load(Cublas *c) {
     if (!c->library) return bench_fail("--backend cuda: expected cuBLAS, got: %s", dlerror());
     return find(c, "cublasCreate_v2", &c->create) && find(c, "cublasDestroy_v2", &c->destroy) &&
            find(c, "cublasSetStream_v2", &c->set_stream) &&
-           find(c, "cublasGetVersion_v2", &c->get_version) && find(c, "cublasGemmEx", &c->gemm);
+           find(c, "cublasGetVersion_v2", &c->get_version) && find(c, "cublasGemmEx", &c->gemm) &&
+           find(c, "cublasGemmStridedBatchedEx", &c->batched);
 }
 
 /* Without it each group has a call of its own. */
@@ -116,6 +119,17 @@ static bool open_streams(Cublas *c) {
                       "cudaEventCreateWithFlags");
     for (int i = 0; ok && i < NUM_STREAMS; i++)
         ok = open_beside(c, &c->beside[i]);
+    return ok;
+}
+
+bool cublas_limit(MoeDevice *d, int product_sms) {
+    Cublas *c = cuda_state(d)->cublas;
+    void *address = dlsym(c->library, "cublasSetSmCountTarget");
+    memcpy(&c->limit, &address, sizeof(address));
+    bool ok = !c->limit || cublas_ok(c->limit(c->handle, product_sms), "cublasSetSmCountTarget");
+    for (int i = 0; ok && c->limit && i < NUM_STREAMS; i++)
+        ok = cublas_ok(c->limit(c->beside[i].handle, product_sms), "cublasSetSmCountTarget");
+    d->product_sms = product_sms;
     return ok;
 }
 
@@ -410,6 +424,39 @@ bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const 
     return run_product(d, multiply_groups, groups, a, b, transposed, c);
 }
 
+/* ---- few columns --------------------------------------------------------------------------- */
+
+/* A product with few columns has few tiles of 128 x 128. So k is cut into parts, until there are
+ * tiles for most multiprocessors. */
+static int choose_parts(const MoeDevice *d, int64_t rows, int64_t columns, int64_t k) {
+    const int64_t tiles = ((rows + 127) / 128) * ((columns + 127) / 128);
+    int parts = 1;
+    while (parts < 32 && k % (16 * parts) == 0 && k / (2 * parts) >= 128 &&
+           tiles * parts * 2 <= 2 * d->multiprocessors)
+        parts *= 2;
+    return parts;
+}
+
+/* One product for each part of k. */
+bool cuda_multiply_narrow(MoeDevice *d, const EpTensor *a, const EpTensor *b, const EpTensor *c) {
+    const Cublas *cublas = cuda_state(d)->cublas;
+    const int64_t m = a->shape[0], k = a->shape[1], n = b->shape[1];
+    const int parts = choose_parts(d, m, n, k);
+    const float one = 1, zero = 0;
+    if (m == 0) return true;
+    void *sums = reserve(d, SCRATCH_PARTS, parts * m * n);
+    d->gemm_calls++;
+    return sums &&
+           cublas_ok(cublas->set_stream(cublas->handle, cuda_stream_of(d)), "cublasSetStream") &&
+           cublas_ok(cublas->batched(cublas->handle, CUBLAS_OP_N, CUBLAS_OP_N, (int)n, (int)m,
+                                     (int)k / parts, &one, b->data, type_of(b->type), (int)n,
+                                     k / parts * n, a->data, type_of(a->type), (int)k, k / parts,
+                                     &zero, sums, CUDA_R_32F, (int)n, m * n, parts,
+                                     CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+                     "cublasGemmStridedBatchedEx") &&
+           cuda_add_parts(d, sums, parts, c);
+}
+
 /* Of operands and a result of one type. */
 bool cuda_accumulate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                      bool transposed, const EpTensor *c) {
@@ -431,6 +478,16 @@ bool cublas_open(MoeDevice *d, char *name, size_t bytes) {
 
 void cublas_close(MoeDevice *d) {
     (void)d;
+}
+
+bool cublas_limit(MoeDevice *d, int product_sms) {
+    d->product_sms = product_sms;
+    return true;
+}
+
+bool cuda_multiply_narrow(MoeDevice *d, const EpTensor *a, const EpTensor *b, const EpTensor *c) {
+    (void)a, (void)b, (void)c;
+    return gpu_missing(d);
 }
 
 bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,

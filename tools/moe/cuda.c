@@ -205,6 +205,7 @@ static bool open_state(MoeDevice *d) {
         !cublas_open(d, name, sizeof(name)))
         return false;
     gpu_name(gpu, sizeof(gpu));
+    d->product_sms = d->multiprocessors;
     d->multiplies_e4m3 = gpu_capability() == 90;
     snprintf(d->gemm, sizeof(d->gemm), "%s on %s", name, gpu);
     return true;
@@ -233,9 +234,11 @@ bool moe_cuda_create(MoeDevice *out, Grouping grouping) {
                        .stop = cuda_stop,
                        .capture = cuda_capture,
                        .replay = cuda_replay,
+                       .limit = cublas_limit,
                        .exchange = cuda_exchange,
                        .destroy = cuda_destroy,
                        .multiply = cuda_multiply,
+                       .multiply_narrow = cuda_multiply_narrow,
                        .accumulate = cuda_accumulate,
                        .correlate = cuda_correlate,
                        .multiply_scaled = cuda_multiply_scaled,
@@ -247,6 +250,7 @@ bool moe_cuda_create(MoeDevice *out, Grouping grouping) {
                        .quantise = cuda_quantise,
                        .activate_scaled = cuda_activate_scaled,
                        .activate_backward_scaled = cuda_activate_backward_scaled,
+                       .transpose = cuda_transpose,
                        .dequantise = cuda_dequantise};
     return open_state(out);
 }

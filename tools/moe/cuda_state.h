@@ -45,6 +45,13 @@ bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const 
                    bool transposed, const EpTensor *c);
 bool cuda_correlate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                     const EpTensor *c);
+/** out = the sum of `parts` tensors of its size, FP32, one after the other. */
+bool cuda_add_parts(MoeDevice *d, const float *in, int parts, const EpTensor *out);
+
+/** See MoeDevice.limit. */
+bool cublas_limit(MoeDevice *d, int product_sms);
+
+bool cuda_multiply_narrow(MoeDevice *d, const EpTensor *a, const EpTensor *b, const EpTensor *c);
 bool cuda_accumulate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                      bool transposed, const EpTensor *c);
 bool cuda_multiply_scaled(MoeDevice *d, const Groups *groups, const Scaled *a, const Scaled *b,
@@ -66,6 +73,7 @@ bool cuda_activate_scaled(MoeDevice *d, EpQuant quant, const EpTensor *z, const 
 bool cuda_activate_backward_scaled(MoeDevice *d, EpQuant quant, const EpTensor *z,
                                    const EpTensor *grad_a, const EpTensor *grad_z,
                                    const Scaled *rows, const Scaled *transposed);
+bool cuda_transpose(MoeDevice *d, const EpTensor *in, const EpTensor *out);
 bool cuda_dequantise(MoeDevice *d, const EpTensor *q, const EpTensor *scales, int64_t rows,
                      int64_t columns, const EpTensor *out);
 

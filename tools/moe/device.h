@@ -62,6 +62,7 @@ struct MoeDevice {
     char gemm[256];       /**< what multiplies matrices, for the report */
     int square;           /**< a size of matrices at which a GEMM runs at full rate */
     int multiprocessors;  /**< of the GPU; 0 on the host */
+    int product_sms;      /**< of them, those that products take */
     bool multiplies_e4m3; /**< whether multiply_scaled and correlate_scaled work */
     EpStream stream;      /**< of all that runs, but for what is forked; NULL on the host */
     EpStream side; /**< a second stream; NULL on the host, where calls have finished when they
@@ -106,6 +107,8 @@ struct MoeDevice {
      *  on the host. */
     bool (*capture)(MoeDevice *d, bool (*queue)(void *context), void *context, void **graph);
     bool (*replay)(MoeDevice *d, void *graph);
+    /** Products leave the other multiprocessors to kernels of the second stream. */
+    bool (*limit)(MoeDevice *d, int product_sms);
     /** Exchange `stream` and `side`: what is queued next runs on the other one. */
     void (*exchange)(MoeDevice *d);
     void (*destroy)(MoeDevice *d);
@@ -125,6 +128,9 @@ struct MoeDevice {
                        bool transposed, const EpTensor *c);
     bool (*correlate)(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                       const EpTensor *c);
+
+    /** A product of tall matrices with few columns, a[rows, k] and b[k, n], into FP32 c. */
+    bool (*multiply_narrow)(MoeDevice *d, const EpTensor *a, const EpTensor *b, const EpTensor *c);
 
     /**
      * The same of e4m3, in one launch each. Both operands lie along the dimension that is summed
@@ -172,6 +178,9 @@ struct MoeDevice {
     bool (*activate_backward_scaled)(MoeDevice *d, EpQuant quant, const EpTensor *z,
                                      const EpTensor *grad_a, const EpTensor *grad_z,
                                      const Scaled *rows, const Scaled *transposed);
+
+    /** Exchange the last two of three dimensions, of e4m3 in multiples of 16, or of FP32. */
+    bool (*transpose)(MoeDevice *d, const EpTensor *in, const EpTensor *out);
 
     /** e4m3 with scales by blocks of `rows` x `columns` of the last two dimensions -> FP32. */
     bool (*dequantise)(MoeDevice *d, const EpTensor *q, const EpTensor *scales, int64_t rows,

@@ -11,13 +11,13 @@
  * TILE_ROWS x 256, of which each block has 128 columns. So both need the same rows of a: each loads
  * half of them into the shared memory of both, where a tile has rows at all. Of the third
  * warpgroup one thread loads the matrices, and the other warps copy the scales, several stages
- * ahead. Two warpgroups multiply, half of the tile's rows each, 64 at a time. The sum over a block
+ * ahead, those of several blocks of k at a time. Two warpgroups multiply, half of the tile's rows each, 64 at a time. The sum over a block
  * of k is in the matrix unit, which adds e4m3 with fewer bits than fp32 has. It is scaled and added
  * in fp32.
  *
- * Memory order: the bytes of the matrices complete `full`, and so do the copies of scales. A warp
- * that has waited for its products and read the scales arrives at `empty` of both blocks, since
- * both write to its block. Then the stage is filled again. Blocks of a cluster end together, so
+ * Memory order: the bytes of the matrices complete `full`. A warp that has waited for its products
+ * arrives at `empty` of both blocks, since both write to its block. Then the stage is filled again.
+ * Scales have stages of their own, and the copies of a block complete them. Blocks of a cluster end together, so
  * that none writes to one that has ended.
  */
 
@@ -51,14 +51,34 @@ enum {
     THREADS = CONSUMERS + 128, /* behind them one warp loads matrices */
     COPIERS = 96,              /* and the others copy scales */
     FIRST_COPIER = THREADS - COPIERS,
-    STAGES = 4, /* of shared memory */
+    STAGES = 4, /* of matrices in shared memory */
     WAVE_BYTES = WAVE_ROWS * BLOCK,
-    /* Parts of a stage. Matrices and stages lie on 1024 bytes, as the swizzle wants. */
+    /* Parts of a stage. Matrices lie on 1024 bytes, as the swizzle wants. */
     STAGE_A = 0,
     STAGE_B = TILE_ROWS * BLOCK,
-    STAGE_A_SCALES = STAGE_B + BLOCK * BLOCK,
-    STAGE_B_SCALES = STAGE_A_SCALES + TILE_ROWS * 4,
-    STAGE_BYTES = (STAGE_B_SCALES + BLOCK * 4 + 1023) / 1024 * 1024
+    STAGE_BYTES = STAGE_B + BLOCK * BLOCK,
+    /* Stages of scales, of a's rows and then of b's, behind those of matrices. */
+    SCALE_STAGES = 2,
+    SCALE_BLOCKS = 4, /* blocks of k, whose scales of a row are neighbours */
+    SCALES = SCALE_BLOCKS * (TILE_ROWS + BLOCK),
+    SCALES_BYTES = SCALES * 4,
+    SHARED_BYTES = STAGES * STAGE_BYTES + SCALE_STAGES * SCALES_BYTES
+};
+
+/* What has arrived in stages, and which are free again. */
+struct Arrivals {
+    uint64_t full[STAGES], empty[STAGES];
+    uint64_t scales_full[SCALE_STAGES], scales_empty[SCALE_STAGES];
+};
+
+/* Stages are taken in turn: the current one, and the parity of its arrivals. */
+template <int NUM> struct Turn {
+    int stage;
+    uint32_t parity;
+
+    __device__ void next(void) {
+        if (++stage == NUM) stage = 0, parity ^= 1;
+    }
 };
 
 /* Scales of one operand: of rows (of b: or of 128 rows) and blocks of columns. */
@@ -154,11 +174,6 @@ static __device__ void wait_for(uint64_t *arrival, uint32_t parity) {
 
 /* ---- loading ------------------------------------------------------------------------------- */
 
-/* Wait until a stage may be filled. */
-static __device__ void wait_for_empty(uint64_t *empty, int64_t step) {
-    wait_for(empty + step % STAGES, (uint32_t)(step / STAGES & 1) ^ 1);
-}
-
 /* Waves of a without rows are not loaded: nobody multiplies them. Beyond a matrix are zeros, and so
  * are, with sums over rows, those that pad a slab. What else is beyond a tile is not stored. */
 static __device__ void load_stage(const ScaledArgs &args, const Tile &tile, int block,
@@ -171,39 +186,53 @@ static __device__ void load_stage(const ScaledArgs &args, const Tile &tile, int 
     tensor_load(stage + STAGE_B, &args.b_map, column, tile.b_row, full);
 }
 
-/* A scale for each row. */
-static __device__ void copy_scales(uint32_t to, const float *from, int64_t pitch, int rows) {
-    for (int row = (int)threadIdx.x - FIRST_COPIER; row < rows; row += COPIERS)
-        copy_4(to + (uint32_t)row * 4, from + row * pitch);
-}
-
 template <bool B_TILES>
-static __device__ void copy_stage(const ScaledArgs &args, const Tile &tile, int block,
-                                  uint32_t stage, uint64_t *full) {
-    copy_scales(stage + STAGE_A_SCALES, tile.a_scales + block * args.a.step, args.a.pitch,
-                tile.rows);
-    copy_scales(stage + STAGE_B_SCALES, tile.b_scales + block * args.b.step, args.b.pitch,
-                B_TILES ? min(tile.columns, 1) : tile.columns);
-    copies_arrive(full);
-}
-
-template <bool B_TILES>
-static __device__ void produce(const ScaledArgs &args, uint32_t stages, uint64_t *full,
-                               uint64_t *empty) {
+static __device__ void load_matrices(const ScaledArgs &args, uint32_t stages, Arrivals *arrivals) {
     Place place = {0, 0};
+    Turn<STAGES> turn = {0, 0};
     Tile tile;
-    int64_t step = 0;
-    const bool copies = threadIdx.x >= FIRST_COPIER;
-    if (!copies && threadIdx.x != CONSUMERS) return;
     for (int64_t number = first_tile(); find_tile<B_TILES>(args, number, &place, &tile);
          number += tile_step()) {
-        for (int block = 0; block * BLOCK < tile.k; block++, step++) {
-            const uint32_t stage = stages + (uint32_t)(step % STAGES * STAGE_BYTES);
-            wait_for_empty(empty, step);
-            if (copies)
-                copy_stage<B_TILES>(args, tile, block, stage, full + step % STAGES);
-            else
-                load_stage(args, tile, block, stage, full + step % STAGES);
+        for (int block = 0; block * BLOCK < tile.k; block++, turn.next()) {
+            wait_for(arrivals->empty + turn.stage, turn.parity ^ 1);
+            load_stage(args, tile, block, stages + (uint32_t)(turn.stage * STAGE_BYTES),
+                       arrivals->full + turn.stage);
+        }
+    }
+}
+
+/* Scales of `rows` rows and `blocks` blocks of k. One copy takes four where they are neighbours on
+ * 16 bytes. */
+static __device__ void copy_scales(uint32_t to, const float *from, const Scales &scales, int rows,
+                                   int blocks) {
+    const int thread = (int)threadIdx.x - FIRST_COPIER;
+    if (scales.step == 1 && scales.pitch % SCALE_BLOCKS == 0 && (uintptr_t)from % 16 == 0) {
+        for (int row = thread; row < rows; row += COPIERS)
+            copy_16(to + (uint32_t)row * 16, from + row * scales.pitch);
+        return;
+    }
+    for (int row = thread; row < rows; row += COPIERS)
+        for (int block = 0; block < blocks; block++)
+            copy_4(to + (uint32_t)(row * SCALE_BLOCKS + block) * 4,
+                   from + row * scales.pitch + block * scales.step);
+}
+
+template <bool B_TILES>
+static __device__ void load_scales(const ScaledArgs &args, uint32_t stages, Arrivals *arrivals) {
+    Place place = {0, 0};
+    Turn<SCALE_STAGES> turn = {0, 0};
+    Tile tile;
+    for (int64_t number = first_tile(); find_tile<B_TILES>(args, number, &place, &tile);
+         number += tile_step()) {
+        const int columns = B_TILES ? min(tile.columns, 1) : tile.columns;
+        for (int block = 0; block * BLOCK < tile.k; block += SCALE_BLOCKS, turn.next()) {
+            const int blocks = min((int)SCALE_BLOCKS, (int)ceiling(tile.k, BLOCK) - block);
+            const uint32_t to = stages + (uint32_t)(turn.stage * SCALES_BYTES);
+            wait_for(arrivals->scales_empty + turn.stage, turn.parity ^ 1);
+            copy_scales(to, tile.a_scales + block * args.a.step, args.a, tile.rows, blocks);
+            copy_scales(to + TILE_ROWS * SCALE_BLOCKS * 4, tile.b_scales + block * args.b.step,
+                        args.b, columns, blocks);
+            copies_arrive(arrivals->scales_full + turn.stage);
         }
     }
 }
@@ -233,17 +262,17 @@ static __device__ void multiply_block(uint32_t a, uint32_t b, float (&sums)[64])
         keep_register(sums[i]);
 }
 
-/* total += sums * scales. `a` has the scales of the wave's rows. */
+/* total += sums * scales. `scale` has those of the thread's two rows, and `b` those of columns,
+ * unless B_TILES. */
 template <bool B_TILES>
-static __device__ void add_scaled(const float *a, const float *b, const float (&sums)[64],
+static __device__ void add_scaled(const float (&scale)[2], const float *b, const float (&sums)[64],
                                   float (&total)[64]) {
-    const int lane = (int)threadIdx.x % 32, row = (int)threadIdx.x % 128 / 32 * 16 + lane / 4;
-    const float one = B_TILES ? b[0] : 1, scale[2] = {a[row] * one, a[row + 8] * one};
+    b += threadIdx.x % 4 * 2 * SCALE_BLOCKS;
 #pragma unroll
     for (int j = 0; j < 16; j++) {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            const float column = B_TILES ? 1 : b[8 * j + lane % 4 * 2 + c];
+            const float column = B_TILES ? 1 : b[(8 * j + c) * SCALE_BLOCKS];
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int i = 4 * j + 2 * r + c;
@@ -310,45 +339,58 @@ static __device__ void store_wave(const ScaledArgs &args, const Tile &tile, int 
 }
 
 /* The two warpgroups take waves in turn, so that both have work where a tile has few rows. */
-static __device__ int wave_row(int wave) {
-    return (2 * wave + (int)threadIdx.x / 128) * WAVE_ROWS;
+static __device__ int wave_row(int group, int wave) {
+    return (2 * wave + group) * WAVE_ROWS;
 }
 
+/* Scales are read before products are waited for. */
 template <bool B_TILES>
-static __device__ void multiply_stage(const uint8_t *memory, uint32_t stage, const Tile &tile,
+static __device__ void multiply_stage(int group, uint32_t stage, const float *scales, int rows,
                                       float (&total)[WAVES][64]) {
-    const float *a_scales = (const float *)(memory + STAGE_A_SCALES);
-    const float *b_scales = (const float *)(memory + STAGE_B_SCALES);
+    const int lane = (int)threadIdx.x % 32, row = (int)threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const float *b_scales = scales + TILE_ROWS * SCALE_BLOCKS;
+    const float tile = B_TILES ? b_scales[0] : 1;
 #pragma unroll
     for (int wave = 0; wave < WAVES; wave++) {
         float sums[64];
-        const int row = wave_row(wave);
-        if (row >= tile.rows) continue;
-        multiply_block(stage + STAGE_A + (uint32_t)(row * BLOCK), stage + STAGE_B, sums);
-        add_scaled<B_TILES>(a_scales + row, b_scales, sums, total[wave]);
+        const int first = wave_row(group, wave);
+        if (first >= rows) continue;
+        const float *at = scales + (first + row) * SCALE_BLOCKS;
+        const float scale[2] = {at[0] * tile, at[8 * SCALE_BLOCKS] * tile};
+        multiply_block(stage + STAGE_A + (uint32_t)(first * BLOCK), stage + STAGE_B, sums);
+        add_scaled<B_TILES>(scale, b_scales, sums, total[wave]);
     }
 }
 
 template <bool B_TILES>
-static __device__ void consume(const ScaledArgs &args, const uint8_t *memory, uint64_t *full,
-                               uint64_t *empty) {
+static __device__ void consume(const ScaledArgs &args, int group, const uint8_t *memory,
+                               uint32_t stages, Arrivals *arrivals) {
+    const float *scales = (const float *)(memory + STAGES * STAGE_BYTES);
+    const int lane = (int)threadIdx.x % 32;
     Place place = {0, 0};
+    Turn<STAGES> turn = {0, 0};
+    Turn<SCALE_STAGES> scale_turn = {0, 0};
     Tile tile;
-    int64_t step = 0;
     for (int64_t number = first_tile(); find_tile<B_TILES>(args, number, &place, &tile);
          number += tile_step()) {
         float total[WAVES][64] = {};
-        for (int block = 0; block * BLOCK < tile.k; block++, step++) {
-            const int stage = (int)(step % STAGES);
-            const uint8_t *at = memory + stage * STAGE_BYTES;
-            wait_for(full + stage, (uint32_t)(step / STAGES & 1));
-            multiply_stage<B_TILES>(at, shared_address(at), tile, total);
+        const int last = (int)ceiling(tile.k, BLOCK) - 1;
+        for (int block = 0; block <= last; block++, turn.next()) {
+            const int part = block % SCALE_BLOCKS;
+            if (part == 0) wait_for(arrivals->scales_full + scale_turn.stage, scale_turn.parity);
+            wait_for(arrivals->full + turn.stage, turn.parity);
+            multiply_stage<B_TILES>(group, stages + (uint32_t)(turn.stage * STAGE_BYTES),
+                                    scales + scale_turn.stage * SCALES + part, tile.rows, total);
             __syncwarp();
-            if (threadIdx.x % 32 < CLUSTER) arrival_arrive_at(empty + stage, threadIdx.x % 32);
+            if (lane < CLUSTER) arrival_arrive_at(arrivals->empty + turn.stage, (uint32_t)lane);
+            if (part == SCALE_BLOCKS - 1 || block == last) {
+                if (lane == 0) arrival_arrive(arrivals->scales_empty + scale_turn.stage);
+                scale_turn.next();
+            }
         }
 #pragma unroll
         for (int wave = 0; wave < WAVES; wave++)
-            store_wave(args, tile, wave_row(wave), total[wave]);
+            store_wave(args, tile, wave_row(group, wave), total[wave]);
     }
 }
 
@@ -361,18 +403,27 @@ static __global__ void __launch_bounds__(THREADS, 1)
     multiply_scaled(const __grid_constant__ ScaledArgs args) {
 #if HAS_MATRIX_UNITS
     extern __shared__ __align__(1024) uint8_t memory[];
-    __shared__ uint64_t full[STAGES], empty[STAGES];
+    __shared__ Arrivals arrivals;
+    const int warp = same_for_warp((int)threadIdx.x / 32);
+    const uint32_t stages = shared_address(memory);
     if (threadIdx.x < STAGES) {
-        arrival_init(full + threadIdx.x, 1 + COPIERS);
-        arrival_init(empty + threadIdx.x, CLUSTER * CONSUMERS / 32);
+        arrival_init(arrivals.full + threadIdx.x, 1);
+        arrival_init(arrivals.empty + threadIdx.x, CLUSTER * CONSUMERS / 32);
+    }
+    if (threadIdx.x < SCALE_STAGES) {
+        arrival_init(arrivals.scales_full + threadIdx.x, COPIERS);
+        arrival_init(arrivals.scales_empty + threadIdx.x, CONSUMERS / 32);
     }
     cluster_begin();
-    if (threadIdx.x >= CONSUMERS) {
+    if (warp >= CONSUMERS / 32) {
         registers_give<40>();
-        produce<B_TILES>(args, shared_address(memory), full, empty);
+        if (warp >= FIRST_COPIER / 32)
+            load_scales<B_TILES>(args, stages + STAGES * STAGE_BYTES, &arrivals);
+        else if (threadIdx.x == CONSUMERS)
+            load_matrices<B_TILES>(args, stages, &arrivals);
     } else {
         registers_take<232>();
-        consume<B_TILES>(args, memory, full, empty);
+        consume<B_TILES>(args, warp / 4, memory, stages, &arrivals);
     }
     cluster_end();
 #endif
@@ -400,7 +451,7 @@ static bool map_codes(const EpTensor *t, int box_rows, TensorMap *out) {
 static bool launch(MoeDevice *d, const Groups *groups, const Scaled *a, const Scaled *b,
                    ScaledArgs *args) {
     auto kernel = b->tiles ? multiply_scaled<true> : multiply_scaled<false>;
-    const int bytes = STAGES * STAGE_BYTES;
+    const int bytes = SHARED_BYTES;
     if (groups->num == 0 || args->n == 0) return true;
     if (!map_codes(&a->codes, WAVE_ROWS, &args->a_map) ||
         !map_codes(&b->codes, BLOCK, &args->b_map) ||
@@ -408,7 +459,7 @@ static bool launch(MoeDevice *d, const Groups *groups, const Scaled *a, const Sc
                  "cudaFuncSetAttribute"))
         return false;
     d->gemm_calls++;
-    const unsigned blocks = (unsigned)(d->multiprocessors / CLUSTER * CLUSTER);
+    const unsigned blocks = (unsigned)(d->product_sms / CLUSTER * CLUSTER);
     return cuda_ok(cluster_launch(kernel, blocks, THREADS, bytes, cuda_stream_of(d), *args),
                    "a product of e4m3");
 }

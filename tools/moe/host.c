@@ -213,6 +213,18 @@ static bool host_point(MoeDevice *d, bool side, int point) {
     return true;
 }
 
+static bool host_limit(MoeDevice *d, int product_sms) {
+    (void)d, (void)product_sms;
+    return true;
+}
+
+static bool host_multiply_narrow(MoeDevice *d, const EpTensor *a, const EpTensor *b,
+                                 const EpTensor *c) {
+    const int32_t rows[2] = {0, (int32_t)a->shape[0]};
+    const Groups all = {1, &rows[0], &rows[1], NULL};
+    return host_multiply(d, &all, a, b, false, c);
+}
+
 static void host_exchange(MoeDevice *d) {
     (void)d;
 }
@@ -257,9 +269,11 @@ bool moe_host_create(MoeDevice *out, int threads) {
                        .stop = host_stop,
                        .mark = host_point,
                        .await = host_point,
+                       .limit = host_limit,
                        .exchange = host_exchange,
                        .destroy = host_destroy,
                        .multiply = host_multiply,
+                       .multiply_narrow = host_multiply_narrow,
                        .accumulate = host_accumulate,
                        .correlate = host_correlate,
                        .choose = host_choose,

@@ -40,16 +40,48 @@ static unsigned blocks_of(int64_t work, int64_t each) {
 
 /* ---- router -------------------------------------------------------------------------------- */
 
+/* A lane's logits, of experts lane, lane + 32, ...: in registers, or in memory. */
+template <int COUNT> struct Logits {
+    float x[COUNT];
+    static __device__ __forceinline__ int count(int32_t) {
+        return COUNT;
+    }
+    __device__ __forceinline__ Logits(const float *row, int32_t experts) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int32_t e = (int32_t)threadIdx.x % 32 + 32 * i;
+            x[i] = e < experts ? row[e] : -INFINITY;
+        }
+    }
+    __device__ __forceinline__ float at(int i) const {
+        return x[i];
+    }
+};
+
+template <> struct Logits<0> {
+    const float *row;
+    static __device__ __forceinline__ int count(int32_t experts) {
+        return (experts - (int32_t)threadIdx.x % 32 + 31) / 32;
+    }
+    __device__ __forceinline__ Logits(const float *given, int32_t) : row(given) {}
+    __device__ __forceinline__ float at(int i) const {
+        return row[threadIdx.x % 32 + 32 * i];
+    }
+};
+
 /* The first expert after (value, expert) in descending order of logits, of equal ones in ascending
  * order of experts; every lane gets it. */
-static __device__ int32_t find_next(const float *row, int32_t experts, float *value,
-                                    int32_t expert) {
+template <int COUNT>
+static __device__ __forceinline__ int32_t find_next(const Logits<COUNT> &logits, int32_t experts,
+                                                    float *value, int32_t expert) {
     const float last = *value;
     float best = -INFINITY;
     int32_t at = experts;
-    for (int32_t e = (int32_t)threadIdx.x % 32; e < experts; e += 32) {
-        const float x = row[e];
-        const bool after = x < last || (x == last && e > expert);
+#pragma unroll
+    for (int i = 0; i < Logits<COUNT>::count(experts); i++) {
+        const int32_t e = (int32_t)threadIdx.x % 32 + 32 * i;
+        const float x = logits.at(i);
+        const bool after = e < experts && (x < last || (x == last && e > expert));
         if (after && (x > best || at == experts)) best = x, at = e;
     }
     for (int by = 16; by > 0; by /= 2) {
@@ -69,15 +101,17 @@ struct ChooseArgs {
     int32_t experts, k; /* k <= 32 */
 };
 
+template <int COUNT>
 static __global__ void __launch_bounds__(THREADS) choose(const __grid_constant__ ChooseArgs a) {
     const int64_t t = warp_row();
     const int32_t lane = (int32_t)threadIdx.x % 32;
     if (t >= a.tokens) return;
     float *row = a.p + t * a.experts;
+    const Logits<COUNT> logits(row, a.experts);
     float value = INFINITY, most = 0, sum = 0;
     int32_t expert = -1, mine = 0;
     for (int32_t i = 0; i < a.k; i++) {
-        expert = find_next(row, a.experts, &value, expert);
+        expert = find_next(logits, a.experts, &value, expert);
         if (i == 0) most = value;
         if (i == lane) mine = expert;
     }
@@ -99,7 +133,8 @@ bool cuda_choose(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpT
     ChooseArgs args = {(float *)p->data, (int32_t *)idx->data, (float *)weights->data,
                        p->shape[0],      (int32_t)p->shape[1], (int32_t)idx->shape[1]};
     if (args.tokens == 0) return true;
-    choose<<<blocks_of(args.tokens, WARPS), THREADS, 0, cuda_stream_of(d)>>>(args);
+    auto kernel = args.experts <= 128 ? choose<4> : args.experts <= 512 ? choose<16> : choose<0>;
+    kernel<<<blocks_of(args.tokens, WARPS), THREADS, 0, cuda_stream_of(d)>>>(args);
     return cuda_ok(cudaGetLastError(), "choosing experts");
 }
 
@@ -163,6 +198,33 @@ bool cuda_convert(MoeDevice *d, const EpTensor *from, const EpTensor *to) {
     if (args.count == 0) return true;
     convert<<<blocks_of(args.count, THREADS), THREADS, 0, cuda_stream_of(d)>>>(args);
     return cuda_ok(cudaGetLastError(), "converting");
+}
+
+/* ---- sums ---------------------------------------------------------------------------------- */
+
+struct AddPartsArgs {
+    const float *in; /* [parts, count] */
+    float *out;
+    int64_t count;
+    int parts;
+};
+
+static __global__ void __launch_bounds__(THREADS)
+    add_parts(const __grid_constant__ AddPartsArgs a) {
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    float sum = 0;
+    if (i >= a.count) return;
+#pragma unroll 8
+    for (int part = 0; part < a.parts; part++)
+        sum += a.in[part * a.count + i];
+    a.out[i] = sum;
+}
+
+bool cuda_add_parts(MoeDevice *d, const float *in, int parts, const EpTensor *out) {
+    AddPartsArgs args = {in, (float *)out->data, tensor_elements(out), parts};
+    if (args.count == 0) return true;
+    add_parts<<<blocks_of(args.count, THREADS), THREADS, 0, cuda_stream_of(d)>>>(args);
+    return cuda_ok(cudaGetLastError(), "adding parts of a product");
 }
 
 /* ---- activation ---------------------------------------------------------------------------- */
@@ -294,6 +356,83 @@ static __device__ float value_of(uint8_t code) {
     const float value = magnitude == 0x7f ? NAN : __uint_as_float(magnitude << 20) * 0x1p120f;
     return code & 0x80 ? -value : value;
 }
+
+/* ---- transposing --------------------------------------------------------------------------- */
+
+struct TransposeArgs {
+    const void *in; /* [matrices, rows, columns] */
+    void *out;      /* [matrices, columns, rows] */
+    int64_t count, rows, columns;
+};
+
+/* Few numbers. */
+static __global__ void __launch_bounds__(THREADS)
+    transpose_floats(const __grid_constant__ TransposeArgs a) {
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.count) return;
+    const int64_t row = i / a.columns % a.rows, column = i % a.columns;
+    const int64_t matrix = i - row * a.columns - column;
+    ((float *)a.out)[matrix + column * a.rows + row] = ((const float *)a.in)[i];
+}
+
+/* Byte i of each of four words becomes word i. */
+static __device__ __forceinline__ void turn(uint32_t (&x)[4]) {
+    uint32_t y[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        y[i] = (x[0] >> 8 * i & 0xff) | (x[1] >> 8 * i & 0xff) << 8 | (x[2] >> 8 * i & 0xff) << 16 |
+               (x[3] >> 8 * i & 0xff) << 24;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        x[i] = y[i];
+}
+
+/* Bytes, 128 x 128 a block: rows by 16 bytes into shared memory. Then a lane takes four columns of
+ * four rows, so that a warp writes 128 bytes of each column. */
+static __global__ void __launch_bounds__(THREADS)
+    transpose_bytes(const __grid_constant__ TransposeArgs a) {
+    enum { TILE = 128, WORDS = TILE / 4, PITCH = WORDS + 1, CHUNKS = TILE / 16 };
+    __shared__ uint32_t tile[TILE * PITCH];
+    const int64_t down = (a.rows + TILE - 1) / TILE, across = (a.columns + TILE - 1) / TILE;
+    const int64_t matrix = blockIdx.x / (down * across) * a.rows * a.columns;
+    const int64_t row = blockIdx.x / across % down * TILE, column = blockIdx.x % across * TILE;
+    const uint8_t *in = (const uint8_t *)a.in + matrix;
+    uint8_t *out = (uint8_t *)a.out + matrix;
+    for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
+        const int r = i / CHUNKS, c = i % CHUNKS * 16;
+        uint4 words = {0, 0, 0, 0};
+        if (row + r < a.rows && column + c < a.columns)
+            words = *(const uint4 *)(in + (row + r) * a.columns + column + c);
+        uint32_t *to = tile + r * PITCH + c / 4;
+        to[0] = words.x, to[1] = words.y, to[2] = words.z, to[3] = words.w;
+    }
+    __syncthreads();
+    const int r = (int)threadIdx.x % 32 * 4;
+    for (int word = (int)threadIdx.x / 32; word < WORDS; word += WARPS) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            x[i] = tile[(r + i) * PITCH + word];
+        turn(x);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (row + r < a.rows && column + 4 * word < a.columns)
+                *(uint32_t *)(out + (column + 4 * word + i) * a.rows + row + r) = x[i];
+    }
+}
+
+bool cuda_transpose(MoeDevice *d, const EpTensor *in, const EpTensor *out) {
+    TransposeArgs args = {in->data, out->data, tensor_elements(in), in->shape[1], in->shape[2]};
+    const bool bytes = in->type == EP_TYPE_FP8_E4M3;
+    const int64_t tiles = in->shape[0] * ((args.rows + 127) / 128) * ((args.columns + 127) / 128);
+    const unsigned blocks = bytes ? (unsigned)tiles : blocks_of(args.count, THREADS);
+    auto kernel = bytes ? transpose_bytes : transpose_floats;
+    if (args.count == 0) return true;
+    kernel<<<blocks, THREADS, 0, cuda_stream_of(d)>>>(args);
+    return cuda_ok(cudaGetLastError(), "transposing a weight");
+}
+
+/* ---- dequantising -------------------------------------------------------------------------- */
 
 struct DequantiseArgs {
     const uint8_t *q; /* [matrices, height, width] */

@@ -257,6 +257,14 @@ static bool share_device(Layer *layer) {
     return true;
 }
 
+/* In a stack NCCL's kernels run beside products, too. Blocks that stay until all tiles are done
+ * would else begin when NCCL's have ended. */
+static bool leave_room(Layer *layer) {
+    const int sms = layer->device.multiprocessors, ctas = (int)layer->options->weight_sms;
+    if (layer->options->layers < 2 || !layer->overlaps || !ctas || ctas >= sms) return true;
+    return layer->device.limit(&layer->device, sms - ctas);
+}
+
 /* Collective, since ranks of a node divide its GPUs. */
 static bool create_device(Layer *layer) {
     if (layer->below) return share_device(layer);
@@ -277,6 +285,7 @@ static bool create_device(Layer *layer) {
                          layer->device.gemm);
     /* Where every rank is in one EP group, nothing of w1 and w2 travels. */
     layer->overlaps = o->overlap && layer->world->size > layer->mesh.ep_size;
+    ok = ok && leave_room(layer);
     return world_all(layer->world, ok);
 }
 
@@ -317,11 +326,11 @@ static void release_weight(Layer *layer, Weight *w) {
     release(layer, &w->shard);
     release(layer, &w->grad_shard);
     const bool shares = layer->below && layer->below->below; /* with the second one below */
-    if (!shares || w->keeps) release_gathered(layer, &w->forward);
+    if (!shares || (w->keeps && !w->turns)) release_gathered(layer, &w->forward);
+    if (w->two_forms && (!shares || (w->keeps && w->turns))) release_gathered(layer, &w->backward);
     if (shares) return;
     release(layer, &w->grad);
     release(layer, &w->reduce_workspace);
-    if (w->two_forms) release_gathered(layer, &w->backward);
 }
 
 /* The weights end with their communicator. */

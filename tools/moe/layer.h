@@ -31,6 +31,8 @@ typedef struct Weight {
     Gathered forward;
     Gathered backward; /**< the same as forward, but where `two_forms` */
     bool two_forms;    /**< each direction has its own: blocks of rows, or products of e4m3 */
+    bool turns;        /**< what is gathered is as backward takes it, and is transposed for forward:
+                            tiles have the same bytes */
     bool twice;        /**< it is gathered for each direction */
     bool keeps;        /**< what is gathered stays until backward: no other layer shares it */
     bool whole;        /**< the shard is what the rank uses: there is nothing to gather */

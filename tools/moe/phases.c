@@ -20,7 +20,8 @@ enum {
     SHARED = 16,     /* a shared expert */
     E4M3_ROWS = 32,  /* products take e4m3, and dispatch does not quantise */
     E4M3_GRADS = 64, /* products of a backward pass take e4m3 */
-    UNFUSED = 128    /* products take e4m3, and the activation does not quantise */
+    UNFUSED = 128,   /* products take e4m3, and the activation does not quantise */
+    TURNED = 256     /* weights are transposed where they are used */
 };
 
 typedef struct Phase Phase;
@@ -60,14 +61,26 @@ static const EpTensor *late_weights(const Layer *layer) {
 
 /* ---- weights ------------------------------------------------------------------------------- */
 
+/* As it travels. */
+static const Gathered *fetched_of(const Layer *layer, const Phase *p) {
+    const Weight *w = &layer->weights[p->weight];
+    return w->turns ? &w->backward : gathered_of(layer, p);
+}
+
 static bool gather(Layer *layer, const Phase *p) {
-    const Gathered *g = gathered_of(layer, p);
+    const Gathered *g = fetched_of(layer, p);
     const Weight *w = &layer->weights[p->weight];
     return bench_ok(ep_weight_gather(w->weight, &g->form, &w->shard,
                                      g->sizes.gather_workspace ? &g->workspace : NULL,
                                      layer->weights_stream, &g->full,
                                      is_quantised(layer) ? &g->scales : NULL),
                     "ep_weight_gather");
+}
+
+static bool transpose(Layer *layer, const Phase *p) {
+    const Weight *w = &layer->weights[p->weight];
+    return DEVICE(transpose, &w->backward.full, &w->forward.full) &&
+           DEVICE(transpose, &w->backward.scales, &w->forward.scales);
 }
 
 /* Of w1 and w2. */
@@ -176,8 +189,8 @@ static bool activate_backward(Layer *layer, const Phase *p) {
 
 static bool route(Layer *layer, const Phase *p) {
     (void)p;
-    return DEVICE(multiply, &layer->all_tokens, TENSOR(TOKENS),
-                  &layer->weights[WEIGHT_ROUTER].forward.values, false, TENSOR(PROBS)) &&
+    return DEVICE(multiply_narrow, TENSOR(TOKENS), &layer->weights[WEIGHT_ROUTER].forward.values,
+                  TENSOR(PROBS)) &&
            DEVICE(choose, TENSOR(PROBS), TENSOR(INDEX), TENSOR(TOPK));
 }
 
@@ -260,12 +273,14 @@ static const Phase phases[NUM_MOE_PHASES] = {
     [MOE_GATHER_W1] = {"gather_w1", gather, SHARDED, W1},
     [MOE_GATHER_W2] = {"gather_w2", gather, SHARDED, W2},
     [MOE_DEQUANTISE] = {"dequantise", dequantise, DEQUANTISED, W1},
+    [MOE_TRANSPOSE_W1] = {"transpose_w1", transpose, TURNED, W1},
     [MOE_QUANTISE_ROWS] = {"quantise_rows", quantise, E4M3_ROWS, .in = T_RECEIVED,
                            .hidden_rows = 1},
     [MOE_GEMM1] = {"gemm1", multiply, ALWAYS, W1, .in = T_RECEIVED, .out = T_Z, .products = 2},
     [MOE_ACTIVATION] = {"activation", activate, ALWAYS, .out = T_A, .ffn_rows = 3},
     [MOE_QUANTISE_ACTIVATION] = {"quantise_activation", quantise, UNFUSED, .in = T_A,
                                  .ffn_rows = 1},
+    [MOE_TRANSPOSE_W2] = {"transpose_w2", transpose, TURNED, W2},
     [MOE_GEMM2] = {"gemm2", multiply, ALWAYS, W2, .in = T_A, .out = T_Y, .products = 1},
     [MOE_COMBINE] = {"combine", combine, ALWAYS, .out = T_OUT, .hidden_rows = 2},
     [MOE_COMBINE_BACKWARD] = {"combine_backward", combine_backward, BACKWARD, .out = T_GRAD_Y,
@@ -307,7 +322,7 @@ static unsigned facts_of(const Layer *layer) {
            (is_quantised(layer) && !e4m3 && !forward ? DEQUANTISED : 0) | (w1->twice ? TWICE : 0) |
            (layer->options->shared ? SHARED : 0) |
            (e4m3 && !layer->dispatches_e4m3 ? E4M3_ROWS : 0) | (e4m3 && !forward ? E4M3_GRADS : 0) |
-           (e4m3 && !layer->fuses ? UNFUSED : 0);
+           (e4m3 && !layer->fuses ? UNFUSED : 0) | (w1->turns ? TURNED : 0);
 }
 
 bool moe_phase_exists(const Layer *layer, MoePhase phase) {
@@ -389,7 +404,8 @@ static int64_t bytes_moved(Layer *layer, const Phase *p) {
     const MoeOptions *o = layer->options;
     const int64_t elements = p->hidden_rows * o->hidden + p->ffn_rows * o->ffn;
     if (p->run == prepare) return 2 * tensor_bytes(TENSOR(INDEX));
-    if (p->run == gather) return gather_bytes(gathered_of(layer, p));
+    if (p->run == gather) return gather_bytes(fetched_of(layer, p));
+    if (p->run == transpose) return gather_bytes(gathered_of(layer, p));
     if (p->run == dequantise) return dequantise_bytes(layer, p->backward);
     if (p->run == reduce) return reduce_bytes(layer, p->weight);
     if (p->run == quantise) return quantise_bytes(layer, elements, p->in);
@@ -401,7 +417,7 @@ static int64_t bytes_moved(Layer *layer, const Phase *p) {
 /* Each of n ranks sends its part of what is gathered to the others, and of what is reduced their
  * parts. Ranks of a host copy. */
 static int64_t remote_bytes(const Layer *layer, const Phase *p) {
-    const Gathered *g = gathered_of(layer, p);
+    const Gathered *g = fetched_of(layer, p);
     const int64_t ranks = moe_scattered_ranks(layer, p->weight);
     if (layer->device.backend == EP_BACKEND_HOST) return 0;
     if (p->run == gather)
@@ -437,7 +453,8 @@ const EpTensor *moe_phase_output(Layer *layer, MoePhase phase) {
     if (p->run == dispatch && layer->dispatches_e4m3) return &layer->scaled[p->out].codes;
     if (p->run == activate && layer->fuses) return &layer->scaled[p->out].codes;
     if (p->out) return &layer->tensors[p->out];
-    if (p->run == gather) return &gathered_of(layer, p)->full;
+    if (p->run == gather) return &fetched_of(layer, p)->full;
+    if (p->run == transpose) return &gathered_of(layer, p)->full;
     if (p->run == dequantise) return &gathered_of(layer, p)->values;
     if (p->run == correlate) return &w->grad;
     return p->run == reduce ? &w->grad_shard : NULL;

@@ -4,10 +4,10 @@
  * Rows to e4m3, by themselves or as the activation or its gradient computes them: in one pass, and
  * where gradients of weights take them also transposed.
  *
- * A block of threads takes 128 x 128 elements. A warp takes a row after another, four neighbouring
- * columns a lane: their scale is that of the row's block. Its elements, rounded to the type of
- * rows, stay in shared memory. Then a warp takes a pair of columns after another, four neighbouring
- * rows a lane. So both orientations have the bits that two passes over rounded rows would have.
+ * A block of threads takes 128 x 128 elements, 8 lanes of a warp a row: twice 8 neighbouring
+ * columns each. Their scale is that of the row's block. The elements, rounded to the type of rows,
+ * stay in shared memory. Then 8 lanes take a pair of columns: four times 4 neighbouring rows each.
+ * So both orientations have the bits that two passes over rounded rows would have.
  */
 
 #include <cuda_runtime.h>
@@ -28,8 +28,10 @@ enum {
     BLOCK = 128, /* rows and columns of a tile, and elements that share a scale */
     THREADS = 256,
     WARPS = THREADS / 32,
-    PITCH = BLOCK / 2 + 1, /* words of a row in shared memory, two elements each: an odd number */
-    BATCH = 4              /* rows that a warp reads before it computes */
+    TEAM = 8,             /* lanes that share a row, or a pair of columns */
+    EACH = 16,            /* elements of a lane */
+    RUN = 8,              /* of them follow one another in a row */
+    PITCH = BLOCK / 2 + 1 /* words of a row in shared memory, two elements each: an odd number */
 };
 
 struct QuantiseArgs {
@@ -72,7 +74,8 @@ static __device__ __forceinline__ uint32_t codes_of(float low, float high) {
 
 #endif
 
-static __device__ __forceinline__ uint32_t codes_of(const float (&x)[4], float inverse) {
+/* Of four neighbours. */
+static __device__ __forceinline__ uint32_t codes_of(const float *x, float inverse) {
     return codes_of(x[0] * inverse, x[1] * inverse) | codes_of(x[2] * inverse, x[3] * inverse)
                                                           << 16;
 }
@@ -87,151 +90,183 @@ static __device__ __forceinline__ float scale_of(float amax, int power, float *i
     return above;
 }
 
-/* The largest of a warp's finite numbers. */
-static __device__ __forceinline__ float largest(const float (&x)[4]) {
+/* The largest of a team's finite numbers. NaN is never larger; infinities are rare. */
+static __device__ __forceinline__ float largest(const float (&x)[EACH]) {
     float amax = 0x1p-100f;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (fabsf(x[i]) <= 0x1.fffffep127f) amax = fmaxf(amax, fabsf(x[i]));
+    for (int i = 0; i < EACH; i++)
+        amax = fmaxf(amax, fabsf(x[i]));
+    if (amax > 0x1.fffffep127f) {
+        amax = 0x1p-100f;
 #pragma unroll
-    for (int by = 16; by > 0; by /= 2)
+        for (int i = 0; i < EACH; i++)
+            if (fabsf(x[i]) <= 0x1.fffffep127f) amax = fmaxf(amax, fabsf(x[i]));
+    }
+#pragma unroll
+    for (int by = TEAM / 2; by > 0; by /= 2)
         amax = fmaxf(amax, __shfl_xor_sync(ALL_LANES, amax, by));
     return amax;
 }
 
-/* ---- four elements ------------------------------------------------------------------------- */
+/* ---- elements of a lane: two runs of 16 bytes, half a block of columns apart ---------------- */
 
-template <typename T> static __device__ __forceinline__ void unpack(uint2 words, float (&x)[4]) {
-    T each[4];
-    memcpy(each, &words, sizeof(each));
+struct Raw {
+    uint4 run[2];
+};
+
+template <typename T>
+static __device__ __forceinline__ void unpack(const Raw &raw, float (&x)[EACH]) {
+    T each[EACH];
+    memcpy(each, &raw, sizeof(each));
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < EACH; i++)
         x[i] = load(each + i);
 }
 
 /* The elements become what their type holds. */
-template <typename T> static __device__ __forceinline__ uint2 pack(float (&x)[4]) {
-    T each[4];
-    uint2 words;
+template <typename T> static __device__ __forceinline__ Raw pack(float (&x)[EACH]) {
+    T each[EACH];
+    Raw raw;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < EACH; i++)
         store(each + i, x[i]), x[i] = load(each + i);
-    memcpy(&words, each, sizeof(words));
-    return words;
+    memcpy(&raw, each, sizeof(raw));
+    return raw;
 }
 
-/* ---- sources: what a lane reads, and what comes of it -------------------------------------- */
+/* ---- sources: what a lane reads, of so many rows before it computes, and what comes of it -----
+ */
 
 struct Rows {
-    static constexpr int INPUTS = 1, OUTPUTS = 1;
-    template <typename T>
-    static __device__ __forceinline__ void read(const QuantiseArgs &a, int64_t row, int64_t column,
-                                                uint2 *in) {
-        in[0] = *(const uint2 *)((const T *)a.in + row * a.width + column);
+    static constexpr int INPUTS = 1, OUTPUTS = 1, BATCH = 4;
+    static __device__ __forceinline__ const void *input(const QuantiseArgs &a, int, int64_t row,
+                                                        int column, int unit) {
+        return (const char *)a.in + (row * a.width + column) * unit;
     }
     template <typename T>
-    static __device__ __forceinline__ void compute(const uint2 *in, float, float (*out)[4]) {
+    static __device__ __forceinline__ void compute(const Raw *in, float, float (*out)[EACH]) {
         unpack<T>(in[0], out[0]);
     }
 };
 
 struct Activation {
-    static constexpr int INPUTS = 2, OUTPUTS = 1;
-    template <typename T>
-    static __device__ __forceinline__ void read(const QuantiseArgs &a, int64_t row, int64_t column,
-                                                uint2 *in) {
-        const T *gate = (const T *)a.in + row * 2 * a.width + column;
-        in[0] = *(const uint2 *)gate, in[1] = *(const uint2 *)(gate + a.width);
+    static constexpr int INPUTS = 2, OUTPUTS = 1, BATCH = 2;
+    static __device__ __forceinline__ const void *input(const QuantiseArgs &a, int which,
+                                                        int64_t row, int column, int unit) {
+        return (const char *)a.in + ((2 * row + which) * a.width + column) * unit;
     }
     template <typename T>
-    static __device__ __forceinline__ void compute(const uint2 *in, float w, float (*out)[4]) {
-        float gate[4], up[4];
-        unpack<T>(in[0], gate), unpack<T>(in[1], up);
+    static __device__ __forceinline__ void compute(const Raw *in, float w, float (*out)[EACH]) {
+        float up[EACH];
+        unpack<T>(in[0], out[0]), unpack<T>(in[1], up);
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            out[0][i] = w * (gate[i] * sigmoid(gate[i]) * up[i]);
+        for (int i = 0; i < EACH; i++)
+            out[0][i] = w * (out[0][i] * sigmoid(out[0][i]) * up[i]);
     }
 };
 
 struct ActivationBackward {
-    static constexpr int INPUTS = 3, OUTPUTS = 2;
-    template <typename T>
-    static __device__ __forceinline__ void read(const QuantiseArgs &a, int64_t row, int64_t column,
-                                                uint2 *in) {
-        Activation::read<T>(a, row, column, in);
-        in[2] = *(const uint2 *)((const T *)a.grad + row * a.width + column);
+    static constexpr int INPUTS = 3, OUTPUTS = 2, BATCH = 1;
+    static __device__ __forceinline__ const void *input(const QuantiseArgs &a, int which,
+                                                        int64_t row, int column, int unit) {
+        if (which < 2) return Activation::input(a, which, row, column, unit);
+        return (const char *)a.grad + (row * a.width + column) * unit;
     }
     template <typename T>
-    static __device__ __forceinline__ void compute(const uint2 *in, float w, float (*out)[4]) {
-        float gate[4], up[4], grad[4];
-        unpack<T>(in[0], gate), unpack<T>(in[1], up), unpack<T>(in[2], grad);
+    static __device__ __forceinline__ void compute(const Raw *in, float w, float (*out)[EACH]) {
+        float grad[EACH];
+        unpack<T>(in[0], out[0]), unpack<T>(in[1], out[1]), unpack<T>(in[2], grad);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float s = sigmoid(gate[i]);
-            out[0][i] = w * grad[i] * up[i] * (s * (1 + gate[i] * (1 - s)));
-            out[1][i] = w * grad[i] * (gate[i] * s);
+        for (int i = 0; i < EACH; i++) {
+            const float gate = out[0][i], s = sigmoid(gate), given = w * grad[i];
+            out[0][i] = given * out[1][i] * (s * (1 + gate * (1 - s)));
+            out[1][i] = given * (gate * s);
         }
     }
 };
 
 /* ---- the kernel ---------------------------------------------------------------------------- */
 
-/* The part of a row that is in the tile. Columns of an output follow those of the one before. */
-template <typename T, typename Source>
-static __device__ __forceinline__ void store_row(const QuantiseArgs &a, int64_t row, int64_t column,
-                                                 const uint2 *in, uint32_t *tile) {
-    const int64_t width = Source::OUTPUTS * a.width;
-    const int lane = (int)threadIdx.x % 32;
-    const bool is = row < a.rows && column < a.width;
-    float x[Source::OUTPUTS][4];
-    Source::template compute<T>(in, a.w && is ? a.w[row] : 1, x);
+/* The part of a row that is in the tile. Columns of an output follow those of the one before. A
+ * half of the tile may be beyond the last column: rows end on 16 elements. */
+template <typename T>
+static __device__ __forceinline__ void store_row(const QuantiseArgs &a, int64_t row, int64_t at,
+                                                 int64_t block, int left, float (&x)[EACH],
+                                                 uint32_t *stash) {
+    const Raw raw = pack<T>(x);
+    float inverse;
+    const float scale = scale_of(largest(x), a.power, &inverse);
+    const uint32_t words[EACH / 2] = {raw.run[0].x, raw.run[0].y, raw.run[0].z, raw.run[0].w,
+                                      raw.run[1].x, raw.run[1].y, raw.run[1].z, raw.run[1].w};
 #pragma unroll
-    for (int o = 0; o < Source::OUTPUTS; o++) {
-        const int64_t at = row * width + o * a.width + column;
-        const uint2 words = pack<T>(x[o]);
-        float inverse;
-        const float scale = scale_of(largest(x[o]), a.power, &inverse);
-        uint32_t *stash = tile + (o * BLOCK + row % BLOCK) * PITCH + 2 * lane;
-        stash[0] = words.x, stash[1] = words.y;
-        if (!is) continue;
-        if (a.plain) *(uint2 *)((T *)a.plain + at) = words;
-        *(uint32_t *)(a.codes + at) = codes_of(x[o], inverse);
-        if (lane == 0) a.scales[(o * a.width + column) / BLOCK * a.rows + row] = scale;
+    for (int i = 0; i < EACH / 2; i++)
+        stash[i % (RUN / 2) + i / (RUN / 2) * BLOCK / 4] = words[i];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (half * BLOCK / 2 >= left) continue;
+        const int64_t to = at + half * BLOCK / 2;
+        if (a.plain) *(uint4 *)((T *)a.plain + to) = raw.run[half];
+        *(uint2 *)(a.codes + to) =
+            make_uint2(codes_of(x + half * RUN, inverse), codes_of(x + half * RUN + 4, inverse));
+    }
+    if (left > 0 && threadIdx.x % TEAM == 0) a.scales[block * a.rows + row] = scale;
+}
+
+/* Zeros beyond the last row and column. */
+template <typename T, typename Source>
+static __device__ __forceinline__ void read_row(const QuantiseArgs &a, int64_t row, int column,
+                                                int left, Raw *in) {
+#pragma unroll
+    for (int n = 0; n < Source::INPUTS; n++) {
+        const char *from = (const char *)Source::input(a, n, row, column, sizeof(T));
+        in[n] = {};
+        if (left > 0) in[n].run[0] = *(const uint4 *)from;
+        if (left > BLOCK / 2) in[n].run[1] = *(const uint4 *)(from + BLOCK / 2 * sizeof(T));
     }
 }
 
 template <typename T, typename Source>
 static __device__ __forceinline__ void store_rows(const QuantiseArgs &a, int64_t first_row,
-                                                  int64_t column, uint32_t *tile) {
-    for (int i = 0; i < BLOCK / WARPS; i += BATCH) {
-        uint2 in[BATCH][Source::INPUTS];
-        const int64_t row = first_row + (int)threadIdx.x / 32 * (BLOCK / WARPS) + i;
+                                                  int first_column, uint32_t *tile) {
+    enum { TEAMS = THREADS / TEAM, BATCH = Source::BATCH };
+    const int team = (int)threadIdx.x / TEAM, lane_column = (int)threadIdx.x % TEAM * RUN;
+    const int column = first_column + lane_column;
+    const int inside = (int)min((int64_t)BLOCK, a.width - first_column) - lane_column;
+    const int64_t width = Source::OUTPUTS * a.width;
+    for (int i = team; i < BLOCK; i += BATCH * TEAMS) {
+        Raw in[BATCH][Source::INPUTS];
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-#pragma unroll
-            for (int n = 0; n < Source::INPUTS; n++)
-                in[b][n] = make_uint2(0, 0);
-            if (row + b < a.rows && column < a.width)
-                Source::template read<T>(a, row + b, column, in[b]);
+            const int64_t row = first_row + i + b * TEAMS;
+            read_row<T, Source>(a, row, column, row < a.rows ? inside : 0, in[b]);
         }
 #pragma unroll
-        for (int b = 0; b < BATCH; b++)
-            store_row<T, Source>(a, row + b, column, in[b], tile);
+        for (int b = 0; b < BATCH; b++) {
+            const int64_t row = first_row + i + b * TEAMS;
+            const int left = row < a.rows ? inside : 0;
+            float x[Source::OUTPUTS][EACH];
+            Source::template compute<T>(in[b], a.w && left > 0 ? a.w[row] : 1, x);
+#pragma unroll
+            for (int o = 0; o < Source::OUTPUTS; o++)
+                store_row<T>(a, row, row * width + o * a.width + column,
+                             (o * a.width + first_column) / BLOCK, left, x[o],
+                             tile + (o * BLOCK + i + b * TEAMS) * PITCH + lane_column / 2);
+        }
     }
 }
 
-/* Columns of an output in the tile, the sums over rows take them as rows. */
+/* Columns of an output in the tile, which sums over rows take as rows. */
 template <typename T>
 static __device__ __forceinline__ void store_columns(const QuantiseArgs &a, int64_t row,
                                                      int64_t column, int64_t left, int64_t width,
                                                      const uint32_t *tile) {
-    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-    for (int pair = warp; 2 * pair < BLOCK && 2 * pair < left; pair += WARPS) {
-        float x[2][4];
+    const int first = (int)threadIdx.x % TEAM * 4;
+    for (int pair = (int)threadIdx.x / TEAM; pair < BLOCK / 2; pair += THREADS / TEAM) {
+        float x[2][EACH];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < EACH; i++) {
             T both[2];
-            memcpy(both, tile + (4 * lane + i) * PITCH + pair, sizeof(both));
+            memcpy(both, tile + (i / 4 * 32 + first + i % 4) * PITCH + pair, sizeof(both));
             x[0][i] = load(both), x[1][i] = load(both + 1);
         }
 #pragma unroll
@@ -239,19 +274,25 @@ static __device__ __forceinline__ void store_columns(const QuantiseArgs &a, int6
             const int64_t at = column + 2 * pair + c;
             float inverse;
             const float scale = scale_of(largest(x[c]), a.power, &inverse);
-            if (row + 4 * lane < a.rows)
-                *(uint32_t *)(a.across + at * a.rows + row + 4 * lane) = codes_of(x[c], inverse);
-            if (lane == 0) a.scales_across[row / BLOCK * width + at] = scale;
+            if (2 * pair >= left) continue;
+#pragma unroll
+            for (int i = 0; i < EACH; i += 4) {
+                const int64_t from = row + i * 8 + first;
+                if (from < a.rows)
+                    *(uint32_t *)(a.across + at * a.rows + from) = codes_of(x[c] + i, inverse);
+            }
+            if (first == 0) a.scales_across[row / BLOCK * width + at] = scale;
         }
     }
 }
 
 template <typename T, typename Source>
-static __global__ void __launch_bounds__(THREADS) quantise(const __grid_constant__ QuantiseArgs a) {
+static __global__ void __launch_bounds__(THREADS, 3)
+    quantise(const __grid_constant__ QuantiseArgs a) {
     extern __shared__ uint32_t tile[];
     const int64_t across = (a.width + BLOCK - 1) / BLOCK;
     const int64_t row = blockIdx.x / across * BLOCK, column = blockIdx.x % across * BLOCK;
-    store_rows<T, Source>(a, row, column + threadIdx.x % 32 * 4, tile);
+    store_rows<T, Source>(a, row, (int)column, tile);
     if (!a.across) return;
     __syncthreads();
     for (int o = 0; o < Source::OUTPUTS; o++)

@@ -70,10 +70,11 @@ static bool await(Stack *s, bool side, int64_t layer, int point) {
     return !overlaps || device_of(s)->await(device_of(s), side, (int)layer * NUM_POINTS + point);
 }
 
-/* The top layer's weights are still there when backward begins, if they have one form. */
+/* The top layer's weights are still there when backward begins, if they travel in one form. */
 static bool regathers(const Stack *s, const Layer *layer) {
+    const Weight *w1 = &layer->weights[WEIGHT_W1];
     return moe_phase_exists(layer, MOE_GATHER_W1_BACKWARD) &&
-           (layer != &s->layers[s->num - 1] || layer->weights[WEIGHT_W1].two_forms);
+           (layer != &s->layers[s->num - 1] || (w1->two_forms && !w1->turns));
 }
 
 static bool run_on(Layer *layer, EpStream stream, MoePhase phase) {
@@ -134,7 +135,7 @@ static bool forward_beside(Stack *s, int64_t i) {
     return compute(layer, MOE_ROUTER, MOE_DISPATCH) &&
            (i + 1 < s->num ? gather_ahead(s, i + 1) : gather_back(s, i)) &&
            await(s, false, i, HAS_W1) && compute(layer, MOE_DEQUANTISE, MOE_QUANTISE_ACTIVATION) &&
-           await(s, false, i, HAS_W2) && compute(layer, MOE_GEMM2, MOE_GEMM2) &&
+           await(s, false, i, HAS_W2) && compute(layer, MOE_TRANSPOSE_W2, MOE_GEMM2) &&
            mark(s, false, i, MULTIPLIED) && compute(layer, MOE_COMBINE, MOE_COMBINE);
 }
 

@@ -90,15 +90,15 @@ static bool create_gathered(Layer *layer, const Weight *w, const Gathered *lent,
 }
 
 /* Blocks of a row, and operands of e4m3, lie along the dimension that the product sums over:
- * [E, out, in] forward. Tiles have the same bytes in both orientations: where they are dequantised,
- * one gather serves both. */
+ * [E, out, in] forward. Tiles have the same bytes in both orientations: one gather serves both. */
 static void choose_forms(const Layer *layer, WeightId id, Weight *w) {
     const MoeOptions *o = layer->options;
     const bool quantised = quant_format(o->quant)->bits;
     w->forward.form = (EpWeightForm)EP_WEIGHT_FORM_INIT;
     if (id == WEIGHT_ROUTER) return;
     w->two_forms = quantised && (o->blocks == EP_BLOCKS_ROWS || layer->multiplies_e4m3);
-    w->twice = !o->forward && (w->two_forms || o->regather);
+    w->turns = layer->multiplies_e4m3 && o->blocks == EP_BLOCKS_TILES && !o->forward;
+    w->twice = !o->forward && ((w->two_forms && !w->turns) || o->regather);
     w->keeps = !w->twice;
     if (!quantised) return;
     w->forward.form.quant = (EpQuant)o->quant;
@@ -124,14 +124,17 @@ static bool describe_weight(Layer *layer, WeightId id) {
     w->grad_shard = tensor_of(config->reduced_type, s->ndim, s->stored);
     if (!describe_gathered(layer, id, &w->forward)) return false;
     if (w->two_forms && !describe_gathered(layer, id, &w->backward)) return false;
+    if (w->turns) w->forward.workspace = workspace_of(0);
     w->reduce_workspace = workspace_of(w->forward.sizes.reduce_workspace);
     return true;
 }
 
 /* Weights in one form are gathered into one place, for both directions. */
 static bool create_forms(Layer *layer, Weight *w, const Weight *lent) {
-    if (!create_gathered(layer, w, w->keeps ? NULL : LENT(forward), &w->forward)) return false;
-    if (w->two_forms) return create_gathered(layer, w, LENT(backward), &w->backward);
+    const bool keeps_forward = w->keeps && !w->turns, keeps_backward = w->keeps && w->turns;
+    if (!create_gathered(layer, w, keeps_forward ? NULL : LENT(forward), &w->forward)) return false;
+    if (w->two_forms)
+        return create_gathered(layer, w, keeps_backward ? NULL : LENT(backward), &w->backward);
     w->backward = w->forward;
     return true;
 }
@@ -172,8 +175,9 @@ int64_t weights_buffers(const Layer *layer, int64_t layers) {
         const Weight *w = &layer->weights[i];
         bytes += shared * (tensor_bytes(&w->grad) + tensor_bytes(&w->reduce_workspace));
         if (w->whole) continue;
-        bytes += (w->keeps ? layers : shared) * gathered_bytes(layer, &w->forward);
-        if (w->two_forms) bytes += shared * gathered_bytes(layer, &w->backward);
+        bytes += (w->keeps && !w->turns ? layers : shared) * gathered_bytes(layer, &w->forward);
+        if (w->two_forms)
+            bytes += (w->keeps && w->turns ? layers : shared) * gathered_bytes(layer, &w->backward);
     }
     return bytes;
 }
@@ -236,7 +240,7 @@ int64_t weights_workspace(const Layer *layer) {
     int64_t most = 0;
     for (int i = 0; i < NUM_WEIGHTS; i++) {
         const Weight *w = &layer->weights[i];
-        most = larger(most, w->whole ? 0 : w->forward.sizes.gather_workspace);
+        most = larger(most, w->whole || w->turns ? 0 : w->forward.sizes.gather_workspace);
         most = larger(most, w->whole ? 0 : w->backward.sizes.gather_workspace);
         if (!layer->options->forward) most = larger(most, w->forward.sizes.reduce_workspace);
     }

@@ -204,6 +204,7 @@ static EpStatus open(EpGroup *group, int has_node, int has_network) {
     NewComm node = {.first = ep_nodes_member(n, n->node, 0),
                     .rank = n->rank,
                     .size = n->sizes.ranks,
+                    .blocks = !has_network && ep_cuda_network_blocks(group),
                     .color = n->sizes.ranks > 1 ? n->node : NCCL_SPLIT_NOCOLOR};
     NewComm network = {
         .rank = group->rank, .size = group->size, .blocks = ep_cuda_network_blocks(group)};

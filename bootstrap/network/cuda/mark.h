@@ -18,6 +18,10 @@ int ep_cuda_open_mark(void);
 /** An operation that reads no plan begins: write this rank's stamp. */
 int ep_cuda_launch_begin(const EpMarkArgs *args, void *stream);
 
+/** Likewise on one node, whose ranks reach each other's windows: tell them, wait until all of them
+ * have begun, and compare. */
+int ep_cuda_launch_meet(const EpMarkArgs *args, void *stream);
+
 /** The peers' stamps are here: compare them with this rank's. An exchange is complete, too. */
 int ep_cuda_launch_compare(const EpMarkArgs *args, void *stream);
 

@@ -154,6 +154,55 @@ EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t r
     return ep_cuda_network_leave(group, what, ep_cuda_comm_settle(group, comm, what, result));
 }
 
+/* ---- the first call ------------------------------------------------------------------------ */
+
+/* NCCL holds a thread until its peers are connected. One that it still holds at the deadline leaves
+ * once the group's end aborts the communicator. */
+static EpStatus call_once(EpGroup *group, EpNcclCall *call, double seconds) {
+    const EpNccl *nccl = ep_cuda(group)->nccl;
+    ncclComm_t comm = ep_cuda_group_comm(ep_cuda(group));
+    const EpCudaStream stream = {.captures = 0};
+    ncclResult_t result = ncclInProgress;
+    (void)ep_group_await(group);
+    EpStatus status = ep_cuda_network_enter(group, &stream);
+    int entered = status == EP_OK;
+    if (entered) {
+        if (ep_nccl_call(call, seconds)) result = ep_nccl_settle(nccl, comm, call->result, seconds);
+        status = ep_cuda_comm_check(group, "ncclGroupEnd", result, seconds);
+        status = ep_cuda_network_leave(group, "ep_group_create", status);
+    }
+    (void)ep_group_await(NULL);
+    if (!entered || result != ncclInProgress) free(call);
+    return status;
+}
+
+/* A rank that waits in vain ends the group: then the watcher ends the communicator, whose messages
+ * would keep the GPU busy, and this rank waiting, until the missing rank comes. */
+static EpStatus await_once(EpGroup *group, cudaStream_t wire, double seconds) {
+    EpWait wait;
+    cudaError_t error;
+    ep_wait_begin(&wait, seconds, 0);
+    while ((error = cudaStreamQuery(wire)) == cudaErrorNotReady) {
+        (void)cudaGetLastError();
+        if (!ep_wait_pause(&wait))
+            return ep_cuda_network_give_up(
+                group, "ep_group_create",
+                ep_fail(EP_ERR_TIMEOUT,
+                        "rank %d: ep_group_create: expected NCCL's first messages within %g s, got "
+                        "none",
+                        group->rank, wait.timeout));
+    }
+    group->backend->poll(group);
+    EP_TRY(ep_group_usable(group));
+    return ep_cuda_check(group, "NCCL's first messages", error);
+}
+
+EpStatus ep_cuda_network_connect(EpGroup *group, EpNcclCall *call, cudaStream_t wire) {
+    double seconds = ep_cuda_comm_timeout(group);
+    EP_TRY(call_once(group, call, seconds));
+    return await_once(group, wire, seconds);
+}
+
 void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args) {
     const EpCudaWatch *w = ep_cuda(group)->watch;
     EpMarks *marks = &args->marks;

@@ -37,19 +37,21 @@
 
 /* ---- communicators ------------------------------------------------------------------------- */
 
-/* Communicators for windows and weights do not block: NCCL works in a thread of its own while the
- * rank waits with a timeout, so a rank that stays away is an error. For that NCCL starts a thread
- * for each group of calls, which takes the host some 60 us. The network's communicator blocks: each
- * operation has calls on it, which hold no thread for long once the ranks are connected. A thread
- * of the library's connects them (EpNcclCall). A borrowed communicator may be of either kind. */
+/* A communicator for windows alone does not block: NCCL works in a thread of its own while the rank
+ * waits with a timeout, so a rank that stays away is an error. For that NCCL starts a thread for
+ * each group of calls, which takes the host some 60 us. One that moves data blocks: each operation
+ * has calls on it, which hold no thread for long once the ranks are connected. A thread of the
+ * library's connects them (EpNcclCall). A borrowed communicator may be of either kind. */
 
 /** Collective: create the group's communicators, from the borrowed one or from unique ids that
  *  travel over the bootstrap, or check the borrowed one. */
 EpStatus ep_cuda_comm_open(EpGroup *group);
 
-/** Returns whether calls on the communicator of all ranks hold the thread that makes them. */
+/** Returns whether calls on the communicator of all ranks are known to hold the thread that makes
+ *  them. */
 static inline int ep_cuda_network_blocks(const EpGroup *group) {
-    return group->purpose == EP_FOR_TOKENS && group->nodes.sizes.nodes > 1;
+    int is_own = group->nodes.sizes.nodes > 1 || !group->config.nccl_comm;
+    return is_own && (group->purpose == EP_FOR_WEIGHTS || group->nodes.sizes.nodes > 1);
 }
 
 /** Blocks of a kernel of NCCL that moves weights on one node. With what NCCL takes by itself, 24 on
@@ -133,6 +135,11 @@ void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args);
 EpStatus ep_cuda_network_enter(EpGroup *group, const EpCudaStream *stream);
 EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result);
 EpStatus ep_cuda_network_leave(EpGroup *group, const char *what, EpStatus status);
+
+/** Collective, when the group is created: make a first call on the communicator of all ranks, which
+ *  NCCL holds until they are connected, and wait until `wire` has run it. `call` is freed, unless
+ *  NCCL still holds it at the deadline. */
+EpStatus ep_cuda_network_connect(EpGroup *group, EpNcclCall *call, cudaStream_t wire);
 
 /** Fail the group by what the watcher has found or, if that is nothing, by `status` in `phase`.
  *  Returns the group's failure. */

@@ -122,58 +122,15 @@ static ncclResult_t connect(EpNcclCall *call) {
     return ep_relay_call_once(&((const Connecting *)call)->run);
 }
 
-/* NCCL holds a thread until its peers are connected. One that it still holds at the deadline leaves
- * once the group's end aborts the communicator. */
-static EpStatus call_once(EpGroup *group, const EpRelayRun *run, double seconds) {
-    const EpNccl *nccl = ep_cuda(group)->nccl;
-    ncclComm_t comm = ep_cuda_group_comm(ep_cuda(group));
-    Connecting *c = calloc(1, sizeof(*c));
-    ncclResult_t result = ncclInProgress;
-    EpStatus status = EP_OK;
-    if (!c)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
-    *c = (Connecting){{.make = connect, .device = ep_cuda(group)->ordinal}, *run};
-    (void)ep_group_await(group);
-    status = ep_cuda_network_enter(group, &run->stream);
-    if (status == EP_OK) {
-        if (ep_nccl_call(&c->call, seconds))
-            result = ep_nccl_settle(nccl, comm, c->call.result, seconds);
-        status = ep_cuda_comm_check(group, "ncclGroupEnd", result, seconds);
-        status = ep_cuda_network_leave(group, "ep_group_create", status);
-    }
-    (void)ep_group_await(NULL);
-    if (result != ncclInProgress) free(c);
-    return status;
-}
-
-/* A rank that waits in vain ends the group: then the watcher ends the communicator, whose messages
- * would keep the GPU busy, and this rank waiting, until the missing rank comes. */
-static EpStatus await_once(EpGroup *group, cudaStream_t wire, double seconds) {
-    EpWait wait;
-    cudaError_t error;
-    ep_wait_begin(&wait, seconds, 0);
-    while ((error = cudaStreamQuery(wire)) == cudaErrorNotReady) {
-        (void)cudaGetLastError();
-        if (!ep_wait_pause(&wait))
-            return ep_cuda_network_give_up(
-                group, "ep_group_create",
-                ep_fail(EP_ERR_TIMEOUT,
-                        "rank %d: ep_group_create: expected the first messages between "
-                        "nodes within %g s, got none",
-                        group->rank, wait.timeout));
-    }
-    group->backend->poll(group);
-    EP_TRY(ep_group_usable(group));
-    return ep_cuda_check(group, "NCCL between nodes", error);
-}
-
 EpStatus ep_cuda_relay_connect(EpGroup *group) {
     EpCudaRelay *relay = ep_cuda(group)->relay;
-    double seconds = ep_cuda_comm_timeout(group);
     if (!relay) return EP_OK;
-    EpRelayRun run = {.group = group, .relay = relay, .side = &relay->side[0]};
-    EP_TRY(call_once(group, &run, seconds));
-    return await_once(group, run.side->wire, seconds);
+    Connecting *c = calloc(1, sizeof(*c));
+    if (!c)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    *c = (Connecting){{.make = connect, .device = ep_cuda(group)->ordinal},
+                      {.group = group, .relay = relay, .side = &relay->side[0]}};
+    return ep_cuda_network_connect(group, &c->call, relay->side[0].wire);
 }
 
 EpStatus ep_relay_set_ready(EpRelayRun *run, int32_t chunk) {

@@ -5,9 +5,10 @@
 /**
  * A weight's operation in its group, around the calls of NCCL that move its bytes.
  *
- *     begin   a kernel writes what this rank is in (a stamp of fixed size), NCCL gathers the
- *             stamps, a kernel compares them: ranks in different operations never send rows of
- *             different sizes
+ *     begin   ranks tell each other what they are in, and compare: ranks in different operations
+ *             never send rows of different sizes. On one node a kernel stores that into the
+ *             peers' windows. On several a kernel writes a stamp of fixed size, NCCL gathers the
+ *             stamps, and a kernel compares them
  *     ...     NCCL and kernels move the bytes
  *     end     a kernel tells this rank's watcher that the operation has ended
  *

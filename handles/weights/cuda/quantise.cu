@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Quantises a box of a tensor. A block of threads takes a tile at a time: up to 128 x 128 elements
+ * Quantises any box of a tensor; quantise_blocks.cu is faster where it can. A block of threads takes a tile at a time: up to 128 x 128 elements
  * of the last two dimensions, from a multiple of 128 on, as far as they lie in the box.
  *
  *     load      warps read along the dimension that is contiguous in memory, and store the tile to
@@ -41,14 +41,6 @@ struct Part {
     int64_t origin[2]; /* of the tile, within the box; may be negative */
 };
 
-/* Returns how much of dimension `d` is there. */
-__device__ static int64_t length_of(const EpQuantiseArgs &a, int64_t e, int d) {
-    if (!a.count || a.counted != d) return a.part[d];
-    int64_t count =
-        a.count_is_int64 ? ((const int64_t *)a.count)[e] : ((const int32_t *)a.count)[e];
-    return max((int64_t)0, min(count, a.part[d]));
-}
-
 __device__ static Part part_of(const EpQuantiseArgs &a, int64_t number) {
     Part p;
     int64_t first[2], tiles[2];
@@ -62,7 +54,7 @@ __device__ static Part part_of(const EpQuantiseArgs &a, int64_t number) {
     for (int d = 0; d < 2; d++) {
         p.origin[d] = p.tile[d] * EDGE - a.begin[d + 1];
         p.begin[d] = (int)max(-p.origin[d], (int64_t)0);
-        p.end[d] = (int)min(length_of(a, p.e, d + 1) - p.origin[d], (int64_t)EDGE);
+        p.end[d] = (int)min(ep_quantise_length(&a, p.e, d + 1) - p.origin[d], (int64_t)EDGE);
     }
     return p;
 }
@@ -296,7 +288,8 @@ template <typename T> static int launch_quant(const EpQuantiseArgs *a, int block
 }
 
 extern "C" int ep_cuda_open_quantise(int shared_bytes) {
-    int error = ep_open_kernel(quantise_box<__nv_bfloat16>, shared_bytes);
+    int error = ep_cuda_open_quantise_blocks();
+    if (!error) error = ep_open_kernel(quantise_box<__nv_bfloat16>, shared_bytes);
     if (!error) error = ep_open_kernel(quantise_box<__half>, shared_bytes);
     return error ? error : ep_open_kernel(quantise_box<float>, shared_bytes);
 }
@@ -304,6 +297,7 @@ extern "C" int ep_cuda_open_quantise(int shared_bytes) {
 extern "C" int ep_cuda_launch_quantise(const EpQuantiseArgs *a, int blocks, void *stream) {
     int64_t tiles = a->part[0] * ep_quantise_tiles(a, 1) * ep_quantise_tiles(a, 2);
     if (tiles == 0) return cudaSuccess;
+    if (ep_cuda_can_quantise_blocks(a)) return ep_cuda_launch_quantise_blocks(a, blocks, stream);
     blocks = (int)min(tiles, (int64_t)blocks);
     if (a->type == EP_TYPE_BF16) return launch_quant<__nv_bfloat16>(a, blocks, stream);
     if (a->type == EP_TYPE_FP16) return launch_quant<__half>(a, blocks, stream);

@@ -2,7 +2,8 @@
 #ifndef EP_HANDLES_WEIGHTS_CUDA_QUANTISE_H
 #define EP_HANDLES_WEIGHTS_CUDA_QUANTISE_H
 
-/** The kernel that quantises weights and receive rows: quantise.cu. */
+/** The kernels that quantise weights and receive rows: quantise_blocks.cu those that 16 bytes at a
+ *  time reach, quantise.cu all others. */
 
 #include "runtime/cuda/device.h"
 #include "runtime/quant.h"
@@ -39,9 +40,22 @@ EP_HOST_DEVICE static inline int64_t ep_quantise_tiles(const EpQuantiseArgs *a, 
     return last / EP_QUANT_EDGE - a->begin[dim] / EP_QUANT_EDGE + 1;
 }
 
+/** Returns how much of dimension `dim` is there. */
+EP_HOST_DEVICE static inline int64_t ep_quantise_length(const EpQuantiseArgs *a, int64_t e,
+                                                        int dim) {
+    if (!a->count || a->counted != dim) return a->part[dim];
+    int64_t count =
+        a->count_is_int64 ? ((const int64_t *)a->count)[e] : ((const int32_t *)a->count)[e];
+    return count < 0 ? 0 : count < a->part[dim] ? count : a->part[dim];
+}
+
 #ifdef __cplusplus
 extern "C" {
 #endif
+int ep_cuda_open_quantise_blocks(void);
+/** Returns whether ep_cuda_launch_quantise_blocks can do it: whole blocks, 16 bytes at a time. */
+int ep_cuda_can_quantise_blocks(const EpQuantiseArgs *args);
+int ep_cuda_launch_quantise_blocks(const EpQuantiseArgs *args, int blocks, void *stream);
 int ep_cuda_open_quantise(int shared_bytes);
 /** By at most `blocks` blocks. */
 int ep_cuda_launch_quantise(const EpQuantiseArgs *args, int blocks, void *stream);

@@ -37,6 +37,48 @@ EpStatus ep_cuda_slices_open(EpGroup *group) {
     return EP_OK;
 }
 
+/** The calls that let NCCL connect the ranks: one of each kind. */
+typedef struct Connecting {
+    EpNcclCall call;
+    const EpNccl *nccl;
+    ncclComm_t comm;
+    EpStamp *own, *all; /* zeros, which stay so */
+    int32_t rank, size;
+    cudaStream_t wire;
+} Connecting;
+
+static ncclResult_t connect(EpNcclCall *call) {
+    const Connecting *c = (const Connecting *)call;
+    (void)c->nccl->ncclGroupStart();
+    (void)c->nccl->ncclAllGather(c->own, c->all, sizeof(*c->own), ncclUint8, c->comm, c->wire);
+    (void)c->nccl->ncclAllReduce(c->own, c->own, 1, ncclUint32, ncclMax, c->comm, c->wire);
+    for (int32_t i = 1; i < c->size; i++) {
+        int32_t to = (c->rank + i) % c->size, from = (c->rank - i + c->size) % c->size;
+        (void)c->nccl->ncclSend(c->own, sizeof(*c->own), ncclUint8, to, c->comm, c->wire);
+        (void)c->nccl->ncclRecv(c->all + from, sizeof(*c->own), ncclUint8, from, c->comm, c->wire);
+    }
+    return c->nccl->ncclGroupEnd();
+}
+
+EpStatus ep_cuda_slices_connect(EpGroup *group) {
+    EpCuda *cuda = ep_cuda(group);
+    EpMarkArgs args = {.marks = {.num_peers = group->size}};
+    if (!cuda->slices || !ep_cuda_group_comm(cuda) || !ep_cuda_network_blocks(group)) return EP_OK;
+    Connecting *c = calloc(1, sizeof(*c));
+    if (!c)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    ep_cuda_watch_describe(group, &args);
+    *c = (Connecting){.call = {.make = connect, .device = cuda->ordinal},
+                      .nccl = cuda->nccl,
+                      .comm = ep_cuda_group_comm(cuda),
+                      .own = args.marks.own,
+                      .all = args.marks.own + 1,
+                      .rank = group->rank,
+                      .size = group->size,
+                      .wire = cuda->slices->side[0].wire};
+    return ep_cuda_network_connect(group, &c->call, c->wire);
+}
+
 void ep_cuda_slices_close(EpGroup *group) {
     EpCudaSlices *s = ep_cuda(group)->slices;
     for (int i = 0; s && i < 2; i++) {

@@ -27,6 +27,15 @@ cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t op_a, cubla
                             int ldb, const void *beta, void *c, cudaDataType type_c, int ldc,
                             cublasComputeType_t compute, cublasGemmAlgo_t algorithm);
 
+cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation_t op_a,
+                                          cublasOperation_t op_b, int m, int n, int k,
+                                          const void *alpha, const void *a, cudaDataType type_a,
+                                          int lda, long long step_a, const void *b,
+                                          cudaDataType type_b, int ldb, long long step_b,
+                                          const void *beta, void *c, cudaDataType type_c, int ldc,
+                                          long long step_c, int count, cublasComputeType_t compute,
+                                          cublasGemmAlgo_t algorithm);
+
 cublasStatus_t cublasGemmGroupedBatchedEx(cublasHandle_t handle, const cublasOperation_t *op_a,
                                           const cublasOperation_t *op_b, const int *m, const int *n,
                                           const int *k, const void *alpha, const void *const *a,

@@ -73,24 +73,37 @@ static inline void fence_bulk_loads(void) {}
 struct EmulatedCopy {
     char *to;
     const void *from;
+    int bytes;
 };
 
 /* Of each thread of the block. */
 static thread_local std::vector<EmulatedCopy> emulated_copies[1024];
 
-static inline void copy_4(uint32_t to, const void *from) {
-    if (to % 4 || (uintptr_t)from % 4) emulated_die("an unaligned copy of 4 bytes");
-    if (!emulated_reaches(from, 4)) emulated_die("a copy reads out of reach");
-    const EmulatedCopy copy = {(char *)emulated_generic(to), from};
-    memset(copy.to, 0xff, 4);
+static inline void emulated_copy(uint32_t to, const void *from, int bytes) {
+    if (to % bytes || (uintptr_t)from % bytes) emulated_die("an unaligned copy");
+    if (!emulated_reaches(from, bytes)) emulated_die("a copy reads out of reach");
+    const EmulatedCopy copy = {(char *)emulated_generic(to), from, bytes};
+    memset(copy.to, 0xff, bytes);
     emulated_copies[threadIdx.x].push_back(copy);
+}
+
+static inline void copy_4(uint32_t to, const void *from) {
+    emulated_copy(to, from, 4);
+}
+
+static inline void copy_16(uint32_t to, const void *from) {
+    emulated_copy(to, from, 16);
 }
 
 static inline void copies_arrive(uint64_t *arrival) {
     for (const EmulatedCopy &copy : emulated_copies[threadIdx.x])
-        memcpy(copy.to, copy.from, 4);
+        memcpy(copy.to, copy.from, copy.bytes);
     emulated_copies[threadIdx.x].clear();
     emulated_mbarrier_arrive(arrival, 0);
+}
+
+static inline int same_for_warp(int x) {
+    return x;
 }
 
 struct TensorMap {
@@ -132,12 +145,12 @@ static inline void arrival_init(uint64_t *arrival, uint32_t count) {
     emulated_mbarrier_init(arrival, count);
 }
 
-static inline void arrival_expect(uint64_t *arrival, uint32_t bytes) {
-    emulated_mbarrier_arrive(arrival, bytes);
-}
-
 static inline void arrival_arrive(uint64_t *arrival) {
     emulated_mbarrier_arrive(arrival, 0);
+}
+
+static inline void arrival_expect(uint64_t *arrival, uint32_t bytes) {
+    emulated_mbarrier_arrive(arrival, bytes);
 }
 
 static inline void arrival_arrive_at(uint64_t *arrival, uint32_t rank) {
