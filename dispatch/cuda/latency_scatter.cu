@@ -1288,12 +1288,11 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
                        (uint32_t)partition_of(a, state.warps).each.by};
     int publishes = role.block == role.blocks - 1,
         has_lost_rows = flat && flat_rows_kept(a) < flat_rows(a);
+    if (counts(role) && threadIdx.x / 32 == MEASURE_WARP && !has_lost_rows) count_experts(a);
     if (role.block < blocks) {
         receive_records<TILED, READY>(a, state, flag, c);
         zero_padding<TILED, READY>(a, c, state.warp, state.warps);
     }
-    /* Here, so that no instructions lie between the heads and the records. */
-    if (counts(role) && threadIdx.x / 32 == MEASURE_WARP && !has_lost_rows) count_experts(a);
     if (publishes && !flat) publish_routing(a, op);
     if (publishes && flat && !has_lost_rows) publish_flat(a, op);
     if (READY && publishes && !has_lost_rows) count_rest(a, c);
