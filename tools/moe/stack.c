@@ -113,12 +113,23 @@ static bool compute(Layer *layer, MoePhase first, MoePhase last) {
 
 /* ---- beside each other --------------------------------------------------------------------- */
 
-static bool gather_ahead(Stack *s, int64_t i) {
+/* Gather a weight, and transpose it where forward takes it so, both on the side. */
+static bool fetch(Stack *s, int64_t i, MoePhase gathers, MoePhase transposes, int point) {
     Layer *layer = &s->layers[i];
-    const bool shares = !layer->weights[WEIGHT_W1].keeps;
-    return (!shares || await(s, true, i - 2, MULTIPLIED)) &&
-           run_on(layer, side_of(s), MOE_GATHER_W1) && mark(s, true, i, HAS_W1) &&
-           run_on(layer, side_of(s), MOE_GATHER_W2) && mark(s, true, i, HAS_W2);
+    MoeDevice *d = &layer->device;
+    if (!run_on(layer, side_of(s), gathers)) return false;
+    if (layer->overlaps) d->exchange(d);
+    bool ok = moe_phase_run(layer, transposes);
+    if (layer->overlaps) d->exchange(d);
+    return ok && mark(s, true, i, point);
+}
+
+/* What products take is in memory that layer i - 2 has used, unless it stays as it travels. */
+static bool gather_ahead(Stack *s, int64_t i) {
+    const Weight *w1 = &s->layers[i].weights[WEIGHT_W1];
+    return ((w1->keeps && !w1->turns) || await(s, true, i - 2, MULTIPLIED)) &&
+           fetch(s, i, MOE_GATHER_W1, MOE_TRANSPOSE_W1, HAS_W1) &&
+           fetch(s, i, MOE_GATHER_W2, MOE_TRANSPOSE_W2, HAS_W2);
 }
 
 /* What layer i's backward products take, after forward or after backward of layer i + 2. */
@@ -134,9 +145,12 @@ static bool forward_beside(Stack *s, int64_t i) {
     Layer *layer = &s->layers[i];
     return compute(layer, MOE_ROUTER, MOE_DISPATCH) &&
            (i + 1 < s->num ? gather_ahead(s, i + 1) : gather_back(s, i)) &&
-           await(s, false, i, HAS_W1) && compute(layer, MOE_DEQUANTISE, MOE_QUANTISE_ACTIVATION) &&
-           await(s, false, i, HAS_W2) && compute(layer, MOE_TRANSPOSE_W2, MOE_GEMM2) &&
-           mark(s, false, i, MULTIPLIED) && compute(layer, MOE_COMBINE, MOE_COMBINE);
+           compute(layer, MOE_QUANTISE_ROWS, MOE_QUANTISE_ROWS) && await(s, false, i, HAS_W1) &&
+           (!moe_phase_exists(layer, MOE_DEQUANTISE) || await(s, false, i, HAS_W2)) &&
+           compute(layer, MOE_DEQUANTISE, MOE_DEQUANTISE) &&
+           compute(layer, MOE_GEMM1, MOE_QUANTISE_ACTIVATION) && await(s, false, i, HAS_W2) &&
+           compute(layer, MOE_GEMM2, MOE_GEMM2) && mark(s, false, i, MULTIPLIED) &&
+           compute(layer, MOE_COMBINE, MOE_COMBINE);
 }
 
 /* The phase that makes the gradient of a weight, and the reduction beside what follows. */
