@@ -161,18 +161,25 @@ static bool reduce_beside(Stack *s, int64_t i, WeightId id, MoePhase makes, MoeP
            run_on(layer, side_of(s), reduces) && mark(s, true, i, REDUCED + (int)id);
 }
 
+/* The gradient of a weight is first of a layer's two products, so that it travels beside the other
+ * one. */
 static bool backward_beside(Stack *s, int64_t i) {
     Layer *layer = &s->layers[i];
     const bool waits = regathers(s, layer);
+    const bool waits_for_both = waits && moe_phase_exists(layer, MOE_DEQUANTISE_BACKWARD);
     return mark(s, false, i, BACKWARD) &&
            compute(layer, MOE_COMBINE_BACKWARD, MOE_COMBINE_BACKWARD) &&
-           (i == 0 || gather_back(s, i - 1)) && (!waits || await(s, false, i, HAS_W2_BACKWARD)) &&
-           compute(layer, MOE_DEQUANTISE_BACKWARD, MOE_GEMM2_INPUT) &&
+           (i == 0 || gather_back(s, i - 1)) &&
+           compute(layer, MOE_QUANTISE_GRAD_Y, MOE_QUANTISE_GRAD_Y) &&
            reduce_beside(s, i, WEIGHT_W2, MOE_GEMM2_WEIGHT, MOE_REDUCE_W2) &&
+           (!waits || await(s, false, i, HAS_W2_BACKWARD)) &&
+           (!waits_for_both || await(s, false, i, HAS_W1_BACKWARD)) &&
+           compute(layer, MOE_DEQUANTISE_BACKWARD, MOE_DEQUANTISE_BACKWARD) &&
+           compute(layer, MOE_GEMM2_INPUT, MOE_GEMM2_INPUT) &&
            compute(layer, MOE_ACTIVATION_BACKWARD, MOE_QUANTISE_GRAD_Z) &&
+           reduce_beside(s, i, WEIGHT_W1, MOE_GEMM1_WEIGHT, MOE_REDUCE_W1) &&
            (!waits || await(s, false, i, HAS_W1_BACKWARD)) &&
            compute(layer, MOE_GEMM1_INPUT, MOE_GEMM1_INPUT) &&
-           reduce_beside(s, i, WEIGHT_W1, MOE_GEMM1_WEIGHT, MOE_REDUCE_W1) &&
            compute(layer, MOE_DISPATCH_BACKWARD, MOE_DISPATCH_BACKWARD) &&
            reduce_beside(s, i, WEIGHT_ROUTER, MOE_ROUTER_BACKWARD, MOE_REDUCE_ROUTER);
 }
