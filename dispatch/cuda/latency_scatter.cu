@@ -1151,21 +1151,43 @@ __device__ __forceinline__ void count_zeroed(const EpLatencyScatterArgs &a, cons
         ep_add_rest(a.t.ready, c.counters, slot, slot + 1, c.units, ROUTING_UNIT, 0, 1);
 }
 
-/* Count the rows of a slab that hold no token and that nobody zeroes: see zero_padding. By a
- * warp. */
-__device__ __forceinline__ void count_kept_rows(const EpLatencyScatterArgs &a, const BlockCount &c,
-                                                int e) {
+/* Returns the slab that a row is in, of those that have rows: slabs follow one another. */
+__device__ __forceinline__ int slab_of(const EpLatencyScatterArgs &a, int row) {
+    int low = 0, high = a.route.shape.num_local - 1;
+#pragma unroll 1
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (workspace_offset(a)[middle] <= row)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* Rows `first` to before `end`. */
+typedef struct RowRange {
+    int64_t first, end;
+} RowRange;
+
+__device__ __forceinline__ int common_rows(const RowRange &x, int64_t first, int64_t end) {
+    return (int)max((int64_t)0, min(x.end, end) - max(x.first, first));
+}
+
+/* Returns how many rows of a slab within a block hold no token and are zeroed by nobody: see
+ * zero_padding. */
+__device__ __forceinline__ int kept_in_slab(const EpLatencyScatterArgs &a, const RowRange &block,
+                                            int e) {
     const EpPlanShape &s = a.route.shape;
-    int has_tails = s.is_fixed && s.tail == EP_TAIL_ZERO, lane = threadIdx.x % 32;
+    int has_tails = s.is_fixed && s.tail == EP_TAIL_ZERO;
     int64_t begin = workspace_offset(a)[e], limit = ep_slot_limit(&s, e);
     int64_t filled = min(limit, begin + workspace_total(a)[e]);
     int64_t padded = min(limit, begin + ep_slab_rows(&s, workspace_total(a)[e]));
     int64_t first = s.padding == EP_PADDING_KEEP ? padded : filled;
     int64_t last = has_tails ? limit : padded;
     if (!ep_has_padding(&s) && !has_tails) first = last = filled;
-    ep_add_rest(a.t.ready, c.counters, filled, first, c.units, ROUTING_UNIT, lane, 32);
-    ep_add_rest(a.t.ready, c.counters, last, s.is_fixed ? limit : padded, c.units, ROUTING_UNIT,
-                lane, 32);
+    return common_rows(block, filled, first) +
+           common_rows(block, last, s.is_fixed ? limit : padded);
 }
 
 /* Returns the end of all rows that follow one another, padding included. */
@@ -1178,27 +1200,36 @@ __device__ __forceinline__ int64_t end_of_rows(const EpLatencyScatterArgs &a) {
                : workspace_offset(a)[last] + (int64_t)ep_slab_rows(&s, workspace_total(a)[last]);
 }
 
-/* Count what holds no token and is not zeroed, and then the routing, which this block has
- * published. By all of its threads. */
-__device__ __noinline__ void count_rest(const EpLatencyScatterArgs &a, BlockCount c) {
+/* Likewise of a block, of all layouts. `end`: of all rows that follow one another. */
+__device__ __forceinline__ int kept_in_block(const EpLatencyScatterArgs &a, int block,
+                                             int64_t end) {
     const EpPlanShape &s = a.route.shape;
     const EpRowBlocks &b = a.t.ready;
-    int warp = (int)(threadIdx.x / 32), lane = threadIdx.x % 32, keeps = s.tail == EP_TAIL_KEEP;
-    int64_t end = min(end_of_rows(a), ep_row_limit(&s)), all = b.section_rows;
+    int first = ep_block_first(&b, block), section = block / b.per_section, kept = 0;
+    int keeps = s.tail == EP_TAIL_KEEP;
+    int64_t all = b.section_rows;
+    RowRange rows = {first, first + ep_block_size(&b, block)};
+    if (!s.has_rows && s.num_local)
+        kept = kept_in_slab(a, rows, s.is_fixed ? section : slab_of(a, first));
+    if (s.has_rows && s.is_fixed && keeps)
+        kept = common_rows(rows, section * all + source_rows(a)[section],
+                           (section + 1) * all);
+    if (!s.is_fixed) kept += common_rows(rows, keeps ? end : max(end, a.t.out_capacity), all);
+    return kept;
+}
+
+/* Count what holds no token and is not zeroed, and the routing, which this block has published, in
+ * one addition for each block of rows: an addition with its fence takes a microsecond. By all
+ * threads. */
+__device__ __noinline__ void count_rest(const EpLatencyScatterArgs &a, BlockCount c) {
+    const EpRowBlocks &b = a.t.ready;
+    int64_t end = min(end_of_rows(a), ep_row_limit(&a.route.shape));
     __syncthreads();
 #pragma unroll 1
-    for (int e = warp; e < s.num_local && !s.has_rows; e += LATENCY_WARPS)
-        count_kept_rows(a, c, e);
-#pragma unroll 1
-    for (int r = warp; r < b.sections && s.has_rows && s.is_fixed && keeps; r += LATENCY_WARPS)
-        ep_add_rest(b, c.counters, r * all + source_rows(a)[r], (r + 1) * all, c.units,
-                    ROUTING_UNIT, lane, 32);
-    if (!s.is_fixed)
-        ep_add_rest(b, c.counters, keeps ? end : max(end, a.t.out_capacity), all, c.units,
-                    ROUTING_UNIT, (int)threadIdx.x, LATENCY_THREADS);
-#pragma unroll 1
     for (int i = threadIdx.x; i < b.sections * b.per_section; i += LATENCY_THREADS)
-        ep_add_to_block(b, c.counters, i, ROUTING_UNIT, 0, c.units, ROUTING_UNIT);
+        ep_add_to_block(b, c.counters, i,
+                        (uint32_t)kept_in_block(a, i, end) * c.units + ROUTING_UNIT, 0, c.units,
+                        ROUTING_UNIT);
 }
 
 /* ---- a record ------------------------------------------------------------------------------ */
@@ -1513,12 +1544,11 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
                        (uint32_t)partition_of(a, state.warps).each.by};
     int publishes = role.block == role.blocks - 1,
         has_lost_rows = flat && flat_rows_kept(a) < flat_rows(a);
+    if (counts(role) && threadIdx.x / 32 == MEASURE_WARP && !has_lost_rows) count_experts(a);
     if (role.block < blocks) {
         receive_records<TILED, READY>(a, state, flag, c);
         zero_padding<TILED, READY>(a, c, state.warp, state.warps);
     }
-    /* Here, so that no instructions lie between the heads and the records. */
-    if (counts(role) && threadIdx.x / 32 == MEASURE_WARP && !has_lost_rows) count_experts(a);
     if (publishes && !flat) publish_routing(a, op);
     if (publishes && flat && !has_lost_rows) publish_flat(a, op);
     if (READY && publishes && !has_lost_rows) count_rest(a, c);

@@ -70,6 +70,7 @@ static const Malformed malformed[] = {
     {"LIBEP_TIMEOUT", ""},
     {"LIBEP_STAGE_BYTES", "-5"},
     {"LIBEP_STAGE_BYTES", "12Q"},
+    {"LIBEP_WEIGHT_SMS", "some"},
     {"LIBEP_STAGE_BYTES", "4KB"},
     {"LIBEP_STAGE_BYTES", "lots"},
     {"LIBEP_STAGE_BYTES", "99999999999999G"},

@@ -64,9 +64,9 @@ static const Option specs[] = {
     {0, "shared", "N", OPTION_INT(shared, 0, OPTION_MAX_COUNT), "shared", 0,
      "with --forward, a shared expert of N inner elements, which takes all tokens (default 0: "
      "none)"},
-    {0, "graph", "0|1", OPTION_SWITCH(graph), NULL, NOT_GIVEN,
+    {0, "graph", "0|1", OPTION_SWITCH(graph), "graph", NOT_GIVEN,
      "on GPUs, replay the step as a graph (default 1 with --forward; on the host 1 is refused)"},
-    {0, "weight-sms", "N", OPTION_INT(weight_sms, 0, 64), NULL, 0,
+    {0, "weight-sms", "N", OPTION_INT(weight_sms, 0, 64), "weight_sms", 0,
      "on GPUs, blocks of NCCL's kernels that move weights, and of those beside them (sets "
      "LIBEP_WEIGHT_SMS; default 0: as libep likes)"},
     {0, "wire", "GB/S", OPTION_INT(wire, 1, 1 << 20), NULL, 350,

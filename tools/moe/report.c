@@ -47,6 +47,11 @@ static void report_backend(const Layer *layer) {
         printf("# overlap: w1, w2 and their gradients on a second stream; dispatch takes up to %d "
                "multiprocessors\n",
                (int)layer->handle_config.num_sms);
+    if (layer->options->weight_sms)
+        printf("# overlap: weights take up to %lld multiprocessors\n",
+               (long long)layer->options->weight_sms);
+    if (layer->options->graph && !layer->options->forward)
+        printf("# graph:   the step is replayed as one graph\n");
 }
 
 void moe_report_header(const MoeReport *report) {

@@ -113,12 +113,23 @@ static bool compute(Layer *layer, MoePhase first, MoePhase last) {
 
 /* ---- beside each other --------------------------------------------------------------------- */
 
-static bool gather_ahead(Stack *s, int64_t i) {
+/* Gather a weight, and transpose it where forward takes it so, both on the side. */
+static bool fetch(Stack *s, int64_t i, MoePhase gathers, MoePhase transposes, int point) {
     Layer *layer = &s->layers[i];
-    const bool shares = !layer->weights[WEIGHT_W1].keeps;
-    return (!shares || await(s, true, i - 2, MULTIPLIED)) &&
-           run_on(layer, side_of(s), MOE_GATHER_W1) && mark(s, true, i, HAS_W1) &&
-           run_on(layer, side_of(s), MOE_GATHER_W2) && mark(s, true, i, HAS_W2);
+    MoeDevice *d = &layer->device;
+    if (!run_on(layer, side_of(s), gathers)) return false;
+    if (layer->overlaps) d->exchange(d);
+    bool ok = moe_phase_run(layer, transposes);
+    if (layer->overlaps) d->exchange(d);
+    return ok && mark(s, true, i, point);
+}
+
+/* What products take is in memory that layer i - 2 has used, unless it stays as it travels. */
+static bool gather_ahead(Stack *s, int64_t i) {
+    const Weight *w1 = &s->layers[i].weights[WEIGHT_W1];
+    return ((w1->keeps && !w1->turns) || await(s, true, i - 2, MULTIPLIED)) &&
+           fetch(s, i, MOE_GATHER_W1, MOE_TRANSPOSE_W1, HAS_W1) &&
+           fetch(s, i, MOE_GATHER_W2, MOE_TRANSPOSE_W2, HAS_W2);
 }
 
 /* What layer i's backward products take, after forward or after backward of layer i + 2. */
@@ -134,9 +145,12 @@ static bool forward_beside(Stack *s, int64_t i) {
     Layer *layer = &s->layers[i];
     return compute(layer, MOE_ROUTER, MOE_DISPATCH) &&
            (i + 1 < s->num ? gather_ahead(s, i + 1) : gather_back(s, i)) &&
-           await(s, false, i, HAS_W1) && compute(layer, MOE_DEQUANTISE, MOE_QUANTISE_ACTIVATION) &&
-           await(s, false, i, HAS_W2) && compute(layer, MOE_TRANSPOSE_W2, MOE_GEMM2) &&
-           mark(s, false, i, MULTIPLIED) && compute(layer, MOE_COMBINE, MOE_COMBINE);
+           compute(layer, MOE_QUANTISE_ROWS, MOE_QUANTISE_ROWS) && await(s, false, i, HAS_W1) &&
+           (!moe_phase_exists(layer, MOE_DEQUANTISE) || await(s, false, i, HAS_W2)) &&
+           compute(layer, MOE_DEQUANTISE, MOE_DEQUANTISE) &&
+           compute(layer, MOE_GEMM1, MOE_QUANTISE_ACTIVATION) && await(s, false, i, HAS_W2) &&
+           compute(layer, MOE_GEMM2, MOE_GEMM2) && mark(s, false, i, MULTIPLIED) &&
+           compute(layer, MOE_COMBINE, MOE_COMBINE);
 }
 
 /* The phase that makes the gradient of a weight, and the reduction beside what follows. */
@@ -147,18 +161,25 @@ static bool reduce_beside(Stack *s, int64_t i, WeightId id, MoePhase makes, MoeP
            run_on(layer, side_of(s), reduces) && mark(s, true, i, REDUCED + (int)id);
 }
 
+/* The gradient of a weight is first of a layer's two products, so that it travels beside the other
+ * one. */
 static bool backward_beside(Stack *s, int64_t i) {
     Layer *layer = &s->layers[i];
     const bool waits = regathers(s, layer);
+    const bool waits_for_both = waits && moe_phase_exists(layer, MOE_DEQUANTISE_BACKWARD);
     return mark(s, false, i, BACKWARD) &&
            compute(layer, MOE_COMBINE_BACKWARD, MOE_COMBINE_BACKWARD) &&
-           (i == 0 || gather_back(s, i - 1)) && (!waits || await(s, false, i, HAS_W2_BACKWARD)) &&
-           compute(layer, MOE_DEQUANTISE_BACKWARD, MOE_GEMM2_INPUT) &&
+           (i == 0 || gather_back(s, i - 1)) &&
+           compute(layer, MOE_QUANTISE_GRAD_Y, MOE_QUANTISE_GRAD_Y) &&
            reduce_beside(s, i, WEIGHT_W2, MOE_GEMM2_WEIGHT, MOE_REDUCE_W2) &&
+           (!waits || await(s, false, i, HAS_W2_BACKWARD)) &&
+           (!waits_for_both || await(s, false, i, HAS_W1_BACKWARD)) &&
+           compute(layer, MOE_DEQUANTISE_BACKWARD, MOE_DEQUANTISE_BACKWARD) &&
+           compute(layer, MOE_GEMM2_INPUT, MOE_GEMM2_INPUT) &&
            compute(layer, MOE_ACTIVATION_BACKWARD, MOE_QUANTISE_GRAD_Z) &&
+           reduce_beside(s, i, WEIGHT_W1, MOE_GEMM1_WEIGHT, MOE_REDUCE_W1) &&
            (!waits || await(s, false, i, HAS_W1_BACKWARD)) &&
            compute(layer, MOE_GEMM1_INPUT, MOE_GEMM1_INPUT) &&
-           reduce_beside(s, i, WEIGHT_W1, MOE_GEMM1_WEIGHT, MOE_REDUCE_W1) &&
            compute(layer, MOE_DISPATCH_BACKWARD, MOE_DISPATCH_BACKWARD) &&
            reduce_beside(s, i, WEIGHT_ROUTER, MOE_ROUTER_BACKWARD, MOE_REDUCE_ROUTER);
 }

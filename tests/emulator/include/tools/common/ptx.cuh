@@ -153,10 +153,6 @@ static inline void arrival_expect(uint64_t *arrival, uint32_t bytes) {
     emulated_mbarrier_arrive(arrival, bytes);
 }
 
-static inline void arrival_arrive(uint64_t *arrival) {
-    emulated_mbarrier_arrive(arrival, 0);
-}
-
 static inline void arrival_arrive_at(uint64_t *arrival, uint32_t rank) {
     (void)rank;
     emulated_mbarrier_arrive(arrival, 0);
