@@ -378,8 +378,7 @@ static EpStatus test_messages(EpExchange *x) {
 /* The same in a wait for a peer. In a crowd many ranks look at many messages each, which costs more
  * than what it finds: then look at that peer's, and at all of them now and then. */
 static EpStatus test_in_wait(EpExchange *x, int32_t peer, const EpWait *wait) {
-    if (x->spins != EP_WAIT_IN_CROWD || wait->pauses % PAUSES_PER_TEST == 0)
-        return test_messages(x);
+    if (x->spins >= 0 || wait->pauses % PAUSES_PER_TEST == 0) return test_messages(x);
     for (int parity = 0; parity < BUFFERS && !x->control[peer]; parity++) {
         EP_TRY(test_request(x, peer, &x->remote[peer].sending[parity]));
         EP_TRY(test_receive(x, peer, parity));
@@ -510,7 +509,7 @@ static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
         ep_fail(EP_ERR_ABORTED, "rank %d: %s: the group was aborted", x->rank, x->op->name);
         return fail_because(x, EP_ERR_ABORTED, x->rank, -1, -1, why);
     }
-    int looks = x->spins == EP_WAIT_IN_CROWD ? 4 * PAUSES_PER_TEST : PAUSES_PER_LOOK;
+    int looks = x->spins < 0 ? 4 * PAUSES_PER_TEST : PAUSES_PER_LOOK;
     if ((wait->pauses + 1) % looks) return EP_OK;
     int32_t r = find_aborted(x);
     return r < 0 ? EP_OK : fail_gone(x, r);
