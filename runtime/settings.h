@@ -41,7 +41,8 @@
     X(sums, EpSums, "LIBEP_SUMS", "choice: rank|entry", "rank",                              \
       "libnccl_ep: entry makes its groups add all of a token's rows on the token's rank")    \
     X(spin, int64_t, "LIBEP_SPIN", "count", "auto",                                          \
-      "polls before a waiting rank yields its CPU; auto: 0 where ranks outnumber CPUs")      \
+      "polls before a waiting rank yields its CPU; auto: 0 where ranks outnumber CPUs, and " \
+      "sleep between polls where 16 ranks share each CPU")                                   \
     X(topology, EpSettingTopology, "LIBEP_TOPOLOGY", "nodes", "",                            \
       "pretended nodes (NVLink domains), equal on all ranks: 2 divides the ranks, 0,1,0,1 "  \
       "lists each one's node; /numa:2 core:4 pu:1 after it gives each node a machine "       \

@@ -9,7 +9,8 @@
 #define YIELDS_PER_CLOCK_READ 16
 #define SECONDS_BEFORE_SLEEPING 0.2
 #define SLEEP_NANOSECONDS 100000
-#define MOST_SLEEP_NANOSECONDS 20000000 /* in a crowd */
+#define SLEEP_NANOSECONDS_EACH 2000 /* in a crowd, for each rank of it */
+#define MOST_SLEEP_NANOSECONDS 20000000
 
 double ep_clock(void) {
     struct timespec now;
@@ -29,21 +30,26 @@ static void relax(void) {
 #endif
 }
 
-/* Sleep. In a crowd every waking costs the others: then for a quarter of the time waited so far. */
+/* Sleep. In a crowd every waking costs the others: then the longer, the more they are, and for a
+ * quarter of the time waited so far. */
 static void sleep_briefly(const EpWait *wait, double now) {
     double quarter = (now - wait->start) * 1e9 / 4;
     long nanoseconds = SLEEP_NANOSECONDS;
-    if (wait->spins == EP_WAIT_IN_CROWD && quarter > SLEEP_NANOSECONDS)
-        nanoseconds = quarter < MOST_SLEEP_NANOSECONDS ? (long)quarter : MOST_SLEEP_NANOSECONDS;
+    if (wait->spins < 0) {
+        long least = -wait->spins * SLEEP_NANOSECONDS_EACH;
+        if (least > nanoseconds) nanoseconds = least;
+        if (quarter > (double)nanoseconds)
+            nanoseconds = quarter < MOST_SLEEP_NANOSECONDS ? (long)quarter : MOST_SLEEP_NANOSECONDS;
+    }
     nanosleep(&(struct timespec){.tv_nsec = nanoseconds}, NULL);
 }
 
 int ep_wait_pause(EpWait *wait) {
-    int spins = wait->spins > 0, crowd = wait->spins == EP_WAIT_IN_CROWD;
+    int spins = wait->spins > 0, crowd = wait->spins < 0;
     if (spins) {
         wait->spins--;
         relax();
-    } else {
+    } else if (!crowd) {
         sched_yield();
     }
     ++wait->pauses;

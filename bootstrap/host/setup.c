@@ -48,7 +48,7 @@ static int64_t choose_spins(const EpGroup *group, int32_t ranks_here) {
     if (group->settings.spin != EP_COUNT_AUTO) return group->settings.spin;
     long online = sysconf(_SC_NPROCESSORS_ONLN);
     int32_t on_machine = group->settings.topology.text[0] ? group->size : ranks_here;
-    if (on_machine > RANKS_OF_A_CROWD * online) return EP_WAIT_IN_CROWD;
+    if (on_machine > RANKS_OF_A_CROWD * online) return -on_machine;
     return ranks_here <= online ? SPINS_WITH_CPUS_TO_SPARE : 0;
 }
 

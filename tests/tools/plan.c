@@ -82,7 +82,7 @@ SoloTest(tools_plan, odds_and_proposals) {
     const char *coins = "--plan uniform --ranks 2 --nodes 2 --experts 2 --top-k 1 --tokens 3 "
                         "--node-rows 2";
     check_plan(coins, "node_rows 2 (given)");
-    check_plan(coins, "      0.23 odds in a step that a message has too few places; 0.25 tokens");
+    check_plan(coins, "      0.23 odds of too few places in a step; 0.25 of 6 tokens lost");
     check_plan("--plan uniform --ranks 128 --nodes 16 --tokens 8192", "(proposed)");
     check_plan("--plan uniform --ranks 4096 --nodes 512 --experts 4096", "4096 ranks on 512 nodes");
     check_plan("--plan zipf:1.2 --ranks 64 --nodes 8 --capacity 4000", "capacity of 4000 rows: ");

@@ -222,9 +222,8 @@ static void print_odds(const Plan *p, int64_t node_rows) {
     double lost;
     g.node_rows = node_rows;
     double any = model_overflow(&g, &p->routing, &lost);
-    printf("    overflow  %10.2g odds in a step that a message has too few places; %.2g tokens of "
-           "%lld lost\n",
-           any, lost, (long long)(g.ranks * g.tokens));
+    printf("    overflow  %10.2g odds of too few places in a step; %.2g of %lld tokens lost\n", any,
+           lost, (long long)(g.ranks * g.tokens));
 }
 
 /* Entries of a rank, which its slots pad by less than an alignment each, are no more correlated
@@ -281,13 +280,13 @@ static void print_all(const Plan *p) {
     for (int64_t n = 0; n < g->nodes; n++)
         most = fmax(most, p->routing.node[n]);
     printf("plan, computed: %lld ranks on %lld node%s, %lld tokens a rank, top-%lld of %lld "
-           "experts, rows of %lld bytes, %s\n",
+           "experts,\n  rows of %lld bytes, %s\n",
            (long long)g->ranks, (long long)g->nodes, g->nodes == 1 ? "" : "s", (long long)g->tokens,
            (long long)g->top_k, (long long)p->experts, (long long)g->row_bytes,
            p->options->routing);
     if (g->nodes > 1)
-        printf("network: %g GB/s of a rank each way, %g us an exchange; a token needs the busiest "
-               "node with odds %.3f\n",
+        printf("network: %g GB/s of a rank each way, %g us an exchange\n"
+               "a token needs the busiest node with odds %.3f\n",
                g->network_gbs, g->network_us, most);
     print_steps(p);
     print_capacity(p);
