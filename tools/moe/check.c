@@ -38,8 +38,9 @@ static const struct {
     /* gate, up, grad_y, grad_a, grad_z, the slot's gradient, two partial sums, their sum, the
        logits' gradient, and the sum with the router's part; rows twice, grad_y, grad_z */
     [CHECK_GRAD_TOKENS] = {"grad_tokens", MOE_ROUTER_BACKWARD, 11, 4, 0},
-    /* gate, up, grad_y, grad_a, grad_z, the rank's gradient; rows twice, grad_y; rows, grad_z */
-    [CHECK_GRAD_W1] = {"grad_w1", MOE_REDUCE_W1, 6, 3, 2},
+    /* gate, up, grad_y, grad_a, grad_z, the rank's gradient; rows twice, grad_y; rows twice, grad_z
+     */
+    [CHECK_GRAD_W1] = {"grad_w1", MOE_REDUCE_W1, 6, 3, 3},
     /* gate, up, a, grad_y, the rank's gradient; rows twice; a, grad_y */
     [CHECK_GRAD_W2] = {"grad_w2", MOE_REDUCE_W2, 5, 2, 2},
     /* gate, up, a, y: late; gate, up, grad_a: early; the logits' gradient; rows twice, and a or

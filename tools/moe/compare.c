@@ -27,8 +27,8 @@ static const struct {
     {"out", T_OUT, WEIGHT_W1, 3, 3, 0},
     /* gate and up; w2, grad_y; w1, grad_z */
     {"grad_tokens", T_GRAD_TOKENS, WEIGHT_W1, 4, 4, 0},
-    /* gate and up; w2, grad_y; rows and grad_z, transposed */
-    {"grad_w1", T_NONE, WEIGHT_W1, 3, 3, 2},
+    /* gate and up; w2, grad_y; rows, which were e4m3 before, and grad_z, transposed */
+    {"grad_w1", T_NONE, WEIGHT_W1, 3, 3, 3},
     /* gate and up; activation and grad_y, transposed */
     {"grad_w2", T_NONE, WEIGHT_W2, 2, 2, 2},
 };

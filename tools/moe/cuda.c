@@ -248,6 +248,7 @@ bool moe_cuda_create(MoeDevice *out, Grouping grouping) {
                        .activate = cuda_activate,
                        .activate_backward = cuda_activate_backward,
                        .quantise = cuda_quantise,
+                       .requantise = cuda_requantise,
                        .activate_scaled = cuda_activate_scaled,
                        .activate_backward_scaled = cuda_activate_backward_scaled,
                        .transpose = cuda_transpose,

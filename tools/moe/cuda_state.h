@@ -68,6 +68,8 @@ bool cuda_activate_backward(MoeDevice *d, const Groups *groups, const EpTensor *
                             const EpTensor *grad_w);
 bool cuda_quantise(MoeDevice *d, EpQuant quant, const EpTensor *in, const Scaled *rows,
                    const Scaled *transposed);
+bool cuda_requantise(MoeDevice *d, EpQuant quant, EpType type, const Scaled *rows,
+                     const Scaled *transposed);
 bool cuda_activate_scaled(MoeDevice *d, EpQuant quant, const EpTensor *z, const EpTensor *w,
                           const EpTensor *a, const Scaled *rows, const Scaled *transposed);
 bool cuda_activate_backward_scaled(MoeDevice *d, EpQuant quant, const EpTensor *z,

@@ -173,6 +173,9 @@ struct MoeDevice {
      */
     bool (*quantise)(MoeDevice *d, EpQuant quant, const EpTensor *in, const Scaled *rows,
                      const Scaled *transposed);
+    /** Rows that are e4m3 already: transposed, by way of `type`. */
+    bool (*requantise)(MoeDevice *d, EpQuant quant, EpType type, const Scaled *rows,
+                       const Scaled *transposed);
     bool (*activate_scaled)(MoeDevice *d, EpQuant quant, const EpTensor *z, const EpTensor *w,
                             const EpTensor *a, const Scaled *rows, const Scaled *transposed);
     bool (*activate_backward_scaled)(MoeDevice *d, EpQuant quant, const EpTensor *z,

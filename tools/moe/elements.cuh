@@ -41,6 +41,14 @@ static __device__ __forceinline__ float sigmoid(float x) {
 #endif
 }
 
+/* 4 bits of exponent with bias 7, 3 of mantissa; 0x7f is NaN. The product moves the exponent to
+ * fp32's bias, and makes numbers below 2^-6 normal. */
+static __device__ __forceinline__ float value_of(uint8_t code) {
+    const uint32_t magnitude = code & 0x7f;
+    const float value = magnitude == 0x7f ? NAN : __uint_as_float(magnitude << 20) * 0x1p120f;
+    return code & 0x80 ? -value : value;
+}
+
 /* ---- types that are known when a kernel runs ---- */
 
 static __device__ __forceinline__ float load_as(EpType type, const void *p, int64_t i) {

@@ -347,16 +347,6 @@ bool cuda_activate_backward(MoeDevice *d, const Groups *groups, const EpTensor *
     return launch_activation(d, z->type, args, "the activation's gradient");
 }
 
-/* ---- e4m3 ---------------------------------------------------------------------------------- */
-
-/* 4 bits of exponent with bias 7, 3 of mantissa; 0x7f is NaN. The product moves the exponent to
- * fp32's bias, and makes numbers below 2^-6 normal. */
-static __device__ float value_of(uint8_t code) {
-    const uint32_t magnitude = code & 0x7f;
-    const float value = magnitude == 0x7f ? NAN : __uint_as_float(magnitude << 20) * 0x1p120f;
-    return code & 0x80 ? -value : value;
-}
-
 /* ---- transposing --------------------------------------------------------------------------- */
 
 struct TransposeArgs {

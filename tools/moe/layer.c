@@ -120,9 +120,11 @@ static bool fill_tokens(Layer *layer, TensorId tensor, InputId input) {
 
 /* ---- the EP group -------------------------------------------------------------------------- */
 
-/* Backward products sum over rows that are not quantised, or that are quantised otherwise. */
+/* Unless the product for the gradient of w1 takes rows that are not quantised. From e4m3 rows it
+ * takes them transposed, by way of a 16-bit type. */
 static bool dispatches_e4m3(const MoeOptions *o) {
-    return o->forward && moe_multiplies_e4m3(o);
+    return moe_multiplies_e4m3(o) &&
+           (o->forward || (o->wgrad == MOE_WGRAD_FP8 && o->type != EP_TYPE_FP32));
 }
 
 static EpGroupConfig group_config(const MoeOptions *o, EpBackend backend) {
@@ -252,6 +254,7 @@ static bool share_device(Layer *layer) {
     layer->device.gemm_calls = 0;
     layer->weights_stream = layer->device.stream;
     layer->multiplies_e4m3 = layer->below->multiplies_e4m3;
+    layer->dispatches_e4m3 = layer->below->dispatches_e4m3;
     layer->fuses = layer->below->fuses;
     layer->overlaps = layer->below->overlaps;
     return true;

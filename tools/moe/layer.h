@@ -98,7 +98,7 @@ typedef struct Layer {
     int64_t gemm_calls;      /**< that multiply, in the last step that was timed */
     void *graph;             /**< of the step, where it is replayed; NULL: none */
     bool multiplies_e4m3;    /**< the products of w1 and w2 */
-    bool dispatches_e4m3;    /**< dispatch quantises: forward alone takes no other rows */
+    bool dispatches_e4m3;    /**< dispatch quantises: no product takes the rows otherwise */
     bool fuses;              /**< the activation and its gradient quantise */
     bool overlaps;           /**< calls of w1 and w2 run beside dispatch: see step.c */
     EpStream weights_stream; /**< of all weights' calls: the device's stream, or its second one */

@@ -18,7 +18,7 @@ enum {
     TWICE = 4,       /* for each direction */
     BACKWARD = 8,    /* there is a backward pass */
     SHARED = 16,     /* a shared expert */
-    E4M3_ROWS = 32,  /* products take e4m3, and dispatch does not quantise */
+    E4M3_ROWS = 32,  /* products take e4m3, and not only as dispatch has quantised them */
     E4M3_GRADS = 64, /* products of a backward pass take e4m3 */
     UNFUSED = 128,   /* products take e4m3, and the activation does not quantise */
     TURNED = 256     /* weights are transposed where they are used */
@@ -101,6 +101,9 @@ static bool quantise(Layer *layer, const Phase *p) {
     EpTensor rows = layer->tensors[p->in];
     const Scaled *plain = &layer->scaled[p->in], *transposed = &layer->transposed[p->in];
     rows.shape[0] = layer->received;
+    if (p->in == T_RECEIVED && layer->dispatches_e4m3)
+        return DEVICE(requantise, (EpQuant)layer->options->quant, (EpType)layer->options->type,
+                      plain, transposed);
     if (transposed->codes.data && rows.type != EP_TYPE_FP32)
         return DEVICE(quantise, (EpQuant)layer->options->quant, &rows, plain, transposed);
     form.quant = (EpQuant)layer->options->quant;
@@ -321,8 +324,9 @@ static unsigned facts_of(const Layer *layer) {
     return (w1->whole || forward ? 0 : SHARDED) | (forward ? 0 : BACKWARD) |
            (is_quantised(layer) && !e4m3 && !forward ? DEQUANTISED : 0) | (w1->twice ? TWICE : 0) |
            (layer->options->shared ? SHARED : 0) |
-           (e4m3 && !layer->dispatches_e4m3 ? E4M3_ROWS : 0) | (e4m3 && !forward ? E4M3_GRADS : 0) |
-           (e4m3 && !layer->fuses ? UNFUSED : 0) | (w1->turns ? TURNED : 0);
+           (e4m3 && !(forward && layer->dispatches_e4m3) ? E4M3_ROWS : 0) |
+           (e4m3 && !forward ? E4M3_GRADS : 0) | (e4m3 && !layer->fuses ? UNFUSED : 0) |
+           (w1->turns ? TURNED : 0);
 }
 
 bool moe_phase_exists(const Layer *layer, MoePhase phase) {
@@ -374,6 +378,7 @@ static int64_t unit_of(const Layer *layer) {
 /* Rows are read once. */
 static int64_t quantise_bytes(const Layer *layer, int64_t elements, TensorId in) {
     const int64_t forms = layer->transposed[in].codes.data ? 2 : 1;
+    if (in == T_RECEIVED && layer->dispatches_e4m3) return layer->slots * elements * 2;
     return layer->slots * elements * (unit_of(layer) + forms);
 }
 
@@ -449,6 +454,8 @@ bool moe_phase_product(const Layer *layer, MoePhase phase, MoeProduct *out) {
 const EpTensor *moe_phase_output(Layer *layer, MoePhase phase) {
     const Phase *p = &phases[phase];
     const Weight *w = &layer->weights[p->weight];
+    if (p->run == quantise && p->in == T_RECEIVED && layer->dispatches_e4m3)
+        return &layer->transposed[p->in].codes;
     if (p->run == quantise) return &layer->scaled[p->in].codes;
     if (p->run == dispatch && layer->dispatches_e4m3) return &layer->scaled[p->out].codes;
     if (p->run == activate && layer->fuses) return &layer->scaled[p->out].codes;

@@ -35,15 +35,16 @@ enum {
 };
 
 struct QuantiseArgs {
-    const void *in;       /* [rows, inputs of the source] */
-    const void *grad;     /* [rows, width] backward */
-    const float *w;       /* [rows], or NULL for 1 */
-    void *plain;          /* [rows, outputs * width], not quantised; may be NULL */
-    uint8_t *codes;       /* [rows, outputs * width] */
-    float *scales;        /* [blocks of columns, rows] */
-    uint8_t *across;      /* codes transposed, [outputs * width, rows]; may be NULL */
-    float *scales_across; /* [blocks of rows, outputs * width] */
-    int64_t rows, width;
+    const void *in;         /* [rows, inputs of the source] */
+    const void *grad;       /* [rows, width] backward */
+    const float *w;         /* [rows], or NULL for 1 */
+    void *plain;            /* [rows, outputs * width], not quantised; may be NULL */
+    uint8_t *codes;         /* [rows, outputs * width]; may be NULL */
+    float *scales;          /* [blocks of columns, rows] */
+    uint8_t *across;        /* codes transposed, [outputs * width, rows]; may be NULL */
+    float *scales_across;   /* [blocks of rows, outputs * width] */
+    const float *scales_in; /* of rows that are e4m3: [blocks of columns, pitch_in] */
+    int64_t rows, width, pitch_in;
     int power; /* scales are powers of two */
 };
 
@@ -137,6 +138,19 @@ template <typename T> static __device__ __forceinline__ Raw pack(float (&x)[EACH
 /* ---- sources: what a lane reads, of so many rows before it computes, and what comes of it -----
  */
 
+/* Zeros beyond the last row and column. */
+template <typename T, typename Source>
+static __device__ __forceinline__ void read_row(const QuantiseArgs &a, int64_t row, int column,
+                                                int left, Raw *in) {
+#pragma unroll
+    for (int n = 0; n < Source::INPUTS; n++) {
+        const char *from = (const char *)Source::input(a, n, row, column, sizeof(T));
+        in[n] = {};
+        if (left > 0) in[n].run[0] = *(const uint4 *)from;
+        if (left > BLOCK / 2) in[n].run[1] = *(const uint4 *)(from + BLOCK / 2 * sizeof(T));
+    }
+}
+
 struct Rows {
     static constexpr int INPUTS = 1, OUTPUTS = 1, BATCH = 4;
     static __device__ __forceinline__ const void *input(const QuantiseArgs &a, int, int64_t row,
@@ -144,8 +158,39 @@ struct Rows {
         return (const char *)a.in + (row * a.width + column) * unit;
     }
     template <typename T>
+    static __device__ __forceinline__ void read(const QuantiseArgs &a, int64_t row, int column,
+                                                int left, Raw *in) {
+        read_row<T, Rows>(a, row, column, left, in);
+    }
+    template <typename T>
     static __device__ __forceinline__ void compute(const Raw *in, float, float (*out)[EACH]) {
         unpack<T>(in[0], out[0]);
+    }
+};
+
+/* Rows that are e4m3 already: a run is 8 bytes, and behind the first one is the block's scale. */
+struct Codes {
+    static constexpr int INPUTS = 1, OUTPUTS = 1, BATCH = 4;
+    template <typename T>
+    static __device__ __forceinline__ void read(const QuantiseArgs &a, int64_t row, int column,
+                                                int left, Raw *in) {
+        const uint8_t *from = (const uint8_t *)a.in + row * a.width + column;
+        in[0] = {};
+        if (left <= 0) return;
+        const uint2 first = *(const uint2 *)from;
+        in[0].run[0].x = first.x, in[0].run[0].y = first.y;
+        in[0].run[0].z = __float_as_uint(a.scales_in[column / BLOCK * a.pitch_in + row]);
+        if (left <= BLOCK / 2) return;
+        const uint2 second = *(const uint2 *)(from + BLOCK / 2);
+        in[0].run[1].x = second.x, in[0].run[1].y = second.y;
+    }
+    template <typename T>
+    static __device__ __forceinline__ void compute(const Raw *in, float, float (*out)[EACH]) {
+        const uint32_t words[4] = {in[0].run[0].x, in[0].run[0].y, in[0].run[1].x, in[0].run[1].y};
+        const float scale = __uint_as_float(in[0].run[0].z);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            out[0][i] = scale * value_of((uint8_t)(words[i / 4] >> i % 4 * 8));
     }
 };
 
@@ -154,6 +199,11 @@ struct Activation {
     static __device__ __forceinline__ const void *input(const QuantiseArgs &a, int which,
                                                         int64_t row, int column, int unit) {
         return (const char *)a.in + ((2 * row + which) * a.width + column) * unit;
+    }
+    template <typename T>
+    static __device__ __forceinline__ void read(const QuantiseArgs &a, int64_t row, int column,
+                                                int left, Raw *in) {
+        read_row<T, Activation>(a, row, column, left, in);
     }
     template <typename T>
     static __device__ __forceinline__ void compute(const Raw *in, float w, float (*out)[EACH]) {
@@ -171,6 +221,11 @@ struct ActivationBackward {
                                                         int64_t row, int column, int unit) {
         if (which < 2) return Activation::input(a, which, row, column, unit);
         return (const char *)a.grad + (row * a.width + column) * unit;
+    }
+    template <typename T>
+    static __device__ __forceinline__ void read(const QuantiseArgs &a, int64_t row, int column,
+                                                int left, Raw *in) {
+        read_row<T, ActivationBackward>(a, row, column, left, in);
     }
     template <typename T>
     static __device__ __forceinline__ void compute(const Raw *in, float w, float (*out)[EACH]) {
@@ -205,24 +260,12 @@ static __device__ __forceinline__ void store_row(const QuantiseArgs &a, int64_t 
     for (int half = 0; half < 2; half++) {
         if (half * BLOCK / 2 >= left) continue;
         const int64_t to = at + half * BLOCK / 2;
+        if (!a.codes) continue;
         if (a.plain) *(uint4 *)((T *)a.plain + to) = raw.run[half];
         *(uint2 *)(a.codes + to) =
             make_uint2(codes_of(x + half * RUN, inverse), codes_of(x + half * RUN + 4, inverse));
     }
-    if (left > 0 && threadIdx.x % TEAM == 0) a.scales[block * a.rows + row] = scale;
-}
-
-/* Zeros beyond the last row and column. */
-template <typename T, typename Source>
-static __device__ __forceinline__ void read_row(const QuantiseArgs &a, int64_t row, int column,
-                                                int left, Raw *in) {
-#pragma unroll
-    for (int n = 0; n < Source::INPUTS; n++) {
-        const char *from = (const char *)Source::input(a, n, row, column, sizeof(T));
-        in[n] = {};
-        if (left > 0) in[n].run[0] = *(const uint4 *)from;
-        if (left > BLOCK / 2) in[n].run[1] = *(const uint4 *)(from + BLOCK / 2 * sizeof(T));
-    }
+    if (a.codes && left > 0 && threadIdx.x % TEAM == 0) a.scales[block * a.rows + row] = scale;
 }
 
 template <typename T, typename Source>
@@ -238,7 +281,7 @@ static __device__ __forceinline__ void store_rows(const QuantiseArgs &a, int64_t
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
             const int64_t row = first_row + i + b * TEAMS;
-            read_row<T, Source>(a, row, column, row < a.rows ? inside : 0, in[b]);
+            Source::template read<T>(a, row, column, row < a.rows ? inside : 0, in[b]);
         }
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
@@ -338,6 +381,18 @@ bool cuda_quantise(MoeDevice *d, EpQuant quant, const EpTensor *in, const Scaled
     QuantiseArgs args = args_of(quant, in, rows, transposed);
     args.width = in->shape[1];
     return launch_typed<Rows>(d, in->type, args, "quantising rows");
+}
+
+bool cuda_requantise(MoeDevice *d, EpQuant quant, EpType type, const Scaled *rows,
+                     const Scaled *transposed) {
+    QuantiseArgs args = {};
+    args.in = rows->codes.data, args.scales_in = (const float *)rows->scales.data;
+    args.pitch_in = rows->scales.shape[1];
+    args.rows = transposed->codes.shape[1], args.width = rows->codes.shape[1];
+    args.across = (uint8_t *)transposed->codes.data;
+    args.scales_across = (float *)transposed->scales.data;
+    args.power = quant == EP_QUANT_FP8_POW2;
+    return launch_typed<Codes>(d, type, args, "transposing rows of e4m3");
 }
 
 bool cuda_activate_scaled(MoeDevice *d, EpQuant quant, const EpTensor *z, const EpTensor *w,
