@@ -437,10 +437,11 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
     state->turn = set + 1 < l.sets ? set + 1 : 0;
 }
 
-/** Several nodes: the first block tells the watcher that the operation begins, and writes this
- * rank's stamp, once it is known whether the rank has failed. By all threads of each block. */
+/** Several nodes: the last block, which has the least to do, tells the watcher that the operation
+ *  begins, and writes this rank's stamp, once it is known whether the rank has failed. By all
+ *  threads of each block. */
 __device__ __forceinline__ void latency_mark_begin(const EpCudaGroup &g, const EpLatency &l) {
-    if (!l.nodes.begins || blockIdx.x + threadIdx.x) return;
+    if (!l.nodes.begins || blockIdx.x + 1 < gridDim.x || threadIdx.x) return;
     ep_mark_begin(g, l.nodes.marks, ep_own_operation()->generation);
 }
 
