@@ -51,12 +51,12 @@ EpNodeSizes ep_config_nodes(const EpGroupConfig *config, int32_t num_ranks,
 int32_t ep_config_node_rows(const EpGroupConfig *config);
 
 /**
- * Set limit, chunk, message and latency of a group whose other sizes are set. A message of `message` places
- * crosses the network at a time, and at most LIBEP_NODE_CHUNK bytes leave a rank at a time. A step
- * of max_tokens has at least four messages, so that little is left to do when the last one arrives,
- * unless they would be small: what an exchange costs besides its bytes is then no longer small.
- * There are as many chunks of the rank's tokens as messages: network, NVLink and fan-out overlap
- * chunk by chunk.
+ * Set limit, chunk, message and latency of a group whose other sizes are set. A message of
+ * `message` places crosses the network at a time, and at most LIBEP_NODE_CHUNK bytes leave a rank
+ * at a time. A step of max_tokens has at least four messages, so that little is left to do when the
+ * last one arrives, unless they would be small: what an exchange costs besides its bytes is then no
+ * longer small. There are as many chunks of the rank's tokens as messages: network, NVLink and
+ * fan-out overlap chunk by chunk.
  */
 void ep_config_chunks(const EpGroupConfig *config, const EpSettings *settings, EpNodeSizes *out);
 

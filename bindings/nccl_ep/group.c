@@ -159,7 +159,7 @@ static int check_nodes(const char *call, ncclEpGroup_t group, const EpGroupInfo 
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     EpHandleCost cost = EP_HANDLE_COST_INIT;
     if (info->num_nodes == 1 || !nep_is_low_latency(group)) return NCCL_SUCCESS;
-    config.layout = EP_LAYOUT_RANK_MAJOR;
+    config.layout = EP_LAYOUT_BATCHED, config.rows_per_expert = 1;
     if (ep_handle_cost(group->ep, &config, &cost) == EP_OK) return NCCL_SUCCESS;
     return nep_fail(call, NCCL_INVALID_USAGE,
                     "rank %d: config.algorithm: expected %d (high throughput) on %d nodes, got %d "

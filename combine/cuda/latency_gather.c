@@ -67,8 +67,7 @@ static int describe(const EpHandle *handle, const EpGather *g, EpPhase phase,
         ep_latency_nodes_describe(group, g->phase, g->place.token, place_steps(&args),
                                   &args.latency);
     int percent = g->t.by_entry ? SENDERS_PERCENT : percent_of_senders(group, g->top_k);
-    int blocks =
-        ep_latency_blocks(&args.group, phase, tokens, args.steps, percent, &args.latency);
+    int blocks = ep_latency_blocks(&args.group, phase, tokens, args.steps, percent, &args.latency);
     if (g->t.done.words) args.latency.releases = 0; /* who produces rows needs the room */
     args.stats = g->stats, args.counts = ep_counts_any(&g->stats);
     partition(handle, tokens, blocks, &args);

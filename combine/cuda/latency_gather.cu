@@ -109,8 +109,8 @@ __device__ __forceinline__ void for_each_owner(const EpLatencyGatherArgs &a, int
             if (lane / lanes * lanes == group) from = __ffs((int)owners) - 1;
         int r = __shfl_sync(~0u, owner, from);
         char *window = a.latency.window[r];
-        store(group_lines(a, latency_weights(a.latency, window, self(a), num_sources(a), token,
-                                             flag)));
+        store(group_lines(
+            a, latency_weights(a.latency, window, self(a), num_sources(a), token, flag)));
     }
 }
 
@@ -602,8 +602,8 @@ __device__ __forceinline__ SumPart find_sum(const EpLatencyGatherArgs &a, int it
                                             const EpDivisor &stride) {
     int i = item * LATENCY_WARPS + (int)(threadIdx.x / 32), row = ep_quotient(i, stride);
     int token = ep_quotient(row, a.targets), source = self(a) + 1 + row - token * a.targets.by;
-    return SumPart{source - (source < num_sources(a) ? 0 : num_sources(a)), token, i - row * stride.by, EP_ROW_NONE,
-                   -1};
+    return SumPart{source - (source < num_sources(a) ? 0 : num_sources(a)), token,
+                   i - row * stride.by, EP_ROW_NONE, -1};
 }
 
 __device__ __forceinline__ void load_sum(const EpLatencyGatherArgs &a, SumPart *s) {
@@ -1381,8 +1381,8 @@ __device__ __forceinline__ int relay_entry(const EpLatencyGatherArgs &a, const R
                                            uint64_t flag) {
     const EpLatency &l = a.latency;
     const char *from = latency_relay_entry(l, l.own, s.other, s.place, k, flag);
-    char *to = message_place(l, l.own + l.layout.outgoing, s.other, s.place) +
-               k * a.steps * EP_STEP_BYTES;
+    char *to =
+        message_place(l, l.own + l.layout.outgoing, s.other, s.place) + k * a.steps * EP_STEP_BYTES;
     const StepOrigin origin = {s.owner, EP_AWAIT_LINES, s.place};
 #pragma unroll 1
     for (int step = s.step; step < min(s.step + 2, a.steps); step++) {
@@ -1591,11 +1591,14 @@ extern "C" int EP_VARIANT(ep_cuda_open_latency_gather)(int shared_bytes) {
 template <typename T> static int launch(const EpLatencyGatherArgs &a, int blocks, void *stream) {
     int form = a.t.by_entry ? (int)ENTRIES : a.t.format.bits != 0;
     auto kernel = kernel_of<T>(form, !!a.t.done.words);
-    if (a.t.done.words) return ep_launch(kernel, blocks, LATENCY_THREADS, 0, stream, a);
+    int follows_nccl = EP_SEVERAL_NODES && a.latency.nodes.reads_landing; /* not a kernel alone */
+    if (a.t.done.words || follows_nccl)
+        return ep_launch(kernel, blocks, LATENCY_THREADS, 0, stream, a);
     return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
 }
 
-extern "C" int EP_VARIANT(ep_cuda_launch_latency_gather)(const void *args, int blocks, void *stream) {
+extern "C" int EP_VARIANT(ep_cuda_launch_latency_gather)(const void *args, int blocks,
+                                                         void *stream) {
     const EpLatencyGatherArgs *a = (const EpLatencyGatherArgs *)args;
     if (a->t.type == EP_TYPE_BF16) return launch<__nv_bfloat16>(*a, blocks, stream);
     if (a->t.type == EP_TYPE_FP16) return launch<__half>(*a, blocks, stream);

@@ -32,7 +32,7 @@ typedef struct EpLatencyGatherArgs {
     EpPartition sent;  /**< among the sending warps, if no rank has more rows than this one */
     EpDivisor targets; /**< ranks that sums are sent to or kept for, at least 1 */
     EpStatistics stats;
-    int32_t counts; /**< whether there are any */
+    int32_t counts;          /**< whether there are any */
     int32_t carries_weights; /**< sums by entry: whether weights come with rows */
 } EpLatencyGatherArgs;
 

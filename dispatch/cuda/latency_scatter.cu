@@ -246,8 +246,7 @@ __device__ __forceinline__ void drop_token(const EpLatencyScatterArgs &a, int to
 #pragma unroll 1
         for (int base = 0; base < workspace()->tokens; base += 32) {
             int t = base + lane, needs = 0;
-            if (t < workspace()->tokens)
-                needs = token_needs(a)[t * words + o / 32] >> o % 32 & 1;
+            if (t < workspace()->tokens) needs = token_needs(a)[t * words + o / 32] >> o % 32 & 1;
             unsigned all = __ballot_sync(~0u, needs);
             int place = filled + __popc(all & ((1u << lane) - 1));
             if (needs && place >= a.latency.layout.node_rows) drop_token(a, t, o);
@@ -317,8 +316,7 @@ __device__ __forceinline__ void send_head_to_node(const EpLatencyScatterArgs &a,
     int places = at.other < 0 ? 0 : count_needing(a, workspace()->tokens, at.other);
     char *to = l.own + l.layout.outgoing + max((int)at.other, 0) * l.layout.message_bytes +
                at.number * l.layout.head_bytes;
-    if (at.other < 0)
-        to = latency_head(l, l.window[at.number], g.rank, l.layout.num_heads, flag);
+    if (at.other < 0) to = latency_head(l, l.window[at.number], g.rank, l.layout.num_heads, flag);
     store_head(l, to, EP_HEAD_COUNTS + count, flag, [&](int unit) {
         uint4 x = head_unit(a, r, first, count, sent, unit);
         if (unit == 0 && at.other >= 0) x.w = (uint32_t)places;
@@ -500,8 +498,7 @@ __device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, int
     }
     received = warp_sum(received);
     if (lane == 0)
-        publish_row_counts(a.route, step, workspace()->sent, received,
-                           source_rows(a)[self(a)]);
+        publish_row_counts(a.route, step, workspace()->sent, received, source_rows(a)[self(a)]);
 }
 
 /* Publish what sources had no room for. By one thread of such a block. */
@@ -525,8 +522,7 @@ __device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a,
     __syncthreads();
     publish_sources(a.route, [&](int e, int source) { return count_of(a, e, source); });
     if (threadIdx.x == 0) publish_not_sent(a, step);
-    if (threadIdx.x == 0)
-        publish_step(a.route, step, source_tokens(a)[self(a)], op.number);
+    if (threadIdx.x == 0) publish_step(a.route, step, source_tokens(a)[self(a)], op.number);
 }
 
 /* Returns the end of the slots of the rows that arrive, and flat_rows_kept of those that are kept:
@@ -575,8 +571,7 @@ __device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a, cons
     publish_kept_by_source(a);
     __syncthreads();
     if (threadIdx.x == 0) publish_not_sent(a, step);
-    if (threadIdx.x == 0)
-        publish_step(route, step, source_tokens(a)[self(a)], op.number);
+    if (threadIdx.x == 0) publish_step(route, step, source_tokens(a)[self(a)], op.number);
 }
 
 /* Count the entries of the flat rows that are kept, from the plan that all blocks have written. */
@@ -593,8 +588,7 @@ __device__ void count_kept(const EpLatencyScatterArgs &args) {
         const int32_t *slot = a.plan.begins + (int64_t)s * (g.layout.max_tokens + 1);
         const int32_t *routes = a.plan.routes + (int64_t)s * g.layout.max_tokens * a.top_k;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < source_tokens(args)[s] * a.top_k;
-             i += LATENCY_THREADS) {
+        for (int i = threadIdx.x; i < source_tokens(args)[s] * a.top_k; i += LATENCY_THREADS) {
             int local = __ldcg(routes + i);
             if ((uint32_t)local >= (uint32_t)a.shape.num_local) continue;
             if (__ldcg(slot + i / a.top_k) < 0) continue;
@@ -619,8 +613,7 @@ __device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a, La
     if (threadIdx.x < 32) publish_flat_experts(route, step, NULL);
     __syncthreads();
     if (threadIdx.x == 0) publish_not_sent(a, step);
-    if (threadIdx.x == 0)
-        publish_step(route, step, source_tokens(a)[self(a)], op.number);
+    if (threadIdx.x == 0) publish_step(route, step, source_tokens(a)[self(a)], op.number);
     ep_count_experts(route.stats, route.plan.expert_counts, route.shape.num_local, (int)threadIdx.x,
                      LATENCY_THREADS);
 }
@@ -1498,8 +1491,7 @@ __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, cons
     if (s.tail == EP_TAIL_KEEP || (s.is_fixed && !s.has_rows)) return;
     if (s.is_fixed) return zero_source_tails<TILED, READY>(a, c, warp, warps);
     if (s.has_rows)
-        end = flat_begin(a)[num_sources(a) - 1] +
-              (int64_t)source_rows(a)[num_sources(a) - 1];
+        end = flat_begin(a)[num_sources(a) - 1] + (int64_t)source_rows(a)[num_sources(a) - 1];
     else if (local)
         end = workspace_offset(a)[local - 1] +
               (int64_t)ep_slab_rows(&s, workspace_total(a)[local - 1]);
@@ -1520,9 +1512,9 @@ __device__ __forceinline__ int most_of_any(const EpLatencyScatterArgs &a) {
 __device__ __noinline__ void report_blocks(const EpLatencyScatterArgs &a) {
     const EpCudaGroup &g = a.route.group;
     if (threadIdx.x || ep_failed(g)) return;
-    ep_report(g, EP_FAULT_PLAN,
-              EpAwaited{g.rank, EP_PLAN_BLOCKS, 0, (uint32_t)most_of_any(a),
-                        (uint32_t)a.t.block_rows});
+    ep_report(
+        g, EP_FAULT_PLAN,
+        EpAwaited{g.rank, EP_PLAN_BLOCKS, 0, (uint32_t)most_of_any(a), (uint32_t)a.t.block_rows});
 }
 
 /* Receive this rank's rows. By all threads of a block. The last block publishes the routing. If
@@ -1596,7 +1588,8 @@ extern "C" int EP_VARIANT(ep_cuda_open_latency_scatter)(int shared_bytes) {
 }
 
 /* Words of blocks are read while the kernel runs, so it starts after all that is before it. */
-extern "C" int EP_VARIANT(ep_cuda_launch_latency_scatter)(const void *args, int blocks, void *stream) {
+extern "C" int EP_VARIANT(ep_cuda_launch_latency_scatter)(const void *args, int blocks,
+                                                          void *stream) {
     const EpLatencyScatterArgs *a = (const EpLatencyScatterArgs *)args;
     int tiled = ep_scatter_is_tiled(&a->t);
     auto counting = tiled ? latency_scatter_kernel<1, 1> : latency_scatter_kernel<0, 1>;

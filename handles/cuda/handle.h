@@ -32,7 +32,7 @@ typedef struct EpCudaOwn {
 typedef struct EpCudaLatency {
     EpCudaWindow window;
     EpLatency device;
-    uint32_t *tables; /**< device: of EpLatencyNodes; NULL on one node */
+    uint32_t *tables;                       /**< device: of EpLatencyNodes; NULL on one node */
     EpCudaOrder order[EP_MAX_LATENCY_SETS]; /**< of the phases of the operations that take a turn */
 } EpCudaLatency;
 
@@ -146,8 +146,8 @@ typedef struct EpCudaLaunch {
 /** Returns EP_ERR_UNSUPPORTED: shared memory is too small for rows of this size. */
 EpStatus ep_cuda_refuse_rows(const EpGroup *group, int64_t row_bytes);
 
-/** Order a launch's stream after the operations that it must follow, and later operations after what
- *  is on a stream. `launched`: a cudaError_t. */
+/** Order a launch's stream after the operations that it must follow, and later operations after
+ * what is on a stream. `launched`: a cudaError_t. */
 EpStatus ep_cuda_launch_enter(const EpHandle *handle, const EpCudaLaunch *launch,
                               const EpCudaStream *stream);
 EpStatus ep_cuda_launch_leave(const EpHandle *handle, const EpCudaLaunch *launch,

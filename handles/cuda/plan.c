@@ -40,8 +40,7 @@ void ep_cuda_free_plans(EpGroup *group) {
 static EpCudaOwn *take_spare(EpCuda *cuda, int64_t bytes, int64_t words) {
     for (EpCudaOwn **at = &cuda->spare; *at; at = &(*at)->next) {
         EpCudaOwn *own = *at;
-        if (own->bytes < bytes || own->bytes >= 2 * bytes || own->words != words)
-            continue;
+        if (own->bytes < bytes || own->bytes >= 2 * bytes || own->words != words) continue;
         *at = own->next;
         return own;
     }

@@ -12,8 +12,8 @@ unsigned ep_latency_offers(const EpNodeSizes *nodes) {
 /* ---- sizes --------------------------------------------------------------------------------- */
 
 /* Locate what several nodes need. */
-static void take_messages(const EpGroupConfig *config, const EpNodeSizes *nodes, int64_t sets, EpArena *arena,
-                          EpBufferLayout *b) {
+static void take_messages(const EpGroupConfig *config, const EpNodeSizes *nodes, int64_t sets,
+                          EpArena *arena, EpBufferLayout *b) {
     int64_t others = nodes->nodes - 1, ranks = nodes->ranks;
     b->node_rows = ep_config_node_rows(config);
     b->message_heads = (int32_t)ranks * b->head_bytes;
@@ -62,8 +62,7 @@ EpBufferLayout ep_latency_layout(const EpGroupConfig *config, int32_t num_ranks,
             &arena, ep_saturated_product(2 * sets * k * b.max_tokens, (int64_t)b.entry_bytes));
     }
     b.weights = ep_arena_offset(
-        &arena,
-        by_entry ? 0 : ep_saturated_product(heads * b.max_tokens, (int64_t)b.weight_bytes));
+        &arena, by_entry ? 0 : ep_saturated_product(heads * b.max_tokens, (int64_t)b.weight_bytes));
     b.sums = ep_arena_offset(&arena, sets * b.max_tokens * (int64_t)b.sum_bytes);
     if (others > 0) take_messages(config, nodes, sets, &arena, &b);
     b.bytes = arena.bytes;

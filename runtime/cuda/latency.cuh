@@ -281,8 +281,7 @@ __device__ __forceinline__ char *message_place(const EpLatency &l, char *message
 }
 
 /* Returns the messages of this operation that a rank of this node has received, in its window. */
-__device__ __forceinline__ char *latency_messages(const EpLatency &l, char *window,
-                                                  uint64_t flag) {
+__device__ __forceinline__ char *latency_messages(const EpLatency &l, char *window, uint64_t flag) {
     return window + l.layout.messages +
            EP_FLAG_BUFFER(flag) * l.nodes.num_others * l.layout.message_bytes;
 }
@@ -399,8 +398,8 @@ __device__ __forceinline__ int latency_begin_operation(const EpCudaGroup &g, con
 }
 
 /** Report why latency_begin_operation has returned 0, as ep_report_plan does. */
-[[maybe_unused]] static __device__ __noinline__ void latency_report(const EpCudaGroup &g, const EpCudaPlan &plan,
-                                                   const EpLatency &l) {
+[[maybe_unused]] static __device__ __noinline__ void
+latency_report(const EpCudaGroup &g, const EpCudaPlan &plan, const EpLatency &l) {
     if (EP_SEVERAL_NODES && l.nodes.reads_landing) ep_report_stamps(g, l.nodes.marks);
     ep_report_plan(g, plan);
     if (threadIdx.x == 0 && !latency_entry()->is_right)
@@ -438,10 +437,11 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
     state->turn = set + 1 < l.sets ? set + 1 : 0;
 }
 
-/** Several nodes: the first block tells the watcher that the operation begins, and writes this rank's
- *  stamp, once it is known whether the rank has failed. By all threads of each block. */
+/** Several nodes: the last block, which has the least to do, tells the watcher that the operation
+ *  begins, and writes this rank's stamp, once it is known whether the rank has failed. By all
+ *  threads of each block. */
 __device__ __forceinline__ void latency_mark_begin(const EpCudaGroup &g, const EpLatency &l) {
-    if (!l.nodes.begins || blockIdx.x + threadIdx.x) return;
+    if (!l.nodes.begins || blockIdx.x + 1 < gridDim.x || threadIdx.x) return;
     ep_mark_begin(g, l.nodes.marks, ep_own_operation()->generation);
 }
 
@@ -597,8 +597,8 @@ __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &
 
 /* ---- records of a dispatch ----------------------------------------------------------------- */
 
-/* Entry k of a record's header, whose units lie in a warp's lanes: its word, and its weight if weights
- * travel. */
+/* Entry k of a record's header, whose units lie in a warp's lanes: its word, and its weight if
+ * weights travel. */
 typedef struct RecordWords {
     uint32_t word, weight;
 } RecordWords;

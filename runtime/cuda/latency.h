@@ -267,10 +267,10 @@ typedef struct EpWorkspace {
     char *to[EP_CUDA_MAX_RANKS + EP_MAX_TOP_K]; /**< where it goes in each rank's window; the ranks
                                       that get its row come first. Behind all ranks: places in
                                       messages to other nodes */
-    int32_t num_to;                /**< how many ranks get its row */
-    int32_t num_places;            /**< in how many messages it goes */
-    int32_t longest;               /**< several nodes: tokens of any source, also those that do not come
-                                      here */
+    int32_t num_to;                             /**< how many ranks get its row */
+    int32_t num_places;                         /**< in how many messages it goes */
+    int32_t longest; /**< several nodes: tokens of any source, also those that do not come
+                        here */
 } EpWorkspace;
 
 /** Offsets of the arrays behind the fixed part of a workspace. */
@@ -283,7 +283,8 @@ typedef struct EpWorkspaceLayout {
     int32_t offset;  /**< i32 [L] where slabs begin */
     int32_t staged;  /**< a quantised row and its scales */
     int32_t sources; /**< several nodes: i32 [3, R] of the sources, in place of the arrays above */
-    int32_t needs;   /**< likewise: u32 [tokens, words] a bit for each other node that a token needs */
+    int32_t
+        needs; /**< likewise: u32 [tokens, words] a bit for each other node that a token needs */
     int32_t dropped; /**< likewise: i32 [R] slots of tokens that find no place */
     int32_t bytes;
 } EpWorkspaceLayout;

@@ -104,10 +104,10 @@ typedef struct EpCudaPlan {
                                   also records to the other nodes. Relayed one: [R + sources], also
                                   sums back to the sources. Latency mode: not set */
     int32_t *rows_from;      /**< [R] rows of each rank to this one */
-    int16_t *relay_owners;   /**< latency mode on several nodes: [others, node_rows, K] of each place
-                                  in the messages to this rank: number of each entry's rank on this
-                                  node; -1: none here */
-    char *chunk_plans;       /**< several nodes: see ep_cuda_chunk_plan */
+    int16_t *relay_owners; /**< latency mode on several nodes: [others, node_rows, K] of each place
+                                in the messages to this rank: number of each entry's rank on this
+                                node; -1: none here */
+    char *chunk_plans;     /**< several nodes: see ep_cuda_chunk_plan */
     int64_t chunk_plan_bytes[2]; /**< of each kind */
     uint64_t *tail;              /**< repeats the magic */
 } EpCudaPlan;

@@ -30,7 +30,7 @@ LayoutsTest(dispatch_overflow, duplicates,
 
 /* Tokens that find no place in a message to another node, and then those past the capacity. */
 #define PLACES \
-    "ranks=5 nodes=01021 experts=11 top_k=4 max_tokens=40 weighted=1 scale_bytes=8 seed=3 "
+    "ranks=6 nodes=010212 experts=11 top_k=4 max_tokens=40 weighted=1 scale_bytes=8 seed=3 "
 LayoutsTest(dispatch_overflow, places_for_one_token, PLACES "node_rows=1 capacity=900 spread=full");
 LayoutsTest(dispatch_overflow, places_for_some,
             PLACES "node_rows=7 capacity=400 rows_per_expert=60 masked_percent=20 counted=1");
@@ -39,7 +39,10 @@ LayoutsTest(dispatch_overflow, places_and_capacity,
                    "invalid_percent=5 alignment=4");
 LayoutsTest(dispatch_overflow, places_of_merged_entries,
             PLACES "node_rows=5 capacity=500 overflow=drop duplicates=1 merged=1 hidden=1000");
-LayoutsTest(dispatch_overflow, places_for_all, PLACES "node_rows=40 capacity=900");
+LayoutsTest(dispatch_overflow, places_for_all,
+            "ranks=5 nodes=01021 experts=11 top_k=4 max_tokens=40 node_rows=40 capacity=900");
+LayoutsTest(dispatch_overflow, places_on_unequal_nodes,
+            "ranks=5 nodes=01021 experts=11 top_k=4 max_tokens=40 node_rows=7 capacity=400");
 
 /* A message of a chunk has places of tokens of any chunk. */
 CasesTest(dispatch_overflow, places_in_many_messages, setenv("LIBEP_NODE_CHUNK", "4000", 1);

@@ -126,11 +126,12 @@ ThreadTest(gpu_nccl_ep, no_low_latency_on_unequal_nodes, 4) {
     for (int r = 0; r < bootstrap->size && prints; r++) {
         char expected[256];
         if (is_process && r != bootstrap->rank) continue;
-        snprintf(expected, sizeof(expected),
-                 "libnccl_ep: ncclEpCreateGroup: rank %d: config.algorithm: expected 1 (high "
-                 "throughput) on 2 nodes, got 0 (low latency): rank %d: ep_handle_cost: config.mode: "
-                 "expected throughput mode or AUTO, since nodes of GPUs have different numbers",
-                 r, r);
+        snprintf(
+            expected, sizeof(expected),
+            "libnccl_ep: ncclEpCreateGroup: rank %d: config.algorithm: expected 1 (high "
+            "throughput) on 2 nodes, got 0 (low latency): rank %d: ep_handle_cost: config.mode: "
+            "expected throughput mode or AUTO, since nodes of GPUs have different numbers",
+            r, r);
         CHECK(strstr(text, expected), "no \"%s\" in: %s", expected, text);
     }
     c = TRAINING;

@@ -81,9 +81,9 @@ static void check_mode(EpGroup *group, int layout, int mode, EpMode expected) {
     CHECK(cost.mode == expected, "mode %d for %d", (int)cost.mode, mode);
 }
 
-/* On several nodes AUTO is throughput mode, or what LIBEP_NODE_LATENCY says, on both backends alike:
- * never where nodes differ in their ranks. There GPUs have no latency mode by name, either; else
- * both backends have it, without other settings. */
+/* On several nodes AUTO is throughput mode, or what LIBEP_NODE_LATENCY says, on both backends
+ * alike: never where nodes differ in their ranks. There GPUs have no latency mode by name, either;
+ * else both backends have it, without other settings. */
 static void check_modes_on_nodes(const EpBootstrap *bootstrap, const char *nodes, const char *most,
                                  EpMode chosen) {
     Case c = case_complete((Case){.ranks = bootstrap->size});

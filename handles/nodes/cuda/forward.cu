@@ -33,8 +33,8 @@ __device__ __forceinline__ void forward_head(const EpForwardArgs &a, int other, 
     const char *from = l.own + l.layout.landing + other * l.layout.message_bytes +
                        (int64_t)r * l.layout.head_bytes;
     EpRankPlace source = {(int16_t)other, (int16_t)a.group.rank};
-    char *to = latency_head(l, l.window[r], ep_head_of(source, a.group.size), l.layout.num_heads,
-                            flag);
+    char *to =
+        latency_head(l, l.window[r], ep_head_of(source, a.group.size), l.layout.num_heads, flag);
 #pragma unroll 1
     for (int at = 0; at < l.layout.head_bytes; at += EP_STEP_BYTES)
         step_store(to + at, step_load(from + at), l.whole);
@@ -52,8 +52,8 @@ __device__ __noinline__ void count_rows(const EpForwardArgs &a, const char *from
     int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int place = warp; place < rows; place += warps) {
-        const char *at = from + l.layout.message_heads +
-                         (int64_t)place * l.nodes.record_steps * EP_STEP_BYTES;
+        const char *at =
+            from + l.layout.message_heads + (int64_t)place * l.nodes.record_steps * EP_STEP_BYTES;
         uint4 unit = step_unpack(step_load(at));
         RecordWords h = record_words(unit, a.carries_weights, lane < a.top_k ? lane : 0);
         int expert = (int)(h.word & ((1u << a.expert_bits) - 1)) - 1, number = -1;

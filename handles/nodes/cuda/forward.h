@@ -22,7 +22,7 @@ typedef struct EpForwardArgs {
     int32_t top_k, expert_bits, carries_weights; /**< of records */
 } EpForwardArgs;
 
-#define EP_FORWARD_BLOCKS 48 /* most of a launch */
+#define EP_FORWARD_BLOCKS 96 /* most of a launch */
 
 #ifdef __cplusplus
 extern "C" {

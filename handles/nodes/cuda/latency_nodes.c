@@ -37,8 +37,7 @@ EpStatus ep_latency_nodes_open(EpGroup *group) {
     size_t bytes = (size_t)table_bytes(group->size, &n->sizes);
     uint32_t *host = calloc(1, bytes);
     EpStatus status = EP_ERR_NO_MEMORY;
-    if (!host)
-        return ep_fail(status, "rank %d: ep_group_create: out of memory", group->rank);
+    if (!host) return ep_fail(status, "rank %d: ep_group_create: out of memory", group->rank);
     EpRankPlace *places = (EpRankPlace *)(host + 1);
     fill_tables(n, places, (EpOtherNode *)(places + group->size));
     status = ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&latency->tables, bytes));

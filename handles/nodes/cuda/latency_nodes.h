@@ -17,8 +17,8 @@
  * that of one node's receive phase: it waits for ranks of its node alone.
  *
  * A whole operation runs on the caller's stream. A send phase leaves what follows its first kernel
- * to a stream of the group, unless it is captured. A combine's receive phase reads what is copied to
- * the operation's buffer, like a dispatch.
+ * to a stream of the group, unless it is captured. A combine's receive phase reads what is copied
+ * to the operation's buffer, like a dispatch.
  *
  * There is no circular wait. Operations are in one order on all ranks. Kernels that send wait for
  * nothing. A relay's kernel waits for these, an exchange for the relays' kernels of the same
@@ -51,7 +51,7 @@ typedef struct EpNodesKernel {
 
 /** An operation, or one of its phases. */
 typedef struct EpNodesLaunch {
-    EpCudaLaunch order; /**< its place: stream, phase, own, routing */
+    EpCudaLaunch order;            /**< its place: stream, phase, own, routing */
     EpNodesKernel weights, spread; /**< an exchange of weights between them, first of all */
     EpNodesKernel send, relay, receive;
     const EpCudaGroup *group;

@@ -239,8 +239,8 @@ __device__ __forceinline__ int64_t source_count_at(const EpPrepareArgs &a, int l
     return (int64_t)local * a.shape.num_ranks + source;
 }
 
-/* Publish the kept slots of each source, of all experts together: a warp for a source, a lane for an
- * expert, since a thread that walks all experts waits for each count. As publish_sources. */
+/* Publish the kept slots of each source, of all experts together: a warp for a source, a lane for
+ * an expert, since a thread that walks all experts waits for each count. As publish_sources. */
 template <typename Count>
 __device__ void publish_source_rows(const EpPrepareArgs &a, Count count_of) {
     int lane = (int)threadIdx.x % 32, warps = (int)blockDim.x / 32;
