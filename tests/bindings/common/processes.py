@@ -87,9 +87,9 @@ def forks():
     """The arguments of Python that make a program a fork (forks.py)."""
     program = os.path.join(HERE, "forks.py")
     path = os.path.join(tempfile.mkdtemp(prefix="libep-forks-"), "socket")
-    server = subprocess.Popen(
-        [sys.executable, program, "serve", path, *PRELOADED], stdin=subprocess.PIPE
-    )
+    command = [sys.executable, program, "serve", path, *PRELOADED]
+    alone = dict(os.environ, OMP_NUM_THREADS="1")  # there are more ranks than cores
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=alone)
     atexit.register(shutil.rmtree, os.path.dirname(path))
     atexit.register(server.communicate)  # its stdin ends
     while not os.path.exists(path):
