@@ -167,12 +167,3 @@ ThreadTest(dispatch_quant, global_scale_of_one_rank, 2) {
     give_wrong_scale(&f, bootstrap->rank, NAN);
     fixture_close_on(&f);
 }
-
-/* A dispatch that quantises refuses scales of the caller. */
-SoloTest(dispatch_quant, scales_on_top) {
-    Fixture *f = fixture_new_prepared("hidden=160 quant=fp8");
-    f->arg[IN_SCALES] = f->arg[IN_WEIGHTS];
-    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_UNSUPPORTED, "ep_dispatch", "scales",
-                  "quantises");
-    fixture_free(f);
-}
