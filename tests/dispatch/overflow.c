@@ -2,26 +2,15 @@
 /* More rows than the capacity: rows past it are dropped and counted, all others are right. */
 #include "tests/cases/run.h"
 
-static void run_policies(EpLayout layout) {
-    static const int capacities[] = {1, 7, 16, 17, 30, 63};
-    Case cases[6 * LENGTH(capacities)];
-    for (int i = 0; i < LENGTH(cases); i++) {
-        int capacity = capacities[i / 6], alignment = 1 << (i % 3 * 2);
-        cases[i] =
-            case_of("ranks=3 experts=7 top_k=3 max_tokens=12 spread=full alignment=%d "
-                    "capacity=%d rows_per_expert=%d overflow=%s weighted=1 scale_bytes=4 "
-                    "spare_rows=5 zero_tail=%d seed=%d",
-                    alignment, capacity, capacity, i % 2 ? "drop" : "error", i / 6 % 2, i / 6);
-        cases[i].layout = layout;
-    }
-    run_cases_on_threads(cases, LENGTH(cases));
-}
-
-CasesTest(dispatch_overflow, expert_major, run_policies(EP_LAYOUT_EXPERT_MAJOR));
-CasesTest(dispatch_overflow, flat, run_policies(EP_LAYOUT_FLAT));
-CasesTest(dispatch_overflow, batched, run_policies(EP_LAYOUT_BATCHED));
+#define POLICIES                                                                    \
+    "ranks=3 experts=7 top_k=3 max_tokens=12 spread=full weighted=1 scale_bytes=4 " \
+    "spare_rows=5 overflow=error|drop alignment=1|1|4|4|16|16 zero_tail=keep,zero " \
+    "capacity=1,7,16,17,30,63 rows_per_expert=1|7|16|17|30|63 "
+GridTest(dispatch_overflow, expert_major, POLICIES, "layout=expert-major");
+GridTest(dispatch_overflow, flat, POLICIES, "layout=flat");
+GridTest(dispatch_overflow, batched, POLICIES, "layout=batched");
 /* The rank-major layout cannot overflow, whatever the capacity. */
-CasesTest(dispatch_overflow, rank_major, run_policies(EP_LAYOUT_RANK_MAJOR));
+GridTest(dispatch_overflow, rank_major, POLICIES, "layout=rank-major");
 
 LayoutsTest(dispatch_overflow, duplicates,
             "ranks=2 experts=3 top_k=5 duplicates=1 spread=full capacity=14 rows_per_expert=9 "
@@ -67,10 +56,8 @@ ThreadTest(dispatch_overflow, capacity_that_cuts_a_slab, 1) {
 }
 
 /* Both errors of one step are reported, one after the other. */
-Test(dispatch_overflow, together_with_wrong_indices, .timeout = 120) {
-    Case c = case_of("ranks=2 top_k=3 spread=full invalid_percent=20 capacity=5");
-    run_case_on_threads(&c);
-}
+GridTest(dispatch_overflow, together_with_wrong_indices, "ranks=2 top_k=3 spread=full",
+         "invalid_percent=20 capacity=5");
 
 /* A handle overrides the group's policy, capacity, alignment and K, or takes them. */
 static void override(const EpBootstrap *bootstrap, const char *of_group, const char *of_handle) {
