@@ -51,3 +51,33 @@ SoloTest(handles_blocks, never_done) {
     if (TESTS_HAVE_LATENCY)
         check_never_done("block_rows=3 timeout=1.5 layout=batched mode=latency");
 }
+
+/* Rank 1, which has no rows, has completed combine when rank 0 gives up on its block, and waits in
+ * the next operation. It is told there as well. */
+static void told_body(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
+    Fixture f;
+    Case c = case_of("ranks=3 spread=alone routing=one-rank alignment=16 block_rows=4 weighted=1");
+    c.timeout = bootstrap->rank ? 60 : 3, c = case_complete(c);
+    fixture_open_on(&f, bootstrap, &c);
+    CHECK_OK(fixture_call(&f, STEP_PREPARE));
+    CHECK_OK(fixture_call(&f, STEP_DISPATCH));
+    fixture_reset(&f);
+    memset(f.tensor[DONE_WORDS].data, 0, step_bytes(f.tensor[DONE_WORDS]));
+    f.arg[DONE_WORDS] = &f.tensor[DONE_WORDS], f.step.expected = 3;
+    double begin = seconds_now();
+    CHECK_OK(fixture_call(&f, STEP_COMBINE));
+    fixture_reset(&f);
+    if (bootstrap->rank == 1) CHECK_OK(fixture_call(&f, STEP_PREPARE));
+    CHECK_REFUSED(ep_group_status(f.group, NULL), bootstrap->rank ? EP_ERR_PEER : EP_ERR_TIMEOUT,
+                  bootstrap->rank == 1 ? "prepare" : "combine",
+                  bootstrap->rank ? "rank 0 has given up" : "was not done within");
+    CHECK(seconds_now() - begin < 30, "it took %.1f s", seconds_now() - begin);
+    bootstrap->barrier(bootstrap->context, 60);
+    fixture_close_on(&f);
+}
+
+Test(handles_blocks, told_in_the_next_operation, .timeout = 120) {
+    if (!TESTS_ON_GPU) return; /* the host backend refuses the call */
+    THREADS_NEED(3);
+    run_on_threads(3, told_body, NULL);
+}
