@@ -211,11 +211,6 @@ void run_case_on_threads(const Case *c) {
     run_cases_on_threads(c, 1);
 }
 
-void run_layouts(Case c) {
-    for (c.layout = EP_LAYOUT_EXPERT_MAJOR; c.layout <= EP_LAYOUT_RANK_MAJOR; c.layout++)
-        run_case_on_threads(&c);
-}
-
 /* Whether cases can share a group. */
 static int share_group(const Case *first, const Case *next) {
     Case a = case_complete(*first), b = case_complete(*next);

@@ -23,8 +23,6 @@ void run_case_on_threads(const Case *c);
 /** Likewise for several cases of equal ranks, nodes, experts, tokens and K: they share a group,
  * since creating one takes half a second on GPUs. */
 void run_cases_on_threads(const Case *cases, int count);
-/** The same in every layout. */
-void run_layouts(Case c);
 
 /** A test that makes this call, which runs cases: CasesTest(suite, name, call); */
 #define CasesTest(suite, name, call)    \
@@ -32,8 +30,6 @@ void run_layouts(Case c);
         call;                           \
     }                                   \
     struct suite##_##name##_done
-/** A test that runs a case, given as text, in every layout. */
-#define LayoutsTest(suite, name, text) CasesTest(suite, name, run_layouts(case_of("%s", (text))))
 
 /** Run all cases of a text (cases_of) on threads. Those that can share a group. */
 __attribute__((format(printf, 1, 2))) void run_grid(const char *format, ...);

@@ -18,23 +18,18 @@ RANKS_1_TO_8(flat, "layout=flat");
 RANKS_1_TO_8(batched, "layout=batched");
 RANKS_1_TO_8(rank_major, "layout=rank-major");
 
-LayoutsTest(dispatch_layouts, sixteen_ranks, "ranks=16 experts=35 top_k=6 weighted=1 alignment=8");
-LayoutsTest(dispatch_layouts, sixty_four_ranks,
-            "ranks=64 experts=130 top_k=4 max_tokens=3 weighted=1");
-LayoutsTest(dispatch_layouts, one_expert_for_all,
-            "ranks=3 experts=1 top_k=1 weighted=1 alignment=4");
-LayoutsTest(dispatch_layouts, many_experts_on_one_rank,
-            "ranks=2 experts=300 top_k=8 weighted=1 alignment=2");
-LayoutsTest(dispatch_layouts, tail_is_zeroed_on_request,
-            "ranks=3 experts=7 top_k=3 weighted=1 scale_bytes=8 alignment=4 spare_rows=11 "
-            "zero_tail=zero");
-LayoutsTest(dispatch_layouts, static_capacity,
-            "ranks=3 experts=7 top_k=3 weighted=1 alignment=4 capacity=200 rows_per_expert=64 "
-            "scale_bytes=4");
-LayoutsTest(dispatch_layouts, static_capacity_with_zero_tail,
-            "ranks=2 experts=5 top_k=2 weighted=1 alignment=8 capacity=150 "
-            "rows_per_expert=40 "
-            "scale_bytes=4 spare_rows=2 zero_tail=zero");
+#define EachLayout(name, text) GridTest(dispatch_layouts, name, EACH_LAYOUT "weighted=1", text)
+EachLayout(sixteen_ranks, "ranks=16 experts=35 top_k=6 alignment=8");
+EachLayout(sixty_four_ranks, "ranks=64 experts=130 top_k=4 max_tokens=3");
+EachLayout(one_expert_for_all, "ranks=3 experts=1 top_k=1 alignment=4");
+EachLayout(many_experts_on_one_rank, "ranks=2 experts=300 top_k=8 alignment=2");
+EachLayout(tail_is_zeroed_on_request,
+           "ranks=3 experts=7 top_k=3 scale_bytes=8 alignment=4 spare_rows=11 zero_tail=zero");
+EachLayout(static_capacity,
+           "ranks=3 experts=7 top_k=3 alignment=4 capacity=200 rows_per_expert=64 scale_bytes=4");
+EachLayout(static_capacity_with_zero_tail,
+           "ranks=2 experts=5 top_k=2 alignment=8 capacity=150 rows_per_expert=40 scale_bytes=4 "
+           "spare_rows=2 zero_tail=zero");
 
 CasesTest(dispatch_layouts, fewer_experts_than_ranks,
           run_grid(EACH_LAYOUT "ranks=%d experts=3 top_k=2 weighted=1 alignment=16", GPU_RANKS(5)));

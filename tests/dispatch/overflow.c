@@ -12,9 +12,9 @@ GridTest(dispatch_overflow, batched, POLICIES, "layout=batched");
 /* The rank-major layout cannot overflow, whatever the capacity. */
 GridTest(dispatch_overflow, rank_major, POLICIES, "layout=rank-major");
 
-LayoutsTest(dispatch_overflow, duplicates,
-            "ranks=2 experts=3 top_k=5 duplicates=1 spread=full capacity=14 rows_per_expert=9 "
-            "overflow=drop weighted=1");
+GridTest(dispatch_overflow, duplicates, EACH_LAYOUT,
+         "ranks=2 experts=3 top_k=5 duplicates=1 spread=full capacity=14 rows_per_expert=9 "
+         "overflow=drop weighted=1");
 
 /* The capacity cuts the second of three slabs of one rank. `padded`: what is below the
    capacity. */
