@@ -56,7 +56,8 @@ SoloTest(handles_blocks, never_done) {
  * the next operation. It is told there as well. */
 static void told_body(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
     Fixture f;
-    Case c = case_of("ranks=3 spread=alone routing=one-rank alignment=16 block_rows=4 weighted=1");
+    Case c = case_of(
+        "ranks=3 nodes=000 spread=alone routing=one-rank alignment=16 block_rows=4 weighted=1");
     c.timeout = bootstrap->rank ? 60 : 3, c = case_complete(c);
     fixture_open_on(&f, bootstrap, &c);
     CHECK_OK(fixture_call(&f, STEP_PREPARE));
@@ -79,5 +80,6 @@ static void told_body(const EpBootstrap *bootstrap, __attribute__((unused)) void
 Test(handles_blocks, told_in_the_next_operation, .timeout = 120) {
     if (!TESTS_ON_GPU) return; /* the host backend refuses the call */
     THREADS_NEED(3);
+    setenv("LIBEP_TOPOLOGY", "1", 1); /* on several nodes rank 1 waits for a rank of its node */
     run_on_threads(3, told_body, NULL);
 }
