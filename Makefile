@@ -82,7 +82,7 @@ NVCC ?= $(CUDA_HOME)/bin/nvcc
 release_arch := -gencode arch=compute_100,code=[sm_100,compute_100]
 NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
 # Matrix units of sm_90 need code for it alone.
-nvcc_arch = $(if $(filter %/fp8.cu.o,$@),$(subst 90aa,90a,$(subst 90,90a,$(NVCC_ARCH))),$(NVCC_ARCH))
+nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),$(subst 90aa,90a,$(subst 90,90a,$(NVCC_ARCH))),$(NVCC_ARCH))
 $(if $(filter 1,$(if $(RELEASE),$(CUDA))),\
     $(if $(findstring sm_100,$(shell $(NVCC) --list-gpu-code)),,\
         $(error RELEASE=1: expected an nvcc that knows sm_100 (CUDA 12.8 or newer), got $(NVCC))))
@@ -104,7 +104,7 @@ mpi_c := $(filter bootstrap/%mpi.c,$(sources))
 lib := $(filter-out $(mpi_c),$(call in,$(layers)))
 nccl_ep := $(call in,bindings/nccl_ep)
 bench := tools/ep_bench.c $(call in,tools/bench tools/common)
-info := tools/ep_info.c $(call in,tools/info tools/common)
+info := tools/ep_info.c tools/bench/routing.c tools/bench/trace.c $(call in,tools/info tools/common)
 moe := tools/ep_moe.c $(call in,tools/moe tools/common)
 overlap := tools/ep_overlap.c $(call in,tools/overlap tools/common)
 tests_c := $(filter-out tests/gpu/% tests/emulator/% tests/bindings/nccl_ep/%,$(call in,tests))
@@ -113,8 +113,12 @@ gpu_tests_c := $(filter-out $(host_only),$(tests_c)) $(call in,tests/gpu)
 
 # $(call objects,FOLDER/,SOURCES): their objects, in a folder of $B. rowmath.c is compiled once for
 # each instruction set; the library chooses one at run time.
+# Kernels of latency mode are compiled once for one node and once for several.
 objects = $(foreach f,$2,$(if $(filter %/rowmath.c,$f),\
-              $(row_sets:%=$B/$1$(basename $f)_%.o),$B/$1$(f:.c=).o))
+              $(row_sets:%=$B/$1$(basename $f)_%.o),$B/$1$(f:.c=).o)\
+              $(if $(filter $(nodes_cu),$f),$B/$1$(basename $f)_nodes.cu.o))
+nodes_cu := dispatch/cuda/latency_scatter.cu combine/cuda/latency_gather.cu
+on_nodes = $(if $(filter %_nodes.cu.o,$@),-DEP_SEVERAL_NODES=1)
 row_sets := base $(if $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null)),v3 v4)
 row_flags_v3 := -march=x86-64-v3
 row_flags_v4 := -march=x86-64-v4 -mprefer-vector-width=512
@@ -140,7 +144,7 @@ tools := $B/ep_bench $B/ep_info $B/ep_moe $(if $(filter 1,$(CUDA)),$B/ep_overlap
 tests := $B/tests/ep_tests
 gpu_tests := $B/tests/ep_gpu_tests
 emulated_tests := $B/tests/ep_emulated_tests
-emulated := $(emulated_tests) $B/emulated/ep_moe $B/emulated/ep_bench
+emulated := $(emulated_tests) $(addprefix $B/emulated/,ep_moe ep_bench ep_overlap)
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
         check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-package \
@@ -194,26 +198,37 @@ $B/emulated/$(basename $(rowmath))_%.o: $(rowmath) $B/flags
 	$(compile)
 
 # -fmad=false: results are defined to the bit, so nvcc must not contract operations.
+define compile_kernels
+@mkdir -p $(@D)
+$(call say,NVCC,$@)
+$Q$(NVCC) $(nvcc_arch) $(on_nodes) -O3 -std=c++17 -fmad=false -Iinclude -I. -I$(nccl_include) \
+    -MMD -MP $(if $(WERROR),-Werror all-warnings) \
+    -Xcompiler -fPIC,-pthread,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
+endef
+$B/%_nodes.cu.o: %.cu $B/flags
+	$(compile_kernels)
 $B/%.cu.o: %.cu $B/flags
-	@mkdir -p $(@D)
-	$(call say,NVCC,$@)
-	$Q$(NVCC) $(nvcc_arch) -O3 -std=c++17 -fmad=false -Iinclude -I. -I$(nccl_include) -MMD -MP \
-	    $(if $(WERROR),-Werror all-warnings) \
-	    -Xcompiler -fPIC,-pthread,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
+	$(compile_kernels)
 
 # Emulated GPUs: the CUDA backend's sources are compiled against replacements of CUDA and NCCL (see
 # tests/emulator/), without an installation of either. Rings are short, so that they wrap, and so is
 # the wait for NCCL.
 emulated_cflags = $(filter-out -O3,$(common_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
-                  -DEP_SLICE_BYTES=1024 -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
+                  -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
                   -Itests/emulator/include -Iinclude -I.
+define emulate_kernels
+@mkdir -p $(@D)
+$(call say,CXX,$@)
+$Qsed -E -f tests/emulator/kernel.sed $< >$(@:.o=.cpp)
+$Q$(CXX) $(on_nodes) \
+    $(filter-out -std=% -Wstrict-prototypes -Wmissing-prototypes,$(cflags)) \
+    -std=c++17 -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused-parameter \
+    -include cuda_runtime.h -c $(@:.o=.cpp) -o $@
+endef
+$B/emulated/%_nodes.cu.o: %.cu tests/emulator/kernel.sed $B/flags
+	$(emulate_kernels)
 $B/emulated/%.cu.o: %.cu tests/emulator/kernel.sed $B/flags
-	@mkdir -p $(@D)
-	$(call say,CXX,$@)
-	$Qsed -E -f tests/emulator/kernel.sed $< >$(@:.o=.cpp)
-	$Q$(CXX) $(filter-out -std=% -Wstrict-prototypes -Wmissing-prototypes,$(cflags)) \
-	    -std=c++17 -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused-parameter \
-	    -include cuda_runtime.h -c $(@:.o=.cpp) -o $@
+	$(emulate_kernels)
 
 -include $(shell find $B -name '*.d' 2>/dev/null)
 
@@ -272,8 +287,8 @@ $(gpu_tests): $(call objects,gpu/,$(gpu_tests_c))
 $(tests) $(gpu_tests): $(call objects,,$(nccl_ep)) $B/libep_mpi.a $B/libep.a
 	$(call link,$(mpi_libs) $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm)
 
-# Programs with emulated GPUs inside: the tests, the drop-in library, ep_moe and ep_bench. Ranks of
-# the last two are threads: loops serve instead of cuBLAS, and no baseline, which takes MPI.
+# Programs with emulated GPUs inside: the tests, the drop-in library and three tools. Ranks of the
+# tools are threads: loops serve instead of cuBLAS, and no baseline, which takes MPI.
 emulator_c := $(filter-out tests/emulator/tests/%,$(call in,tests/emulator))
 emulator := $(call objects,emulated/,$(lib) $(emulator_c))
 emulated_nccl_ep := $B/emulated/libnccl_ep.so
@@ -281,6 +296,7 @@ $(emulated_tests): $(call objects,emulated/,$(nccl_ep) $(gpu_tests_c) $(call in,
 $B/emulated/ep_moe: $(call objects,emulated/,$(moe))
 $B/emulated/ep_bench: $(call objects,emulated/,\
                           $(filter-out %/baseline.cu %/baseline_nccl.c,$(bench)))
+$B/emulated/ep_overlap: $(call objects,emulated/,$(overlap))
 $(emulated): $(emulator) $(call objects,,$(mpi_c))
 	$(call link,$(if $(filter %/ep_bench,$@),$(no_baseline)) $(mpi_libs) $(hwloc_libs) \
 	    $(criterion_libs) -lm,$(CXX))

@@ -194,7 +194,7 @@ static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootst
                             &agreed->choice));
     ep_nodes_set(&group->nodes, bootstrap->rank);
     EpNodeSizes *sizes = &group->nodes.sizes;
-    sizes->chunk = ep_config_chunk(config, sizes, settings);
+    ep_config_chunks(config, settings, sizes);
     if (!config->num_nodes || config->num_nodes == sizes->nodes) return EP_OK;
     return ep_refuse(call, EP_ERR_MISMATCH, "config.num_nodes",
                      "expected the nodes that the ranks are on, %d, got %d", sizes->nodes,

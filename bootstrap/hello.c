@@ -26,8 +26,10 @@ static const struct {
                              {"config.latency_sets", EP_NUMBERS},
                              {"config.num_nodes", EP_NUMBERS},
                              {"config.sums", EP_NAMES_SUMS},
+                             {"config.node_rows", EP_NUMBERS},
                              {"LIBEP_NODE_CHUNK", EP_NUMBERS},
                              {"LIBEP_WEIGHT_SMS", EP_NUMBERS},
+                             {"LIBEP_NODE_LATENCY", EP_NUMBERS},
                              {"bootstrap.isend being given", EP_NUMBERS}};
 
 void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGroupConfig *c,
@@ -50,8 +52,10 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
                                              c->latency_sets,
                                              c->num_nodes,
                                              c->sums,
+                                             ep_config_node_rows(c),
                                              settings->node_chunk,
                                              settings->weight_sms,
+                                             settings->node_latency,
                                              bootstrap->isend != NULL};
     memcpy(mine->field, values, sizeof(values));
     mine->topology_hash = settings->topology.hash;

@@ -180,9 +180,8 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
     if (!(offers & EP_OFFERS_LATENCY))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
                          "expected throughput mode or AUTO, since %s, got EP_MODE_LATENCY",
-                         s->nodes.nodes > 1
-                             ? "NCCL between nodes of GPUs takes longer than latency mode does"
-                             : "this backend has no latency mode");
+                         s->nodes.nodes > 1 ? "nodes of GPUs have different numbers of ranks"
+                                            : "this backend has no latency mode");
     if (!static_size)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.max_recv_rows",
                          "expected a capacity, or the %s layout, in latency mode, where no size is "
@@ -192,6 +191,16 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
                      "expected throughput mode, since the group has no buffers for latency mode "
                      "(EpGroupConfig.latency_sets), got EP_MODE_LATENCY");
+}
+
+/* Messages with fewer places than tokens have a fixed size. With exact sizing they hold what there
+ * is. */
+static EpStatus check_limit(const EpCall *call, const EpPlanShape *s) {
+    if (!s->nodes.limit || s->is_fixed || s->capacity > 0) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.max_recv_rows",
+                     "expected a capacity, or the %s layout, in a group on several nodes whose "
+                     "messages have %d places (EpGroupConfig.node_rows), got 0 (exact sizing)",
+                     ep_layout_names(EP_SLOTS_FIXED, " or ").text, s->nodes.limit);
 }
 
 /* A tile of swizzled scales has bytes, and rows of one slab. */
@@ -253,6 +262,7 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
     s.merges = group->duplicates == EP_DUPLICATES_MERGE;
     s.num_sms = c->num_sms ? c->num_sms : EP_DEFAULT;
     set_layout(c, &s);
+    EP_TRY(check_limit(call, &s));
     EP_TRY(choose_mode(call, group, offers, c, &s));
     EP_TRY(choose_scales(call, offers, c, &s));
     if (ep_plan_largest_index(&s) > INT32_MAX)
@@ -341,7 +351,8 @@ static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t
     m->private_bytes += ep_group_own_bytes(num_ranks);
     m->feasible = 1;
     /* Here every handle must set a size or a layout, so there is no default to measure. */
-    if (config->mode == EP_MODE_LATENCY && config->max_recv_rows == 0) return EP_OK;
+    int needs_size = config->mode == EP_MODE_LATENCY || nodes.limit;
+    if (needs_size && config->max_recv_rows == 0) return EP_OK;
     /* Rank 0 has the most experts. */
     EpHandleConfig defaults;
     EpStatus status = ep_handle_shape(call, config, ep_backend_offers(backend, &nodes), &nodes,

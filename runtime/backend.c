@@ -41,7 +41,10 @@ const EpBackendOps *ep_backend_ops(EpBackend backend) {
 
 unsigned ep_backend_offers(const EpBackendOps *backend, const EpNodeSizes *nodes) {
     unsigned offers = backend->offers;
-    if (nodes->nodes == 1)
-        return offers & EP_OFFERS_LATENCY ? offers | EP_OFFERS_AUTO_LATENCY : offers;
-    return backend->id == EP_BACKEND_CUDA ? offers & ~EP_OFFERS_LATENCY : offers;
+    int is_auto = nodes->nodes == 1 || (nodes->latency && ep_nodes_are_equal(nodes));
+    if (!(offers & EP_OFFERS_LATENCY)) return offers;
+    if (is_auto) return offers | EP_OFFERS_AUTO_LATENCY;
+    if (backend->id != EP_BACKEND_CUDA) return offers;
+    int fits = ep_nodes_are_equal(nodes);
+    return fits ? offers | EP_OFFERS_BY_NAME : offers & ~EP_OFFERS_LATENCY;
 }

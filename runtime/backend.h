@@ -189,9 +189,9 @@ const char *ep_backend_contradiction(const EpGroupConfig *config, EpBackend wish
 EpBackend ep_backend_decide(EpBackend wish, int cuda_usable, const char *why_not, char *reason,
                             size_t reason_bytes);
 
-/** Returns the features that a backend offers to a group on these nodes. Between nodes of GPUs NCCL
- *  moves the rows, which takes longer than latency mode does: there is none. So EP_MODE_AUTO
- * chooses it on one node alone, on both backends: a program does the same on CPUs and on GPUs. */
+/** Returns the features that a backend offers to a group on these nodes. Between nodes of GPUs
+ * there is latency mode where all have as many ranks. EP_MODE_AUTO chooses it there as a setting
+ * says, and alike on both backends: a program does the same on CPUs and on GPUs. */
 unsigned ep_backend_offers(const EpBackendOps *backend, const EpNodeSizes *nodes);
 
 /** Returns the table of a backend, or NULL if this build does not have it. */

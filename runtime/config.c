@@ -66,6 +66,7 @@ static EpStatus check(const EpCall *call, const EpGroupConfig *c, int32_t num_ra
                          EP_MAX_TOP_K, c->max_top_k);
     EP_TRY(check_rows(call, c));
     EP_TRY(check_range(call, "config.max_recv_rows", c->max_recv_rows, 0, INT32_MAX));
+    EP_TRY(check_range(call, "config.node_rows", c->node_rows, 0, c->max_tokens));
     return check_choices(call, c);
 }
 
@@ -100,7 +101,8 @@ int32_t ep_config_latency_sets(const EpGroupConfig *config, unsigned offers) {
     enum { USUAL_SETS = 4 };
     if (!(offers & EP_OFFERS_LATENCY)) return 0;
     if (config->latency_sets != EP_DEFAULT) return config->latency_sets;
-    EpMode mode = ep_config_mode(config->mode, config->max_tokens, 1, EP_OFFERS_AUTO_LATENCY);
+    unsigned usual = offers & EP_OFFERS_BY_NAME ? 0 : EP_OFFERS_AUTO_LATENCY;
+    EpMode mode = ep_config_mode(config->mode, config->max_tokens, 1, usual);
     return mode == EP_MODE_LATENCY ? USUAL_SETS : 0;
 }
 
@@ -115,20 +117,34 @@ int64_t ep_config_record_bytes(const EpGroupConfig *c) {
 #define LEAST_CHUNK_BYTES (1 << 20) /* 20 us at 50 GB/s, as much as an exchange takes besides */
 #define LEAST_CHUNKS 4
 
-int32_t ep_config_chunk(const EpGroupConfig *config, const EpNodeSizes *nodes,
-                        const EpSettings *settings) {
-    int64_t token = nodes->most * ep_config_record_bytes(config);
-    if (nodes->nodes == 1) return 0;
-    int64_t bytes = ep_max(LEAST_CHUNK_BYTES, config->max_tokens * token / LEAST_CHUNKS);
+int32_t ep_config_node_rows(const EpGroupConfig *config) {
+    return config->node_rows ? config->node_rows : config->max_tokens;
+}
+
+static int32_t parts(int32_t all, int32_t each) {
+    return all / each + (all % each != 0);
+}
+
+void ep_config_chunks(const EpGroupConfig *config, const EpSettings *settings, EpNodeSizes *out) {
+    int64_t token = out->most * ep_config_record_bytes(config);
+    int32_t rows = ep_config_node_rows(config);
+    out->limit = out->chunk = out->message = out->latency = 0;
+    if (out->nodes == 1) return;
+    out->latency = config->max_tokens <= settings->node_latency;
+    int64_t bytes = ep_max(LEAST_CHUNK_BYTES, rows * token / LEAST_CHUNKS);
     bytes = ep_min(bytes, settings->node_chunk);
-    return (int32_t)ep_max(1, ep_min(config->max_tokens, bytes / token));
+    out->chunk = out->message = (int32_t)ep_max(1, ep_min(rows, bytes / token));
+    if (rows == config->max_tokens) return;
+    out->limit = rows;
+    out->chunk = parts(config->max_tokens, parts(rows, out->message));
+    out->message = parts(rows, parts(config->max_tokens, out->chunk));
 }
 
 EpNodeSizes ep_config_nodes(const EpGroupConfig *config, int32_t num_ranks,
                             const EpSettings *settings) {
     int32_t nodes = config->num_nodes ? config->num_nodes : settings->topology.nodes;
     EpNodeSizes sizes = ep_node_sizes_even(num_ranks, nodes ? nodes : 1);
-    sizes.chunk = ep_config_chunk(config, &sizes, settings);
+    ep_config_chunks(config, settings, &sizes);
     return sizes;
 }
 

@@ -31,6 +31,8 @@ EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks);
 #define EP_OFFERS_SOURCE_COUNTS 8u /* EpPlanTensors.source_counts */
 #define EP_OFFERS_AUTO_LATENCY 16u /* EP_MODE_AUTO may be latency mode: see ep_backend_offers */
 
+#define EP_OFFERS_BY_NAME 32u /* latency mode, but such a group has sets only if it is named */
+
 /** Returns THROUGHPUT or LATENCY. `static_size`: the receive buffers' size does not depend on the
  *  routing. */
 EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned offers);
@@ -45,15 +47,18 @@ int64_t ep_config_record_bytes(const EpGroupConfig *config);
 EpNodeSizes ep_config_nodes(const EpGroupConfig *config, int32_t num_ranks,
                             const EpSettings *settings);
 
+/** Returns the tokens of a rank that another node gets in one step, at most. */
+int32_t ep_config_node_rows(const EpGroupConfig *config);
+
 /**
- * Returns how many tokens of a rank cross the network at a time, which is also the unit in which
- * network, NVLink and fan-out overlap. At most LIBEP_NODE_CHUNK bytes leave a rank at a time. A
- * step of max_tokens has at least four chunks, so that little is left to do when the last one
- * arrives, unless they would be small: what an exchange costs besides its bytes is then no longer
- * small.
+ * Set limit, chunk, message and latency of a group whose other sizes are set. A message of
+ * `message` places crosses the network at a time, and at most LIBEP_NODE_CHUNK bytes leave a rank
+ * at a time. A step of max_tokens has at least four messages, so that little is left to do when the
+ * last one arrives, unless they would be small: what an exchange costs besides its bytes is then no
+ * longer small. There are as many chunks of the rank's tokens as messages: network, NVLink and
+ * fan-out overlap chunk by chunk.
  */
-int32_t ep_config_chunk(const EpGroupConfig *config, const EpNodeSizes *nodes,
-                        const EpSettings *settings);
+void ep_config_chunks(const EpGroupConfig *config, const EpSettings *settings, EpNodeSizes *out);
 
 /** Returns the timeout in seconds: the configuration's, else the setting's. */
 double ep_config_timeout(const EpGroupConfig *config, const EpSettings *settings);

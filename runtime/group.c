@@ -111,6 +111,11 @@ static EpStatus report_routing(const EpFinding *f) {
 }
 
 static EpStatus report_overflow(const EpFinding *f) {
+    if (f->seen <= f->expected)
+        return ep_fail(f->status,
+                       "rank %d: ep_prepare: expected at most config.node_rows tokens of a rank "
+                       "for this node, got more; %lld slots were lost",
+                       f->rank, (long long)f->count);
     return ep_fail(f->status,
                    "rank %d: ep_prepare: expected at most %lld receive rows (batched layout: of an "
                    "expert), needed %lld; %lld slots were lost",

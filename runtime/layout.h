@@ -200,7 +200,10 @@ typedef struct EpNodeSizes {
     int32_t ranks;   /**< on this rank's node */
     int32_t sources; /**< most of any rank of this node */
     int32_t most;    /**< messages that any rank of the group sends or receives at a time */
-    int32_t chunk;   /**< tokens of a rank that cross the network at a time: see ep_config_chunk */
+    int32_t limit;   /**< tokens of a rank that another node gets in one step (node_rows); 0: all */
+    int32_t chunk;   /**< tokens of a rank that operations move at a time: see ep_config_chunks */
+    int32_t message; /**< places of a message of a chunk: `chunk`, or fewer with a limit */
+    int32_t latency; /**< several nodes: whether AUTO may be latency mode (LIBEP_NODE_LATENCY) */
 } EpNodeSizes;
 
 /** In a list of ranks by node, with a rank that is the lowest of its node. */

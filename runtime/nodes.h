@@ -51,6 +51,12 @@ static inline int32_t ep_nodes_relay(const EpNodes *n, int32_t rank, int32_t nod
  *  sources[], ascending, unless that is NULL. */
 int32_t ep_nodes_sources(const EpNodes *n, int32_t rank, int32_t *sources);
 
+/** Returns whether all nodes have as many ranks. Then each rank is the relay of one rank of each
+ *  other node; else some rank is that of more. */
+static inline int ep_nodes_are_equal(const EpNodeSizes *nodes) {
+    return nodes->most == nodes->nodes - 1;
+}
+
 /** Returns the sizes of a group whose ranks are divided evenly over `nodes` nodes, as
  * LIBEP_TOPOLOGY divides them, on rank 0. */
 EpNodeSizes ep_node_sizes_even(int32_t ranks, int32_t nodes);

@@ -21,6 +21,9 @@
       "staging memory per rank and group on the host backend; equal on all ranks")           \
     X(node_chunk, int64_t, "LIBEP_NODE_CHUNK", "bytes", "32M",                               \
       "cuda backend on several nodes: most that a rank sends at a time; equal on all ranks") \
+    X(node_latency, int64_t, "LIBEP_NODE_LATENCY", "tokens", "0",                            \
+      "several nodes: AUTO is latency mode where max_tokens is at most this; equal on all "  \
+      "ranks")                                                                               \
     X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                    \
       "multiprocessors that operations of the cuda backend may use; auto: all, on several "  \
       "nodes all but 32, or a quarter")                                                      \
@@ -38,7 +41,8 @@
     X(sums, EpSums, "LIBEP_SUMS", "choice: rank|entry", "rank",                              \
       "libnccl_ep: entry makes its groups add all of a token's rows on the token's rank")    \
     X(spin, int64_t, "LIBEP_SPIN", "count", "auto",                                          \
-      "polls before a waiting rank yields its CPU; auto: 0 where ranks outnumber CPUs")      \
+      "polls before a waiting rank yields its CPU; auto: 0 where ranks outnumber CPUs, and " \
+      "sleep between polls where 16 ranks share each CPU")                                   \
     X(topology, EpSettingTopology, "LIBEP_TOPOLOGY", "nodes", "",                            \
       "pretended nodes (NVLink domains), equal on all ranks: 2 divides the ranks, 0,1,0,1 "  \
       "lists each one's node; /numa:2 core:4 pu:1 after it gives each node a machine "       \

@@ -9,6 +9,8 @@
 #define YIELDS_PER_CLOCK_READ 16
 #define SECONDS_BEFORE_SLEEPING 0.2
 #define SLEEP_NANOSECONDS 100000
+#define SLEEP_NANOSECONDS_EACH 2000 /* in a crowd, for each rank of it */
+#define MOST_SLEEP_NANOSECONDS 20000000
 
 double ep_clock(void) {
     struct timespec now;
@@ -28,18 +30,32 @@ static void relax(void) {
 #endif
 }
 
+/* Sleep. In a crowd every waking costs the others: then the longer, the more they are, and for a
+ * quarter of the time waited so far. */
+static void sleep_briefly(const EpWait *wait, double now) {
+    double quarter = (now - wait->start) * 1e9 / 4;
+    long nanoseconds = SLEEP_NANOSECONDS;
+    if (wait->spins < 0) {
+        long least = -wait->spins * SLEEP_NANOSECONDS_EACH;
+        if (least > nanoseconds) nanoseconds = least;
+        if (quarter > (double)nanoseconds)
+            nanoseconds = quarter < MOST_SLEEP_NANOSECONDS ? (long)quarter : MOST_SLEEP_NANOSECONDS;
+    }
+    nanosleep(&(struct timespec){.tv_nsec = nanoseconds}, NULL);
+}
+
 int ep_wait_pause(EpWait *wait) {
-    int spins = wait->spins > 0;
+    int spins = wait->spins > 0, crowd = wait->spins < 0;
     if (spins) {
         wait->spins--;
         relax();
-    } else {
+    } else if (!crowd) {
         sched_yield();
     }
-    if (++wait->pauses % (spins ? SPINS_PER_CLOCK_READ : YIELDS_PER_CLOCK_READ)) return 1;
+    ++wait->pauses;
+    if (!crowd && wait->pauses % (spins ? SPINS_PER_CLOCK_READ : YIELDS_PER_CLOCK_READ)) return 1;
     double now = ep_clock();
     if (wait->start == 0) wait->start = now;
-    if (!spins && now - wait->start > SECONDS_BEFORE_SLEEPING)
-        nanosleep(&(struct timespec){.tv_nsec = SLEEP_NANOSECONDS}, NULL);
+    if (crowd || (!spins && now - wait->start > SECONDS_BEFORE_SLEEPING)) sleep_briefly(wait, now);
     return now - wait->start < wait->timeout;
 }

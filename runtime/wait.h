@@ -18,10 +18,11 @@
 typedef struct EpWait {
     double timeout; /* seconds */
     double start;   /* seconds, 0 until the clock is first read */
-    int64_t spins;  /* polls left before yielding */
+    int64_t spins;  /* polls left before yielding; or see ep_wait_begin */
     unsigned pauses;
 } EpWait;
 
+/** `spins` < 0: -spins ranks wait, many more than there are CPUs, so each sleeps between polls. */
 void ep_wait_begin(EpWait *wait, double timeout, int64_t spins);
 
 /** Pause once. Returns 0 after the timeout. */

@@ -3,8 +3,8 @@
 /**
  * ep_info prints the version of libep, the settings, the topology of the ranks, the backend of a
  * configuration with the reason, and its memory. It creates a group of all MPI ranks, or of one
- * rank without mpirun. With --mesh it describes a mesh instead (tools/info/mesh.h), and starts
- * nothing.
+ * rank without mpirun. With --mesh it describes a mesh instead (tools/info/mesh.h), with --plan it
+ * computes what a group would take (tools/info/plan.h), and starts nothing.
  */
 
 #include <mpi.h>
@@ -16,6 +16,7 @@
 #include "tools/common/tool.h"
 #include "tools/common/util.h"
 #include "tools/info/mesh.h"
+#include "tools/info/plan.h"
 
 const char *const bench_program = "ep_info";
 
@@ -26,20 +27,23 @@ typedef struct Options {
     int64_t ranks, hidden, top_k, experts, tokens, alignment, capacity;
     bool markdown;
     MeshOptions mesh;
+    PlanOptions plan;
 } Options;
+
+enum { DEFAULT_TOKENS = 2048 };
 
 #define AT(member) offsetof(Options, member)
 
 static const Option specs[] = {
-    {0, "ranks", "N", OPTION_INT(ranks, 1, EP_MAX_RANKS), NULL, 0,
+    {0, "ranks", "N", OPTION_INT(ranks, 1, PLAN_MAX_RANKS), NULL, 0,
      "ranks of the configuration (default: as started)"},
     {0, "hidden", "N", OPTION_INT(hidden, 1, EP_MAX_ROW_BYTES / 2), NULL, 7168,
      "elements per row, of 2 bytes (7168)"},
     {0, "top-k", "N", OPTION_INT(top_k, 1, EP_MAX_TOP_K), NULL, 8, "experts per token (8)"},
     {0, "experts", "N", OPTION_INT(experts, 1, 1 << 20), NULL, 256,
      "experts of all ranks together (256)"},
-    {0, "tokens", "N", OPTION_INT(tokens, 1, OPTION_MAX_COUNT), NULL, 2048,
-     "most tokens per rank and step (2048)"},
+    {0, "tokens", "N", OPTION_INT(tokens, 1, OPTION_MAX_COUNT), NULL, 0,
+     "most tokens per rank and step (2048; a plan: the trace's, or 128)"},
     {0, "align", "N", OPTION_INT(alignment, 1, 1 << 20), NULL, 128,
      "slabs are padded to multiples of this (128)"},
     {0, "capacity", "N", OPTION_INT(capacity, 0, INT32_MAX), NULL, 0,
@@ -53,6 +57,17 @@ static const Option specs[] = {
     {0, "shape", "SHAPE", OPTION_TEXT(mesh.shape), NULL, 0,
      "of the whole tensor, as in 256,7168,2048 (small shards)"},
     {0, "rank", "N", OPTION_TEXT(mesh.rank), NULL, 0, "whose groups are printed (0)"},
+    {0, "plan", "ROUTING", OPTION_TEXT(plan.routing), NULL, 0,
+     "compute what a group would take: uniform, zipf[:s] or a trace of ep_bench --save-routing; no "
+     "ranks are started"},
+    {0, "nodes", "N", OPTION_INT(plan.nodes, 1, PLAN_MAX_RANKS), NULL, 0,
+     "of a plan, with equal numbers of ranks (1)"},
+    {0, "network", "GB/s", OPTION_TEXT(plan.network), NULL, 0,
+     "of a plan: what a rank sends to other nodes, or nvlink or sockets as measured (50)"},
+    {0, "node-rows", "N", OPTION_INT(plan.node_rows, 1, OPTION_MAX_COUNT), NULL, 0,
+     "of a plan: places of a message to another node (all, and what it proposes)"},
+    {0, "sets", "N", OPTION_INT(plan.sets, 1, EP_MAX_LATENCY_SETS), NULL, 4,
+     "of a plan: sets of buffers of latency mode (4)"},
     {0, "settings-markdown", NULL, OPTION_FLAG(markdown), NULL, 0,
      "print only the table of settings, for docs/settings.md"},
     OPTION_HELP,
@@ -61,7 +76,7 @@ static const Option specs[] = {
 static const OptionTable table = {
     "usage: [mpirun -n RANKS] ep_info [options]\n\n"
     "Version, settings, topology, backend, and the memory of a configuration; or a mesh, and what\n"
-    "happens to a tensor there.\n\n",
+    "happens to a tensor there; or what a group of any size would take.\n\n",
     specs, sizeof(specs) / sizeof(specs[0])};
 
 /* ---- version and settings ------------------------------------------------------------------ */
@@ -122,7 +137,7 @@ typedef struct RankInfo {
 static EpGroupConfig configuration(const Options *o) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = (int32_t)o->experts;
-    config.max_tokens = (int32_t)o->tokens;
+    config.max_tokens = (int32_t)(o->tokens ? o->tokens : DEFAULT_TOKENS);
     config.max_top_k = (int32_t)o->top_k;
     config.max_row_bytes = o->hidden * 2;
     config.alignment = (int32_t)o->alignment;
@@ -242,7 +257,7 @@ static bool print_memory(const Options *o, int ranks, const EpGroupInfo *info) {
     if (!bench_ok(ep_group_memory(&config, ranks, &memory), "ep_group_memory")) return false;
     print_backend(&memory, ranks == info->size ? info->reason : memory.reason);
     printf("\nmemory: ranks %d, experts %lld, tokens a rank %lld, top-k %lld, row bytes %lld%s\n",
-           ranks, (long long)o->experts, (long long)o->tokens, (long long)o->top_k,
+           ranks, (long long)o->experts, (long long)config.max_tokens, (long long)o->top_k,
            (long long)config.max_row_bytes, memory.feasible ? "" : ": not feasible");
     if (!memory.feasible) return bench_fail("%s", memory.reason);
     print_bytes("shared with peers, per rank", memory.shared_bytes);
@@ -279,9 +294,27 @@ static bool has_mesh(const MeshOptions *m) {
     return m->mesh || m->spec || m->kind || m->shape || m->rank;
 }
 
+static bool is_plan(const Options *o) {
+    const PlanOptions *p = &o->plan;
+    return p->routing || p->nodes || p->network || p->node_rows;
+}
+
+static bool run_plan(World *world, const Options *o) {
+    PlanOptions plan = o->plan;
+    if (!plan.routing)
+        return bench_refuse("--nodes, --network and --node-rows: expected them with --plan");
+    plan.ranks = o->ranks, plan.tokens = o->tokens, plan.top_k = o->top_k;
+    plan.experts = o->experts, plan.row_bytes = o->hidden * 2, plan.capacity = o->capacity;
+    return print_plan(world, &plan);
+}
+
 static bool run(World *world, const void *options) {
     const Options *o = options;
     bool ok = o->markdown || has_mesh(&o->mesh);
+    if (is_plan(o)) return run_plan(world, o);
+    if (o->ranks > EP_MAX_RANKS)
+        return bench_refuse("--ranks: expected 1 .. %d without --plan, got %lld", EP_MAX_RANKS,
+                            (long long)o->ranks);
     if (!ok && print_all(world, o)) return true;
     if (ok) ok = o->markdown ? print_settings_markdown() : print_mesh(&o->mesh);
     /* A wrong setting is not a wrong command line here. */
@@ -292,7 +325,8 @@ static bool run(World *world, const void *options) {
 /* A single rank does not use MPI, so that ep_info starts quickly. */
 static bool complete(void *options) {
     Options *o = options;
-    o->run.threads = world_launched() && !o->markdown && !has_mesh(&o->mesh) ? 0 : 1;
+    bool starts = !o->markdown && !has_mesh(&o->mesh) && !is_plan(o);
+    o->run.threads = world_launched() && starts ? 0 : 1;
     return true;
 }
 

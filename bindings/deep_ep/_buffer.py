@@ -11,7 +11,7 @@ from .._abi import DEFAULT, Mode, Quant, Status, Sums
 from .._bootstrap import Bootstrap
 from .._group import Group as CoreGroup
 from .._library import EpError, OfProcess
-from ..torch import from_process_group
+from ..torch import _fast, from_process_group
 from . import _checks, _latency, _layout, _normal
 from ._config import Config
 from ._groups import Groups, LatencyKey
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
 
+_new = object.__new__
 _LEAST_SMS = 2  # multiprocessors of an operation
 _HINT_TOP_K = 8  # experts per token in get_low_latency_rdma_size_hint, which is not told
 
@@ -175,7 +176,13 @@ class Buffer(OfProcess):
         Returns num_tokens_per_rank [R] int32, None, num_tokens_per_expert [E] int32,
         is_token_in_rank [T, R] bool, and the event.
         """
-        ignore("get_dispatch_layout", unknown)
+        if unknown:
+            ignore("get_dispatch_layout", unknown)
+        if not (async_finish or previous_event and previous_event.event):
+            made = _layout.count_fast(topk_idx, num_experts, self.group_size)
+            if type(made) is tuple:
+                per_rank, per_expert, is_in = made
+                return per_rank, None, per_expert, is_in, _new(EventOverlap)
         _checks.routing("get_dispatch_layout", topk_idx)
 
         # A count is over before a stream could be changed for it.
@@ -237,7 +244,30 @@ class Buffer(OfProcess):
 
         EpError if the routing is refused or a rank does not arrive.
         """
-        ignore("dispatch", unknown)
+        if unknown:
+            ignore("dispatch", unknown)
+        if not (async_finish or num_worst_tokens or previous_event and previous_event.event):
+            num_sms = Buffer.num_sms if config is None else config.num_sms
+            made = _fast.normal_dispatch(
+                NormalHandle,
+                handle,
+                self._lane.only,
+                _new(EventOverlap),
+                self._groups.steps_at,
+                num_sms,
+                expert_alignment,
+                x,
+                topk_idx,
+                topk_weights,
+                num_tokens_per_expert,
+                is_token_in_rank,
+            )
+            if type(made) is tuple:
+                return made
+            if made is True:
+                _normal.grow(self._groups, x, topk_idx, num_tokens_per_expert)
+            else:
+                _checks.settle(made)
         used = None if handle is None else _require_handle("dispatch", handle)
         is_plain = (
             used is None
@@ -416,7 +446,14 @@ class Buffer(OfProcess):
         Returns the sums [T, H]; the sums of the weights over the token's rows, [T, K] float32, or
         None; the event.
         """
-        ignore("combine", unknown)
+        if unknown:
+            ignore("combine", unknown)
+        if not (async_finish or bias is not None or previous_event and previous_event.event):
+            only, event = self._lane.only, _new(EventOverlap)
+            made = _fast.normal_combine(NormalHandle, handle, only, event, x, topk_weights)
+            if type(made) is tuple:
+                return made
+            _checks.settle(made)
         biases: tuple[Tensor, ...] = ()
         if bias is not None:
             given = bias if isinstance(bias, (tuple, list)) else (bias,)
@@ -657,7 +694,8 @@ def _refuse_capture(expected: str, tokens: Tensor) -> None:
 def _require_handle(call: str, handle: object) -> NormalHandle:
     if not isinstance(handle, NormalHandle):
         _refuse_handle(call, "dispatch", handle)
-    return handle
+    used: NormalHandle = handle
+    return used
 
 
 def _require_latency_handle(call: str, handle: object) -> LatencyHandle:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._abi import Status
-from .._library import EpError
+from .._library import EpError, last_error
 from ..torch._calls import ROW_UNIT, SCALE_UNIT, TYPES, WEIGHTS
 from ..torch._counters import Blocks
 
@@ -83,6 +83,15 @@ def _number(call: str, name: str, value: Any, least: int) -> None:
         is_right = False
     if not is_right:
         _refuse(Status.RANGE, call, name, f"a whole number of at least {least}", repr(value))
+
+
+def settle(made: Any) -> None:
+    """Raise what a call in C has returned, if it is an error. None: it has done nothing."""
+    if made is None:
+        return
+    if made > 0:
+        raise last_error(made)
+    raise torch.OutOfMemoryError("PyTorch has no memory for the outputs of the call")
 
 
 # ---- normal mode --------------------------------------------------------------------------------

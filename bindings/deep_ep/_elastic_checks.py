@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ._checks import Shape
     from ._elastic_handle import EPHandle
+    from .hybrid_ep_buffer import _State
 
     Names = tuple[str, str]
 
@@ -86,7 +87,7 @@ def same_form(handle: EPHandle, given: dict[str, Any]) -> None:
             _refuse(Status.RANGE, "dispatch", name, expected, value)
 
 
-def rows_of(handle: EPHandle, sent: Tensor, scales: Optional[Tensor]) -> None:
+def rows_of(handle: Union[EPHandle, _State], sent: Tensor, scales: Optional[Tensor]) -> None:
     """Check rows that are sent by the routing of a handle."""
     key = handle.group.key
     if sent.device != key.device:
@@ -97,7 +98,7 @@ def rows_of(handle: EPHandle, sent: Tensor, scales: Optional[Tensor]) -> None:
 
 
 def combine(
-    handle: EPHandle,
+    handle: Union[EPHandle, _State],
     x: Any,
     topk_weights: Any,
     biases: tuple[Any, ...],

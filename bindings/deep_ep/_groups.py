@@ -9,15 +9,16 @@ when the group is made, and again when one of them needs more: see NormalGroup.
 
 from __future__ import annotations
 
+import ctypes
 import struct
-import weakref
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .._abi import DEFAULT, Backend, Layout, Mode, Quant, ScaleOrder, Status, Sums, Tail
 from .._library import EpError
-from ..torch import Handle, create_group
+from ..torch import Handle, _fast, create_group
 from ._keywords import refuse
 
 if TYPE_CHECKING:
@@ -69,6 +70,13 @@ class HostNumbers:
         self.address = self.tensor.data_ptr()
 
 
+class Token:
+    """What callers' handles hold, so that its references tell whether there are any."""
+
+    def __init__(self, layer: Optional[Handle]) -> None:
+        self.layer = layer
+
+
 class NormalGroup:
     """A group for dispatch and combine, with room for `capacity` tokens of each rank.
 
@@ -101,8 +109,7 @@ class NormalGroup:
             backend=_backend(key.device),
             device=_ordinal(key.device),
         )
-        self.plans: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        """Those that callers have not dropped yet."""
+        self._tokens: dict[Optional[Handle], Token] = {None: Token(None)}
         self._handles: dict[tuple[int, int, Quant], Handle] = {}
 
     def handle(self, num_worst_tokens: int, num_sms: int, quant: Quant = Quant.NONE) -> Handle:
@@ -123,6 +130,18 @@ class NormalGroup:
                 zero_tail=Tail.IDS,
             )
         return found
+
+    def token(self, layer: Handle) -> Token:
+        """What callers' handles of a libep handle hold."""
+        found = self._tokens.get(layer)
+        if found is None:
+            found = self._tokens[layer] = Token(layer)
+        return found
+
+    def has_plans(self) -> bool:
+        """Whether callers have handles of the group that they have not dropped."""
+        least, *counts = [sys.getrefcount(token) for token in self._tokens.values()]
+        return any(count > least for count in counts)  # the first one is nobody's
 
     def spread(self, topk_idx: Tensor) -> Tensor:
         """The caller's experts as experts of the group. Negative ones stay negative."""
@@ -214,6 +233,9 @@ class Groups:
         self._is_open = True
         self._all: list[Group] = []  # in the order in which all ranks made them
         self._normal: dict[NormalKey, list[NormalGroup]] = {}  # the newest last
+        self._steps: dict[object, _fast.StepFacts] = {}
+        self.steps_at = 0
+        """The address of the EpTorchStep of the newest dispatch, which leads to the others."""
         self._latency: dict[LatencyKey, LatencyGroup] = {}
 
     def normal(self, key: NormalKey, num_tokens: int) -> NormalGroup:
@@ -227,8 +249,10 @@ class Groups:
         Smaller groups that no rank has plans of are closed. Others stay open for their steps.
         """
         self._require("dispatch", key.device)
+        self._steps.clear()
+        self.steps_at = 0
         groups = self._normal.setdefault(key, [])
-        used = sum(1 << i for i, group in enumerate(groups) if group.plans)
+        used = sum(1 << i for i, group in enumerate(groups) if group.has_plans())
         texts = self.bootstrap.allgather(_AGREED.pack(num_tokens, used))
         wishes = [_AGREED.unpack(text) for text in texts]
         for i in reversed(range(len(groups))):
@@ -241,6 +265,24 @@ class Groups:
         groups.append(made)
         self._all.append(made.group)
         return made
+
+    def remember(self, group: NormalGroup, layer: Handle, alignment: int, num_sms: int) -> None:
+        """Let C make dispatches of this form, of as many rows as come."""
+        key, name = group.key, (group.key, layer, alignment, num_sms)
+        if group.has_spare or name in self._steps or group is not self._normal[key][-1]:
+            return
+        made = _fast.StepFacts(
+            next=self.steps_at or None,
+            object=id(group.token(layer)),
+            send=layer.facts_at,
+            numbers=group.numbers.address,
+            width=key.hidden,
+            row_bytes=key.hidden * key.element_bytes,
+            bound=group.capacity,
+            alignment=alignment,
+            send_sms=num_sms,
+        )
+        self._steps[name], self.steps_at = made, ctypes.addressof(made)
 
     def latency(self, key: LatencyKey) -> LatencyGroup:
         """The group of a key. Collective where the key is new."""

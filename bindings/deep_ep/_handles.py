@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..torch import Handle
-    from ._groups import LatencyGroup
+    from ._groups import LatencyGroup, NormalGroup, Token
 
 
 class _Fields(OfProcess, tuple[Any, ...]):
@@ -49,6 +49,10 @@ class _Fields(OfProcess, tuple[Any, ...]):
         return self._readers[at](self)
 
 
+def _item(at: int) -> property:
+    return property(lambda handle: tuple.__getitem__(handle, at))
+
+
 class NormalHandle(_Fields):
     """What dispatch returns for combine and for a dispatch with the same routing.
 
@@ -56,36 +60,59 @@ class NormalHandle(_Fields):
     recv_channel_prefix_matrix, recv_src_idx, is_token_in_rank, send_head.
     """
 
-    def __init__(
-        self,
+    __new__ = tuple.__new__  # type: ignore[assignment]
+
+    @classmethod
+    def make(
+        cls,
+        group: NormalGroup,
+        layer: Handle,
         plan: Tensor,
         source_rows: Union[Tensor, list[int]],
-        layer: Handle,
         num_recv_tokens: int,
-        is_token_in_rank: Optional[Tensor],
         num_tokens: int,
-    ) -> None:
-        self.plan = plan
-        self.source_rows = source_rows
-        """[R] the rows that each source rank has sent, on the group's device or a list."""
-        self.layer = layer
-        self.num_recv_tokens = num_recv_tokens
-        self.is_token_in_rank = is_token_in_rank
-        self.num_tokens = num_tokens
-        self.stream = layer.stream()
-        """On which the plan was made."""
+        is_token_in_rank: Optional[Tensor],
+    ) -> NormalHandle:
+        """source_rows: [R] the rows of each source rank, on the group's device or a list."""
+        kept = group.token(layer), source_rows, is_token_in_rank
+        items = layer.facts_at, plan, kept, num_recv_tokens, num_tokens, layer.stream()
+        made: NormalHandle = cls(items)
+        return made
+
+    # The items of the tuple, as normal.c makes and reads them.
+    plan: Tensor = _item(1)  # type: ignore[assignment]
+    num_recv_tokens: int = _item(3)  # type: ignore[assignment]
+    num_tokens: int = _item(4)  # type: ignore[assignment]
+    stream: int = _item(5)  # type: ignore[assignment]
+    """On which the plan was made."""
+
+    _kept: tuple[Token, Any, Optional[Tensor]] = _item(2)  # type: ignore[assignment]
+
+    @property
+    def layer(self) -> Handle:
+        """The handle of libep."""
+        layer = self._kept[0].layer
+        assert layer is not None
+        return layer
+
+    @property
+    def is_token_in_rank(self) -> Optional[Tensor]:
+        """As the dispatch got it."""
+        return self._kept[2]
 
     @functools.cached_property
     def rank_prefix_matrix(self) -> Tensor:
         """[R, R] int32: in this rank's column, the rows that the ranks up to each one have sent to
         it. Other columns are other ranks', which they alone know: -1."""
         group = self.layer.group
-        rows = self.source_rows
-        if isinstance(rows, list):
-            rows = torch.tensor(rows, dtype=torch.int32, device=self.plan.device)
-        else:
+        rows = self._kept[1]
+        if isinstance(rows, bytes):  # Plan.numbers, whose last part they are
+            rows = [*memoryview(rows).cast("i")][-group.size :]
+        if isinstance(rows, torch.Tensor):
             keep(rows, self.stream)
-        matrix = rows.new_full((group.size, group.size), -1)
+        else:
+            rows = torch.tensor(rows, dtype=torch.int32, device=self.plan.device)
+        matrix: Tensor = rows.new_full((group.size, group.size), -1)
         matrix[:, group.rank] = rows.cumsum(0)
         return matrix
 

@@ -16,6 +16,8 @@ from ._checks import _number
 from ._streams import current_device
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from torch import Tensor
 
 
@@ -42,6 +44,16 @@ def experts_per_rank(call: str, num_experts: int, num_ranks: int) -> int:
             f"{num_experts} experts",
         )
     return num_experts // num_ranks
+
+
+def count_fast(topk_idx: Any, num_experts: Any, num_ranks: int) -> Any:
+    """`count` in one call of C. Not a tuple: Python must look at the arguments."""
+    if _fast.count is None or type(topk_idx) is not torch.Tensor or type(num_experts) is not int:
+        return None
+    ordinal = topk_idx.get_device()
+    if num_experts % num_ranks or ordinal >= 0 and current_device() != ordinal:
+        return None
+    return _fast.count(_fast.functions, ordinal, topk_idx, num_ranks, num_experts)
 
 
 def count(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:

@@ -21,7 +21,7 @@ from ._handles import NormalHandle
 from ._streams import keep
 
 if TYPE_CHECKING:
-    from typing import Optional, Union
+    from typing import Any, Optional, Union
 
     from torch import Tensor
 
@@ -84,9 +84,14 @@ def route(
         if routed is None:
             routed = _route(group, layer, routing, num_worst_tokens)
         if num_worst_tokens or not group.is_asked_for_more(routed.counts, routed.source_rows):
-            group.plans.add(routed.plan)
             return routed
         group = groups.grow(key, num_tokens)
+
+
+def grow(groups: Groups, tokens: Any, topk_idx: Any, num_tokens_per_expert: Any) -> None:
+    """Make a larger group, which a rank has asked for. Collective."""
+    each = len(num_tokens_per_expert) // groups.bootstrap.size
+    groups.grow(_key(each, topk_idx.shape[1], tokens), len(tokens))
 
 
 def _route(group: NormalGroup, layer: Handle, routing: Tensor, num_worst_tokens: int) -> Routed:
@@ -179,9 +184,11 @@ def dispatch(
         )
     if not num_worst_tokens:
         _report(routed.group)  # the host has waited for the plan already
+        groups.remember(routed.group, layer, expert_alignment, num_sms)
     counts = _align(routed.counts[:experts_per_rank], expert_alignment)
-    handle = NormalHandle(
-        routed.plan, routed.source_rows, layer, rows, is_token_in_rank, tokens.shape[0]
+    num_tokens, sources = tokens.shape[0], routed.source_rows
+    handle = NormalHandle.make(
+        routed.group, layer, routed.plan, sources, rows, num_tokens, is_token_in_rank
     )
     return Sent(recv, recv_scales, recv_idx, recv_weights, counts, handle)
 

@@ -100,6 +100,12 @@ class EventOverlap:
     extra_tensors  tensors that live until the EventOverlap goes
     """
 
+    # Those of an event without point, which a call makes without __init__.
+    event: Optional[EventHandle] = None
+    extra_tensors: Optional[tuple[Optional[Tensor], ...]] = None
+    hook_after_wait: Optional[Callable[[], object]] = None
+    _releases = False
+
     def __init__(
         self,
         event: Optional[EventHandle] = None,
@@ -107,8 +113,6 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self.hook_after_wait: Optional[Callable[[], object]] = None
-        self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """Let the current stream wait for the operation. EpError without an event.
@@ -183,7 +187,8 @@ class Lane:
     def __init__(self) -> None:
         self._stream: Optional[torch.cuda.Stream] = None
         self._end: Optional[_End] = None
-        self._only: Optional[int] = None  # the stream of all operations, while there is one alone
+        self.only: Optional[int] = None
+        """The stream of all operations, while there is one alone."""
 
     def stream(self, device: Optional[torch.device] = None) -> torch.cuda.Stream:
         """The stream of operations with async_finish."""
@@ -191,7 +196,7 @@ class Lane:
             made = torch.cuda.Stream(device, priority=-1)
             ordinal = torch.cuda.current_device() if device is None else device.index
             self._stream = _known.setdefault((ordinal, made.cuda_stream), made)
-            self._only = None
+            self.only = None
         return self._stream
 
     def run(
@@ -208,7 +213,7 @@ class Lane:
         ordinal = device.index
         before = None if previous_event is None else previous_event.event
         current = current_stream(ordinal)
-        if not async_finish and before is None and self._only == current:
+        if not async_finish and before is None and self.only == current:
             return body().result, EventOverlap()
         if _is_capturing():
             if before is not None:
@@ -262,12 +267,12 @@ class Lane:
     def _run_here(self, ordinal: int, stream: int, body: Callable[[], Any]) -> Any:
         """run_on of the current stream, which is not captured."""
         end = self._end
-        is_only = self._stream is None and (end is None or self._only is not None)
+        is_only = self._stream is None and (end is None or self.only is not None)
         if end is not None and end.stream != stream:
             _wait_event(stream, end.event or _record_event(ordinal, end.stream))
             is_only = False
         result = body()
-        self._only = stream if is_only else None
+        self.only = stream if is_only else None
         self._end = _End(stream, None if is_only else _record_event(ordinal, stream))
         return result
 

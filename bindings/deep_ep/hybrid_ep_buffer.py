@@ -7,36 +7,43 @@ experts. So a framework has nothing to permute. Megatron's flex dispatcher and t
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import torch
+from torch import Tensor
 
 from .._abi import Status
 from .._bootstrap import Bootstrap
-from .._library import OfProcess, last_error, library
+from .._library import EpError, OfProcess, check, library
 from .._tensor import read, written
+from ..torch import Plan, _fast
 from ..torch._group import current_stream
 from . import _elastic_checks as _checks
-from . import _elastic_steps as _steps
 from ._buffer import Buffer, _meet
-from ._checks import _number, _refuse, _tensor
-from ._elastic_groups import SCALE_BLOCK, ElasticGroups, Form, Key
-from ._elastic_handle import EPHandle, Sizes
+from ._checks import _number, _refuse, _tensor, settle
+from ._elastic_groups import SCALE_BLOCK, ElasticGroup, ElasticGroups, Form, Key
 from ._groups import _backend
 from ._handles import _Fields
 from ._keywords import ignore, mention, refuse
 from ._layout import experts_per_rank
+from ._streams import keep
 
 if TYPE_CHECKING:
-    from typing import Any, Optional, Union
+    from typing import Callable
 
-    from torch import Tensor
     from torch.distributed import ProcessGroup
+
+    _Sent = tuple[Tensor, Optional[Tensor], Optional[Tensor], Tensor, "Handle"]
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
 _MOST_TOP_K = 32  # EP_MAX_TOP_K
+_NAMELESS = tuple(  # types that C has no name for: rows of bytes
+    getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)
+)
 _SENT = "dispatch_with_permute", ("hidden", "scaling_factor")
 
 
@@ -47,19 +54,84 @@ def indices_to_map(
 
     Negative indices are no expert. The probabilities are None without topk_weights.
     """
-    return _write_map(topk_idx, topk_weights, (num_of_tokens, num_of_experts), with_map=True)
-
-
-class _Routing(NamedTuple):
-    """What a handle was made by."""
-
-    steps: EPHandle
-    padded: Tensor
-    """[L] rows of each expert, padding included; on the host if the host has read them."""
+    device, shape = topk_idx.device, (num_of_tokens, num_of_experts)
+    table, probs = topk_idx.new_empty(shape, dtype=torch.bool), None
+    if topk_weights is not None:
+        topk_weights = topk_weights.detach().float().contiguous()
+        probs = topk_weights.new_empty(shape)
+    check(
+        library.ep_write_routing_map(
+            _backend(device),
+            read(topk_idx.contiguous(), "topk_idx"),
+            read(topk_weights, "topk_weights"),
+            current_stream(-1 if device.index is None else device.index),
+            written(table.view(torch.uint8), "map"),
+            written(probs, "probs"),
+        )
+    )
+    return table, probs
 
 
 def _missing(handle: Handle) -> None:
     """An element that DeepEP's kernels have, and libep's have not."""
+
+
+class _Step:
+    """A configuration of steps: handles of libep, and what C knows of them."""
+
+    def __init__(self, group: ElasticGroup, form: Form, width: int, bound: int) -> None:
+        self.group = group
+        self.form = form
+        self.width = width
+        self.bound = bound
+        self.send = group.layer(form)
+        is_exact = form.max_recv_rows == 0
+        self.facts = _fast.StepFacts(
+            object=id(self),
+            send=self.send.facts_at,
+            numbers=group.numbers.address if is_exact else None,
+            width=width,
+            row_bytes=group.key.row_bytes,
+            bound=bound,
+            alignment=form.alignment,
+            rows=form.max_recv_rows,
+            send_sms=form.num_sms,
+        )
+        self.address = ctypes.addressof(self.facts)
+
+    def sum_by(self, num_sms: int) -> None:
+        """Let combine use so many multiprocessors."""
+        layer = self.group.layer(self.form._replace(num_sms=num_sms))
+        self.facts.sum, self.facts.sum_sms = layer.facts_at, num_sms
+
+
+class _State(NamedTuple):
+    """The items of a handle, as hybrid.c makes them."""
+
+    owner: HybridEPBuffer
+    step: _Step
+    address: int
+    plan: Tensor
+    numbers: Union[bytes, Tensor]
+    padded: Tensor
+    topk_idx: Tensor
+    num_tokens: int
+    num_rows: int
+    stream: int
+    spare: None
+
+    @property
+    def do_expand(self) -> bool:
+        """Rows lie in the order of the experts."""
+        return True
+
+    @property
+    def group(self) -> ElasticGroup:
+        return self.step.group
+
+    @property
+    def num_experts(self) -> int:
+        return self.group.key.experts_per_rank * self.group.group.size
 
 
 class Handle(_Fields):
@@ -72,17 +144,29 @@ class Handle(_Fields):
     others      None
     """
 
-    def __init__(self, routing: _Routing) -> None:
-        self.routing = routing
+    __new__ = tuple.__new__  # type: ignore[assignment]
+
+    @property
+    def state(self) -> _State:
+        return _State._make(tuple.__iter__(self))
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        state = self.state
+        numbers, local = state.numbers, state.step.group.key.experts_per_rank
+        if isinstance(numbers, bytes):
+            on_host = torch.frombuffer(bytearray(numbers), dtype=torch.int32)
+            numbers = on_host.to(state.plan.device)
+        return Plan(state.plan, numbers, state.num_tokens, local)
 
     _readers = (
         *[_missing] * 3,
-        lambda handle: handle.routing.steps.plan.totals[:1],
+        lambda handle: handle.plan.totals[:1],
         *[_missing] * 3,
-        lambda handle: handle.routing.steps.plan.expert_counts,
-        lambda handle: handle.routing.steps.plan.num_tokens,
+        lambda handle: handle.plan.expert_counts,
+        lambda handle: handle.plan.num_tokens,
         _missing,
-        lambda handle: handle.routing.steps.plan.totals[2:3],
+        lambda handle: handle.plan.totals[2:3],
     )
 
 
@@ -142,6 +226,9 @@ class HybridEPBuffer(OfProcess):
         )
         self._sms = num_sms_dispatch_api or 0, num_sms_combine_api or 0
         self._groups = ElasticGroups(bootstrap)
+        self._steps: list[_Step] = []
+        """Those of the present number of tokens, the newest first."""
+        self._steps_at = 0
 
     def destroy(self) -> None:
         """Close the libep groups. Collective. Twice does nothing.
@@ -192,7 +279,7 @@ class HybridEPBuffer(OfProcess):
         num_dispatched_tokens: Optional[int] = None,
         use_host_meta: Optional[bool] = None,
         **unknown: Any,
-    ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Tensor, Handle]:
+    ) -> _Sent:
         """Send each token to its experts. Collective.
 
         hidden               [T, H] of any type
@@ -219,35 +306,50 @@ class HybridEPBuffer(OfProcess):
 
         EpError if the routing is refused or a rank does not arrive.
         """
-        ignore("dispatch_with_permute", unknown)
+        if unknown:
+            ignore("dispatch_with_permute", unknown)
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         if num_dispatched_tokens is not None:
             mention("dispatch_with_permute", "num_dispatched_tokens", "DeepEP deprecates it")
+        if handle is None or probs is None:  # by a handle C takes no probs, but topk_weights
+            made = _fast.hybrid_dispatch(
+                Handle,
+                self,
+                handle,
+                False,
+                self._steps_at,
+                pad_multiple or 1,
+                num_permuted_tokens if non_blocking else 0,
+                self.configurer.buffer_config.max_num_of_tokens_per_rank,
+                self._sms[0] or Buffer.num_sms,
+                hidden,
+                scaling_factor,
+                routing_map,
+                probs,
+                topk_idx,
+                topk_weights,
+                num_of_experts,
+            )
+            if type(made) is tuple:
+                return made
+            settle(made)
         self._groups.require_open("dispatch_with_permute")
         tokens, scales = _checks.tokens(
             hidden if scaling_factor is None else (hidden, scaling_factor), "tokens", *_SENT
         )
-        if non_blocking and handle is None:
+        if handle is not None:
+            handle = self._check_handle("dispatch_with_permute", handle)
+            sent: _Sent = self._send(handle, tokens, scales, topk_weights, probs)
+            return sent
+        if non_blocking:
             _number("dispatch_with_permute", "num_permuted_tokens", num_permuted_tokens, 1)
-        if handle is None:
-            route = self._read_map(tokens, topk_idx, topk_weights, num_of_experts, routing_map, probs)
-            experts, topk_idx, weights = route
-            given = _steps.Given(tokens, scales, weights)
-            fixed = num_permuted_tokens if non_blocking else None
-            handle, received = self._route(given, topk_idx, experts, pad_multiple or 1, fixed)
-        else:
-            steps = self._check_handle("dispatch_with_permute", handle).routing.steps
-            _checks.rows_of(steps, tokens, scales)
-            weights = _weigh(steps, topk_weights, probs)
-            received = _steps.send(steps, steps.form, _steps.Given(tokens, scales, weights), None)
-        return (
-            received.tokens,
-            received.topk_weights,
-            received.scales,
-            handle.routing.padded,
-            handle,
+        routing = self._read_routing(
+            tokens, topk_idx, topk_weights, num_of_experts, routing_map, probs
         )
+        fixed = int(num_permuted_tokens or 0) if non_blocking else 0
+        sent = self._route(tokens, scales, routing, pad_multiple or 1, fixed)
+        return sent
 
     def combine_with_unpermute(
         self,
@@ -268,21 +370,29 @@ class HybridEPBuffer(OfProcess):
         Returns the sums [T, H], and [T, E] float32 with each row's probability at its expert, or
         None.
         """
-        ignore("combine_with_unpermute", unknown)
-        steps = self._check_handle("combine_with_unpermute", handle).routing.steps
-        self._groups.require_open("combine_with_unpermute")
+        if unknown:
+            ignore("combine_with_unpermute", unknown)
+        num_sms = self._sms[1] or Buffer.num_sms
+        made = _fast.hybrid_combine(Handle, self, handle, False, num_sms, hidden, probs)
+        if type(made) is tuple:
+            return made
+        settle(made)
+        call = "combine_with_unpermute"
+        state = self._check_handle(call, handle).state
+        self._groups.require_open(call)
         weights = None if probs is None else probs.reshape(-1)
-        _checks.combine(steps, hidden, weights, (), "combine_with_unpermute", ("hidden", "probs"))
-        form = steps.form._replace(num_sms=self._sms[1] or Buffer.num_sms)
-        out, back = _steps.combine(steps, form, hidden, weights, ())
-        if back is None:
-            return out, None
-        shape = steps.plan.num_tokens, steps.num_experts
-        return out, _write_map(steps.topk_idx, back, shape, with_map=False)[1]
+        _checks.combine(state, hidden, weights, (), call, ("hidden", "probs"))
+        state.step.sum_by(num_sms)
+        for each in (state.plan, state.topk_idx):
+            keep(each, state.stream)
+        weights = None if weights is None else weights.float()
+        first = (Handle, self, handle, True, num_sms)
+        out, back = _again(state.step, _fast.hybrid_combine, first, _plain(hidden), _flat(weights))
+        return out, back
 
-    # ---- routings --------------------------------------------------------------------------------
+    # ---- calls that are not like the one before --------------------------------------------------
 
-    def _read_map(
+    def _read_routing(
         self,
         tokens: Tensor,
         topk_idx: Optional[Tensor],
@@ -290,8 +400,8 @@ class HybridEPBuffer(OfProcess):
         num_of_experts: Optional[int],
         routing_map: Optional[Tensor],
         probs: Optional[Tensor],
-    ) -> tuple[int, Tensor, Optional[Tensor]]:
-        """The number of experts, and the routing as dispatch takes it."""
+    ) -> _Routing:
+        """The routing as C takes it."""
         call, count, device = "dispatch_with_permute", len(tokens), tokens.device
         if routing_map is None:
             if num_of_experts is None:
@@ -299,38 +409,27 @@ class HybridEPBuffer(OfProcess):
             _checks.routing(topk_idx, count, device)
             assert topk_idx is not None
             _checks.weights(topk_weights, topk_idx, device)
-            return num_of_experts, topk_idx, topk_weights
+            weights = None if topk_weights is None else topk_weights.float()
+            return _Routing(None, None, _plain(topk_idx), _flat(weights), num_of_experts)
         _tensor(call, "routing_map", routing_map, (count, "experts"), (torch.bool,), device)
         experts = routing_map.shape[1]
         if probs is not None:
             _tensor(call, "probs", probs, (count, experts), (torch.float32,), device)
-        columns = min(experts, _MOST_TOP_K)
-        found = tokens.new_empty((count, columns), dtype=torch.int32)
-        weights = None if probs is None else probs.new_empty((count, columns))
-        _run(
-            library.ep_read_routing_map,
-            device,
-            read(routing_map.contiguous().view(torch.uint8), "map"),
-            read(None if probs is None else probs.detach().contiguous(), "probs"),
-            current_stream(-1 if device.index is None else device.index),
-            written(found, "topk_idx"),
-            written(weights, "topk_weights"),
-        )
-        return experts, found, weights
+        return _Routing(_plain(routing_map), _flat(probs), None, None, experts)
 
     def _route(
         self,
-        given: _steps.Given,
-        topk_idx: Tensor,
-        num_experts: int,
+        tokens: Tensor,
+        scales: Optional[Tensor],
+        routing: _Routing,
         alignment: int,
-        fixed: Union[int, Tensor, None],
-    ) -> tuple[Handle, _steps.Received]:
-        """Make a plan, and send by it.
+        fixed: int,
+    ) -> Any:
+        """Find or make what steps of these sizes need, and dispatch.
 
-        fixed  rows of the outputs; None: the host waits for their number
+        fixed  rows of the outputs; 0: the host waits for their number
         """
-        call, tokens = "dispatch_with_permute", given.tokens
+        call, num_experts = "dispatch_with_permute", routing.num_of_experts
         local = experts_per_rank(call, num_experts, self._groups.bootstrap.size)
         config = self.update_template_config(num_of_tokens_per_rank=len(tokens))
         _number(call, "pad_multiple", alignment, 1)
@@ -340,77 +439,105 @@ class HybridEPBuffer(OfProcess):
         # At least 2 bytes: a combine of bf16 rows follows a dispatch of fp8 rows.
         row_bytes = width * max(2, tokens.element_size())
         scale_bytes = 4 * -(-width // SCALE_BLOCK)
-        key = Key(local, topk_idx.shape[1], row_bytes, scale_bytes, tokens.device)
+        idx = routing.topk_idx
+        top_k = min(num_experts, _MOST_TOP_K) if idx is None else idx.shape[1]
+        key = Key(local, top_k, row_bytes, scale_bytes, tokens.device)
         group = self._groups.find(key, bound, are_agreed=False)
-        rows, sms = int(fixed or 0), self._sms[0] or Buffer.num_sms
-        form = Form(True, alignment, rows, sms, alignment > 1, can_lose=True)
-        topk_idx = topk_idx.contiguous()
-        fast = None
-        if fixed is None:
-            fast = _steps.route_and_send(group, form, topk_idx, given, alignment)
-        if fast is not None:
-            plan, sizes, received = fast
-        else:
-            plan, sizes = _steps.route(
-                group, form, topk_idx, Sizes(rows, None, rows, []), alignment
-            )
-        steps = EPHandle(self, group, form, plan, sizes, topk_idx, bound, alignment)
-        if fast is None:
-            received = _steps.send(steps, form, given, None)
-        if fixed is None:
-            _steps.report(group)
-            padded = torch.tensor(sizes.counts, dtype=torch.int64)
-        else:
-            steps.is_captured = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
-            padded = plan.expert_padded
-        return Handle(_Routing(steps, padded)), received
+        sms = self._sms[0] or Buffer.num_sms
+        form = Form(True, alignment, fixed, sms, alignment > 1, can_lose=True)
+        step = self._find_step(group, form, width, bound)
+        first = (Handle, self, None, False, step.address, alignment, fixed, bound, sms)
+        made = _again(step, _fast.hybrid_dispatch, first, _plain(tokens), _flat(scales), *routing)
+        return made if made[0].dtype == tokens.dtype else (made[0].view(tokens.dtype), *made[1:])
 
-    def _check_handle(self, call: str, handle: Any) -> Handle:
+    def _find_step(self, group: ElasticGroup, form: Form, width: int, bound: int) -> _Step:
+        """The step of these sizes, the first one that C looks at from now on."""
+        same = [each for each in self._steps if each.bound == bound]
+        for found in same:
+            if (found.group, found.form, found.width) == (group, form, width):
+                break
+        else:
+            found = _Step(group, form, width, bound)
+        self._steps = [found, *(each for each in same if each is not found)]
+        for each, after in zip(self._steps, [*self._steps[1:], None]):
+            each.facts.next = None if after is None else after.address
+        self._steps_at = found.address
+        return found
+
+    def _send(
+        self,
+        handle: Handle,
+        tokens: Tensor,
+        scales: Optional[Tensor],
+        topk_weights: Optional[Tensor],
+        probs: Optional[Tensor],
+    ) -> Any:
+        """Dispatch by a handle."""
+        state = handle.state
+        _checks.rows_of(state, tokens, scales)
+        weights = _weigh(state, topk_weights, probs)
+        for each in (state.plan, state.topk_idx):
+            keep(each, state.stream)
+        first = (Handle, self, handle, True, 0, 1, 0, 0, 0)
+        weights = None if weights is None else weights.float()
+        last = (None, None, None, _flat(weights), None)
+        made = _again(
+            state.step, _fast.hybrid_dispatch, first, _plain(tokens), _flat(scales), *last
+        )
+        return made if made[0].dtype == tokens.dtype else (made[0].view(tokens.dtype), *made[1:])
+
+    def _check_handle(self, call: str, handle: object) -> Handle:
         if not isinstance(handle, Handle):
             expected, kind = "one that dispatch_with_permute returned", type(handle).__qualname__
             _refuse(Status.TYPE, call, "handle", expected, kind)
-        if handle.routing.steps.owner is not self:
+        used: Handle = handle
+        if used.state.owner is not self:
             _refuse(Status.FOREIGN, call, "handle", "one of this HybridEPBuffer", "one of another")
-        return handle
+        return used
+
+
+class _Routing(NamedTuple):
+    """A routing as C takes it: by a map, or by ids."""
+
+    routing_map: Optional[Tensor]
+    probs: Optional[Tensor]
+    topk_idx: Optional[Tensor]
+    topk_weights: Optional[Tensor]
+    num_of_experts: int
+
+
+def _again(step: _Step, function: Callable[..., Any], first: tuple[Any, ...], *tensors: Any) -> Any:
+    """Make a call with checked arguments."""
+    core = step.group.group
+    core.require()
+    made = function(*first, *tensors)
+    if made is None:
+        core.run(function)  # which says so if another thread is in a call
+        raise EpError(Status.ADDRESS, "expected tensors with memory of their own, got others")
+    if type(made) is not tuple:
+        settle(made)
+    return made
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy or view, such that C takes it."""
+    tensor = tensor.detach().contiguous()
+    return tensor.view(torch.uint8) if tensor.dtype in _NAMELESS else tensor
+
+
+def _flat(tensor: Optional[Tensor]) -> Optional[Tensor]:
+    return None if tensor is None else _plain(tensor)
 
 
 def _weigh(
-    steps: EPHandle, topk_weights: Optional[Tensor], probs: Optional[Tensor]
+    state: _State, topk_weights: Optional[Tensor], probs: Optional[Tensor]
 ) -> Optional[Tensor]:
     """The weights of a routing's entries, [T, K], for a dispatch by its handle."""
-    idx = steps.topk_idx
+    idx = state.topk_idx
     if probs is not None:
-        shape = len(idx), steps.num_experts
+        shape = len(idx), state.num_experts
         _tensor("dispatch_with_permute", "probs", probs, shape, (torch.float32,), idx.device)
         given: Tensor = probs.detach().gather(1, idx.long().clamp(0))
         return given.masked_fill(idx < 0, 0)
     _checks.weights(topk_weights, idx, idx.device)
     return topk_weights
-
-
-def _run(function: Any, device: torch.device, *given: Any) -> None:
-    """Call a function of C that needs no group."""
-    status = function(_backend(device), *given)
-    if status:
-        raise last_error(status)
-
-
-def _write_map(
-    topk_idx: Tensor, topk_weights: Optional[Tensor], shape: tuple[int, int], with_map: bool
-) -> tuple[Any, Optional[Tensor]]:
-    device = topk_idx.device
-    table = topk_idx.new_empty(shape, dtype=torch.uint8) if with_map else None
-    probs = None
-    if topk_weights is not None:
-        topk_weights = topk_weights.detach().float().contiguous()
-        probs = topk_weights.new_empty(shape)
-    _run(
-        library.ep_write_routing_map,
-        device,
-        read(topk_idx.contiguous(), "topk_idx"),
-        read(topk_weights, "topk_weights"),
-        current_stream(-1 if device.index is None else device.index),
-        written(table, "map"),
-        written(probs, "probs"),
-    )
-    return None if table is None else table.view(torch.bool), probs

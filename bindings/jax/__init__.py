@@ -84,6 +84,7 @@ def bootstrap(
     counters: bool = False,
     quant: Union[Quant, str] = Quant.NONE,
     scale_order: Union[ScaleOrder, str] = ScaleOrder.BY_ROW,
+    grad_quant: Union[Quant, str] = Quant.NONE,
     **fields: Any,
 ) -> Ep:
     """Create the groups of a mesh: the devices along `axis` share the experts. Collective.
@@ -103,6 +104,8 @@ def bootstrap(
     counters       whether operations count what they do: see Ep.counters
     quant          how dispatch quantises rows, a libep.Quant or its name, such as "nvfp4"
     scale_order    the order of their scales, a libep.ScaleOrder or its name
+    grad_quant     how gradients of an unweighted combine are quantised on their way, any but NVFP4;
+                   they are turned back where they arrive
     fields         more of the group's configuration (libep.GroupFields): alignment, overflow,
                    timeout_seconds, ...
 
@@ -150,8 +153,10 @@ def bootstrap(
         flags = Rows(0) if merges else Rows.DUPLICATES
         max_recv_rows = worst_case_rows(size, 0, flags=flags, **config)
     config["max_recv_rows"] = max_recv_rows
-    layer = dict(quant=quant, scale_order=scale_order)
+    layer = dict(quant=quant, scale_order=scale_order, grad_quant=grad_quant)
     _check_members(layer)
+    if layer["grad_quant"] != Quant.NONE and layer["scale_order"] == ScaleOrder.SWIZZLED:
+        _refuse(Status.UNSUPPORTED, "scale_order", "BY_ROW or BY_COLUMN with a grad_quant", "SWIZZLED")
     ranks = Ranks(mesh, axes, dict(layer, top_k=top_k), config, counters)
     return Ep(ranks, Regions(mesh, axes, tokens), config, layer, f"{hidden} of {row.name}")
 
@@ -269,6 +274,7 @@ class Ep(OfProcess):
             plan_bytes=self.plan_bytes,
             quant=Quant(layer["quant"]),
             scale_order=ScaleOrder(layer["scale_order"]),
+            grad_quant=Quant(layer["grad_quant"]),
         )
 
     # ---- operations ---------------------------------------------------------------------------

@@ -10,17 +10,18 @@ custom_vjp that is not differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from .._abi import Status
+from .._abi import Quant, ScaleOrder, Status
 from .._library import EpError
 from .._operations import OPERATIONS, Operation
 from . import _calls as calls
+from ._operations import dequantise, quantised_types
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -43,11 +44,24 @@ def _make_tangent(name: str, backward: Primitive) -> Primitive:
     refuse = calls.refuse(name, "reverse mode (jax.grad, jax.vjp)", "forward mode")
 
     def transpose(
-        gradients: Sequence[Any], *operands: Any, key: int, num_kept: int, **_: Any
+        gradients: Sequence[Any],
+        *operands: Any,
+        key: int,
+        num_kept: int,
+        grad_quant: int,
+        scale_order: int,
+        **_: Any,
     ) -> list[Any]:
         (plan, *others), linear = operands[:num_kept], operands[num_kept:]
         grads = map(ad.instantiate_zeros, gradients)
-        results = backward.bind(plan, *grads, *others, key=key, outputs=_types(linear))
+        if grad_quant:
+            form = Quant(grad_quant), ScaleOrder(scale_order)
+            ((shape, dtype),) = _types(linear)
+            outputs = tuple(quantised_types(*form, *shape))
+            made = backward.bind(plan, *grads, key=key, outputs=outputs, quantises=1)
+            results = [dequantise(*form, *made, dtype)]
+        else:
+            results = backward.bind(plan, *grads, *others, key=key, outputs=_types(linear))
         pairs = zip(linear, results)
         return [None] * num_kept + [g if ad.is_undefined_primal(x) else None for x, g in pairs]
 
@@ -62,13 +76,20 @@ def _make_tangent(name: str, backward: Primitive) -> Primitive:
 
 
 def _bind_tangent(
-    tangent: Primitive, kept: Sequence[Any], linear: list[Any], key: int, outputs: calls.Outputs
+    tangent: Primitive,
+    kept: Sequence[Any],
+    linear: list[Any],
+    key: int,
+    outputs: calls.Outputs,
+    attributes: Mapping[str, int],
 ) -> list[Any]:
     results: list[Any] = tangent.bind(
         *kept,
         *map(ad.instantiate_zeros, linear),
         key=key,
         num_kept=len(kept),
+        grad_quant=attributes.get("grad_quant", 0),
+        scale_order=attributes.get("scale_order", 0),
         outputs=outputs,
     )
     return results
@@ -107,10 +128,16 @@ def _differentiable(operation: Operation) -> Callable[..., tuple[list[Any], list
         _, t_rows, *t_weights = tangents[:first_bias]
         linear = [t_rows, *[t for t in t_weights if not _is_zero(t)]]
         given = dict(zip(names, primals[:first_bias]))
+        if attributes.get("grad_quant") and t_weights:
+            raise EpError(
+                Status.UNSUPPORTED,
+                f"{operation.name}: recv_weights: expected None, since bootstrap has a grad_quant, "
+                "whose derivative is unweighted: multiply the rows by their weights before",
+            )
         if len(linear) == 1:
             del given[rows]  # backward reads the rows for the gradient of the weights
         kept = [given[each.name] for each in backward.inputs if each.name in given]
-        found = _bind_tangent(tangent, kept, linear, key, outputs[: len(linear)])
+        found = _bind_tangent(tangent, kept, linear, key, outputs[: len(linear)], attributes)
         for t_bias in tangents[first_bias:]:  # the output is the sum plus its biases
             found[0] = ad.add_tangents(found[0], t_bias)
         return results, found + [_zero(result) for result in results[len(found) :]]

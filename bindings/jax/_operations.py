@@ -72,6 +72,7 @@ class Operations:
     plan_bytes: int
     quant: Quant
     scale_order: ScaleOrder
+    grad_quant: Quant
 
     def dispatch(
         self,
@@ -104,10 +105,7 @@ class Operations:
         rows, hidden = self.max_recv_rows, tokens.shape[1]
         if self.quant == Quant.NONE:
             return [((rows, hidden), tokens.dtype.name)]
-        form = FORMATS[self.quant]
-        kind = "float32" if form.scales == "float32" else "uint8"
-        shape = scales_shape(self.scale_order, (rows,), count_scales(self.quant, hidden))
-        return [((rows, hidden // form.packed), form.values), (shape, kind)]
+        return quantised_types(self.quant, self.scale_order, rows, hidden)
 
     def combine(
         self,
@@ -122,7 +120,10 @@ class Operations:
             _check("combine: bias", bias, (dtype,), shape)
         operands = _vary_alike(self.axes, plan.bytes, expert_out, recv_weights, *biases)
         outputs = [(shape, dtype)]
-        return self._bind("combine", *operands, outputs=outputs, biases=len(biases))[0]
+        flags = dict(biases=len(biases))
+        if self.grad_quant != Quant.NONE:
+            flags.update(grad_quant=int(self.grad_quant), scale_order=int(self.scale_order))
+        return self._bind("combine", *operands, outputs=outputs, **flags)[0]
 
     def _place(self) -> jax.Array:
         """The device's place in its group, as shard_map has it. prepare compares it on CPUs.
@@ -217,6 +218,28 @@ class Operations:
                 f"(bootstrap's hidden, {self.largest}), got {size} ({array.shape[1]} of "
                 f"{array.dtype.name})",
             )
+
+
+def quantised_types(
+    quant: Quant, order: ScaleOrder, rows: int, hidden: int
+) -> list[tuple[tuple[int, ...], str]]:
+    """Of quantised rows, and of their scales."""
+    form = FORMATS[quant]
+    kind = "float32" if form.scales == "float32" else "uint8"
+    shape = scales_shape(order, (rows,), count_scales(quant, hidden))
+    return [((rows, hidden // form.packed), form.values), (shape, kind)]
+
+
+def dequantise(
+    quant: Quant, order: ScaleOrder, values: jax.Array, scales: jax.Array, dtype: Any
+) -> jax.Array:
+    """The rows [rows, H] for which e4m3 values and their scales stand."""
+    if order == ScaleOrder.BY_COLUMN:
+        scales = scales.T
+    if scales.dtype == jnp.uint8:  # exponents of normal numbers
+        scales = jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
+    each = jnp.repeat(scales, FORMATS[quant].block, axis=1)[:, : values.shape[1]]
+    return (values.astype(jnp.float32) * each).astype(dtype)
 
 
 def take_biases(bias: Any) -> tuple[jax.Array, ...]:

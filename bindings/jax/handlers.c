@@ -85,16 +85,20 @@ XLA_FFI_Error *ep_jax_dispatch_backward(XLA_FFI_CallFrame *frame) {
 }
 
 /* plan, grad_out[, slot_weights, expert_out]
- *     -> grad_expert_out[, grad_slot_weights] */
+ *     -> grad_expert_out[, grad_slot_weights][, grad_scales]
+ * The attribute `quantises` says whether the last one is there. */
 XLA_FFI_Error *ep_jax_combine_backward(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
     if (!jax_begin(&call, frame, "combine_backward", &result)) return result;
-    const EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS);
+    const int64_t scales = call.num_results - jax_attribute(&call, "quantises");
+    EpExtras extras = jax_extras(&call, JAX_WAITS | JAX_ROWS);
+    extras.grad_scales = jax_result(&call, scales);
     return jax_end(
         &call, ep_combine_backward_with(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
                                         jax_operand(&call, 2), jax_operand(&call, 3), call.stream,
-                                        jax_result(&call, 0), jax_result(&call, 1), &extras));
+                                        jax_result(&call, 0),
+                                        scales > 1 ? jax_result(&call, 1) : NULL, &extras));
 }
 
 /* token -> order, or order -> token: for the compiler alone. */

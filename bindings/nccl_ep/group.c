@@ -156,13 +156,16 @@ static NepPeerPointer find_peer_pointer(void) {
 
 /* Here, where all ranks learn of it together, and not with the first handle. */
 static int check_nodes(const char *call, ncclEpGroup_t group, const EpGroupInfo *info) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
     if (info->num_nodes == 1 || !nep_is_low_latency(group)) return NCCL_SUCCESS;
+    config.layout = EP_LAYOUT_BATCHED, config.rows_per_expert = 1;
+    if (ep_handle_cost(group->ep, &config, &cost) == EP_OK) return NCCL_SUCCESS;
     return nep_fail(call, NCCL_INVALID_USAGE,
-                    "rank %d: config.algorithm: expected %d (high throughput) on %d nodes, since "
-                    "NCCL between nodes of GPUs takes longer than low latency does, got %d (low "
-                    "latency)",
+                    "rank %d: config.algorithm: expected %d (high throughput) on %d nodes, got %d "
+                    "(low latency): %s",
                     info->rank, NCCL_EP_ALGO_HIGH_THROUGHPUT, info->num_nodes,
-                    NCCL_EP_ALGO_LOW_LATENCY);
+                    NCCL_EP_ALGO_LOW_LATENCY, ep_last_error());
 }
 
 static int open_group(const char *call, ncclEpGroup_t group, struct ncclComm *comm) {

@@ -10,12 +10,12 @@ from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .._abi import Status
+from .._abi import Quant, ScaleOrder, Status
 from .._library import EpError
 from . import _calls, _checks, _fast, _inputs, _ops
 from ._counters import as_given
 from ._handle import Handle, Plan
-from ._quant import as_scaled, row_scales, row_values
+from ._quant import GradientForm, as_scaled, row_scales, row_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -640,6 +640,76 @@ class _Combined(torch.autograd.Function):
         return None, *_combine_gradients(ctx, grad_out)
 
 
+class _CombineQuantised(torch.autograd.Function):
+    """_Combine without weights on a handle with a grad_quant: gradients travel as e4m3."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        form: GradientForm,
+        which: Union[Handle, int],
+        plan: Tensor,
+        expert_out: Tensor,
+        num_tokens: int,
+        bias0: Optional[Tensor],
+        bias1: Optional[Tensor],
+        *counters: Optional[Tensor],
+    ) -> Tensor:
+        out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
+        summed = plan, expert_out, None, None, bias0, bias1, out
+        _through(which).combine(which, *summed, *counters)
+        ctx.facts = form, which, expert_out.shape, len(counters)
+        ctx.save_for_backward(plan)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        _refuse_second_derivative("combine")
+        form, which, shape, num_counters = ctx.facts
+        (plan,) = ctx.saved_tensors
+        values, scales = form.make(shape, grad_out)
+        _through(which).combine_backward(
+            which, plan, grad_out.contiguous(), None, None, values, None, grad_scales=scales
+        )
+        biases = [grad_out if needed else None for needed in ctx.needs_input_grad[5:7]]
+        grad = form.dequantise(values, scales, grad_out.dtype)
+        return None, None, None, grad, None, *biases, *num_counters * (None,)
+
+
+def _combine_quantised(
+    handle: Handle,
+    which: Union[Handle, int],
+    plan: Plan,
+    expert_out: Tensor,
+    weights: Optional[Tensor],
+    biases: Biases,
+    counted: Given,
+) -> Tensor:
+    """With a gradient that is quantised. EpError where it cannot be."""
+    if weights is not None:
+        raise EpError(
+            Status.UNSUPPORTED,
+            "combine: weights: expected None on a handle with a grad_quant, whose derivative is "
+            "unweighted, got a tensor: multiply the rows by their weights before",
+        )
+    if handle.scale_order == ScaleOrder.SWIZZLED:
+        raise EpError(
+            Status.UNSUPPORTED,
+            "combine: expected a handle whose scale_order is BY_ROW or BY_COLUMN for a gradient that "
+            "autograd follows, got SWIZZLED: torch.ops.libep.combine_backward gives both parts",
+        )
+    combined: Tensor = _CombineQuantised.apply(  # type: ignore[no-untyped-call]
+        GradientForm.of(handle, expert_out.shape),
+        which,
+        plan.bytes,
+        expert_out,
+        plan.num_tokens,
+        *biases,
+        *counted,
+    )
+    return combined
+
+
 _apply_combine, _apply_combined = _find_apply(_Combine), _find_apply(_Combined)
 
 
@@ -735,6 +805,8 @@ def combine(
             "combine: expected tensors without gradient in latency mode, or with topk_weights: call "
             "it under torch.no_grad(), or detach them",
         )
+    if handle.grad_quant != Quant.NONE:
+        return _combine_quantised(handle, which, plan, expert_out, weights, biases, counted)
     if type(which) is Handle and bias is None and not counted and not _count_modes():
         made = handle.make_fast(
             _COMBINE, block, expert_out, weights, None, None, None, num_tokens, 0

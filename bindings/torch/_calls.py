@@ -15,7 +15,7 @@ from .._abi import Status, Type
 from .._handle import Handle as CoreHandle
 from .._handle import Extras, PlanTensors, Prepare
 from .._library import EpError
-from .._operations import COUNTERS, OPERATIONS, SCALED, compile_call
+from .._operations import COUNTERS, OPERATIONS, SCALES, compile_call
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
 from . import _checks, _fast
@@ -156,12 +156,13 @@ def _extras(
     bias1: Optional[Tensor],
     *counters: Optional[Tensor],
     global_scale: Optional[Tensor] = None,
+    grad_scales: Optional[Tensor] = None,
     words: Optional[Tensor] = None,
     block_rows: int = 0,
     expected: int = 0,
 ) -> Optional[Extras]:
-    """The biases of a sum, which PyTorch may make anywhere in its memory, counters, and the scale
-    of a dispatch, if any.
+    """The biases of a sum, which PyTorch may make anywhere in its memory, counters, and scales, if
+    any.
 
     words  of blocks of rows: done if some value is expected, else ready
     """
@@ -173,6 +174,8 @@ def _extras(
     }
     if global_scale is not None:
         given["global_scale"] = _given(handle, global_scale, "global_scale", 4)
+    if grad_scales is not None:
+        given["grad_scales"] = _given(handle, grad_scales, "grad_scales")
     if words is not None:
         given["done" if expected else "ready"] = _given(handle, words, "words")
         given.update(block_rows=block_rows, expected=expected)
@@ -253,8 +256,8 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
         given["out"] = given.pop("numbers")
     biases = [name if given.pop(name, None) else "None" for name in ("bias0", "bias1")]
     blocks = [f"{name}={name}" for name in ("words", "block_rows", "expected")]
-    scaled = ["global_scale=global_scale"] if operation.name in SCALED else []
-    taken += ["global_scale=None"] if scaled else []
+    scaled = [f"{scale}={scale}" for name, scale in SCALES.items() if name == operation.name]
+    taken += [f"{each.split('=')[0]}=None" for each in scaled]
     given["extras"] = f"extras(handle, {', '.join((*biases, *COUNTERS, *blocks, *scaled))})"
     given["stream"] = "handle.stream()"
     text = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -267,7 +270,7 @@ def _make_slow(operation: Operation) -> Callable[..., None]:
 def _make(name: str) -> Callable[..., None]:
     """The call of an operation: its arguments are a handle, what the table says, and perhaps
     counters, and behind these words of blocks, their rows, and what is expected of them. Those of
-    SCALED also take a global_scale, by its name."""
+    SCALES also take these scales, by their name."""
     operation = OPERATIONS[name]
     slow, form = _make_slow(operation), _fast.FORMS.get(name)
     if form is None:

@@ -26,13 +26,27 @@ LEFT = -1
 _MAJOR = 1  # of DLPack's exchange interface
 
 
+class GroupFacts(ctypes.Structure):
+    """EpTorchGroup of call.h."""
+
+    _fields_ = [
+        ("group", ctypes.c_void_p),
+        ("object", ctypes.c_void_p),
+        ("acquire", ctypes.c_void_p),
+        ("release", ctypes.c_void_p),
+        ("at_once", ctypes.c_void_p),
+    ]
+
+
 class HandleFacts(ctypes.Structure):
     """EpTorchHandle of call.c."""
 
     _fields_ = [
         ("torch", ctypes.c_void_p),
+        ("group", ctypes.c_void_p),
         ("handle", ctypes.c_void_p),
         ("plan_bytes", ctypes.c_int64),
+        ("max_row_bytes", ctypes.c_int64),
         ("blocks", ctypes.c_int64),
         ("rows_per_block", ctypes.c_int64),
         ("device", ctypes.c_int32),
@@ -42,6 +56,25 @@ class HandleFacts(ctypes.Structure):
         ("has_blocks", ctypes.c_int32),
         ("is_per_token", ctypes.c_int32),
         ("by_column", ctypes.c_int32),
+    ]
+
+
+class StepFacts(ctypes.Structure):
+    """EpTorchStep of call.h."""
+
+    _fields_ = [
+        ("next", ctypes.c_void_p),
+        ("object", ctypes.c_void_p),
+        ("send", ctypes.c_void_p),
+        ("sum", ctypes.c_void_p),
+        ("numbers", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("bound", ctypes.c_int64),
+        ("alignment", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("send_sms", ctypes.c_int64),
+        ("sum_sms", ctypes.c_int64),
     ]
 
 
@@ -55,6 +88,7 @@ class _Functions(ctypes.Structure):
         ("drop", ctypes.c_void_p),
         ("wrap", ctypes.c_void_p),
         ("wait_stream", ctypes.c_void_p),
+        ("is_capturing", ctypes.c_void_p),
     ]
 
 
@@ -104,12 +138,13 @@ def _find_functions() -> tuple[_Functions, bool]:
         "aoti_torch_get_data_ptr",
         "aoti_torch_delete_tensor_object",
         "_Z16THPVariable_WrapRKN2at10TensorBaseE",
-        "cudaStreamSynchronize",  # None without CUDA
+        "cudaStreamSynchronize",  # these are None without CUDA
+        "cudaStreamIsCapturing",
     )
     library = ctypes.CDLL(torch._C.__file__)
     addresses: list[Any] = [getattr(library, name, None) for name in names]
     found = [ctypes.cast(address, ctypes.c_void_p).value for address in addresses]
-    return _Functions(_find_exchange(), *found), all(found[:-1])
+    return _Functions(_find_exchange(), *found), all(found[:-2])
 
 
 class _Events(ctypes.Structure):
@@ -185,8 +220,16 @@ count: Optional[Callable[..., Any]] = _all[1] if make else None
 send: Optional[Callable[..., Any]] = _all[2] if make else None
 """Prepares, waits for the counts and dispatches: see call.h. None where PyTorch is older."""
 
-record: Callable[[int, int, int], object] = _all[3]
+hybrid_dispatch: Callable[..., Any] = _all[3]
+hybrid_combine: Callable[..., Any] = _all[4]
+"""The calls of HybridEPBuffer: see hybrid.c."""
+
+normal_dispatch: Callable[..., Any] = _all[5]
+normal_combine: Callable[..., Any] = _all[6]
+"""The calls of Buffer: see normal.c."""
+
+record: Callable[[int, int, int], object] = _all[7]
 """Takes `events`, a device's number and a stream. Returns an event there, or CUDA's error."""
 
-wait: Callable[[int, int, object], Optional[int]] = _all[4]
+wait: Callable[[int, int, object], Optional[int]] = _all[8]
 """Takes `events`, a stream and the event that it waits for. Returns CUDA's error, or None."""

@@ -14,6 +14,7 @@ from .._config import max_recv_rows as worst_case_rows
 from .._config import name_members
 from .._group import Group as CoreGroup
 from .._library import EpError
+from . import _fast
 from ._bootstrap import from_process_group, nccl_comm
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Group(CoreGroup):
         name_members(fields)
         if fields.get("backend") != Backend.HOST and torch.cuda.is_available():
             fields.setdefault("device", torch.cuda.current_device())
+        self.in_calls = _fast.GroupFacts()
+        """What calls in C know of the group, which take its lock by themselves."""
         super().__init__(bootstrap, **fields)
         self.fields = fields
         """The configuration."""
@@ -65,12 +68,21 @@ class Group(CoreGroup):
         """The number of the GPU, or -1."""
         self.receive_memory: list[ReceiveMemory] = []
         """What is not freed yet."""
+        self._parts = self._lock.acquire, self._lock.release, (False,)
+        self.in_calls.group, self.in_calls.object = self.pointer, id(self)
+        parts = map(id, self._parts)
+        self.in_calls.acquire, self.in_calls.release, self.in_calls.at_once = parts
 
     def close(self) -> None:
         """Destroy the group and its handles. A second call does nothing. See libep.Group.close."""
         if self.pointer is not None:
             self._refuse_used_memory()
         super().close()
+
+    def lose(self, why: str) -> None:
+        """Forget it, without destroying it. See libep.Group."""
+        self.in_calls.group = None
+        super().lose(why)
 
     def leave(self) -> None:
         """Close the group at the end of the process, when no program reads tensors any more."""

@@ -141,8 +141,9 @@ class Handle(CoreHandle):
         self.top_k = _given(fields.get("top_k"), group.fields["max_top_k"])
         self.capacity = _given(fields.get("max_recv_rows"), group.fields.get("max_recv_rows", 0))
         self.quant = fields.get("quant", Quant.NONE)
-        self._scale_order = fields.get("scale_order", ScaleOrder.BY_ROW)
+        self.scale_order = fields.get("scale_order", ScaleOrder.BY_ROW)
         # What calls ask for is computed once: comparing enums takes as long as half a call.
+        self.grad_quant = fields.get("grad_quant", Quant.NONE)
         self.quantises = self.quant != Quant.NONE
         """Whether dispatch quantises."""
         self.is_exact = self.capacity == 0 and self.layout in (Layout.EXPERT_MAJOR, Layout.FLAT)
@@ -164,15 +165,19 @@ class Handle(CoreHandle):
         """Elements of Plan.numbers."""
         self._outputs = threading.local()
         self._facts = self._make_facts()
-        self._facts_at = ctypes.addressof(self._facts)
+        self.facts_at = ctypes.addressof(self._facts)
+        """The address of what C knows of the handle."""
         _handles[self.key] = self
 
     def _make_facts(self) -> _fast.HandleFacts:
         blocks, rows_per_block = self._own_lead or (0, 0)
+        group_facts = ctypes.addressof(self.group.in_calls)
         return _fast.HandleFacts(
             torch=_fast.functions,
+            group=group_facts,
             handle=self._pointer,
             plan_bytes=self.plan_bytes,
+            max_row_bytes=self.max_row_bytes,
             blocks=blocks,
             rows_per_block=rows_per_block,
             device=self.ordinal,
@@ -181,7 +186,7 @@ class Handle(CoreHandle):
             top_k=self.top_k,
             has_blocks=self.has_blocks,
             is_per_token=self.is_per_token,
-            by_column=self._scale_order != ScaleOrder.BY_ROW,
+            by_column=self.scale_order != ScaleOrder.BY_ROW,
         )
 
     def _count_most_rows(self, fields: HandleFields) -> int:
@@ -203,7 +208,7 @@ class Handle(CoreHandle):
         """
         if _fast.call is None or self._pointer is None or self.group.pointer is None:
             return False
-        status = self.group.run(_fast.call, self._facts_at, form, tensors)
+        status = self.group.run(_fast.call, self.facts_at, form, tensors)
         if status > 0:
             raise last_error(status)
         return status != _fast.LEFT
@@ -215,7 +220,7 @@ class Handle(CoreHandle):
         """
         if _fast.make is None or self._pointer is None or self.group.pointer is None:
             return None
-        made = self.group.run(_fast.make, self._facts_at, form, *arguments)
+        made = self.group.run(_fast.make, self.facts_at, form, *arguments)
         if type(made) is int:
             raise last_error(made)
         return made
@@ -230,7 +235,7 @@ class Handle(CoreHandle):
         if _fast.send is None or self._pointer is None or self.group.pointer is None:
             return None
         sent = self.group.run(
-            _fast.send, self._facts_at, _fast.FORMS["dispatch"], numbers, *arguments
+            _fast.send, self.facts_at, _fast.FORMS["dispatch"], numbers, *arguments
         )
         if type(sent) is int:
             raise last_error(sent)
@@ -297,7 +302,7 @@ class Handle(CoreHandle):
 
     def scales_shape(self, rows: int, count: int) -> tuple[int, ...]:
         """The shape of recv_scales, with `count` scales per row."""
-        return scales_shape(self._scale_order, self.lead(rows), count)
+        return scales_shape(self.scale_order, self.lead(rows), count)
 
 
 def _given(value: Optional[int], default: int) -> int:

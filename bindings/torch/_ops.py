@@ -19,7 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .._abi import Status
 from .._library import EpError
-from .._operations import COUNTERS, OPERATIONS, SCALED
+from .._operations import COUNTERS, OPERATIONS, SCALES
 from . import _calls
 from ._handle import find_handle
 
@@ -42,7 +42,9 @@ def _schema(operation: Operation) -> str:
     mutated = [f"Tensor({letter}!){_mark(each)} {each.name}" for letter, each in outputs]
     mutated += [f"Tensor({letter}!)? {name}=None" for letter, name in zip("vwxyz", COUNTERS)]
     blocks = "Tensor(u!)? words=None", "int block_rows=0", "int expected=0"
-    named = ["*", "Tensor? global_scale=None"] if operation.name in SCALED else []
+    scale = SCALES.get(operation.name, "")
+    mark = "(t!)" if scale == "grad_scales" else ""
+    named = ["*", f"Tensor{mark}? {scale}=None"] if scale else []
     return ", ".join(["int handle", *inputs, *mutated, *blocks, *named])
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -56,6 +56,33 @@ def as_scaled(handle: Handle, call: str, global_scale: Optional[Tensor]) -> Scal
             f"{Quant(handle.quant).name}, got {got}",
         )
     return {} if global_scale is None else {"global_scale": global_scale}
+
+
+class GradientForm(NamedTuple):
+    """How the gradients of a handle's combine travel."""
+
+    quant: Quant
+    order: ScaleOrder
+    scales_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, handle: Handle, shape: tuple[int, ...]) -> GradientForm:
+        """For rows of this shape."""
+        count, _ = row_scales(handle.grad_quant, shape[-1])
+        rows = handle.scales_shape(shape[-2], count)
+        return cls(Quant(handle.grad_quant), ScaleOrder(handle.scale_order), rows)
+
+    def make(self, shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:
+        """What combine_backward writes: values of the rows, and scales."""
+        values, scales = _KINDS[self.quant]
+        return like.new_empty(shape, dtype=values), like.new_empty(self.scales_shape, dtype=scales)
+
+    def dequantise(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows for which they stand."""
+        if self.order == ScaleOrder.BY_COLUMN:
+            scales = scales.mT
+        each = scales.float().repeat_interleave(FORMATS[self.quant].block, -1)
+        return (values.float() * each[..., : values.shape[-1]]).to(dtype)
 
 
 def _form(quant: Quant) -> tuple[int, torch.dtype]:

@@ -2,12 +2,10 @@
 #include "bindings/torch/call.h"
 
 #include <string.h>
-#include <time.h>
 
-#include "bindings/torch/python.h"
+#include "bindings/torch/tensors.h"
 
 #define MOST_TENSORS 11
-#define ROW_UNIT 16 /* rows start on multiples of this many bytes */
 
 #define COUNTERS 5 /* that may follow an operation's tensors */
 
@@ -21,58 +19,6 @@ typedef struct Arguments {
 
 /* ---- tensors ------------------------------------------------------------------------------- */
 
-static int find_type(const DlTensor *t, EpType *out) {
-    static const struct {
-        uint8_t kind, bits;
-        EpType type;
-    } known[] = {{DL_BFLOAT, 16, EP_TYPE_BF16},
-                 {DL_FLOAT, 32, EP_TYPE_FP32},
-                 {DL_FLOAT, 16, EP_TYPE_FP16},
-                 {DL_INT, 64, EP_TYPE_INT64},
-                 {DL_INT, 32, EP_TYPE_INT32},
-                 {DL_UINT, 8, EP_TYPE_UINT8},
-                 {DL_FLOAT8_E4M3FN, 8, EP_TYPE_FP8_E4M3},
-                 {DL_FLOAT8_E5M2, 8, EP_TYPE_FP8_E5M2}};
-    for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++)
-        if (t->kind == known[i].kind && t->bits == known[i].bits && t->lanes == 1) {
-            *out = known[i].type;
-            return 1;
-        }
-    return 0;
-}
-
-static int is_contiguous(const DlTensor *t) {
-    int64_t step = 1;
-    int contiguous = 1;
-    for (int d = t->ndim - 1; d >= 0; d--) {
-        if (t->shape[d] == 0) return 1;
-        if (t->shape[d] != 1 && t->strides && t->strides[d] != step) contiguous = 0;
-        step *= t->shape[d];
-    }
-    return contiguous;
-}
-
-static int convert(const EpTorchHandle *h, void *object, EpTensor *out) {
-    DlTensor t;
-    if (h->torch->exchange->tensor_from_object(object, &t) != 0) {
-        PyErr_Clear();
-        return 0;
-    }
-    int is_here =
-        h->device < 0 ? t.device_kind == DL_CPU : t.device_kind == DL_CUDA && t.device == h->device;
-    EpType type;
-    if (!is_here || t.ndim < 1 || t.ndim > EP_MAX_DIMS || !find_type(&t, &type) ||
-        !is_contiguous(&t))
-        return 0;
-    *out = (EpTensor){.struct_size = sizeof(*out),
-                      .data = (char *)t.data + t.byte_offset,
-                      .type = type,
-                      .ndim = t.ndim,
-                      .shape = {1, 1, 1}};
-    memcpy(out->shape, t.shape, (size_t)t.ndim * sizeof(int64_t));
-    return 1;
-}
-
 /* Returns whether an input needs no copy. */
 static int is_ready(const EpTorchForm *form, ptrdiff_t argument, const EpTensor *t) {
     if (form->gradients >> argument & 1) return (uintptr_t)t->data % ROW_UNIT == 0;
@@ -83,17 +29,10 @@ static int convert_one(const EpTorchHandle *h, const EpTorchForm *form, ptrdiff_
                        Arguments *a) {
     a->at[i] = NULL;
     if (object == &_Py_NoneStruct) return 1;
-    if (!convert(h, object, &a->tensors[i]) || !is_ready(form, i, &a->tensors[i])) return 0;
+    if (!ep_torch_convert(h, object, 0, &a->tensors[i]) || !is_ready(form, i, &a->tensors[i]))
+        return 0;
     a->at[i] = &a->tensors[i];
     return 1;
-}
-
-static int find_stream(const EpTorchHandle *h, Arguments *a) {
-    a->stream = NULL;
-    if (h->device < 0 || h->torch->exchange->current_stream(DL_CUDA, h->device, &a->stream) == 0)
-        return 1;
-    PyErr_Clear();
-    return 0;
 }
 
 /* Convert the counters behind an operation's tensors, all of them or none. */
@@ -106,7 +45,7 @@ static int convert_counters(const EpTorchHandle *h, const EpTorchForm *form, voi
         void *object = PyTuple_GetItem(objects, i);
         EpTensor *t = &a->counters[i - form->count];
         if (object == &_Py_NoneStruct) continue;
-        if (!convert(h, object, t)) return 0;
+        if (!ep_torch_convert(h, object, 0, t)) return 0;
         *members[i - form->count] = t;
     }
     return 1;
@@ -119,47 +58,13 @@ static int convert_all(const EpTorchHandle *h, const EpTorchForm *form, void *ob
     a->extras = (EpExtras)EP_EXTRAS_INIT;
     for (ptrdiff_t i = 0; i < form->count; i++)
         if (!convert_one(h, form, i, PyTuple_GetItem(objects, i), a)) return 0;
-    return convert_counters(h, form, objects, a) && find_stream(h, a);
-}
-
-/* ---- the numbers of a plan ----------------------------------------------------------------- */
-
-/* The outputs of prepare that make up Plan.numbers. */
-typedef struct Numbers {
-    EpTensor parts[5];
-    EpPlanTensors outputs;
-} Numbers;
-
-static const EpTensor *take(EpTensor *part, const EpTensor *numbers, int64_t *used,
-                            int64_t length) {
-    *part = (EpTensor){.struct_size = sizeof(*part),
-                       .data = (int32_t *)numbers->data + *used,
-                       .type = EP_TYPE_INT32,
-                       .ndim = 1,
-                       .shape = {length, 1, 1}};
-    *used += length;
-    return part;
-}
-
-/* Divides `numbers`, which may be NULL. Returns 0 if it is not as large as the parts. */
-static int divide(const EpTorchHandle *h, const EpTensor *numbers, Numbers *out) {
-    int64_t local = h->num_local_experts, used = 0;
-    if (!numbers) return 1;
-    if (numbers->type != EP_TYPE_INT32 || numbers->ndim != 1 ||
-        numbers->shape[0] != 3 * local + 4 + h->num_ranks)
-        return 0;
-    out->outputs = (EpPlanTensors)EP_PLAN_TENSORS_INIT;
-    out->outputs.expert_counts = take(&out->parts[0], numbers, &used, local);
-    out->outputs.expert_padded = take(&out->parts[1], numbers, &used, local);
-    out->outputs.expert_offsets = take(&out->parts[2], numbers, &used, local + 1);
-    out->outputs.totals = take(&out->parts[3], numbers, &used, 3);
-    out->outputs.source_rows = take(&out->parts[4], numbers, &used, h->num_ranks);
-    return 1;
+    return convert_counters(h, form, objects, a) && ep_torch_find_stream(h, &a->stream);
 }
 
 /* ---- operations ---------------------------------------------------------------------------- */
 
-static EpStatus run(const EpTorchHandle *h, int32_t number, const Arguments *a, const Numbers *n) {
+static EpStatus run(const EpTorchHandle *h, int32_t number, const Arguments *a,
+                    const EpTorchNumbers *n) {
     const EpTensor *const *t = a->at;
     EpPrepare routing = EP_PREPARE_INIT;
     EpExtras extras = a->extras;
@@ -189,9 +94,9 @@ static EpStatus run(const EpTorchHandle *h, int32_t number, const Arguments *a, 
 
 int32_t ep_torch_call(const EpTorchHandle *h, const EpTorchForm *form, void *objects) {
     Arguments a;
-    Numbers n;
+    EpTorchNumbers n;
     if (!convert_all(h, form, objects, &a)) return EP_TORCH_LEFT;
-    if (form->numbers >= 0 && !divide(h, a.at[form->numbers], &n)) return EP_TORCH_LEFT;
+    if (form->numbers >= 0 && !ep_torch_divide(h, a.at[form->numbers], &n)) return EP_TORCH_LEFT;
     void *others = PyEval_SaveThread();
     EpStatus status = run(h, form->number, &a, &n);
     PyEval_RestoreThread(others);
@@ -208,50 +113,21 @@ typedef struct Made {
     int is_short; /* whether PyTorch has refused one */
 } Made;
 
-static int32_t torch_type(EpType type) {
-    switch (type) {
-    case EP_TYPE_BF16:
-        return 15;
-    case EP_TYPE_FP16:
-        return 5;
-    case EP_TYPE_FP32:
-        return 6;
-    case EP_TYPE_INT32:
-        return 3;
-    case EP_TYPE_INT64:
-        return 4;
-    case EP_TYPE_FP8_E4M3:
-        return 24;
-    case EP_TYPE_FP8_E5M2:
-        return 23;
-    default:
-        return 0; /* uint8 */
-    }
-}
-
-/* Allocate an argument's tensor. Without the interpreter's lock: memory of a GPU may wait for work
- * that other threads start. `kind`: PyTorch's number of its type. */
+/* Allocate an argument's tensor. `kind`: PyTorch's number of its type. */
 static void allocate_as(Made *made, int argument, EpType type, int32_t kind, int ndim,
                         const int64_t *shape) {
     const EpTorchHandle *h = made->handle;
-    int64_t strides[EP_MAX_DIMS], step = 1;
     EpTensor *t = &made->arguments->tensors[argument];
     *t = (EpTensor){.struct_size = sizeof(*t), .type = type, .ndim = ndim, .shape = {1, 1, 1}};
-    for (int d = ndim - 1; d >= 0; d--) {
-        t->shape[d] = shape[d], strides[d] = step;
-        step *= shape[d] > 1 ? shape[d] : 1;
-    }
-    int is_cpu = h->device < 0;
+    memcpy(t->shape, shape, (size_t)ndim * sizeof(*shape));
     if (made->is_short ||
-        h->torch->empty(ndim, t->shape, strides, kind, !is_cpu, is_cpu ? 0 : h->device,
-                        &made->tensors[argument]) != 0 ||
-        h->torch->data_of(made->tensors[argument], &t->data) != 0)
+        !ep_torch_allocate(h->torch, h->device, kind, t, &made->tensors[argument]))
         made->is_short = 1;
     made->arguments->at[argument] = t;
 }
 
 static void allocate(Made *made, int argument, EpType type, int ndim, const int64_t *shape) {
-    allocate_as(made, argument, type, torch_type(type), ndim, shape);
+    allocate_as(made, argument, type, ep_torch_type(type), ndim, shape);
 }
 
 static void allocate_vector(Made *made, int argument, EpType type, int64_t length) {
@@ -280,11 +156,10 @@ static int64_t width(const EpTensor *t) {
 static void allocate_outputs(Made *made, int32_t operation, int64_t number, EpType indices) {
     const EpTorchHandle *h = made->handle;
     const EpTensor *const *t = made->arguments->at;
-    int64_t local = h->num_local_experts;
     switch (operation) {
     case TORCH_PREPARE:
         allocate_vector(made, 2, EP_TYPE_UINT8, h->plan_bytes);
-        allocate_vector(made, 3, EP_TYPE_INT32, 3 * local + 4 + h->num_ranks);
+        allocate_vector(made, 3, EP_TYPE_INT32, ep_torch_count_numbers(h));
         break;
     case TORCH_DISPATCH:
         allocate_rows(made, 4, t[1]->type, number, width(t[1]));
@@ -332,15 +207,9 @@ static void *wrap_outputs(Made *made, int32_t first, int32_t end) {
     return outputs;
 }
 
-static void *leave(void) {
-    if (PyErr_Occurred()) PyErr_Clear();
-    Py_IncRef(&_Py_NoneStruct);
-    return &_Py_NoneStruct;
-}
-
 /* Returns what a call returns to Python, and drops the outputs from `first` to before `end`. */
 static void *finish(Made *made, EpStatus status, int32_t first, int32_t end) {
-    void *result = made->is_short    ? leave()
+    void *result = made->is_short    ? ep_torch_leave()
                    : status != EP_OK ? PyLong_FromLong(status)
                                      : wrap_outputs(made, first, end);
     for (int32_t i = first; i < end; i++)
@@ -351,34 +220,33 @@ static void *finish(Made *made, EpStatus status, int32_t first, int32_t end) {
 /* See ep_torch_functions. */
 static void *make(void *self, void *const *objects, ptrdiff_t count) {
     (void)self;
-    if (count < 2) return leave();
+    if (count < 2) return ep_torch_leave();
     const EpTorchHandle *h = PyLong_AsVoidPtr(objects[0]);
     const EpTorchForm *form = PyLong_AsVoidPtr(objects[1]);
     Arguments a;
-    Numbers n;
+    EpTorchNumbers n;
     Made made = {.handle = h, .arguments = &a};
     a.extras = (EpExtras)EP_EXTRAS_INIT;
-    if (!h || !form || count != form->inputs + 4) return leave();
+    if (!h || !form || count != form->inputs + 4) return ep_torch_leave();
     for (int32_t i = form->inputs; i < form->count; i++)
         a.at[i] = NULL;
     for (int32_t i = 0; i < form->inputs; i++)
-        if (!convert_one(h, form, i, objects[2 + i], &a)) return leave();
+        if (!convert_one(h, form, i, objects[2 + i], &a)) return ep_torch_leave();
     int64_t number = PyLong_AsLongLong(objects[count - 2]);
     int64_t has_small = PyLong_AsLongLong(objects[count - 1]);
-    if (number < 0 || has_small < 0 || !has_inputs(h, form->number, &a) || !find_stream(h, &a))
-        return leave();
+    if (number < 0 || has_small < 0 || !has_inputs(h, form->number, &a) ||
+        !ep_torch_find_stream(h, &a.stream))
+        return ep_torch_leave();
     void *others = PyEval_SaveThread();
     allocate_outputs(&made, form->number, number, has_small ? EP_TYPE_INT32 : EP_TYPE_INT64);
     EpStatus status = EP_OK;
-    if (!made.is_short && form->numbers >= 0) divide(h, a.at[form->numbers], &n);
+    if (!made.is_short && form->numbers >= 0) ep_torch_divide(h, a.at[form->numbers], &n);
     if (!made.is_short) status = run(h, form->number, &a, &n);
     PyEval_RestoreThread(others);
     return finish(&made, status, form->inputs, form->count);
 }
 
 /* ---- a dispatch by a new routing ----------------------------------------------------------- */
-
-EpTorchWaits ep_torch_waits;
 
 /* Prepare and dispatch in one call. */
 typedef struct Send {
@@ -393,33 +261,13 @@ typedef struct Send {
     int has_sent;
 } Send;
 
-static EpStatus wait_for_counts(const Send *s) {
-    struct timespec begin, end;
-    if (s->handle->device < 0) return EP_OK;
-    clock_gettime(CLOCK_MONOTONIC, &begin);
-    int error = s->handle->torch->wait_stream(s->made.arguments->stream);
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    ep_torch_waits.count++;
-    ep_torch_waits.ns +=
-        (end.tv_sec - begin.tv_sec) * INT64_C(1000000000) + end.tv_nsec - begin.tv_nsec;
-    return error ? ep_set_last_error(EP_ERR_SYSTEM, "dispatch: waiting for counts failed in CUDA")
-                 : EP_OK;
-}
-
 /* Make the plan, and learn the number of rows. */
 static EpStatus prepare_to_send(Send *s) {
     const EpTorchHandle *h = s->handle;
-    Numbers parts;
-    EpTensor numbers = {.struct_size = sizeof(numbers),
-                        .data = s->numbers,
-                        .type = EP_TYPE_INT32,
-                        .ndim = 1,
-                        .shape = {s->num_numbers, 1, 1}};
-    if (!divide(h, &numbers, &parts)) return EP_ERR_SHAPE; /* they have been counted alike */
-    memset(s->numbers, 0xff, (size_t)s->num_numbers * sizeof(int32_t)); /* a failure writes none */
-    EpStatus status = ep_prepare_with(h->handle, s->made.arguments->at[0], &s->topk_idx, NULL,
-                                      s->made.arguments->stream, &parts.outputs, NULL);
-    if (status == EP_OK) status = wait_for_counts(s);
+    void *stream = s->made.arguments->stream;
+    EpStatus status =
+        ep_torch_prepare(h, s->made.arguments->at[0], &s->topk_idx, stream, s->numbers);
+    if (status == EP_OK) status = ep_torch_wait(h, stream);
     if (status == EP_OK) s->rows = s->numbers[3 * h->num_local_experts + 1];
     return status;
 }
@@ -478,24 +326,24 @@ static void *send(void *self, void *const *objects, ptrdiff_t given) {
     enum { GIVEN = 10, INPUTS = 6 };
     Arguments a = {.extras = EP_EXTRAS_INIT};
     Send s = {.made = {.arguments = &a}, .rows = -1};
-    if (given != GIVEN) return leave();
+    if (given != GIVEN) return ep_torch_leave();
     const EpTorchHandle *h = s.made.handle = s.handle = PyLong_AsVoidPtr(objects[0]);
     const EpTorchForm *form = PyLong_AsVoidPtr(objects[1]); /* of dispatch */
     s.numbers = PyLong_AsVoidPtr(objects[2]);
     s.capacity = PyLong_AsLongLong(objects[3]);
     s.spare = PyLong_AsLongLong(objects[4]);
     int64_t has_small = PyLong_AsLongLong(objects[5]);
-    if (PyErr_Occurred() || !h || !form || !s.numbers || has_small < 0) return leave();
-    s.num_numbers = 3 * h->num_local_experts + 4 + h->num_ranks;
+    if (PyErr_Occurred() || !h || !form || !s.numbers || has_small < 0) return ep_torch_leave();
+    s.num_numbers = ep_torch_count_numbers(h);
     for (int32_t i = 1; i <= 3; i++)
-        if (!convert_one(h, form, i, objects[INPUTS + i], &a)) return leave();
-    if (!convert(h, objects[INPUTS], &s.topk_idx) || !a.at[1] || a.at[1]->ndim != 2 ||
-        !find_stream(h, &a) || (h->device >= 0 && !h->torch->wait_stream))
-        return leave();
+        if (!convert_one(h, form, i, objects[INPUTS + i], &a)) return ep_torch_leave();
+    if (!ep_torch_convert(h, objects[INPUTS], 0, &s.topk_idx) || !a.at[1] || a.at[1]->ndim != 2 ||
+        !ep_torch_find_stream(h, &a.stream) || (h->device >= 0 && !h->torch->wait_stream))
+        return ep_torch_leave();
     void *others = PyEval_SaveThread();
     EpStatus status = run_send(&s, has_small ? EP_TYPE_INT32 : EP_TYPE_INT64);
     PyEval_RestoreThread(others);
-    void *result = !s.made.tensors[0] ? leave()
+    void *result = !s.made.tensors[0] ? ep_torch_leave()
                    : status != EP_OK  ? PyLong_FromLong(status)
                                       : wrap_sent(&s);
     for (int32_t i = 0; i < MOST_TENSORS; i++)
@@ -505,20 +353,20 @@ static void *send(void *self, void *const *objects, ptrdiff_t given) {
 
 /* ---- counts of a routing ------------------------------------------------------------------- */
 
-#define TORCH_BOOL 11 /* PyTorch's number of the type */
-
 /* See ep_torch_functions. */
 static void *count(void *self, void *const *objects, ptrdiff_t given) {
     (void)self;
-    if (given != 5) return leave();
+    if (given != 5) return ep_torch_leave();
     EpTorchHandle h = {.torch = PyLong_AsVoidPtr(objects[0]),
                        .device = (int32_t)PyLong_AsLongLong(objects[1])};
     int64_t ranks = PyLong_AsLongLong(objects[3]), experts = PyLong_AsLongLong(objects[4]);
     Arguments a;
     Made made = {.handle = &h, .arguments = &a};
-    if (!h.torch || ranks < 1 || experts < 1 || PyErr_Occurred()) return leave();
-    if (!convert(&h, objects[2], &a.tensors[0]) || a.tensors[0].ndim != 2 || !find_stream(&h, &a))
-        return leave();
+    if (!h.torch || ranks < 1 || experts < 1 || PyErr_Occurred()) return ep_torch_leave();
+    if (!ep_torch_convert(&h, objects[2], 0, &a.tensors[0]) || a.tensors[0].ndim != 2 ||
+        a.tensors[0].shape[1] < 1 || a.tensors[0].shape[1] > EP_MAX_TOP_K ||
+        !ep_torch_find_stream(&h, &a.stream))
+        return ep_torch_leave();
     void *others = PyEval_SaveThread();
     allocate_vector(&made, 1, EP_TYPE_INT32, ranks);
     allocate_vector(&made, 2, EP_TYPE_INT32, experts);
@@ -534,11 +382,16 @@ static void *count(void *self, void *const *objects, ptrdiff_t given) {
 /* ---- Python's functions -------------------------------------------------------------------- */
 
 void *ep_torch_functions(void) {
-    static PyMethodDef methods[] = {{"call of libep.torch", make, METH_FASTCALL, NULL},
-                                    {"ep_count_routing", count, METH_FASTCALL, NULL},
-                                    {"send of libep.torch", send, METH_FASTCALL, NULL},
-                                    {"record", ep_torch_record, METH_FASTCALL, NULL},
-                                    {"wait", ep_torch_wait, METH_FASTCALL, NULL}};
+    static PyMethodDef methods[] = {
+        {"call of libep.torch", make, METH_FASTCALL, NULL},
+        {"ep_count_routing", count, METH_FASTCALL, NULL},
+        {"send of libep.torch", send, METH_FASTCALL, NULL},
+        {"send of libep.torch", ep_torch_hybrid_dispatch, METH_FASTCALL, NULL},
+        {"call of libep.torch", ep_torch_hybrid_combine, METH_FASTCALL, NULL},
+        {"send of libep.torch", ep_torch_normal_dispatch, METH_FASTCALL, NULL},
+        {"call of libep.torch", ep_torch_normal_combine, METH_FASTCALL, NULL},
+        {"record", ep_torch_record_event, METH_FASTCALL, NULL},
+        {"wait", ep_torch_wait_event, METH_FASTCALL, NULL}};
     enum { COUNT = sizeof(methods) / sizeof(methods[0]) };
     void *functions = PyTuple_New(COUNT);
     for (int i = 0; functions && i < COUNT; i++)

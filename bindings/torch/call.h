@@ -48,13 +48,22 @@ typedef struct EpTorchFunctions {
     int32_t (*drop)(void *tensor);
     void *(*wrap)(const void *tensor); /**< returns a new torch.Tensor, which shares the tensor */
     int (*wait_stream)(void *stream);  /**< of CUDA: waits for a stream; returns 0, or an error */
+    int (*is_capturing)(void *stream, int *out); /**< of CUDA, likewise; 0 where it is not */
 } EpTorchFunctions;
+
+/** A libep.torch.Group, for calls that take its lock themselves. */
+typedef struct EpTorchGroup {
+    EpGroup *group;                    /**< NULL: closed */
+    void *object;                      /**< of Python, whose caller and began they set */
+    void *acquire, *release, *at_once; /**< of its lock, and the arguments that do not wait */
+} EpTorchGroup;
 
 /** What a libep.torch.Handle knows of itself. */
 typedef struct EpTorchHandle {
     const EpTorchFunctions *torch;
+    const EpTorchGroup *group;
     EpHandle *handle;
-    int64_t plan_bytes;
+    int64_t plan_bytes, max_row_bytes;
     int64_t blocks, rows_per_block; /**< dimensions of receive rows with has_blocks */
     int32_t device;                 /**< CUDA's number of the GPU; -1: the CPU */
     int32_t num_local_experts, num_ranks, top_k;
@@ -101,6 +110,12 @@ int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void
  * source's rows. Without outputs dispatch has not run: there are no numbers, a rank has too many
  * tokens, or PyTorch has no memory. Or it returns what `make` does instead.
  *
+ * dispatch_with_permute, combine_with_unpermute
+ *         The calls of libep.deep_ep's HybridEPBuffer: see hybrid.c.
+ *
+ * dispatch, combine
+ *         The calls of libep.deep_ep's Buffer: see normal.c.
+ *
  * record  Takes the address of an EpTorchEvents, a device, and a stream's cudaStream_t as an int.
  *         It records an event there, and returns it, an object whose end gives it back.
  *
@@ -110,6 +125,20 @@ int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void
  * The last two return CUDA's error, an int, if there is one.
  */
 void *ep_torch_functions(void);
+
+/** A configuration of steps of a HybridEPBuffer, or a Buffer's dispatch. */
+typedef struct EpTorchStep {
+    const struct EpTorchStep *next;  /**< of the same buffer */
+    void *object;                    /**< of Python, which keeps all of this */
+    const EpTorchHandle *send, *sum; /**< of dispatch and combine; NULL: none yet */
+    int32_t *numbers;  /**< memory of the host for Plan.numbers; NULL where rows are given */
+    int64_t width;     /**< elements of a row */
+    int64_t row_bytes; /**< most bytes of a row, at least 2 for each element */
+    int64_t bound;     /**< most tokens of a rank */
+    int64_t alignment; /**< of each expert's rows */
+    int64_t rows;      /**< of the outputs; 0: as many as come, which the host reads */
+    int64_t send_sms, sum_sms;
+} EpTorchStep;
 
 /** How often, and how long, calls of `send` have waited for a GPU's counts. */
 typedef struct EpTorchWaits {
@@ -126,8 +155,12 @@ typedef struct EpTorchEvents {
     int (*set_device)(int device);
 } EpTorchEvents;
 
-/** `record` and `wait` of ep_torch_functions. */
-void *ep_torch_record(void *self, void *const *objects, ptrdiff_t count);
-void *ep_torch_wait(void *self, void *const *objects, ptrdiff_t count);
+/** Functions of ep_torch_functions. */
+void *ep_torch_hybrid_dispatch(void *self, void *const *objects, ptrdiff_t count);
+void *ep_torch_hybrid_combine(void *self, void *const *objects, ptrdiff_t count);
+void *ep_torch_normal_dispatch(void *self, void *const *objects, ptrdiff_t count);
+void *ep_torch_normal_combine(void *self, void *const *objects, ptrdiff_t count);
+void *ep_torch_record_event(void *self, void *const *objects, ptrdiff_t count);
+void *ep_torch_wait_event(void *self, void *const *objects, ptrdiff_t count);
 
 #endif

@@ -20,6 +20,7 @@ enum {
     DL_UINT = 1,
     DL_FLOAT = 2,
     DL_BFLOAT = 4,
+    DL_BOOL = 6,
     DL_FLOAT8_E4M3FN = 10,
     DL_FLOAT8_E5M2 = 12
 };

@@ -55,7 +55,7 @@ static void drop(void *capsule) {
     give_back(PyCapsule_GetPointer(capsule, NAME));
 }
 
-void *ep_torch_record(void *self, void *const *objects, ptrdiff_t count) {
+void *ep_torch_record_event(void *self, void *const *objects, ptrdiff_t count) {
     (void)self;
     const EpTorchEvents *e = count == 3 ? PyLong_AsVoidPtr(objects[0]) : NULL;
     Event *event = NULL;
@@ -66,7 +66,7 @@ void *ep_torch_record(void *self, void *const *objects, ptrdiff_t count) {
     return error ? PyLong_FromLong(error) : PyCapsule_New(event, NAME, drop);
 }
 
-void *ep_torch_wait(void *self, void *const *objects, ptrdiff_t count) {
+void *ep_torch_wait_event(void *self, void *const *objects, ptrdiff_t count) {
     (void)self;
     const EpTorchEvents *e = count == 3 ? PyLong_AsVoidPtr(objects[0]) : NULL;
     Event *event = e ? PyCapsule_GetPointer(objects[2], NAME) : NULL;

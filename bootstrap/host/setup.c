@@ -12,8 +12,10 @@
 #include "bootstrap/network/sockets.h"
 #include "runtime/callback.h"
 #include "runtime/host/host.h"
+#include "runtime/wait.h"
 
 #define SPINS_WITH_CPUS_TO_SPARE 2000
+#define RANKS_OF_A_CROWD 16 /* for each CPU */
 
 void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                      int64_t *shared_bytes, int64_t *private_bytes) {
@@ -45,6 +47,8 @@ static EpStatus check_physical(const EpGroup *group, int64_t bytes, int32_t rank
 static int64_t choose_spins(const EpGroup *group, int32_t ranks_here) {
     if (group->settings.spin != EP_COUNT_AUTO) return group->settings.spin;
     long online = sysconf(_SC_NPROCESSORS_ONLN);
+    int32_t on_machine = group->settings.topology.text[0] ? group->size : ranks_here;
+    if (on_machine > RANKS_OF_A_CROWD * online) return -on_machine;
     return ranks_here <= online ? SPINS_WITH_CPUS_TO_SPARE : 0;
 }
 

@@ -576,8 +576,7 @@ __device__ __forceinline__ const char *node_sum(const EpGatherArgs &a, int owner
 template <Form FORM>
 __device__ __forceinline__ int is_elsewhere(const EpGatherArgs &a, const EpEntry &e) {
     if (e.owner < 0 || e.owner == a.group.rank) return 0;
-    return !has_nodes(FORM) || e.owner < a.group.size ||
-           (uint32_t)e.row < (uint32_t)a.nodes.message_slots;
+    return !has_nodes(FORM) || e.owner < a.group.size || (uint32_t)e.row < (uint32_t)a.nodes.rows;
 }
 
 /* Returns a lane's term of its token's sum: the sum of another rank or node, or one of this rank's
@@ -654,7 +653,7 @@ __device__ __forceinline__ void count_entry(const EpGatherArgs &a, const EpEntry
     if (!held.term.from || !counts_rows(a)) return;
     if (e.owner == a.group.rank) ep_count_row(a.stats, ep_member(a.group, a.group.rank), 1);
     if (!a.rounds) return;
-    int source = held.token / max(1, a.shape.nodes.chunk);
+    int source = held.token / max(1, a.shape.nodes.message);
     if (source < a.num_sources) ep_count_row(a.stats, a.sources[source], 1);
 }
 

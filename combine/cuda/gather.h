@@ -17,8 +17,10 @@ typedef struct EpTarget {
 
 /** Sums of other nodes, which come as records over the network: terms of a token's sum. */
 typedef struct EpNodeSums {
-    const char *records;   /**< [others, message_slots] records; NULL: there are none */
-    int32_t message_slots; /**< of a node: the tokens of a chunk */
+    const char *records;   /**< [others, message_slots] records; NULL: there are none. With a limit
+                                (node_rows) such messages follow one another: see ep_message_row */
+    int32_t message_slots; /**< of a node: the places of a message */
+    int32_t rows; /**< that entries may name: message_slots; with a limit in all messages */
     const int32_t
         *order; /**< device [R + others]: the place of each rank and other node in the order of
                      summation, which is that of the group's ranks; NULL: as numbered */

@@ -4,6 +4,7 @@
 
 #include "combine/cuda/backend.h"
 #include "handles/cuda/handle.h"
+#include "handles/nodes/cuda/latency_nodes.h"
 #include "runtime/log.h"
 
 /* Percent of the blocks that send while the others receive; found by experiment. Each row sent is
@@ -35,9 +36,16 @@ static int64_t count_steps(const EpGatherTensors *t) {
     return (t->row_elements + EP_PACKED_STEP_ELEMENTS - 1) / EP_PACKED_STEP_ELEMENTS;
 }
 
-EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
+/* Returns the steps of a place in a message: the sum's, or the rows' of all entries. */
+static int64_t place_steps(const EpLatencyGatherArgs *args) {
+    return args->steps * (int64_t)(args->t.by_entry ? args->top_k : 1);
+}
+
+/* Describe the kernel of an operation, or of one of its phases. Returns its blocks. */
+static int describe(const EpHandle *handle, const EpGather *g, EpPhase phase,
+                    EpLatencyGatherArgs *out) {
     const EpGroup *group = handle->group;
-    EpCudaLatency *latency = ep_cuda(group)->latency;
+    const EpCudaLatency *latency = ep_cuda(group)->latency;
     int64_t tokens = g->num_rows >= 0 ? g->num_rows : handle->shape.max_tokens;
     EpLatencyGatherArgs args = {.group = ep_cuda_launch_group(handle),
                                 .plan = ep_cuda_plan(handle, g->plan, g->top_k, g->num_rows,
@@ -54,19 +62,60 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
                               weights,  g->t.format.quant, g->t.block_rows};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 6);
     args.latency.awaits_weights = g->t.weighs_entries && !g->t.by_entry;
-    int percent = g->t.by_entry ? SENDERS_PERCENT : percent_of_senders(group, g->top_k);
-    int blocks =
-        ep_latency_blocks(&args.group, g->phase, tokens, args.steps, percent, &args.latency);
-    if (g->t.done.words) args.latency.releases = 0; /* who produces rows needs the room */
     args.latency.token = g->place.token;
+    if (latency->device.nodes.num_others)
+        ep_latency_nodes_describe(group, g->phase, g->place.token, place_steps(&args),
+                                  &args.latency);
+    int percent = g->t.by_entry ? SENDERS_PERCENT : percent_of_senders(group, g->top_k);
+    int blocks = ep_latency_blocks(&args.group, phase, tokens, args.steps, percent, &args.latency);
+    if (g->t.done.words) args.latency.releases = 0; /* who produces rows needs the room */
     args.stats = g->stats, args.counts = ep_counts_any(&g->stats);
     partition(handle, tokens, blocks, &args);
-    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_latency_gather,
-                                                  .args = &args,
-                                                  .blocks = blocks,
-                                                  .stream = g->stream,
-                                                  .phase = g->phase,
-                                                  .own = &latency->order[g->place.slot]});
+    *out = args;
+    return blocks;
+}
+
+/* On several nodes a whole operation is launched as its phases are. It receives sums where NCCL has
+ * put them. */
+static EpStatus gather_on_nodes(EpHandle *handle, const EpGather *g, const EpCudaLaunch *order) {
+    EpLatencyGatherArgs weights, send, relay, receive;
+    EpNodesLaunch l = {.order = *order};
+    if (g->phase != EP_PHASE_RECEIVE) {
+        int blocks = describe(handle, g, EP_PHASE_SEND, &send);
+        if (send.latency.awaits_weights) {
+            weights = send;
+            weights.latency.nodes.marks.last = send.latency.nodes.begins = 0;
+            int few = (int)ep_min(blocks, 1 + g->t.out_num_rows / EP_LATENCY_WARPS);
+            l.weights = (EpNodesKernel){ep_cuda_launch_latency_weights, &weights, few};
+            l.spread = (EpNodesKernel){ep_cuda_launch_latency_spread, &weights, few};
+        }
+        l.send = (EpNodesKernel){ep_cuda_launch_latency_gather_nodes, &send, blocks};
+        l.group = &send.group, l.latency = &send.latency;
+        relay = send;
+        relay.latency.senders = 0;
+        l.relay = (EpNodesKernel){ep_cuda_launch_latency_relay, &relay, blocks};
+    }
+    if (g->phase != EP_PHASE_SEND) {
+        int blocks = describe(handle, g, EP_PHASE_RECEIVE, &receive);
+        receive.latency.nodes.reads_landing = g->phase == EP_PHASE_BOTH;
+        receive.latency.nodes.begins = 0, receive.latency.awaits_weights = 0;
+        receive.t.done.words = NULL;
+        l.receive = (EpNodesKernel){ep_cuda_launch_latency_gather_nodes, &receive, blocks};
+    }
+    return ep_latency_nodes_launch(handle, &l);
+}
+
+EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
+    EpCudaLatency *latency = ep_cuda(handle->group)->latency;
+    EpLatencyGatherArgs args;
+    EpCudaLaunch launch = {.launch = ep_cuda_launch_latency_gather,
+                           .args = &args,
+                           .stream = g->stream,
+                           .phase = g->phase,
+                           .own = &latency->order[g->place.slot]};
+    if (latency->device.nodes.num_others) return gather_on_nodes(handle, g, &launch);
+    launch.blocks = describe(handle, g, g->phase, &args);
+    return ep_cuda_launch(handle, &launch);
 }
 
 /* A rank may send the set's next operation only once it has received something of this one from
@@ -82,7 +131,9 @@ void ep_cuda_drop(EpHandle *handle) {
     args.latency.token = place.token;
     args.latency.received = ep_partition(0, 1, EP_REDUCED_AT_ONCE, blocks * EP_LATENCY_WARPS);
     EpStatus status =
-        ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_latency_gather,
+        ep_cuda_launch(handle, &(EpCudaLaunch){.launch = args.latency.nodes.num_others
+                                                             ? ep_cuda_launch_latency_gather_nodes
+                                                             : ep_cuda_launch_latency_gather,
                                                .args = &args,
                                                .blocks = blocks,
                                                .stream = cuda->stream,

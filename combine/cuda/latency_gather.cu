@@ -30,6 +30,18 @@
 #include "runtime/cuda/latency.cuh"
 #include "runtime/cuda/rows.cuh"
 
+EP_VARIANT_BEGIN
+
+/* The sources are the ranks of the group, `self` is this one among them. */
+
+__device__ __forceinline__ int num_sources(const EpLatencyGatherArgs &a) {
+    return a.shape.num_ranks;
+}
+
+__device__ __forceinline__ int self(const EpLatencyGatherArgs &a) {
+    return a.shape.rank;
+}
+
 /* The forms of the kernel: sums in the rows' type, packed sums, sums by entry. */
 enum { ENTRIES = 2 };
 
@@ -83,6 +95,10 @@ __device__ __forceinline__ void for_each_owner(const EpLatencyGatherArgs &a, int
     const EpCudaGroup &g = a.group;
     int lane = threadIdx.x % 32, lanes = lanes_of_group(a), owner = -1;
     if (lane < a.top_k) owner = __ldg(&a.plan.entries[token * a.top_k + lane].owner);
+    if (EP_SEVERAL_NODES && (uint32_t)owner < (uint32_t)num_sources(a)) {
+        EpRankPlace at = rank_place(a.latency, owner);
+        owner = at.other < 0 ? at.number : -1;
+    }
     owner = owner < g.size && owner != g.rank ? owner : -1;
     int is_first = __ffs((int)__match_any_sync(~0u, owner)) - 1 == lane;
     unsigned owners = __ballot_sync(~0u, is_first && owner >= 0);
@@ -93,7 +109,8 @@ __device__ __forceinline__ void for_each_owner(const EpLatencyGatherArgs &a, int
             if (lane / lanes * lanes == group) from = __ffs((int)owners) - 1;
         int r = __shfl_sync(~0u, owner, from);
         char *window = a.latency.window[r];
-        store(group_lines(a, latency_weights(a.latency, window, g.rank, g.size, token, flag)));
+        store(group_lines(
+            a, latency_weights(a.latency, window, self(a), num_sources(a), token, flag)));
     }
 }
 
@@ -120,7 +137,7 @@ __device__ __forceinline__ FetchedWeights fetch_weights(const EpLatencyGatherArg
                                                         int token, uint64_t flag) {
     FetchedWeights f;
     f.from = group_lines(
-        a, latency_weights(a.latency, a.latency.own, source, a.group.size, token, flag));
+        a, latency_weights(a.latency, a.latency.own, source, num_sources(a), token, flag));
     f.x = step_load(f.from);
     return f;
 }
@@ -143,7 +160,8 @@ typedef struct AwaitedWeights {
  * By a warp. */
 __device__ __noinline__ AwaitedWeights await_weights(const EpLatencyGatherArgs &a, int source,
                                                      int token, uint64_t flag, FetchedWeights f) {
-    const StepOrigin origin = {source, EP_AWAIT_WEIGHTS, token};
+    int peer = EP_SEVERAL_NODES ? rank_place(a.latency, source).number : source;
+    const StepOrigin origin = {peer, EP_AWAIT_WEIGHTS, token};
     int alive = step_await(a.group, a.latency, f.from, flag, &f.x, origin);
     return AwaitedWeights{alive, unpack_weights(f.x)};
 }
@@ -369,10 +387,22 @@ typedef struct SumPart {
     int row, slot;
 } SumPart;
 
+/* Returns where the sum of a row goes: to its rank, or to the relay that has brought it. */
+__device__ __forceinline__ char *sum_to(const EpLatencyGatherArgs &a, const SumPart &s,
+                                        uint64_t flag) {
+    const EpCudaGroup &g = a.group;
+    const EpLatency &l = a.latency;
+    if (!EP_SEVERAL_NODES)
+        return latency_record(l, l.window[s.source], g.rank, g.size, s.token, flag);
+    EpRankPlace at = rank_place(l, s.source);
+    char *window = l.window[at.number];
+    if (at.other < 0) return latency_record(l, window, g.rank, g.size, s.token, flag);
+    return latency_partial(l, window, at.other, g.rank, g.size, s.token, flag);
+}
+
 /* Send a part of a sum. Returns 0 if the row's weights do not come. */
 template <typename T, int PACKED, int DONE>
 __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride, uint64_t flag) {
-    const EpCudaGroup &g = a.group;
     const EpLatency &l = a.latency;
     FetchedWeights f;
     if (awaits_weights(a)) f = fetch_weights(a, s.source, s.token, flag);
@@ -384,7 +414,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
         t.weight = w.weight;
     }
     if (DONE && !await_done(a, t.slot)) return 0;
-    char *to = latency_record(l, l.window[s.source], g.rank, g.size, s.token, flag);
+    char *to = sum_to(a, s, flag);
     constexpr int STEPS = SumShape<T, PACKED>::STEPS, PARTS = SumShape<T, PACKED>::PARTS;
     constexpr int UNITS = SumShape<T, PACKED>::UNITS;
 #pragma unroll 1
@@ -428,7 +458,7 @@ template <typename T, int PACKED, int DONE>
 __device__ int store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
                              uint64_t flag) {
     constexpr int PARTS = StepParts<T, PACKED>::COUNT;
-    Terms t = find_terms(a, a.group.rank, s.slot, s.token);
+    Terms t = find_terms(a, self(a), s.slot, s.token);
     if (DONE && !await_done(a, t.slot)) return 0;
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
@@ -482,6 +512,23 @@ __device__ __forceinline__ const char *unit_address(const EpLatencyGatherArgs &a
     return slot >= 0 ? a.t.rows + at : (const char *)a.plan.begins;
 }
 
+/* Returns the rank of this node to which what comes of a source's row goes. */
+__device__ __forceinline__ int peer_of(const EpLatencyGatherArgs &a, int source) {
+    return EP_SEVERAL_NODES ? rank_place(a.latency, source).number : source;
+}
+
+/* Returns where the row of an entry goes. */
+__device__ __forceinline__ char *entry_to(const EpLatencyGatherArgs &a, const SumPart &s, int k,
+                                          uint64_t flag) {
+    const EpLatency &l = a.latency;
+    char *window = l.window[peer_of(a, s.source)];
+    if (EP_SEVERAL_NODES) {
+        EpRankPlace at = rank_place(l, s.source);
+        if (at.other >= 0) return latency_relay_entry(l, window, at.other, s.token, k, flag);
+    }
+    return latency_entry(l, window, k, s.token, flag);
+}
+
 /* Send a part of a row's entries; a lost one's elements have no meaning. Returns 0 on timeout. By a
  * warp. */
 template <int DONE>
@@ -489,7 +536,7 @@ __device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int 
                             uint64_t flag) {
     const EpLatency &l = a.latency;
     int lane = threadIdx.x % 32, slot = ep_check_slot(a.plan, s.slot);
-    int is_own = s.source == a.group.rank, is_first = s.step == 0;
+    int is_own = s.source == self(a), is_first = s.step == 0;
     if (is_own && is_first && a.t.weighs_entries && lane < a.top_k)
         kept_weights(a, s.token, flag)[lane] = __ldg(a.t.topk_weights + (s.token * a.top_k + lane));
     if (s.row == EP_ROW_NONE) return 1;
@@ -498,7 +545,7 @@ __device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int 
     unsigned lanes = __ballot_sync(~0u, s.slot != -1 && lane < a.top_k);
     unsigned kept = __ballot_sync(~0u, slot >= 0);
     if (a.counts && is_first && lane == 0)
-        ep_count_row(a.stats, ep_member(a.group, s.source), __popc(kept));
+        ep_count_row(a.stats, ep_member(a.group, peer_of(a, s.source)), __popc(kept));
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
         int unit = entry_unit(a, step, a.steps);
@@ -519,7 +566,7 @@ __device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int 
                 if (k[i] < 0) continue;
                 if (step_unit() == EP_ENTRY_STEP_UNITS)
                     x[i] = make_uint4(__float_as_uint(given), kept >> k[i] & 1, 0, 0);
-                char *to = latency_entry(l, l.window[s.source], k[i], s.token, flag);
+                char *to = entry_to(a, s, k[i], flag);
                 step_store(to + step * EP_STEP_BYTES, step_pack(x[i], flag), l.whole);
             }
         }
@@ -527,7 +574,7 @@ __device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int 
         step_fence();
 #pragma unroll 1
         for (unsigned left = lanes; left; left &= left - 1) {
-            char *to = latency_entry(l, l.window[s.source], __ffs((int)left) - 1, s.token, flag);
+            char *to = entry_to(a, s, __ffs((int)left) - 1, flag);
             step_store_flag(to + step * EP_STEP_BYTES, flag);
         }
     }
@@ -553,11 +600,10 @@ __device__ void send_heads(const EpLatencyGatherArgs &a, const LatencyOp &op) {
  * row comes last of each token's, and only where its sum is to be stored. */
 __device__ __forceinline__ SumPart find_sum(const EpLatencyGatherArgs &a, int item,
                                             const EpDivisor &stride) {
-    const EpCudaGroup &g = a.group;
     int i = item * LATENCY_WARPS + (int)(threadIdx.x / 32), row = ep_quotient(i, stride);
-    int token = ep_quotient(row, a.targets), source = g.rank + 1 + row - token * a.targets.by;
-    return SumPart{source - (source < g.size ? 0 : g.size), token, i - row * stride.by, EP_ROW_NONE,
-                   -1};
+    int token = ep_quotient(row, a.targets), source = self(a) + 1 + row - token * a.targets.by;
+    return SumPart{source - (source < num_sources(a) ? 0 : num_sources(a)), token,
+                   i - row * stride.by, EP_ROW_NONE, -1};
 }
 
 __device__ __forceinline__ void load_sum(const EpLatencyGatherArgs &a, SumPart *s) {
@@ -584,26 +630,25 @@ __device__ __forceinline__ SumPart load_first_sum(const EpLatencyGatherArgs &a) 
 /* Returns the number of rows of all ranks whose sums are sent or stored here, as if each rank had
  * as many tokens as the largest has. */
 __device__ __forceinline__ int count_sums(const EpLatencyGatherArgs &a, const int *tokens) {
-    const EpCudaGroup &g = a.group;
     int most = 0;
 #pragma unroll 1
-    for (int r = threadIdx.x % 32; r < g.size; r += 32)
-        if (r != g.rank || !a.latency.receives) most = max(most, tokens[r]);
-    return __reduce_max_sync(~0u, most) * (g.size - a.latency.receives);
+    for (int r = threadIdx.x % 32; r < num_sources(a); r += 32)
+        if (r != self(a) || !a.latency.receives) most = max(most, tokens[r]);
+    return __reduce_max_sync(~0u, most) * (num_sources(a) - a.latency.receives);
 }
 
 /* Returns the number of items before the sums, if these await weights: one for the weights of as
  * many tokens as a block has warps, and one for the heads. */
 __device__ __forceinline__ int count_pushes(const EpLatencyGatherArgs &a, const int *tokens) {
     if (!awaits_weights(a)) return 0;
-    return (tokens[a.group.rank] + LATENCY_WARPS - 1) / LATENCY_WARPS + 1;
+    return (tokens[self(a)] + LATENCY_WARPS - 1) / LATENCY_WARPS + 1;
 }
 
 /* Push the weights of an item's tokens: one for each warp of the block. */
 __device__ __forceinline__ void push_item(const EpLatencyGatherArgs &a, const int *tokens, int item,
                                           uint64_t flag) {
     int token = item * LATENCY_WARPS + (int)(threadIdx.x / 32);
-    if (token < tokens[a.group.rank]) push_weights(a, token, flag);
+    if (token < tokens[self(a)]) push_weights(a, token, flag);
 }
 
 /* Send or store the sums of all rows. tokens[R]: of each rank. */
@@ -628,7 +673,7 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
         if (item != known) load_sum(a, &s);
         if constexpr (FORM == ENTRIES)
             alive = send_entries<DONE>(a, s, stride, op.flag);
-        else if (s.source != a.group.rank)
+        else if (s.source != self(a))
             alive = send_sum<T, FORM, DONE>(a, s, stride, op.flag);
         else
             alive = store_own_sum<T, FORM, DONE>(a, s, stride, op.flag);
@@ -673,12 +718,13 @@ __device__ __forceinline__ int count_parts(const EpLatencyGatherArgs &a) {
  * none, and the slots that the token has here. */
 typedef struct TokenWords {
     int owner, slot;
+    int place; /* several nodes: in the message to the entry's node */
 } TokenWords;
 
 /* Returns a source's number of tokens. A damaged plan must not lead past this rank's weights. */
 __device__ __forceinline__ int count_source_tokens(const EpLatencyGatherArgs &a, int source) {
     int count = a.plan.use.is_read ? ep_check_count(a.group, __ldg(a.plan.tokens + source)) : 0;
-    if (awaits_weights(a) && source == a.group.rank) count = min(count, (int)a.plan.use.num_rows);
+    if (awaits_weights(a) && source == self(a)) count = min(count, (int)a.plan.use.num_rows);
     return max(0, count);
 }
 
@@ -686,10 +732,12 @@ __device__ __forceinline__ int count_source_tokens(const EpLatencyGatherArgs &a,
 __device__ __forceinline__ TokenWords load_token(const EpLatencyGatherArgs &a, int tokens,
                                                  int token) {
     int lane = threadIdx.x % 32;
-    TokenWords w = {-1, -1};
+    TokenWords w = {-1, -1, 0};
     if (token >= tokens || token >= a.latency.received.rows) return w;
-    if (lane < a.top_k) w.owner = __ldg(&a.plan.entries[token * a.top_k + lane].owner);
-    if (a.latency.senders) w.slot = load_slot(a, a.group.rank, token);
+    const EpEntry *entry = &a.plan.entries[token * a.top_k + lane];
+    if (lane < a.top_k) w.owner = __ldg(&entry->owner);
+    if (EP_SEVERAL_NODES && lane < a.top_k) w.place = __ldg(&entry->row);
+    if (a.latency.senders) w.slot = load_slot(a, self(a), token);
     return w;
 }
 
@@ -698,6 +746,7 @@ __device__ __forceinline__ TokenWords load_token(const EpLatencyGatherArgs &a, i
 typedef struct TokenPart {
     int token, step, end, owner;
     int has_own; /* whether this rank has a sum to add */
+    int place;   /* see TokenWords */
 } TokenPart;
 
 /* Returns the lowest of a token's other ranks above `last`. By a warp. */
@@ -748,18 +797,33 @@ template <int STEPS> __device__ __forceinline__ unsigned incoming_bit(int r, int
     return 1u << (r * STEPS + i);
 }
 
+/* Returns where the sum of a rank, or of the node whose lowest rank it is, comes. By a warp. */
+__device__ __forceinline__ const char *sum_from(const EpLatencyGatherArgs &a, const TokenPart &s,
+                                                int rank, uint64_t flag) {
+    const EpLatency &l = a.latency;
+    if (EP_SEVERAL_NODES) {
+        EpRankPlace at = rank_place(l, rank);
+        int lane = __ffs((int)__ballot_sync(~0u, s.owner == rank)) - 1;
+        int place = __shfl_sync(~0u, s.place, lane & 31);
+        char *messages = l.own + l.layout.landing;
+        if (!l.nodes.reads_landing) messages = latency_messages(l, l.own, flag);
+        rank = at.number;
+        if (at.other >= 0)
+            return message_place(l, messages, at.other, min(max(place, 0), l.layout.node_rows - 1));
+    }
+    return latency_record(l, l.own, rank, a.group.size, s.token, flag);
+}
+
 /* List the steps of the next ranks above `last`. By a warp. */
 template <int STEPS>
 __device__ __forceinline__ void find_incoming(const EpLatencyGatherArgs &a, const TokenPart &s,
                                               int last, uint64_t flag, Incoming<STEPS> *c) {
-    const EpCudaGroup &g = a.group;
     c->awaited = 0;
 #pragma unroll
     for (int r = 0; r < AWAITED_AT_ONCE; r++) {
         c->rank[r] = last = next_rank(s.owner, last);
         if (last == RANK_NONE) continue;
-        c->from[r] = latency_record(a.latency, a.latency.own, last, g.size, s.token, flag) +
-                     s.step * EP_STEP_BYTES;
+        c->from[r] = sum_from(a, s, last, flag) + s.step * EP_STEP_BYTES;
 #pragma unroll
         for (int i = 0; i < STEPS; i++)
             if (s.step + i < s.end) c->awaited |= incoming_bit<STEPS>(r, i);
@@ -866,7 +930,7 @@ __device__ __forceinline__ void add_incoming(const Incoming<STEPS> &c, int rank,
 template <typename T, int UNITS>
 __device__ __forceinline__ void add_biases(const EpLatencyGatherArgs &a, int token,
                                            const int unit[UNITS], EpVector<T> sum[UNITS]) {
-    if (token >= count_source_tokens(a, a.group.rank)) return;
+    if (token >= count_source_tokens(a, self(a))) return;
 #pragma unroll 1
     for (int b = 0; b < a.t.num_biases; b++) {
         const uint4 *row = (const uint4 *)a.t.bias[b] + (int64_t)token * a.row_units;
@@ -884,7 +948,7 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
                                                  int slot, uint64_t flag) {
     constexpr int STEPS = ReducedShape<T, PACKED>::STEPS, UNITS = ReducedShape<T, PACKED>::UNITS;
     EpVector<T> own[UNITS] = {};
-    Terms t = find_terms(a, a.group.rank, slot, s.token);
+    Terms t = find_terms(a, self(a), slot, s.token);
     Incoming<STEPS> c;
     int unit[UNITS], last = -1, has_own = s.has_own;
     find_units<T, PACKED, UNITS>(a, s.step, 1, 0, unit);
@@ -897,14 +961,14 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
         a, &c, flag, [&]() { sum_slots<T, DONE, UNITS, OWN_AT_ONCE>(a, t, unit, own); });
     if (missing) return Missing{last, missing};
     EpVector<T> sum[UNITS] = {};
-    add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, s.step, own, &has_own, sum);
+    add_incoming<T, PACKED, STEPS, UNITS>(c, self(a), s.step, own, &has_own, sum);
     last = c.rank[AWAITED_AT_ONCE - 1];
 #pragma unroll 1
     while (__any_sync(~0u, s.owner > last)) {
         find_incoming(a, s, last, flag, &c);
         missing = receive_incoming(a, &c, flag, [] {});
         if (missing) return Missing{last, missing};
-        add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, s.step, own, &has_own, sum);
+        add_incoming<T, PACKED, STEPS, UNITS>(c, self(a), s.step, own, &has_own, sum);
         last = c.rank[AWAITED_AT_ONCE - 1];
     }
     if (has_own) add_own<T, UNITS>(own, sum);
@@ -921,16 +985,16 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
 template <int STEPS>
 __device__ __noinline__ int await_missing(const EpLatencyGatherArgs &a, TokenPart s,
                                           Missing missing, uint64_t flag) {
-    const EpCudaGroup &g = a.group;
     int at = __ffs((int)missing.bits) - 1, rank = missing.last;
 #pragma unroll 1
     for (int r = 0; r <= at / STEPS; r++)
         rank = next_rank(s.owner, rank);
     int step = s.step + at % STEPS;
-    const char *from = latency_record(a.latency, a.latency.own, rank, g.size, s.token, flag) +
-                       step * EP_STEP_BYTES;
+    const char *from = sum_from(a, s, rank, flag) + step * EP_STEP_BYTES;
+    if (EP_SEVERAL_NODES) rank = rank_place(a.latency, rank).number;
     ulonglong2 x = step_load(from);
-    return step_await(g, a.latency, from, flag, &x, StepOrigin{rank, EP_AWAIT_LINES, s.token});
+    return step_await(a.group, a.latency, from, flag, &x,
+                      StepOrigin{rank, EP_AWAIT_LINES, s.token});
 }
 
 /* Receive a part of a token. It has more steps than are reduced at a time only if rows are so long
@@ -939,11 +1003,11 @@ template <typename T, int PACKED, int DONE>
 __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int token, int step,
                                             const TokenWords &w, uint64_t flag) {
     constexpr int STEPS = ReducedShape<T, PACKED>::STEPS;
-    int owner = w.owner < a.group.size ? w.owner : -1;
-    int has_own = __any_sync(~0u, owner == a.group.rank);
+    int owner = w.owner < num_sources(a) ? w.owner : -1;
+    int has_own = __any_sync(~0u, owner == self(a));
     int end = min(step + a.latency.received.steps, a.steps);
-    TokenPart s = {token, step, end, owner == a.group.rank ? -1 : owner, has_own};
-    if (DONE && !await_done(a, find_terms(a, a.group.rank, w.slot, token).slot)) return 0;
+    TokenPart s = {token, step, end, owner == self(a) ? -1 : owner, has_own, w.place};
+    if (DONE && !await_done(a, find_terms(a, self(a), w.slot, token).slot)) return 0;
 #pragma unroll 1
     while (s.step < s.end) {
         Missing missing = receive_steps<T, PACKED, DONE>(a, s, w.slot, flag);
@@ -964,6 +1028,7 @@ typedef struct EntriesPart {
     int owner, slot;
     float weight;
     unsigned entries; /* whose rows are to be added, or come as lost */
+    int place;        /* see TokenWords */
 } EntriesPart;
 
 /* The first step that has not arrived. */
@@ -978,6 +1043,21 @@ __device__ __forceinline__ ulonglong2 as_pair(const uint4 &x) {
 
 __device__ __forceinline__ uint4 as_unit(const ulonglong2 &x) {
     return make_uint4((uint32_t)x.x, (uint32_t)(x.x >> 32), (uint32_t)x.y, (uint32_t)(x.y >> 32));
+}
+
+/* Returns where the row of an entry comes. By a warp. */
+__device__ __forceinline__ const char *entry_from(const EpLatencyGatherArgs &a,
+                                                  const EntriesPart &s, int k, uint64_t flag) {
+    const EpLatency &l = a.latency;
+    if (EP_SEVERAL_NODES) {
+        EpRankPlace at = rank_place(l, max(0, __shfl_sync(~0u, s.owner, k)));
+        int place = min(max(__shfl_sync(~0u, s.place, k), 0), l.layout.node_rows - 1);
+        char *messages = l.own + l.layout.landing;
+        if (!l.nodes.reads_landing) messages = latency_messages(l, l.own, flag);
+        if (at.other >= 0)
+            return message_place(l, messages, at.other, place) + k * a.steps * EP_STEP_BYTES;
+    }
+    return latency_entry(l, l.own, k, s.token, flag);
 }
 
 /* Sum up and write some steps of a token, or return one that has not arrived in time. By a warp. */
@@ -1001,8 +1081,7 @@ __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a
             left &= left - 1;
             slot[r] = __shfl_sync(~0u, s.slot, k & 31);
             if (k == RANK_NONE || slot[r] >= 0) continue;
-            c.from[r] =
-                latency_entry(a.latency, a.latency.own, k, s.token, flag) + s.step * EP_STEP_BYTES;
+            c.from[r] = entry_from(a, s, k, flag) + s.step * EP_STEP_BYTES;
 #pragma unroll
             for (int i = 0; i < STEPS; i++)
                 if (s.step + i < s.end) c.awaited |= incoming_bit<STEPS>(r, i);
@@ -1054,12 +1133,13 @@ __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a
 
 /* Wait for a missing step. By a warp, which keeps nothing in registers meanwhile. Returns 0 on
  * timeout. */
-__device__ __noinline__ int await_entry(const EpLatencyGatherArgs &a, int rank, int token,
-                                        MissingEntry m, uint64_t flag) {
-    const char *from =
-        latency_entry(a.latency, a.latency.own, m.k, token, flag) + m.step * EP_STEP_BYTES;
+__device__ __noinline__ int await_entry(const EpLatencyGatherArgs &a, EntriesPart s, MissingEntry m,
+                                        uint64_t flag) {
+    const char *from = entry_from(a, s, m.k, flag) + m.step * EP_STEP_BYTES;
+    int rank = peer_of(a, max(0, __shfl_sync(~0u, s.owner, m.k)));
     ulonglong2 x = step_load(from);
-    return step_await(a.group, a.latency, from, flag, &x, StepOrigin{rank, EP_AWAIT_LINES, token});
+    return step_await(a.group, a.latency, from, flag, &x,
+                      StepOrigin{rank, EP_AWAIT_LINES, s.token});
 }
 
 /* Find the entries of a token. A launch that also sends reads this rank's own rows where they lie;
@@ -1067,10 +1147,10 @@ __device__ __noinline__ int await_entry(const EpLatencyGatherArgs &a, int rank, 
 __device__ __forceinline__ EntriesPart find_entries(const EpLatencyGatherArgs &a, int token,
                                                     int step, const TokenWords &w, uint64_t flag) {
     int lane = threadIdx.x % 32, end = min(step + a.latency.received.steps, a.steps);
-    int owner = w.owner < a.group.size ? w.owner : -1;
-    int reads = owner == a.group.rank && a.latency.senders, slot = -1;
+    int owner = w.owner < num_sources(a) ? w.owner : -1;
+    int reads = owner == self(a) && a.latency.senders, slot = -1;
     if (reads) slot = ep_check_slot(a.plan, w.slot);
-    EntriesPart s = {token, step, end, owner, slot, 1, 0};
+    EntriesPart s = {token, step, end, owner, slot, 1, 0, w.place};
     s.entries = __ballot_sync(~0u, owner >= 0 && (!reads || slot >= 0));
     if (a.t.weighs_entries && owner >= 0)
         s.weight = a.latency.senders ? __ldg(a.t.topk_weights + (token * a.top_k + lane))
@@ -1094,7 +1174,7 @@ __device__ __forceinline__ int receive_entries(const EpLatencyGatherArgs &a, int
         MissingEntry missing = add_entries<T, DONE>(a, s, flag);
         if (missing.k < 0)
             s.step += EP_REDUCED_AT_ONCE;
-        else if (!await_entry(a, __shfl_sync(~0u, s.owner, missing.k), token, missing, flag))
+        else if (!await_entry(a, s, missing, flag))
             return 0;
     }
     return 1;
@@ -1107,7 +1187,7 @@ __device__ __forceinline__ int receive_entries(const EpLatencyGatherArgs &a, int
 __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 #pragma unroll 1
     for (int r = LATENCY_WARPS - 1 - (int)(threadIdx.x / 32); r < a.group.size; r += LATENCY_WARPS)
-        if (!take_head(a.group, a.latency, r, 1, flag, a.plan.use.is_read,
+        if (!take_head(a.group, a.latency, r, r, 1, flag, a.plan.use.is_read,
                        [](int, const uint4 &) {}))
             return;
 }
@@ -1143,37 +1223,347 @@ __device__ __forceinline__ int observes(const EpLatency &l) {
     return l.receives && blockIdx.x == (l.first_receiver ? 0 : gridDim.x - 1);
 }
 
+/* Several nodes: add the sums to the ranks of this node, as sources and as relays, and what this
+ * rank sends on as a relay. By a warp. */
+__device__ __forceinline__ void count_rows_on_nodes(const EpLatencyGatherArgs &a) {
+    const EpLatency &l = a.latency;
+    int lane = threadIdx.x % 32;
+    if (!a.stats.peer_rows && !a.stats.peer_bytes) return;
+#pragma unroll 1
+    for (int r = lane; r < num_sources(a); r += 32)
+        ep_count_row(a.stats, ep_member(a.group, rank_place(l, r).number),
+                     ep_check_count(a.group, a.plan.rows_from[r]));
+#pragma unroll 1
+    for (int o = lane; o < l.nodes.num_others; o += 32) {
+        int peer = other_node(l, o).peer;
+        ep_count_row(a.stats, peer, ep_check_count(a.group, a.plan.tokens[peer]));
+    }
+}
+
 /* Add to the caller's counters; entries are counted one by one. */
 template <int FORM>
 __device__ __forceinline__ void count(const EpLatencyGatherArgs &a, uint64_t flag) {
-    if (FORM != ENTRIES && blockIdx.x + threadIdx.x / 32 == 0 && a.latency.senders)
-        ep_count_rows(a.group, a.stats, a.plan.rows_from);
+    int counts_rows = FORM != ENTRIES && blockIdx.x + threadIdx.x / 32 == 0 && a.latency.senders;
+    if (EP_SEVERAL_NODES && counts_rows) count_rows_on_nodes(a);
+    if (!EP_SEVERAL_NODES && counts_rows) ep_count_rows(a.group, a.stats, a.plan.rows_from);
     if (observes(a.latency)) latency_measure_heads(a.group, a.latency, a.stats, flag);
 }
 
 template <typename T, int FORM, int DONE>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
-    __shared__ int tokens[EP_CUDA_MAX_RANKS];
+    __shared__ int tokens[EP_SEVERAL_NODES ? EP_MAX_RANKS : EP_CUDA_MAX_RANKS];
     LatencyOp op;
     LatencyRole role = latency_role(a.latency);
     latency_begin(a.latency);
     SumPart first = load_first_sum(a);
     if (role.sends && is_all_claimed(a)) claims_begin(a.latency);
 #pragma unroll 1
-    for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < a.group.size; r += LATENCY_THREADS)
+    for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < num_sources(a); r += LATENCY_THREADS)
         tokens[r] = count_source_tokens(a, r);
     if (!latency_begin_operation(a.group, a.plan, a.latency, &op)) {
         latency_report(a.group, a.plan, a.latency);
+        if (EP_SEVERAL_NODES) latency_mark_begin(a.group, a.latency);
         latency_pass(a.group, a.latency, op, latency_ticket(a.latency, op));
         return;
     }
+    if (EP_SEVERAL_NODES) latency_mark_begin(a.group, a.latency);
     if (role.sends) send_sums<T, FORM, DONE>(a, tokens, first, op);
     uint32_t ticket = latency_ticket(a.latency, op);
     if (a.counts) count<FORM>(a, op.flag);
-    if (role.receives) receive_sums<T, FORM, DONE>(a, role, tokens[a.group.rank], op.flag);
+    if (role.receives) receive_sums<T, FORM, DONE>(a, role, tokens[self(a)], op.flag);
     latency_pass(a.group, a.latency, op, ticket);
+    if (EP_SEVERAL_NODES && role.sends) ep_seal_stamp(a.group, a.latency.nodes.marks.own);
 }
+
+#if EP_SEVERAL_NODES
+/* ==== relaying ============================================================================== */
+
+/*
+ * For each row that this rank has brought from another node, the sum of what the ranks of this node
+ * have for it, this rank's own part too: all of them rounded, added in ascending rank from 0, and
+ * rounded again. It goes into the place of the row in the message to that node.
+ */
+
+/* A part of a row that this rank relays: in lane k the number of entry k's rank on this node, or
+ * -1. */
+typedef struct RelayPart {
+    int other, place, step, owner;
+} RelayPart;
+
+/* Returns what a lane of a sending warp has of an even (`odd` 0) or odd step of packed sums, from
+ * the pair's units: see "quantised sums". */
+__device__ __forceinline__ uint4 pair_codes(const uint4 unit[2], int odd) {
+    int lane = threadIdx.x % 32, split = odd ? 4 : EP_PACKED_STEP_UNITS;
+    uint4 low = take_unit(unit[0], lane_of_unit(odd ? 24 + lane % 4 : min(lane, split - 1)));
+    uint4 high = take_unit(unit[1], lane_of_unit(lane < split ? 0 : lane - split));
+    return lane < split ? low : high;
+}
+
+/* Add a pair of packed steps to the sums of both. */
+template <typename T>
+__device__ __forceinline__ void add_pair(const ulonglong2 x[2], int has_odd,
+                                         EpVector<T> sum[2 * EpUnit<T>::PARTS]) {
+    int block = (int)(threadIdx.x % 32) / 8;
+    uint4 unit[2] = {step_unpack(x[0]), step_unpack(x[1])};
+#pragma unroll
+    for (int odd = 0; odd < 2; odd++) {
+        if (odd > has_odd) break;
+        uint4 codes = pair_codes(unit, odd);
+        uint4 scales = take_unit(unit[odd], lane_of_unit(EP_PACKED_STEP_UNITS));
+        float scale = __uint_as_float(block < 2 ? (block ? scales.y : scales.x)
+                                                : (block == 2 ? scales.z : scales.w));
+#pragma unroll
+        for (int p = 0; p < EpUnit<T>::PARTS; p++)
+            ep_add(&sum[odd * EpUnit<T>::PARTS + p], ep_dequantise<T>(codes, p, scale));
+    }
+}
+
+/* Relay two steps of a row. By a warp. Returns 0 on timeout. */
+template <typename T, int PACKED>
+__device__ __forceinline__ int relay_part(const EpLatencyGatherArgs &a, const RelayPart &s,
+                                          uint64_t flag) {
+    constexpr int PARTS = StepParts<T, PACKED>::COUNT, STEPS = 2;
+    const EpLatency &l = a.latency;
+    int last = -1, has_odd = s.step + 1 < a.steps;
+    EpVector<T> sum[STEPS * PARTS] = {};
+#pragma unroll 1
+    while (__any_sync(~0u, s.owner > last)) {
+        Incoming<STEPS> c = {};
+#pragma unroll
+        for (int r = 0; r < AWAITED_AT_ONCE; r++) {
+            c.rank[r] = last = next_rank(s.owner, last);
+            if (last == RANK_NONE) continue;
+            c.from[r] = latency_partial(l, l.own, s.other, last, a.group.size, s.place, flag) +
+                        s.step * EP_STEP_BYTES;
+            c.awaited |= incoming_bit<STEPS>(r, 0);
+            if (has_odd) c.awaited |= incoming_bit<STEPS>(r, 1);
+        }
+        for (unsigned missing = receive_incoming(a, &c, flag, [] {}); missing;
+             missing = receive_incoming(a, &c, flag, [] {})) {
+            int at = __ffs((int)missing) - 1, rank = c.rank[0];
+            const char *from = c.from[0];
+#pragma unroll
+            for (int r = 1; r < AWAITED_AT_ONCE; r++)
+                if (at / STEPS == r) rank = c.rank[r], from = c.from[r];
+            from += at % STEPS * EP_STEP_BYTES;
+            ulonglong2 x = step_load(from);
+            if (!step_await(a.group, l, from, flag, &x, StepOrigin{rank, EP_AWAIT_LINES, s.place}))
+                return 0;
+        }
+#pragma unroll
+        for (int r = 0; r < AWAITED_AT_ONCE; r++) {
+            if (c.rank[r] == RANK_NONE) break;
+            if constexpr (PACKED) {
+                add_pair<T>(c.x[r], has_odd, sum);
+            } else {
+#pragma unroll
+                for (int i = 0; i < STEPS; i++)
+                    ep_add(&sum[i], ep_unpack<T>(step_unpack(c.x[r][i])));
+            }
+        }
+    }
+    char *to = message_place(l, l.own + l.layout.outgoing, s.other, s.place);
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        int step = s.step + i;
+        if (step >= a.steps) break;
+        int valid = own_unit<T, PACKED>(a.row_units, step, 0, 1) >= 0;
+        ulonglong2 packed = step_pack(step_sum<T, PACKED>(sum + i * PARTS, step, valid), flag);
+        step_store(to + step * EP_STEP_BYTES, packed, l.whole);
+        if (!l.whole) step_fence(), step_store_flag(to + step * EP_STEP_BYTES, flag);
+    }
+    return 1;
+}
+
+/* Relay two steps of an entry's row as they are. By a warp. Returns 0 on timeout. */
+__device__ __forceinline__ int relay_entry(const EpLatencyGatherArgs &a, const RelayPart &s, int k,
+                                           uint64_t flag) {
+    const EpLatency &l = a.latency;
+    const char *from = latency_relay_entry(l, l.own, s.other, s.place, k, flag);
+    char *to =
+        message_place(l, l.own + l.layout.outgoing, s.other, s.place) + k * a.steps * EP_STEP_BYTES;
+    const StepOrigin origin = {s.owner, EP_AWAIT_LINES, s.place};
+#pragma unroll 1
+    for (int step = s.step; step < min(s.step + 2, a.steps); step++) {
+        ulonglong2 x = step_load(from + step * EP_STEP_BYTES);
+        if (!step_await(a.group, l, from + step * EP_STEP_BYTES, flag, &x, origin)) return 0;
+        uint4 unit = step_unpack(x);
+        int is_here = __shfl_sync(~0u, unit.y, lane_of_unit(EP_ENTRY_STEP_UNITS)) != 0;
+        if (a.counts && step == 0 && is_here && threadIdx.x % 32 == 0)
+            ep_count_row(a.stats, other_node(l, s.other).peer, 1);
+        step_store(to + step * EP_STEP_BYTES, x, l.whole);
+        if (!l.whole) step_fence(), step_store_flag(to + step * EP_STEP_BYTES, flag);
+    }
+    return 1;
+}
+
+/* The start of each message says how many places are filled. By a block, a warp for each. */
+__device__ __forceinline__ void store_message_heads(const EpLatencyGatherArgs &a, const int *rows,
+                                                    uint64_t flag) {
+    const EpLatency &l = a.latency;
+#pragma unroll 1
+    for (int o = (int)(threadIdx.x / 32); o < l.nodes.num_others; o += LATENCY_WARPS)
+        store_head(l, l.own + l.layout.outgoing + o * l.layout.message_bytes, 1, flag,
+                   [&](int unit) { return make_uint4(0, 0, 0, unit ? 0 : (uint32_t)rows[o]); });
+}
+
+template <typename T, int FORM>
+__global__ void __launch_bounds__(LATENCY_THREADS, 1)
+    latency_relay_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
+    __shared__ int rows[EP_MAX_RANKS]; /* of each other node's message */
+    __shared__ uint64_t flag;
+    const EpLatency &l = a.latency;
+    int others = l.nodes.num_others, lane = threadIdx.x % 32, most = 0;
+    LatencyOp op;
+    ep_grid_wait();
+    EpLoadedHeader header = ep_load_header(a.group, a.plan);
+    if (threadIdx.x / 32 == OP_WARP && latency_find(l, &op) && lane == 0) flag = op.flag;
+#pragma unroll 1
+    for (int o = (int)threadIdx.x; o < others; o += LATENCY_THREADS)
+        rows[o] = min(count_source_tokens(a, other_node(l, o).peer), l.layout.node_rows);
+    if (!ep_begin_operation_as(a.group, a.plan, header, 0)) return; /* as the kernel before */
+    if (blockIdx.x == 0) store_message_heads(a, rows, flag);
+    for (int o = lane; o < others; o += 32)
+        most = max(most, rows[o]);
+    most = __reduce_max_sync(~0u, most);
+    int entries = FORM == ENTRIES ? a.top_k : 1;
+    int pairs = (a.steps + 1) / 2 * entries, warps = (int)gridDim.x * LATENCY_WARPS;
+#pragma unroll 1
+    for (int i = (int)(threadIdx.x / 32) * (int)gridDim.x + (int)blockIdx.x;
+         i < most * others * pairs; i += warps) {
+        int row = i / pairs, place = row / others, other = row - place * others;
+        if (place >= rows[other]) continue;
+        int owner = -1, at = (other * l.layout.node_rows + place) * a.top_k + lane;
+        if (lane < a.top_k) owner = a.plan.relay_owners[at];
+        int pair = (i - row * pairs) / entries, k = i - row * pairs - pair * entries, alive = 1;
+        RelayPart s = {other, place, 2 * pair, owner < a.group.size ? owner : -1};
+        if constexpr (FORM == ENTRIES) {
+            s.owner = __shfl_sync(~0u, s.owner, k);
+            if (s.owner >= 0) alive = relay_entry(a, s, k, flag);
+        } else {
+            alive = relay_part<T, FORM>(a, s, flag);
+        }
+        if (!alive) break;
+    }
+    ep_seal_stamp(a.group, l.nodes.marks.own);
+}
+
+/* ---- weights ------------------------------------------------------------------------------- */
+
+/*
+ * Weights that are given at the tokens' ranks cross the network before the sums: a kernel fills
+ * messages of lines, another one gives what has come to all ranks of the node, where sums await it.
+ */
+
+/* Begin a kernel before the one that sends. Returns whether it may run. By all threads of a
+ * block. */
+__device__ __forceinline__ int begin_weights(const EpLatencyGatherArgs &a, uint64_t *flag,
+                                             int compares) {
+    LatencyOp op;
+    EpLoadedHeader header = ep_load_header(a.group, a.plan);
+    if (threadIdx.x / 32 == OP_WARP && latency_find(a.latency, &op) && threadIdx.x % 32 == 0)
+        *flag = op.flag;
+    if (compares) ep_compare_stamps(a.latency.nodes.marks, &header);
+    return ep_begin_operation_as(a.group, a.plan, header, 0);
+}
+
+/* Fill the places of one of this rank's tokens. By a warp. */
+__device__ __forceinline__ void fill_places(const EpLatencyGatherArgs &a, int token,
+                                            uint64_t flag) {
+    const EpLatency &l = a.latency;
+    int lane = threadIdx.x % 32, other = -1, place = 0;
+    ulonglong2 packed = pack_weights(a, token, flag);
+    const EpEntry *entry = &a.plan.entries[token * a.top_k + lane];
+    if (lane < a.top_k) other = entry->owner, place = entry->row;
+    other = (uint32_t)other < (uint32_t)num_sources(a) ? rank_place(l, other).other : -1;
+    place = min(max(place, 0), l.layout.node_rows - 1);
+#pragma unroll 1
+    for (unsigned left = __ballot_sync(~0u, other >= 0); left;) {
+        int o = __shfl_sync(~0u, other, __ffs((int)left) - 1);
+        int row = __shfl_sync(~0u, place, __ffs((int)left) - 1);
+        left &= ~__ballot_sync(~0u, other == o);
+        char *to = message_weights(l, l.layout.weights_out, o, row);
+        if (lane < lanes_of_group(a)) ((ulonglong2 *)to)[lane] = packed;
+    }
+}
+
+__global__ void __launch_bounds__(LATENCY_THREADS, 1)
+    latency_weights_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
+    __shared__ uint64_t flag;
+    int alive = begin_weights(a, &flag, 0), tokens = count_source_tokens(a, self(a));
+    if (!alive) latency_report(a.group, a.plan, a.latency);
+    latency_mark_begin(a.group, a.latency);
+#pragma unroll 1
+    for (int token = (int)(threadIdx.x / 32) * (int)gridDim.x + (int)blockIdx.x;
+         token < tokens && alive; token += (int)gridDim.x * LATENCY_WARPS)
+        fill_places(a, token, flag);
+}
+
+/* Give the weights of a place to the ranks of this node, with a rank for each group of lanes. By a
+ * warp. */
+__device__ __forceinline__ void spread_weights(const EpLatencyGatherArgs &a, int other, int place,
+                                               uint64_t flag) {
+    const EpLatency &l = a.latency;
+    int lane = threadIdx.x % 32, lanes = lanes_of_group(a), ranks = a.group.size;
+    int source = other_node(l, other).peer;
+    const char *from = message_weights(l, l.layout.weights_in, other, place);
+    ulonglong2 x = ((const ulonglong2 *)from)[lane % lanes];
+#pragma unroll 1
+    for (int base = 0; base < ranks; base += 32 / lanes) {
+        char *window = l.window[min(base + lane / lanes, ranks - 1)];
+        char *to = latency_weights(l, window, source, num_sources(a), place, flag);
+        step_store(group_lines(a, to), x, l.whole);
+        if (!l.whole) step_fence(), step_store_flag(group_lines(a, to), flag);
+    }
+}
+
+__global__ void __launch_bounds__(LATENCY_THREADS, 1)
+    latency_spread_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
+    __shared__ uint64_t flag;
+    const EpLatency &l = a.latency;
+    int warp = (int)(threadIdx.x / 32) * (int)gridDim.x + (int)blockIdx.x;
+    if (!begin_weights(a, &flag, 1)) {
+        ep_report_stamps(a.group, l.nodes.marks);
+        ep_take_messages(l.nodes.marks);
+        return;
+    }
+    ep_take_messages(l.nodes.marks);
+#pragma unroll 1
+    for (int o = 0; o < l.nodes.num_others; o++) {
+        int rows = min(count_source_tokens(a, other_node(l, o).peer), l.layout.node_rows);
+#pragma unroll 1
+        for (int place = warp; place < rows; place += (int)gridDim.x * LATENCY_WARPS)
+            spread_weights(a, o, place, flag);
+    }
+}
+
+extern "C" int ep_cuda_launch_latency_weights(const void *args, int blocks, void *stream) {
+    const EpLatencyGatherArgs *a = (const EpLatencyGatherArgs *)args;
+    return ep_launch(latency_weights_kernel, blocks, LATENCY_THREADS, 0, stream, *a);
+}
+
+extern "C" int ep_cuda_launch_latency_spread(const void *args, int blocks, void *stream) {
+    const EpLatencyGatherArgs *a = (const EpLatencyGatherArgs *)args;
+    return ep_launch(latency_spread_kernel, blocks, LATENCY_THREADS, 0, stream, *a);
+}
+
+/* ---- launching ----------------------------------------------------------------------------- */
+
+template <typename T>
+static int launch_relay(const EpLatencyGatherArgs &a, int blocks, void *stream) {
+    auto kernel = a.t.format.bits ? latency_relay_kernel<T, 1> : latency_relay_kernel<T, 0>;
+    if (a.t.by_entry) kernel = latency_relay_kernel<T, ENTRIES>;
+    return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
+}
+
+extern "C" int ep_cuda_launch_latency_relay(const void *args, int blocks, void *stream) {
+    const EpLatencyGatherArgs *a = (const EpLatencyGatherArgs *)args;
+    if (a->t.type == EP_TYPE_BF16) return launch_relay<__nv_bfloat16>(*a, blocks, stream);
+    if (a->t.type == EP_TYPE_FP16) return launch_relay<__half>(*a, blocks, stream);
+    return launch_relay<float>(*a, blocks, stream);
+}
+#endif
 
 template <typename T>
 static decltype(&latency_gather_kernel<T, 0, 0>) kernel_of(int form, int waits) {
@@ -1191,7 +1581,7 @@ template <typename T> static int open_kernels(int shared_bytes) {
     return error;
 }
 
-extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
+extern "C" int EP_VARIANT(ep_cuda_open_latency_gather)(int shared_bytes) {
     int error = open_kernels<__nv_bfloat16>(shared_bytes);
     if (!error) error = open_kernels<__half>(shared_bytes);
     return error ? error : open_kernels<float>(shared_bytes);
@@ -1201,13 +1591,18 @@ extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
 template <typename T> static int launch(const EpLatencyGatherArgs &a, int blocks, void *stream) {
     int form = a.t.by_entry ? (int)ENTRIES : a.t.format.bits != 0;
     auto kernel = kernel_of<T>(form, !!a.t.done.words);
-    if (a.t.done.words) return ep_launch(kernel, blocks, LATENCY_THREADS, 0, stream, a);
+    int follows_nccl = EP_SEVERAL_NODES && a.latency.nodes.reads_landing; /* not a kernel alone */
+    if (a.t.done.words || follows_nccl)
+        return ep_launch(kernel, blocks, LATENCY_THREADS, 0, stream, a);
     return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
 }
 
-extern "C" int ep_cuda_launch_latency_gather(const void *args, int blocks, void *stream) {
+extern "C" int EP_VARIANT(ep_cuda_launch_latency_gather)(const void *args, int blocks,
+                                                         void *stream) {
     const EpLatencyGatherArgs *a = (const EpLatencyGatherArgs *)args;
     if (a->t.type == EP_TYPE_BF16) return launch<__nv_bfloat16>(*a, blocks, stream);
     if (a->t.type == EP_TYPE_FP16) return launch<__half>(*a, blocks, stream);
     return launch<float>(*a, blocks, stream);
 }
+
+EP_VARIANT_END

@@ -32,7 +32,7 @@ typedef struct EpLatencyGatherArgs {
     EpPartition sent;  /**< among the sending warps, if no rank has more rows than this one */
     EpDivisor targets; /**< ranks that sums are sent to or kept for, at least 1 */
     EpStatistics stats;
-    int32_t counts; /**< whether there are any */
+    int32_t counts;          /**< whether there are any */
     int32_t carries_weights; /**< sums by entry: whether weights come with rows */
 } EpLatencyGatherArgs;
 
@@ -43,6 +43,15 @@ extern "C" {
 /** See ep_cuda_open_prepare. At least 2 blocks. */
 int ep_cuda_open_latency_gather(int shared_bytes);
 int ep_cuda_launch_latency_gather(const void *args, int blocks, void *stream);
+
+/** On several nodes: between the launches that send and receive, the relays add up sums. Weights
+ *  that are given at the tokens' ranks are put into messages, and given to the ranks of the node,
+ *  before the sums. */
+int ep_cuda_launch_latency_weights(const void *args, int blocks, void *stream);
+int ep_cuda_launch_latency_spread(const void *args, int blocks, void *stream);
+int ep_cuda_open_latency_gather_nodes(int shared_bytes);
+int ep_cuda_launch_latency_gather_nodes(const void *args, int blocks, void *stream);
+int ep_cuda_launch_latency_relay(const void *args, int blocks, void *stream);
 
 #ifdef __cplusplus
 }

@@ -6,6 +6,7 @@
 
 #include "dispatch/cuda/backend.h"
 #include "handles/cuda/handle.h"
+#include "handles/nodes/cuda/latency_nodes.h"
 
 /* Percent of the blocks that send while the others receive; found by experiment. Stores to other
  * GPUs fill the way out of a multiprocessor, and its loads queue behind them. A dispatch that
@@ -42,18 +43,23 @@ static void partition_receive(const EpHandle *handle, int blocks, EpLatencyScatt
                      EP_RECEIVED_AT_ONCE, receivers * EP_LATENCY_WARPS);
 }
 
-EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
+/* Describe the kernel of an operation, or of one of its phases. Returns its blocks. */
+static int describe(EpHandle *handle, const EpScatter *s, EpPhase phase,
+                    EpLatencyScatterArgs *out) {
     const EpGroup *group = handle->group;
-    EpCudaLatency *latency = ep_cuda(group)->latency;
-    EpLatencyScatterArgs args = {
-        .latency = latency->device, .t = s->t, .record = shape_record(handle, &s->t, s->top_k)};
+    EpLatencyScatterArgs args = {.latency = ep_cuda(group)->latency->device,
+                                 .t = s->t,
+                                 .record = shape_record(handle, &s->t, s->top_k)};
     const EpPrepareArgs *route = &args.route;
     describe_route(handle, s, &args.route);
     if (s->t.block_rows) args.route.shape.block_rows = s->t.block_rows;
     args.latency.token = s->place.token;
+    if (args.latency.nodes.num_others)
+        ep_latency_nodes_describe(group, s->phase, s->place.token, args.record.steps,
+                                  &args.latency);
     args.route.stats = s->stats;
     int has_quant = s->t.format.bits != 0;
-    int blocks = ep_latency_blocks(&route->group, s->phase, route->num_rows, args.record.steps,
+    int blocks = ep_latency_blocks(&route->group, phase, route->num_rows, args.record.steps,
                                    has_quant ? EP_ALL_SEND : SENDERS_PERCENT, &args.latency);
     partition_receive(handle, blocks, &args);
     args.block_counters = ep_cuda(group)->block_counters + EP_MAX_BLOCK_WORDS;
@@ -65,12 +71,44 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     args.first_expert = ep_owner_first(&args.route.owners, group->rank);
     while (1 << args.team_shift < route->top_k)
         args.team_shift++;
+    *out = args;
+    return blocks;
+}
+
+/* On several nodes a whole operation is launched as its phases are. */
+static EpStatus scatter_on_nodes(EpHandle *handle, const EpScatter *s, const EpCudaLaunch *order) {
+    EpLatencyScatterArgs send, receive;
+    EpNodesLaunch l = {.order = *order};
+    if (s->phase != EP_PHASE_RECEIVE) {
+        int blocks = describe(handle, s, EP_PHASE_SEND, &send);
+        l.send = (EpNodesKernel){ep_cuda_launch_latency_scatter_nodes, &send, blocks};
+        l.group = &send.route.group, l.latency = &send.latency;
+        l.forward = (EpForwardArgs){.gives_heads = 1,
+                                    .stats = s->stats,
+                                    .owners = send.route.owners,
+                                    .top_k = send.route.top_k,
+                                    .expert_bits = send.record.expert_bits,
+                                    .carries_weights = s->t.carries_weights};
+    }
+    if (s->phase != EP_PHASE_SEND) {
+        int blocks = describe(handle, s, EP_PHASE_RECEIVE, &receive);
+        receive.latency.nodes.begins = 0;
+        l.receive = (EpNodesKernel){ep_cuda_launch_latency_scatter_nodes, &receive, blocks};
+    }
+    return ep_latency_nodes_launch(handle, &l);
+}
+
+EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
+    EpCudaLatency *latency = ep_cuda(handle->group)->latency;
     const EpRouting *completed = s->phase == EP_PHASE_RECEIVE ? NULL : s->routing;
-    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_latency_scatter,
-                                                  .args = &args,
-                                                  .blocks = blocks,
-                                                  .stream = s->stream,
-                                                  .phase = s->phase,
-                                                  .own = &latency->order[s->place.slot],
-                                                  .routing = completed});
+    EpLatencyScatterArgs args;
+    EpCudaLaunch launch = {.launch = ep_cuda_launch_latency_scatter,
+                           .args = &args,
+                           .stream = s->stream,
+                           .phase = s->phase,
+                           .own = &latency->order[s->place.slot],
+                           .routing = completed};
+    if (latency->device.nodes.num_others) return scatter_on_nodes(handle, s, &launch);
+    launch.blocks = describe(handle, s, s->phase, &args);
+    return ep_cuda_launch(handle, &launch);
 }

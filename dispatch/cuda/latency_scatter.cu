@@ -27,6 +27,8 @@
 #include "runtime/cuda/latency.cuh"
 #include "runtime/cuda/rows.cuh"
 
+EP_VARIANT_BEGIN
+
 /* ==== routing =============================================================================== */
 
 /*
@@ -80,6 +82,30 @@ __device__ __forceinline__ int32_t *workspace_offset(const EpLatencyScatterArgs 
     return (int32_t *)(workspace_memory() + a.workspace.offset);
 }
 
+/* The sources are the ranks of the group, `self` is this one among them. On several nodes there may
+ * be more of them than fit into the fixed part. */
+
+__device__ __forceinline__ int num_sources(const EpLatencyScatterArgs &a) {
+    return a.route.shape.num_ranks;
+}
+
+__device__ __forceinline__ int self(const EpLatencyScatterArgs &a) {
+    return a.route.shape.rank;
+}
+
+__device__ __forceinline__ int32_t *source_tokens(const EpLatencyScatterArgs &a) {
+    if (EP_SEVERAL_NODES) return (int32_t *)(workspace_memory() + a.workspace.sources);
+    return workspace()->source_tokens;
+}
+
+__device__ __forceinline__ int32_t *source_rows(const EpLatencyScatterArgs &a) {
+    return EP_SEVERAL_NODES ? source_tokens(a) + num_sources(a) : workspace()->source_rows;
+}
+
+__device__ __forceinline__ int32_t *flat_begin(const EpLatencyScatterArgs &a) {
+    return EP_SEVERAL_NODES ? source_tokens(a) + 2 * num_sources(a) : workspace()->flat_begin;
+}
+
 /* ---- this rank's entries ------------------------------------------------------------------- */
 
 /* Warps before this thread wait for words of memory before the block's first barrier; the others
@@ -115,7 +141,7 @@ __device__ __forceinline__ void open_workspace(const EpLatencyScatterArgs &a) {
     if (threadIdx.x >= ENTRIES_THREAD) load_entries(a);
     if (threadIdx.x == TOKENS_THREAD) workspace()->tokens = count_tokens(a.route);
     if (blockIdx.x) return;
-    int columns = a.route.group.num_experts + a.route.group.size;
+    int columns = a.route.group.num_experts + num_sources(a);
 #pragma unroll 1
     for (int i = threadIdx.x; i < columns; i += LATENCY_THREADS)
         workspace_counts(a)[i] = 0;
@@ -176,6 +202,88 @@ __device__ __forceinline__ void count_entries(const EpLatencyScatterArgs &a) {
     if (!__syncthreads_and(!bad) && threadIdx.x < 32) publish_bad(a);
 }
 
+/* ---- other nodes --------------------------------------------------------------------------- */
+
+/* Returns the words of the tokens' sets of other nodes that they need. */
+__device__ __forceinline__ uint32_t *token_needs(const EpLatencyScatterArgs &a) {
+    return (uint32_t *)(workspace_memory() + a.workspace.needs);
+}
+
+/* Returns the slots of each source that found no place; while heads are sent, of each rank. */
+__device__ __forceinline__ int32_t *source_dropped(const EpLatencyScatterArgs &a) {
+    return (int32_t *)(workspace_memory() + a.workspace.dropped);
+}
+
+/* Drop a token's entries on another node, and count them as their ranks do. */
+__device__ __forceinline__ void drop_token(const EpLatencyScatterArgs &a, int token, int other) {
+    int k = a.route.top_k, last = -1, flat = a.route.shape.has_rows;
+    atomicAdd(&token_needs(a)[token * ep_need_words(a.latency.nodes.num_others) + other / 32],
+              0u - (1u << other % 32)); /* the bit is set */
+#pragma unroll 1
+    for (int r = 0; r < a.route.group.size; r++)
+#pragma unroll 1
+        for (int i = token * k; i < (token + 1) * k; i++) {
+            int owner = owner_of(a, workspace_experts(a)[i]);
+            EpRankPlace at = {-1, -1};
+            if (owner >= 0) at = rank_place(a.latency, owner);
+            if (at.other != other || at.number != r) continue;
+            if (!flat || last != r) atomicAdd(&source_dropped(a)[owner], 1);
+            workspace_experts(a)[i] = NO_EXPERT, last = r;
+        }
+}
+
+/* Drop what messages have no room for: the tokens behind the first ones. By all threads of a block;
+ * a warp for each other node. */
+[[maybe_unused]] static __device__ __noinline__ void drop_tokens(const EpLatencyScatterArgs &a) {
+    int words = ep_need_words(a.latency.nodes.num_others), lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int r = (int)threadIdx.x; r < num_sources(a); r += LATENCY_THREADS)
+        source_dropped(a)[r] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int o = (int)(threadIdx.x / 32); o < a.latency.nodes.num_others; o += LATENCY_WARPS) {
+        int filled = 0;
+#pragma unroll 1
+        for (int base = 0; base < workspace()->tokens; base += 32) {
+            int t = base + lane, needs = 0;
+            if (t < workspace()->tokens) needs = token_needs(a)[t * words + o / 32] >> o % 32 & 1;
+            unsigned all = __ballot_sync(~0u, needs);
+            int place = filled + __popc(all & ((1u << lane) - 1));
+            if (needs && place >= a.latency.layout.node_rows) drop_token(a, t, o);
+            filled += __popc(all);
+        }
+    }
+    __syncthreads();
+}
+
+/* Find which other nodes the tokens need. By all threads of a block, after its first barrier. */
+[[maybe_unused]] static __device__ __noinline__ void find_needs(const EpLatencyScatterArgs &a) {
+    int words = ep_need_words(a.latency.nodes.num_others), k = a.route.top_k;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < workspace()->tokens * words; i += LATENCY_THREADS) {
+        int token = i / words, word = i - token * words;
+        uint32_t needs = 0;
+#pragma unroll 1
+        for (int entry = token * k; entry < (token + 1) * k; entry++) {
+            int expert = workspace_experts(a)[entry];
+            int other = expert < 0 ? -1 : rank_place(a.latency, owner_of(a, expert)).other;
+            if (other >> 5 == word) needs |= 1u << other % 32;
+        }
+        token_needs(a)[i] = needs;
+    }
+    __syncthreads();
+    if (a.route.shape.nodes.limit) drop_tokens(a);
+}
+
+/* Returns how many tokens before this one need another node. By a warp. */
+__device__ __forceinline__ int count_needing(const EpLatencyScatterArgs &a, int token, int other) {
+    int words = ep_need_words(a.latency.nodes.num_others), count = 0;
+#pragma unroll 1
+    for (int t = (int)(threadIdx.x % 32); t < token; t += 32)
+        count += token_needs(a)[t * words + other / 32] >> other % 32 & 1;
+    return warp_sum(count);
+}
+
 #define HEAD_UNITS (EP_HEAD_COUNTS / 4) /* before the counts */
 
 /* Returns a unit of the head for rank r, which owns `count` experts from `first` on. */
@@ -198,20 +306,62 @@ __device__ __forceinline__ uint4 head_unit(const EpLatencyScatterArgs &a, int r,
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
+/* Send the head for rank r of the group: into its window, or into the message to its node. By a
+ * warp. */
+__device__ __forceinline__ void send_head_to_node(const EpLatencyScatterArgs &a, int r, int first,
+                                                  int count, int sent, uint64_t flag) {
+    const EpLatency &l = a.latency;
+    const EpCudaGroup &g = a.route.group;
+    EpRankPlace at = rank_place(l, r);
+    int places = at.other < 0 ? 0 : count_needing(a, workspace()->tokens, at.other);
+    char *to = l.own + l.layout.outgoing + max((int)at.other, 0) * l.layout.message_bytes +
+               at.number * l.layout.head_bytes;
+    if (at.other < 0) to = latency_head(l, l.window[at.number], g.rank, l.layout.num_heads, flag);
+    store_head(l, to, EP_HEAD_COUNTS + count, flag, [&](int unit) {
+        uint4 x = head_unit(a, r, first, count, sent, unit);
+        if (unit == 0 && at.other >= 0) x.w = (uint32_t)places;
+        if (unit == 1) x.z = (uint32_t)workspace()->tokens;
+        if (unit == 1 && a.route.shape.nodes.limit) x.w = (uint32_t)source_dropped(a)[r];
+        return x;
+    });
+}
+
+/* Add to the caller's counters the rows to each rank of this node, and those to relays. By all
+ * threads of the block. */
+__device__ __forceinline__ void count_sent_rows(const EpLatencyScatterArgs &a) {
+    const EpStatistics &s = a.route.stats;
+    int lane = threadIdx.x % 32, warp = (int)(threadIdx.x / 32);
+    if (!s.peer_rows && !s.peer_bytes) return;
+#pragma unroll 1
+    for (int r = (int)threadIdx.x; r < num_sources(a); r += LATENCY_THREADS)
+        if (rank_place(a.latency, r).other < 0)
+            ep_count_row(s, r, workspace_counts(a)[a.route.group.num_experts + r]);
+#pragma unroll 1
+    for (int o = warp; o < a.latency.nodes.num_others; o += LATENCY_WARPS) {
+        int rows = count_needing(a, workspace()->tokens, o);
+        if (lane == 0) ep_count_row(s, other_node(a.latency, o).peer, rows);
+    }
+}
+
 __device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64_t flag) {
     const EpCudaGroup &g = a.route.group;
     int sent = 0;
     count_entries(a);
 #pragma unroll 1
-    for (int r = (int)(threadIdx.x % 32); r < g.size; r += 32)
-        sent += r == g.rank ? 0 : workspace_counts(a)[g.num_experts + r];
+    for (int r = (int)(threadIdx.x % 32); r < num_sources(a); r += 32)
+        sent += r == self(a) ? 0 : workspace_counts(a)[g.num_experts + r];
     sent = warp_sum(sent);
 #pragma unroll 1
-    for (int r = (int)(threadIdx.x / 32); r < g.size; r += LATENCY_WARPS) {
+    for (int r = (int)(threadIdx.x / 32); r < num_sources(a); r += LATENCY_WARPS) {
         int first = ep_owner_first(&a.route.owners, r), count = ep_owner_count(&a.route.owners, r);
+        if (EP_SEVERAL_NODES) {
+            send_head_to_node(a, r, first, count, sent, flag);
+            continue;
+        }
         send_head(g, a.latency, r, EP_HEAD_COUNTS + count, flag,
                   [&](int unit) { return head_unit(a, r, first, count, sent, unit); });
     }
+    if (EP_SEVERAL_NODES) return count_sent_rows(a);
     if (threadIdx.x < 32) ep_count_rows(g, a.route.stats, workspace_counts(a) + g.num_experts);
 }
 
@@ -221,10 +371,12 @@ __device__ __forceinline__ void take_unit(const EpLatencyScatterArgs &a, int sou
                                           const uint4 &x) {
     const uint32_t word[4] = {x.x, x.y, x.z, x.w};
     int local = a.route.shape.num_local;
-    if (unit == 0) workspace()->source_tokens[source] = (int)x.w;
+    if (unit == 0) source_tokens(a)[source] = (int)x.w;
     if (unit == 0) atomicMax(&workspace()->most_tokens, (int)x.w);
-    if (unit == 1) workspace()->source_rows[source] = (int)x.x;
-    if (unit == 1 && source == a.route.group.rank) workspace()->sent = (int)x.y;
+    if (unit == 1) source_rows(a)[source] = (int)x.x;
+    if (EP_SEVERAL_NODES && unit == 1) atomicMax(&workspace()->longest, (int)x.z);
+    if (EP_SEVERAL_NODES && unit == 1) source_dropped(a)[source] = (int)x.w;
+    if (unit == 1 && source == self(a)) workspace()->sent = (int)x.y;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         int e = (unit - HEAD_UNITS) * 4 + i;
@@ -241,7 +393,7 @@ __device__ __forceinline__ void add_sources(const EpLatencyScatterArgs &a) {
         int before = 0;
         int32_t *at = workspace_counts(a) + e;
 #pragma unroll 4
-        for (int source = 0; source < a.route.group.size; source++, at += s.num_local) {
+        for (int source = 0; source < num_sources(a); source++, at += s.num_local) {
             int count = *at;
             *at = before;
             before += count;
@@ -265,14 +417,14 @@ __device__ __forceinline__ void lay_workspace_slabs(const EpLatencyScatterArgs &
 
 /* Compute where each source's rows begin, where rows have one slot. By a warp. */
 __device__ __forceinline__ void lay_workspace_rows(const EpLatencyScatterArgs &a) {
-    int lane = threadIdx.x % 32, begin = 0, size = a.route.group.size;
+    int lane = threadIdx.x % 32, begin = 0, size = num_sources(a);
     int is_fixed = a.route.shape.is_fixed;
 #pragma unroll 1
     for (int at = 0; at < size; at += 32) {
         int rows = is_fixed ? (int)a.route.shape.block_rows : 0;
-        if (!is_fixed && at + lane < size) rows = workspace()->source_rows[at + lane];
+        if (!is_fixed && at + lane < size) rows = source_rows(a)[at + lane];
         int through = ep_warp_prefix(rows);
-        if (at + lane < size) workspace()->flat_begin[at + lane] = begin + through - rows;
+        if (at + lane < size) flat_begin(a)[at + lane] = begin + through - rows;
         begin += __shfl_sync(~0u, through, 31);
     }
 }
@@ -280,6 +432,21 @@ __device__ __forceinline__ void lay_workspace_rows(const EpLatencyScatterArgs &a
 /* Reset the counters of heads, before the block's first barrier. */
 __device__ __forceinline__ void reset_heads(void) {
     if (threadIdx.x == TOKENS_THREAD) workspace()->heads = workspace()->most_tokens = 0;
+    if (EP_SEVERAL_NODES && threadIdx.x == TOKENS_THREAD) workspace()->longest = 0;
+}
+
+#define MOST_SOURCES (EP_SEVERAL_NODES ? EP_MAX_RANKS : EP_CUDA_MAX_RANKS)
+
+/* Which head is a source's, and which rank of this node has stored it: a relay's stamps have been
+ * compared before. */
+typedef struct HeadOrigin {
+    int index, peer, compares;
+} HeadOrigin;
+
+__device__ __forceinline__ HeadOrigin head_origin(const EpLatencyScatterArgs &a, int source) {
+    if (!EP_SEVERAL_NODES) return HeadOrigin{source, source, 1};
+    EpRankPlace at = rank_place(a.latency, source);
+    return HeadOrigin{ep_head_of(at, a.route.group.size), at.number, at.other < 0};
 }
 
 /* Receive all heads. By all threads of a block. A warp that waits for other warps' heads calls
@@ -292,13 +459,15 @@ __device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_
     const EpCudaGroup &g = route.group;
     int alive = 1, words = EP_HEAD_COUNTS + route.shape.num_local;
 #pragma unroll 1
-    for (int r = (int)(threadIdx.x / 32); r < g.size && alive; r += LATENCY_WARPS) {
-        alive = take_head(g, a.latency, r, words, flag, 1,
+    for (int r = (int)(threadIdx.x / 32); r < num_sources(a) && alive; r += LATENCY_WARPS) {
+        HeadOrigin from = head_origin(a, r);
+        alive = take_head(g, a.latency, from.index, from.peer, words, flag, from.compares,
                           [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
-        if (threadIdx.x % 32 == 0) atomicAdd(&workspace()->heads, alive ? 1 : EP_CUDA_MAX_RANKS);
+        if (threadIdx.x % 32 == 0) atomicAdd(&workspace()->heads, alive ? 1 : MOST_SOURCES);
     }
-    while (__any_sync(~0u, *(volatile int32_t *)&workspace()->heads < g.size))
+    while (__any_sync(~0u, *(volatile int32_t *)&workspace()->heads < num_sources(a)))
         meanwhile();
+    if (EP_SEVERAL_NODES) ep_fence_sys(); /* what relays have received is read behind their heads */
     if (!__syncthreads_and(alive)) return 0;
     add_sources(a);
     __syncthreads();
@@ -313,25 +482,33 @@ __device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_
 /* Returns the number of a source's entries for a local expert. */
 __device__ __forceinline__ int count_of(const EpLatencyScatterArgs &a, int e, int source) {
     int local = a.route.shape.num_local, next = (source + 1) * local + e;
-    return (source + 1 < a.route.group.size ? workspace_counts(a)[next] : workspace_total(a)[e]) -
+    return (source + 1 < num_sources(a) ? workspace_counts(a)[next] : workspace_total(a)[e]) -
            workspace_counts(a)[source * local + e];
 }
 
 /* Store each source's tokens and rows into the plan, and publish the numbers of rows, in every
  * layout. By a warp. */
 __device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, int64_t step) {
-    const EpCudaGroup &g = a.route.group;
     int lane = threadIdx.x % 32, received = 0;
 #pragma unroll 1
-    for (int r = lane; r < g.size; r += 32) {
-        a.route.plan.tokens[r] = workspace()->source_tokens[r];
-        a.route.plan.rows_from[r] = workspace()->source_rows[r];
-        received += r == g.rank ? 0 : workspace()->source_rows[r];
+    for (int r = lane; r < num_sources(a); r += 32) {
+        a.route.plan.tokens[r] = source_tokens(a)[r];
+        a.route.plan.rows_from[r] = source_rows(a)[r];
+        received += r == self(a) ? 0 : source_rows(a)[r];
     }
     received = warp_sum(received);
     if (lane == 0)
-        publish_row_counts(a.route, step, workspace()->sent, received,
-                           workspace()->source_rows[g.rank]);
+        publish_row_counts(a.route, step, workspace()->sent, received, source_rows(a)[self(a)]);
+}
+
+/* Publish what sources had no room for. By one thread of such a block. */
+__device__ __forceinline__ void publish_not_sent(const EpLatencyScatterArgs &a, int64_t step) {
+    int64_t lost = 0;
+    int sources = EP_SEVERAL_NODES && a.route.shape.nodes.limit ? num_sources(a) : 0;
+#pragma unroll 1
+    for (int r = 0; r < sources; r++)
+        lost += source_dropped(a)[r];
+    if (EP_SEVERAL_NODES) publish_lost(a.route, step, lost);
 }
 
 /* Publish the routing of layouts whose entries have slots of their own. By a block that has
@@ -344,15 +521,15 @@ __device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a,
     if (warp == 1) publish_sizes(a, step);
     __syncthreads();
     publish_sources(a.route, [&](int e, int source) { return count_of(a, e, source); });
-    if (threadIdx.x == 0)
-        publish_step(a.route, step, workspace()->source_tokens[a.route.group.rank], op.number);
+    if (threadIdx.x == 0) publish_not_sent(a, step);
+    if (threadIdx.x == 0) publish_step(a.route, step, source_tokens(a)[self(a)], op.number);
 }
 
 /* Returns the end of the slots of the rows that arrive, and flat_rows_kept of those that are kept:
  * where they follow one another also their number. In a block that has received the heads. */
 __device__ __forceinline__ int64_t flat_rows(const EpLatencyScatterArgs &a) {
-    int last = a.route.group.size - 1;
-    return workspace()->flat_begin[last] + (int64_t)workspace()->source_rows[last];
+    int last = num_sources(a) - 1;
+    return flat_begin(a)[last] + (int64_t)source_rows(a)[last];
 }
 
 __device__ __forceinline__ int64_t flat_rows_kept(const EpLatencyScatterArgs &a) {
@@ -362,8 +539,8 @@ __device__ __forceinline__ int64_t flat_rows_kept(const EpLatencyScatterArgs &a)
 /* Publish the rows of each source that are kept. By all threads of such a block. */
 __device__ __forceinline__ void publish_kept_by_source(const EpLatencyScatterArgs &a) {
     publish_flat_source_rows(
-        a.route, flat_rows_kept(a), [&](int source) { return workspace()->flat_begin[source]; },
-        [&](int source) { return workspace()->source_rows[source]; });
+        a.route, flat_rows_kept(a), [&](int source) { return flat_begin(a)[source]; },
+        [&](int source) { return source_rows(a)[source]; });
 }
 
 /* Publish the totals of rows of which none is lost. By a warp of such a block. */
@@ -373,8 +550,8 @@ __device__ __forceinline__ void publish_flat_totals(const EpLatencyScatterArgs &
     if (s.is_fixed) {
         int most = 0;
 #pragma unroll 1
-        for (int r = (int)(threadIdx.x % 32); r < a.route.group.size; r += 32)
-            most = max(most, workspace()->source_rows[r]);
+        for (int r = (int)(threadIdx.x % 32); r < num_sources(a); r += 32)
+            most = max(most, source_rows(a)[r]);
         rows = s.capacity, needed = __reduce_max_sync(~0u, most);
     }
     if (threadIdx.x % 32 == 0) publish_totals(a.route, step, rows, needed, 0);
@@ -393,12 +570,13 @@ __device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a, cons
     publish_sources(route, [&](int e, int source) { return count_of(a, e, source); });
     publish_kept_by_source(a);
     __syncthreads();
-    if (threadIdx.x == 0)
-        publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
+    if (threadIdx.x == 0) publish_not_sent(a, step);
+    if (threadIdx.x == 0) publish_step(route, step, source_tokens(a)[self(a)], op.number);
 }
 
 /* Count the entries of the flat rows that are kept, from the plan that all blocks have written. */
-__device__ void count_kept(const EpPrepareArgs &a) {
+__device__ void count_kept(const EpLatencyScatterArgs &args) {
+    const EpPrepareArgs &a = args.route;
     const EpCudaGroup &g = a.group;
 #pragma unroll 1
     for (int e = threadIdx.x; e < a.shape.num_local; e += LATENCY_THREADS)
@@ -406,12 +584,11 @@ __device__ void count_kept(const EpPrepareArgs &a) {
     clear_sources(a);
     __syncthreads();
 #pragma unroll 1
-    for (int s = 0; s < g.size; s++) {
+    for (int s = 0; s < num_sources(args); s++) {
         const int32_t *slot = a.plan.begins + (int64_t)s * (g.layout.max_tokens + 1);
         const int32_t *routes = a.plan.routes + (int64_t)s * g.layout.max_tokens * a.top_k;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < workspace()->source_tokens[s] * a.top_k;
-             i += LATENCY_THREADS) {
+        for (int i = threadIdx.x; i < source_tokens(args)[s] * a.top_k; i += LATENCY_THREADS) {
             int local = __ldcg(routes + i);
             if ((uint32_t)local >= (uint32_t)a.shape.num_local) continue;
             if (__ldcg(slot + i / a.top_k) < 0) continue;
@@ -432,11 +609,11 @@ __device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a, La
     if (threadIdx.x < 32) publish_sizes(a, step);
     if (threadIdx.x == 0) publish_totals(route, step, kept, rows, rows - kept);
     publish_kept_by_source(a);
-    count_kept(route);
+    count_kept(a);
     if (threadIdx.x < 32) publish_flat_experts(route, step, NULL);
     __syncthreads();
-    if (threadIdx.x == 0)
-        publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
+    if (threadIdx.x == 0) publish_not_sent(a, step);
+    if (threadIdx.x == 0) publish_step(route, step, source_tokens(a)[self(a)], op.number);
     ep_count_experts(route.stats, route.plan.expert_counts, route.shape.num_local, (int)threadIdx.x,
                      LATENCY_THREADS);
 }
@@ -632,6 +809,43 @@ __device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, in
     if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)owner;
 }
 
+#if EP_SEVERAL_NODES
+/* As above, among the ranks of this node; then the places in the messages to other nodes. */
+__device__ __forceinline__ void list_receivers_on_nodes(const EpLatencyScatterArgs &a, int token,
+                                                        uint64_t flag) {
+    const EpCudaGroup &g = a.route.group;
+    const EpLatency &l = a.latency;
+    int lane = threadIdx.x % 32, k = a.route.top_k, key = -1, row = 0, places = 0;
+    int owner = lane < k ? owner_of(a, workspace_experts(a)[token * k + lane]) : -1;
+    EpRankPlace at = {-1, -1};
+    if (owner >= 0) at = rank_place(l, owner), key = owner;
+    unsigned set = rank_set(a, at.other < 0 ? at.number : -1);
+    int num_to = __reduce_add_sync(~0u, __popc(set)), listed = 0;
+#pragma unroll 1
+    for (int base = 0; base < g.size; base += 32) {
+        int r = base + lane, valid = r < g.size, has = has_rank(set, min(r, g.size - 1)) & valid;
+        unsigned with_row = __ballot_sync(~0u, has), below = (1u << lane) - 1;
+        int before = listed + __popc(with_row & below), index = has ? before : num_to + r - before;
+        if (valid)
+            workspace()->to[index] = latency_record(l, l.window[r], g.rank, g.size, token, flag);
+        listed += __popc(with_row);
+    }
+#pragma unroll 1
+    for (unsigned left = __ballot_sync(~0u, at.other >= 0); left; places++) {
+        int other = __shfl_sync(~0u, at.other, __ffs((int)left) - 1);
+        int place = count_needing(a, token, other);
+        left &= ~__ballot_sync(~0u, at.other == other);
+        if (at.other == other) row = place, key = other_node(l, other).first;
+        if (lane == 0)
+            workspace()->to[g.size + places] =
+                message_place(l, l.own + l.layout.outgoing, other, place);
+    }
+    if (lane == 0) workspace()->num_to = num_to, workspace()->num_places = places;
+    EpEntry *entry = &a.route.plan.entries[(int64_t)token * k + lane];
+    if (lane < k) entry->owner = (int16_t)key, entry->row = row;
+}
+#endif
+
 /* Call store(address, i) for step `step` + i of the record, for each rank that gets it. */
 template <typename Store>
 __device__ __forceinline__ void for_each_step(const EpLatencyScatterArgs &a, int step,
@@ -647,6 +861,14 @@ __device__ __forceinline__ void for_each_step(const EpLatencyScatterArgs &a, int
 #pragma unroll 1
     for (int j = num_to; step == 0 && j < a.route.group.size; j++)
         store(workspace()->to[j], 0);
+    int places = EP_SEVERAL_NODES ? workspace()->num_places : 0;
+#pragma unroll 1
+    for (int j = 0; j < places; j++) {
+        char *to = workspace()->to[a.route.group.size + j] + step * EP_STEP_BYTES;
+#pragma unroll
+        for (int i = 0; i < SENT_AT_ONCE; i++)
+            if (step + i < a.record.steps) store(to + i * EP_STEP_BYTES, i);
+    }
 }
 
 __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, int step,
@@ -689,7 +911,11 @@ __device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int to
     else
         load_steps(a, token, step, x);
     write_header(a, token);
+#if EP_SEVERAL_NODES
+    if (warp == LATENCY_WARPS - 1) list_receivers_on_nodes(a, token, flag);
+#else
     if (warp == LATENCY_WARPS - 1) list_receivers(a, token, flag);
+#endif
     __syncthreads();
     if (quantises) load_steps(a, token, step, x);
 #pragma unroll 1
@@ -734,26 +960,12 @@ typedef struct Entry {
 
 /* ---- header -------------------------------------------------------------------------------- */
 
-/* Entry k of a header whose units lie in a warp's lanes: its word, and its weight if weights
- * travel. */
-typedef struct HeaderWords {
-    uint32_t word, weight;
-} HeaderWords;
-
-__device__ __forceinline__ HeaderWords header_words(const uint4 &unit, int has_weights, int k) {
-    int lane = lane_of_unit(has_weights ? k / 2 : k / 4);
-    uint32_t x = __shfl_sync(~0u, unit.x, lane), y = __shfl_sync(~0u, unit.y, lane);
-    uint32_t z = __shfl_sync(~0u, unit.z, lane), w = __shfl_sync(~0u, unit.w, lane);
-    if (has_weights) return k & 1 ? HeaderWords{z, w} : HeaderWords{x, y};
-    return HeaderWords{k & 2 ? (k & 1 ? w : z) : (k & 1 ? y : x), 0};
-}
-
 /* Returns the slot of an entry, or a negative number beyond the capacity. `before` is the number of
  * the source's earlier entries for the expert (if rows have one slot: of its earlier rows). */
 __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int source, int local,
                                          int before) {
     int num_local = a.route.shape.num_local;
-    int64_t slot = (int64_t)before + workspace()->flat_begin[source];
+    int64_t slot = (int64_t)before + flat_begin(a)[source];
     if (a.route.shape.has_rows) return slot < ep_row_limit(&a.route.shape) ? (int)slot : -1;
     slot = (int64_t)before + workspace_offset(a)[local] +
            workspace_counts(a)[source * num_local + local];
@@ -772,7 +984,7 @@ template <int TILED>
 __device__ __forceinline__ Entry read_header(const EpLatencyScatterArgs &a, int source,
                                              const uint4 &unit) {
     int lane = threadIdx.x % 32, k = a.route.top_k;
-    HeaderWords h = header_words(unit, a.t.carries_weights, lane < k ? lane : 0);
+    RecordWords h = record_words(unit, a.t.carries_weights, lane < k ? lane : 0);
     int expert = (int)(h.word & ((1u << a.record.expert_bits) - 1)) - 1;
     Entry e = {-1, -1, __uint_as_float(h.weight), NULL, 0, 0};
     if (lane < k && expert >= 0) e.local = expert - a.first_expert;
@@ -932,54 +1144,85 @@ __device__ __forceinline__ void count_zeroed(const EpLatencyScatterArgs &a, cons
         ep_add_rest(a.t.ready, c.counters, slot, slot + 1, c.units, ROUTING_UNIT, 0, 1);
 }
 
-/* Count the rows of a slab that hold no token and that nobody zeroes: see zero_padding. By a
- * warp. */
-__device__ __forceinline__ void count_kept_rows(const EpLatencyScatterArgs &a, const BlockCount &c,
-                                                int e) {
+/* Returns the slab that a row is in, of those that have rows: slabs follow one another. */
+__device__ __forceinline__ int slab_of(const EpLatencyScatterArgs &a, int row) {
+    int low = 0, high = a.route.shape.num_local - 1;
+#pragma unroll 1
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (workspace_offset(a)[middle] <= row)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* Rows `first` to before `end`. */
+typedef struct RowRange {
+    int64_t first, end;
+} RowRange;
+
+__device__ __forceinline__ int common_rows(const RowRange &x, int64_t first, int64_t end) {
+    return (int)max((int64_t)0, min(x.end, end) - max(x.first, first));
+}
+
+/* Returns how many rows of a slab within a block hold no token and are zeroed by nobody: see
+ * zero_padding. */
+__device__ __forceinline__ int kept_in_slab(const EpLatencyScatterArgs &a, const RowRange &block,
+                                            int e) {
     const EpPlanShape &s = a.route.shape;
-    int has_tails = s.is_fixed && s.tail == EP_TAIL_ZERO, lane = threadIdx.x % 32;
+    int has_tails = s.is_fixed && s.tail == EP_TAIL_ZERO;
     int64_t begin = workspace_offset(a)[e], limit = ep_slot_limit(&s, e);
     int64_t filled = min(limit, begin + workspace_total(a)[e]);
     int64_t padded = min(limit, begin + ep_slab_rows(&s, workspace_total(a)[e]));
     int64_t first = s.padding == EP_PADDING_KEEP ? padded : filled;
     int64_t last = has_tails ? limit : padded;
     if (!ep_has_padding(&s) && !has_tails) first = last = filled;
-    ep_add_rest(a.t.ready, c.counters, filled, first, c.units, ROUTING_UNIT, lane, 32);
-    ep_add_rest(a.t.ready, c.counters, last, s.is_fixed ? limit : padded, c.units, ROUTING_UNIT,
-                lane, 32);
+    return common_rows(block, filled, first) +
+           common_rows(block, last, s.is_fixed ? limit : padded);
 }
 
 /* Returns the end of all rows that follow one another, padding included. */
 __device__ __forceinline__ int64_t end_of_rows(const EpLatencyScatterArgs &a) {
     const EpPlanShape &s = a.route.shape;
-    int last = (s.has_rows ? a.route.group.size : s.num_local) - 1;
-    if (s.has_rows) return workspace()->flat_begin[last] + (int64_t)workspace()->source_rows[last];
+    int last = (s.has_rows ? num_sources(a) : s.num_local) - 1;
+    if (s.has_rows) return flat_begin(a)[last] + (int64_t)source_rows(a)[last];
     return last < 0
                ? 0
                : workspace_offset(a)[last] + (int64_t)ep_slab_rows(&s, workspace_total(a)[last]);
 }
 
-/* Count what holds no token and is not zeroed, and then the routing, which this block has
- * published. By all of its threads. */
-__device__ __noinline__ void count_rest(const EpLatencyScatterArgs &a, BlockCount c) {
+/* Likewise of a block, of all layouts. `end`: of all rows that follow one another. */
+__device__ __forceinline__ int kept_in_block(const EpLatencyScatterArgs &a, int block,
+                                             int64_t end) {
     const EpPlanShape &s = a.route.shape;
     const EpRowBlocks &b = a.t.ready;
-    int warp = (int)(threadIdx.x / 32), lane = threadIdx.x % 32, keeps = s.tail == EP_TAIL_KEEP;
-    int64_t end = min(end_of_rows(a), ep_row_limit(&s)), all = b.section_rows;
+    int first = ep_block_first(&b, block), section = block / b.per_section, kept = 0;
+    int keeps = s.tail == EP_TAIL_KEEP;
+    int64_t all = b.section_rows;
+    RowRange rows = {first, first + ep_block_size(&b, block)};
+    if (!s.has_rows && s.num_local)
+        kept = kept_in_slab(a, rows, s.is_fixed ? section : slab_of(a, first));
+    if (s.has_rows && s.is_fixed && keeps)
+        kept = common_rows(rows, section * all + source_rows(a)[section],
+                           (section + 1) * all);
+    if (!s.is_fixed) kept += common_rows(rows, keeps ? end : max(end, a.t.out_capacity), all);
+    return kept;
+}
+
+/* Count what holds no token and is not zeroed, and the routing, which this block has published, in
+ * one addition for each block of rows: an addition with its fence takes a microsecond. By all
+ * threads. */
+__device__ __noinline__ void count_rest(const EpLatencyScatterArgs &a, BlockCount c) {
+    const EpRowBlocks &b = a.t.ready;
+    int64_t end = min(end_of_rows(a), ep_row_limit(&a.route.shape));
     __syncthreads();
 #pragma unroll 1
-    for (int e = warp; e < s.num_local && !s.has_rows; e += LATENCY_WARPS)
-        count_kept_rows(a, c, e);
-#pragma unroll 1
-    for (int r = warp; r < b.sections && s.has_rows && s.is_fixed && keeps; r += LATENCY_WARPS)
-        ep_add_rest(b, c.counters, r * all + workspace()->source_rows[r], (r + 1) * all, c.units,
-                    ROUTING_UNIT, lane, 32);
-    if (!s.is_fixed)
-        ep_add_rest(b, c.counters, keeps ? end : max(end, a.t.out_capacity), all, c.units,
-                    ROUTING_UNIT, (int)threadIdx.x, LATENCY_THREADS);
-#pragma unroll 1
     for (int i = threadIdx.x; i < b.sections * b.per_section; i += LATENCY_THREADS)
-        ep_add_to_block(b, c.counters, i, ROUTING_UNIT, 0, c.units, ROUTING_UNIT);
+        ep_add_to_block(b, c.counters, i,
+                        (uint32_t)kept_in_block(a, i, end) * c.units + ROUTING_UNIT, 0, c.units,
+                        ROUTING_UNIT);
 }
 
 /* ---- a record ------------------------------------------------------------------------------ */
@@ -995,9 +1238,23 @@ typedef struct Fetched {
     ulonglong2 head, x[EP_RECEIVED_AT_ONCE];
 } Fetched;
 
+/* Returns the rank of this node from which a source's records come. */
+__device__ __forceinline__ int peer_of(const EpLatencyScatterArgs &a, int source) {
+    return EP_SEVERAL_NODES ? rank_place(a.latency, source).number : source;
+}
+
 __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a, const Record &r,
                                                    uint64_t flag) {
-    return latency_record(a.latency, a.latency.own, r.source, a.route.group.size, r.token, flag);
+    const EpLatency &l = a.latency;
+    int source = r.source;
+    if (EP_SEVERAL_NODES) {
+        EpRankPlace at = rank_place(l, source);
+        if (at.other >= 0)
+            return message_place(l, latency_messages(l, l.window[at.number], flag), at.other,
+                                 r.token);
+        source = at.number;
+    }
+    return latency_record(l, l.own, source, a.route.group.size, r.token, flag);
 }
 
 __device__ __forceinline__ void fetch_steps(const Record &r, const char *from,
@@ -1031,7 +1288,7 @@ __device__ __forceinline__ Fetched fetch_record(const EpLatencyScatterArgs &a, c
 __device__ __forceinline__ int await_steps(const EpLatencyScatterArgs &a, const Record &r,
                                            const char *from, uint64_t flag,
                                            ulonglong2 x[EP_RECEIVED_AT_ONCE]) {
-    const StepOrigin origin = {r.source, EP_AWAIT_LINES, r.token};
+    const StepOrigin origin = {peer_of(a, r.source), EP_AWAIT_LINES, r.token};
     int alive = 1;
 #pragma unroll
     for (int i = 0; i < EP_RECEIVED_AT_ONCE; i++)
@@ -1041,17 +1298,33 @@ __device__ __forceinline__ int await_steps(const EpLatencyScatterArgs &a, const 
     return alive;
 }
 
+/* Store which ranks of this node will have sums for a row that this rank relays. By a warp, from
+ * the record's first step. */
+__device__ __forceinline__ void store_relay_owners(const EpLatencyScatterArgs &a, const Record &r,
+                                                   const uint4 &unit) {
+    const EpLatency &l = a.latency;
+    EpRankPlace from = rank_place(l, r.source), at = {0, -1};
+    int lane = threadIdx.x % 32, k = a.route.top_k;
+    if (from.other < 0 || from.number != a.route.group.rank) return;
+    RecordWords h = record_words(unit, a.t.carries_weights, lane < k ? lane : 0);
+    int expert = (int)(h.word & ((1u << a.record.expert_bits) - 1)) - 1;
+    if (expert >= 0) at = rank_place(l, owner_of(a, expert));
+    int64_t row = (int64_t)from.other * l.layout.node_rows + r.token;
+    if (lane < k) a.route.plan.relay_owners[row * k + lane] = at.other < 0 ? at.number : -1;
+}
+
 /* Receive a warp's part of a record. Returns 0 on timeout. */
 template <int TILED, int READY>
 __device__ __forceinline__ int receive_record(const EpLatencyScatterArgs &a, Record r, Fetched f,
                                               uint64_t flag, const BlockCount &c) {
     int is_first = r.step == 0;
     const char *from = record_from(a, r, flag);
-    const StepOrigin origin = {r.source, EP_AWAIT_LINES, r.token};
+    const StepOrigin origin = {peer_of(a, r.source), EP_AWAIT_LINES, r.token};
     if (!step_await(a.route.group, a.latency, from, flag, &f.head, origin)) return 0;
     if (!steps_are_here(r, flag, f.x)) fetch_steps(r, from, f.x);
     Entry e = read_header<TILED>(a, r.source, step_unpack(f.head));
     if (r.step == 0) store_plan_row(a, e, r.source, r.token), store_weights(a, e);
+    if (EP_SEVERAL_NODES && r.step == 0) store_relay_owners(a, r, step_unpack(f.head));
 #pragma unroll 1
     while (e.slot_lanes) {
         uint4 unit[EP_RECEIVED_AT_ONCE];
@@ -1081,11 +1354,10 @@ typedef struct ReceiveState {
 } ReceiveState;
 
 __device__ __forceinline__ Record record_at(const EpLatencyScatterArgs &a, const ReceiveState &s) {
-    const EpCudaGroup &g = a.route.group;
     int row = ep_quotient(s.at, s.partition.each), token = ep_quotient(row, a.latency.ranks);
-    int source = g.rank + row - token * g.size;
+    int source = self(a) + row - token * num_sources(a);
     int step = (s.at - row * s.partition.each.by) * s.partition.steps;
-    return Record{source - (source < g.size ? 0 : g.size), token, step,
+    return Record{source - (source < num_sources(a) ? 0 : num_sources(a)), token, step,
                   min(step + s.partition.steps, a.record.steps)};
 }
 
@@ -1122,7 +1394,7 @@ __device__ __forceinline__ void refetch_part(const EpLatencyScatterArgs &a, Rece
 __device__ __forceinline__ EpPartition partition_of(const EpLatencyScatterArgs &a, int warps) {
     int most = workspace()->most_tokens;
     if (most <= a.route.num_rows) return a.latency.received;
-    return ep_partition(most * a.route.group.size, a.record.steps, EP_RECEIVED_AT_ONCE, warps);
+    return ep_partition(most * num_sources(a), a.record.steps, EP_RECEIVED_AT_ONCE, warps);
 }
 
 /* Receive this warp's parts of all records. The next part is loaded while one is copied. Returns 0
@@ -1139,7 +1411,7 @@ __device__ __forceinline__ int receive_records(const EpLatencyScatterArgs &a, Re
         Record r = record_at(a, s);
         Fetched fetched = s.fetched;
         begin_part(a, &s, s.at + s.warps, flag);
-        if (r.token < workspace()->source_tokens[r.source] &&
+        if (r.token < source_tokens(a)[r.source] &&
             !receive_record<TILED, READY>(a, r, fetched, flag, c))
             return 0;
     }
@@ -1188,12 +1460,12 @@ __device__ __forceinline__ void zero_slots(const EpLatencyScatterArgs &a, const 
 template <int TILED, int READY>
 __device__ __forceinline__ void zero_source_tails(const EpLatencyScatterArgs &a,
                                                   const BlockCount &c, int warp, int warps) {
-    int size = a.route.group.size, lane = threadIdx.x % 32, most = (int)a.route.shape.block_rows;
+    int size = num_sources(a), lane = threadIdx.x % 32, most = (int)a.route.shape.block_rows;
 #pragma unroll 1
     for (int at = 0; at < size; at += 32) {
         int source = min(at + lane, size - 1);
-        int64_t begin = workspace()->flat_begin[source], end = at + lane < size ? begin + most : 0;
-        zero_slots<TILED, READY>(a, c, begin + workspace()->source_rows[source], end, warp, warps);
+        int64_t begin = flat_begin(a)[source], end = at + lane < size ? begin + most : 0;
+        zero_slots<TILED, READY>(a, c, begin + source_rows(a)[source], end, warp, warps);
     }
 }
 
@@ -1219,8 +1491,7 @@ __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, cons
     if (s.tail == EP_TAIL_KEEP || (s.is_fixed && !s.has_rows)) return;
     if (s.is_fixed) return zero_source_tails<TILED, READY>(a, c, warp, warps);
     if (s.has_rows)
-        end = workspace()->flat_begin[route.group.size - 1] +
-              (int64_t)workspace()->source_rows[route.group.size - 1];
+        end = flat_begin(a)[num_sources(a) - 1] + (int64_t)source_rows(a)[num_sources(a) - 1];
     else if (local)
         end = workspace_offset(a)[local - 1] +
               (int64_t)ep_slab_rows(&s, workspace_total(a)[local - 1]);
@@ -1230,14 +1501,20 @@ __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, cons
 
 /* ==== kernel ================================================================================ */
 
+/* Returns the most tokens of any source. */
+__device__ __forceinline__ int most_of_any(const EpLatencyScatterArgs &a) {
+    int most = workspace()->most_tokens;
+    return EP_SEVERAL_NODES ? max(most, workspace()->longest) : most;
+}
+
 /* Report that some source has more tokens than there is room for in its block. By all threads of a
  * block. */
 __device__ __noinline__ void report_blocks(const EpLatencyScatterArgs &a) {
     const EpCudaGroup &g = a.route.group;
     if (threadIdx.x || ep_failed(g)) return;
-    ep_report(g, EP_FAULT_PLAN,
-              EpAwaited{g.rank, EP_PLAN_BLOCKS, 0, (uint32_t)workspace()->most_tokens,
-                        (uint32_t)a.t.block_rows});
+    ep_report(
+        g, EP_FAULT_PLAN,
+        EpAwaited{g.rank, EP_PLAN_BLOCKS, 0, (uint32_t)most_of_any(a), (uint32_t)a.t.block_rows});
 }
 
 /* Receive this rank's rows. By all threads of a block. The last block publishes the routing. If
@@ -1250,7 +1527,9 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
     if (counts(role)) latency_measure_heads(a.route.group, a.latency, a.route.stats, flag);
     ReceiveState state = begin_receiving(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
-    if (a.t.block_rows && workspace()->most_tokens > a.t.block_rows) return report_blocks(a);
+    if (a.t.block_rows && most_of_any(a) > a.t.block_rows) return report_blocks(a);
+    /* Of relayed rows flags tell nothing before the heads are here. */
+    if (EP_SEVERAL_NODES) begin_part(a, &state, state.at, flag);
     BlockCount c = {NULL, 1};
     if (READY)
         c = BlockCount{a.block_counters + EP_FLAG_SET(flag) * EP_MAX_BLOCK_WORDS,
@@ -1288,17 +1567,20 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     if (!latency_begin_operation(g, a.route.plan, l, &op) || !has_global) {
         if (TILED) ep_report_global(g, a.t.global_scale);
         latency_report(g, a.route.plan, l);
+        if (EP_SEVERAL_NODES) latency_mark_begin(g, l);
         latency_pass(g, l, op, latency_ticket(l, op));
         return;
     }
+    if (EP_SEVERAL_NODES) latency_mark_begin(g, l);
     if (role.sends && a.route.shape.merges) merge_duplicates(a);
+    if (EP_SEVERAL_NODES && role.sends) find_needs(a);
     if (role.sends) send_all<TILED>(a, op);
     uint32_t ticket = latency_ticket(l, op);
     if (role.receives) receive<TILED, READY>(a, role, op);
     latency_pass(g, l, op, ticket);
 }
 
-extern "C" int ep_cuda_open_latency_scatter(int shared_bytes) {
+extern "C" int EP_VARIANT(ep_cuda_open_latency_scatter)(int shared_bytes) {
     int error = ep_open_kernel(latency_scatter_kernel<0, 0>, shared_bytes);
     if (!error) error = ep_open_kernel(latency_scatter_kernel<0, 1>, shared_bytes);
     if (!error) error = ep_open_kernel(latency_scatter_kernel<1, 0>, shared_bytes);
@@ -1306,7 +1588,8 @@ extern "C" int ep_cuda_open_latency_scatter(int shared_bytes) {
 }
 
 /* Words of blocks are read while the kernel runs, so it starts after all that is before it. */
-extern "C" int ep_cuda_launch_latency_scatter(const void *args, int blocks, void *stream) {
+extern "C" int EP_VARIANT(ep_cuda_launch_latency_scatter)(const void *args, int blocks,
+                                                          void *stream) {
     const EpLatencyScatterArgs *a = (const EpLatencyScatterArgs *)args;
     int tiled = ep_scatter_is_tiled(&a->t);
     auto counting = tiled ? latency_scatter_kernel<1, 1> : latency_scatter_kernel<0, 1>;
@@ -1315,3 +1598,5 @@ extern "C" int ep_cuda_launch_latency_scatter(const void *args, int blocks, void
         return ep_launch(counting, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
     return ep_launch_early(kernel, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
 }
+
+EP_VARIANT_END

@@ -44,6 +44,10 @@ extern "C" {
 int ep_cuda_open_latency_scatter(int shared_bytes);
 int ep_cuda_launch_latency_scatter(const void *args, int blocks, void *stream);
 
+/** On several nodes; it sends or receives. */
+int ep_cuda_open_latency_scatter_nodes(int shared_bytes);
+int ep_cuda_launch_latency_scatter_nodes(const void *args, int blocks, void *stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -12,15 +12,16 @@
 #define PACK_BLOCKS 4 /* on a multiprocessor: most of their time they wait for memory */
 
 /* Returns the record of lane k's entry, for one entry of each node that needs the token; else
- * NULL. */
-__device__ __forceinline__ char *find_record(const EpPackArgs &a, int token) {
+ * NULL. `entries`: of the token. */
+template <int LIMITED>
+__device__ __forceinline__ char *find_record(const EpPackArgs &a, const EpEntry *entries) {
     int k = threadIdx.x % 32;
     if (k >= a.top_k) return NULL;
-    const EpEntry e = a.plan.entries[(int64_t)token * a.top_k + k];
-    int message = e.owner - a.group.size;
+    const EpEntry e = entries[k];
+    int message = e.owner - a.group.size, row = LIMITED ? e.row - a.first_row : e.row;
     if (message < 0 || message >= a.messages || !e.leader) return NULL;
-    if ((uint32_t)e.row >= (uint32_t)a.message_slots) return NULL; /* a damaged plan */
-    return a.out + ((int64_t)message * a.message_slots + e.row) * a.record.bytes;
+    if ((uint32_t)row >= (uint32_t)a.message_slots) return NULL; /* a damaged plan; elsewhere */
+    return a.out + ((int64_t)message * a.message_slots + row) * a.record.bytes;
 }
 
 /* Quantise a row into the records. By a warp. */
@@ -76,10 +77,17 @@ template <int IS_NVFP4> __device__ __forceinline__ int is_usable(const EpPackArg
 }
 
 /* Add the records of each message to the caller's counters. By all threads of a block. */
-__device__ __forceinline__ void count_records(const EpPackArgs &a) {
+__device__ __forceinline__ void count_records(const EpPackArgs &a, const int32_t *filled) {
     for (int i = threadIdx.x; i < a.messages; i += PACK_THREADS)
-        ep_count_row(a.stats, a.relays[i],
-                     min(max(a.plan.rows_to[a.group.size + i], 0), a.message_slots));
+        ep_count_row(a.stats, a.relays[i], min(max(filled[a.group.size + i], 0), a.message_slots));
+}
+
+/* Pack the record of a token that has one. By a warp. */
+template <int IS_NVFP4>
+__device__ __forceinline__ void pack_token(const EpPackArgs &a, int64_t token, char *record) {
+    if (!__any_sync(~0u, record != NULL)) return;
+    pack_row<IS_NVFP4>(a, a.t.rows + token * a.source.row_stride, record);
+    pack_metadata(a, token, record);
 }
 
 template <int IS_NVFP4>
@@ -90,23 +98,51 @@ __global__ void __launch_bounds__(PACK_THREADS) pack_tokens(const __grid_constan
         return;
     }
     int tokens = ep_num_tokens(a.plan, a.group);
-    if (blockIdx.x == 0) count_records(a);
-    for (int token = (blockIdx.x * PACK_THREADS + threadIdx.x) / 32; token < tokens;
-         token += warps) {
-        char *record = find_record(a, token);
-        if (!__any_sync(~0u, record != NULL)) continue;
-        pack_row<IS_NVFP4>(a, a.t.rows + token * a.source.row_stride, record);
-        pack_metadata(a, token, record);
+    if (blockIdx.x == 0) count_records(a, a.plan.rows_to);
+    for (int token = (blockIdx.x * PACK_THREADS + threadIdx.x) / 32; token < tokens; token += warps)
+        pack_token<IS_NVFP4>(a, token,
+                             find_record<0>(a, a.plan.entries + (int64_t)token * a.top_k));
+}
+
+/* Returns the entries of a token of the chunks, or NULL behind the last token. */
+__device__ __forceinline__ const EpEntry *find_entries(const EpPackArgs &a, int token) {
+    int chunk = token / a.chunk_tokens, at = token % a.chunk_tokens;
+    if (chunk >= a.chunks || token >= a.num_rows) return NULL;
+    int64_t bytes = chunk * a.chunk_stride;
+    const int32_t *tokens = (const int32_t *)((const char *)a.plan.tokens + bytes);
+    if (at >= tokens[a.group.rank]) return NULL;
+    return (const EpEntry *)((const char *)a.plan.entries + bytes) + (int64_t)at * a.top_k;
+}
+
+/* With a limit: look at all tokens that may be in these messages. */
+template <int IS_NVFP4>
+__global__ void __launch_bounds__(PACK_THREADS) pack_limited(const __grid_constant__ EpPackArgs a) {
+    int warps = gridDim.x * (PACK_THREADS / 32);
+    if (!__syncthreads_and(threadIdx.x || is_usable<IS_NVFP4>(a))) {
+        ep_seal_stamp(a.group, a.stamp);
+        return;
+    }
+    if (blockIdx.x == 0) count_records(a, a.filled);
+    for (int token = (blockIdx.x * PACK_THREADS + threadIdx.x) / 32;; token += warps) {
+        const EpEntry *entries = find_entries(a, token);
+        if (!entries) break;
+        pack_token<IS_NVFP4>(a, token, find_record<1>(a, entries));
     }
 }
 
+template <int IS_NVFP4> static int open_pack(int shared_bytes) {
+    int error = ep_open_kernel(pack_tokens<IS_NVFP4>, shared_bytes);
+    return error ? error : ep_open_kernel(pack_limited<IS_NVFP4>, shared_bytes);
+}
+
 extern "C" int ep_cuda_open_pack(int shared_bytes) {
-    int error = ep_open_kernel(pack_tokens<0>, shared_bytes);
-    return error ? error : ep_open_kernel(pack_tokens<1>, shared_bytes);
+    int error = open_pack<0>(shared_bytes);
+    return error ? error : open_pack<1>(shared_bytes);
 }
 
 extern "C" int ep_cuda_launch_pack(const void *args, int blocks, void *stream) {
     const EpPackArgs *a = (const EpPackArgs *)args;
     auto kernel = a->t.global_scale ? pack_tokens<1> : pack_tokens<0>;
+    if (a->chunks) kernel = a->t.global_scale ? pack_limited<1> : pack_limited<0>;
     return ep_launch(kernel, blocks * PACK_BLOCKS, PACK_THREADS, 0, stream, *a);
 }

@@ -23,6 +23,14 @@ typedef struct EpPackArgs {
     const int32_t *relays; /**< device [messages]: the rank of the group that gets each of them */
     EpStatistics stats;
     EpStamp *stamp; /**< this rank's, which goes with the messages */
+    /* With a limit (node_rows): `plan` is the first of the chunk plans whose tokens may be in the
+     * messages, and tensors begin with its tokens. */
+    int32_t chunks;       /**< of such plans, each chunk_stride bytes behind another; else 0 */
+    int32_t chunk_tokens; /**< of one */
+    int32_t first_row;    /**< the messages' first: see ep_message_row */
+    int64_t chunk_stride;
+    int64_t num_rows;      /**< rows of the token tensors */
+    const int32_t *filled; /**< rows_to of the messages' own chunk plan */
 } EpPackArgs;
 
 #ifdef __cplusplus

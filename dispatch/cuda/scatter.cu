@@ -730,22 +730,39 @@ __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThrea
 
 /* For the words of blocks: what holds a token, and what does not. */
 
-/* Count the rows of finished items: those that have ended, with their last fragment. A row has a
- * lane for each of its slots. By a signal warp; see pipeline_signal. */
-__device__ __forceinline__ void count_rows(const EpScatterArgs &a, const Pipeline *p, uint32_t n,
-                                           uint32_t items) {
-    int width = p->shape.width, lane = threadIdx.x % 32, at_once = 32 / width;
-    int last = p->shape.fragments - 1;
-    ep_fence_proxy_global();
+/* Counts the rows of finished items: those that have ended, with their last fragment. A lane has
+ * one of a row's slots, whichever items they are of: an addition takes a microsecond, and a fence
+ * of its own. So signals go first. By a signal warp; see pipeline_signal. */
+struct CountRows {
+    const EpScatterArgs &a;
+    const Pipeline *p;
+    int block; /* of the lane's slot, -1: none */
+
+    __device__ __forceinline__ void note(uint32_t n, uint32_t items) {
+        int lane = threadIdx.x % 32, j = (n + lane) % PIPELINE_ENTRIES, slots = 0;
+        if (lane < (int)items && p->fragment[j] == p->shape.fragments - 1) slots = p->item[j].terms;
+        int through = ep_warp_prefix(slots), all = __shfl_sync(~0u, through, 31);
+        block = -1;
 #pragma unroll 1
-    for (int base = 0; base < (int)items; base += at_once) {
-        int i = base + lane / width, j = (n + i) % PIPELINE_ENTRIES, at = lane % width;
-        if (lane / width >= at_once || i >= (int)items) continue;
-        if (p->fragment[j] != last || at >= p->item[j].terms) continue;
-        int block = ep_row_block(&a.t.ready, p->slot[j * width + at]);
-        ep_add_to_block(a.t.ready, a.blocks.counter, block, 1, 1, 1, 0);
+        for (int i = lane; __any_sync(~0u, i < all); i += 32) {
+            finish(); /* those before, where they are more than lanes */
+            int item = 0;
+#pragma unroll
+            for (int step = 16; step; step /= 2)
+                if (__shfl_sync(~0u, through, item + step - 1) <= i) item += step;
+            int before = __shfl_sync(~0u, through - slots, item);
+            int cell = (n + item) % PIPELINE_ENTRIES * p->shape.width + i - before;
+            block = i < all ? ep_row_block(&a.t.ready, p->slot[cell]) : -1;
+        }
     }
-}
+
+    __device__ __forceinline__ void finish() {
+        if (!__any_sync(~0u, block >= 0)) return;
+        ep_fence_proxy_global();
+        if (block >= 0) ep_add_to_block(a.t.ready, a.blocks.counter, block, 1, 1, 1, 0);
+        block = -1;
+    }
+};
 
 #define REST_BARRIER 2
 
@@ -839,8 +856,7 @@ __device__ void send(const EpScatterArgs &a, Shared *s, const FirstClaim &first_
     else if (pipeline_is_store_warp(warp) && lane == 0)
         pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, 0, 0);
     else if (warp == SIGNAL_WARP && is_counted(FORM))
-        pipeline_signal(p, a.group, epoch, HEADS,
-                        [&](uint32_t n, uint32_t items) { count_rows(a, p, n, items); });
+        pipeline_signal(p, a.group, epoch, HEADS, CountRows{a, p, -1});
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, HEADS);
     else if (warp >= FIRST_COMPUTE_WARP && is_tiled(FORM) && a.t.global_scale)
@@ -892,9 +908,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const FirstClaim &fir
     else if (pipeline_is_store_warp(warp) && lane == 0)
         pipeline_store(p, warp - FIRST_STORE_WARP, work, is_counted(FORM), 0, 0);
     else if (warp == SIGNAL_WARP && is_counted(FORM))
-        count(a, role, epoch),
-            pipeline_signal(p, a.group, epoch, CREDITS,
-                            [&](uint32_t n, uint32_t items) { count_rows(a, p, n, items); });
+        count(a, role, epoch), pipeline_signal(p, a.group, epoch, CREDITS, CountRows{a, p, -1});
     else if (warp == SIGNAL_WARP)
         count(a, role, epoch), pipeline_signal(p, a.group, epoch, CREDITS);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&

@@ -49,7 +49,7 @@ static EpStatus scatter_chunk(Operation *o, EpChunkPlan kind, int32_t chunk) {
     if (kind == EP_CHUNK_OWN)
         take_tokens((int64_t)chunk * args.shape.nodes.chunk, &args.t, &args.source);
     else
-        take_records(o->run.relay->recv[chunk % 2], &args);
+        take_records(ep_relay_received(&o->run, chunk, EP_TO_RELAYS), &args);
     args.blocks.clears = kind == EP_CHUNK_RELAYED && chunk == o->run.chunks - 1;
     if (kind == EP_CHUNK_RELAYED) args.marks = ep_relay_marks(&o->run, chunk, EP_TO_RELAYS);
     if (!ep_partition_scatter(&args, ep_cuda(group)->shared_bytes,
@@ -59,23 +59,35 @@ static EpStatus scatter_chunk(Operation *o, EpChunkPlan kind, int32_t chunk) {
     return ep_relay_launch(&o->run, ep_cuda_launch_scatter, &args, args.group.blocks);
 }
 
-/* Pack a chunk for the other nodes. */
+/* Pack a chunk for the other nodes. With a limit a message has tokens of any chunk from the one on
+ * in which the token of its first place is, where all tokens need the node. */
 static EpStatus pack_chunk(Operation *o, int32_t chunk) {
     EpScatterArgs own = *o->args;
-    take_chunk(o, EP_CHUNK_OWN, chunk, &own);
-    take_tokens((int64_t)chunk * own.shape.nodes.chunk, &own.t, &own.source);
+    const EpNodeSizes *nodes = &own.shape.nodes;
+    const EpCudaPlan *whole = &o->args->plan;
+    int32_t from = nodes->limit ? chunk * nodes->message / nodes->chunk : chunk;
+    take_chunk(o, EP_CHUNK_OWN, from, &own);
+    take_tokens((int64_t)from * nodes->chunk, &own.t, &own.source);
     EpPackArgs args = {.group = own.group,
                        .plan = own.plan,
                        .t = own.t,
                        .source = own.source,
                        .record = own.record,
                        .top_k = own.top_k,
-                       .message_slots = own.shape.nodes.chunk,
-                       .messages = own.shape.nodes.nodes - 1,
+                       .message_slots = nodes->message,
+                       .messages = nodes->nodes - 1,
                        .out = o->run.relay->send[chunk % 2],
                        .relays = ep_relay_marks(&o->run, chunk, EP_FROM_RELAYS).peers,
                        .stats = own.stats,
                        .stamp = o->run.relay->stamp};
+    if (nodes->limit) {
+        args.first_row = chunk * args.messages * nodes->message;
+        args.filled = ep_cuda_chunk_plan(&own.shape, whole, EP_CHUNK_OWN, chunk).rows_to;
+        args.chunks = ep_plan_chunks(&own.shape) - from, args.chunk_tokens = nodes->chunk;
+        args.chunk_stride =
+            whole->chunk_plan_bytes[EP_CHUNK_OWN] + whole->chunk_plan_bytes[EP_CHUNK_RELAYED];
+        args.num_rows = o->call->num_rows - (int64_t)from * nodes->chunk;
+    }
     EP_TRY(ep_relay_launch(&o->run, ep_cuda_launch_pack, &args, args.group.blocks));
     return ep_relay_set_ready(&o->run, chunk);
 }

@@ -32,6 +32,7 @@ typedef struct EpCudaOwn {
 typedef struct EpCudaLatency {
     EpCudaWindow window;
     EpLatency device;
+    uint32_t *tables;                       /**< device: of EpLatencyNodes; NULL on one node */
     EpCudaOrder order[EP_MAX_LATENCY_SETS]; /**< of the phases of the operations that take a turn */
 } EpCudaLatency;
 
@@ -108,7 +109,8 @@ void ep_cuda_routing_issued(EpCudaOwn *own, const EpRouting *routing, int captur
 /* ---- latency mode -------------------------------------------------------------------------- */
 
 /** Returns the bytes of the buffers of latency mode; 0: the group has none. */
-int64_t ep_cuda_latency_bytes(const EpGroupConfig *config, int32_t num_ranks);
+int64_t ep_cuda_latency_bytes(const EpGroupConfig *config, int32_t num_ranks,
+                              const EpNodeSizes *nodes);
 
 /** Collective, where the group has sets: open the buffers. Close them; `together`: whether all
  * ranks do so now. */
@@ -144,8 +146,14 @@ typedef struct EpCudaLaunch {
 /** Returns EP_ERR_UNSUPPORTED: shared memory is too small for rows of this size. */
 EpStatus ep_cuda_refuse_rows(const EpGroup *group, int64_t row_bytes);
 
-/** Launch a kernel, in stream order after the operations that it must follow. All operations are
- *  launched here. */
+/** Order a launch's stream after the operations that it must follow, and later operations after
+ * what is on a stream. `launched`: a cudaError_t. */
+EpStatus ep_cuda_launch_enter(const EpHandle *handle, const EpCudaLaunch *launch,
+                              const EpCudaStream *stream);
+EpStatus ep_cuda_launch_leave(const EpHandle *handle, const EpCudaLaunch *launch,
+                              const EpCudaStream *stream, int launched);
+
+/** Launch a kernel between the two. Operations of one kernel are launched here. */
 EpStatus ep_cuda_launch(const EpHandle *handle, const EpCudaLaunch *launch);
 
 #endif

@@ -6,9 +6,10 @@
 #include "bootstrap/memory/cuda/cuda_memory.h"
 #include "handles/cuda/handle.h"
 
-int64_t ep_cuda_latency_bytes(const EpGroupConfig *config, int32_t num_ranks) {
-    return ep_config_latency_sets(config, EP_OFFERS_LATENCY)
-               ? ep_latency_layout(config, num_ranks).bytes
+int64_t ep_cuda_latency_bytes(const EpGroupConfig *config, int32_t num_ranks,
+                              const EpNodeSizes *nodes) {
+    return ep_config_latency_sets(config, ep_latency_offers(nodes))
+               ? ep_latency_layout(config, num_ranks, nodes).bytes
                : 0;
 }
 
@@ -39,7 +40,7 @@ static EpStatus prepare_buffers(EpGroup *group, const EpCall *call) {
     EpCudaLatency *latency = calloc(1, sizeof(*latency));
     ep_cuda(group)->latency = latency;
     if (!latency) return ep_refuse(call, EP_ERR_NO_MEMORY, "config", "out of memory");
-    latency->device.layout = ep_latency_layout(&group->config, group->size);
+    latency->device.layout = ep_latency_layout(&group->config, group->size, &group->nodes.sizes);
     latency->device.whole = ep_cuda(group)->whole_lines;
     latency->device.sets = group->latency_sets;
     latency->window = (EpCudaWindow){.bytes = latency->device.layout.bytes, .owned = 1};
@@ -53,7 +54,7 @@ EpStatus ep_cuda_open_latency(EpGroup *group, const EpCall *call) {
     EP_TRY(ep_group_agree(group, call, prepare_buffers(group, call)));
     EpCudaLatency *latency = ep_cuda(group)->latency;
     EP_TRY(ep_cuda_window_open(group, call, &latency->window, latency->device.window));
-    latency->device.own = latency->device.window[group->rank];
+    latency->device.own = latency->device.window[ep_cuda(group)->device.rank];
     latency->device.state = (EpLatencyState *)(latency->device.own + latency->device.layout.state);
     return EP_OK;
 }

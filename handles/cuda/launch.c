@@ -77,8 +77,8 @@ EpStatus ep_cuda_refuse_rows(const EpGroup *group, int64_t row_bytes) {
 /* Order the stream after earlier operations. Whole operations and send phases keep the group's
  * order. Receive phases follow their send phase, and the next operation of this turn follows
  * them. */
-static EpStatus enter_order(const EpHandle *handle, const EpCudaLaunch *l,
-                            const EpCudaStream *stream) {
+EpStatus ep_cuda_launch_enter(const EpHandle *handle, const EpCudaLaunch *l,
+                              const EpCudaStream *stream) {
     const EpGroup *group = handle->group;
     if (l->phase != EP_PHASE_RECEIVE)
         EP_TRY(ep_cuda_order_enter(group, &ep_cuda(group)->order, stream));
@@ -86,8 +86,8 @@ static EpStatus enter_order(const EpHandle *handle, const EpCudaLaunch *l,
 }
 
 /* Order later operations after this launch. */
-static EpStatus leave_order(const EpHandle *handle, const EpCudaLaunch *l,
-                            const EpCudaStream *stream, int launched) {
+EpStatus ep_cuda_launch_leave(const EpHandle *handle, const EpCudaLaunch *l,
+                              const EpCudaStream *stream, int launched) {
     const EpGroup *group = handle->group;
     if (l->phase != EP_PHASE_RECEIVE)
         EP_TRY(ep_cuda_order_leave(group, &ep_cuda(group)->order, stream, launched));
@@ -100,11 +100,11 @@ static EpStatus leave_order(const EpHandle *handle, const EpCudaLaunch *l,
 EpStatus ep_cuda_launch(const EpHandle *handle, const EpCudaLaunch *l) {
     EpCudaStream stream;
     EP_TRY(ep_cuda_stream(handle->group, l->stream, &stream));
-    EP_TRY(enter_order(handle, l, &stream));
+    EP_TRY(ep_cuda_launch_enter(handle, l, &stream));
     EpCudaOwn *own = l->routing && !l->routing->plan.is_named ? handle->own_state : NULL;
     int64_t seen = own ? ep_cuda_steps_seen(own) : 0;
     int launched = l->launch(l->args, l->blocks, stream.stream);
-    EP_TRY(leave_order(handle, l, &stream, launched));
+    EP_TRY(ep_cuda_launch_leave(handle, l, &stream, launched));
     if (own) ep_cuda_routing_issued(own, l->routing, stream.captures, seen);
     return EP_OK;
 }

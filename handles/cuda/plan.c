@@ -35,12 +35,12 @@ void ep_cuda_free_plans(EpGroup *group) {
     }
 }
 
-/* Returns the plan of a handle that is gone, if one is as large and less than twice as large. All
- * plans of a group have as many numbers. */
-static EpCudaOwn *take_spare(EpCuda *cuda, int64_t bytes) {
+/* Returns the plan of a handle that is gone, if one is as large and less than twice as large, and
+ * has as many numbers: those of latency mode on several nodes have fewer. */
+static EpCudaOwn *take_spare(EpCuda *cuda, int64_t bytes, int64_t words) {
     for (EpCudaOwn **at = &cuda->spare; *at; at = &(*at)->next) {
         EpCudaOwn *own = *at;
-        if (own->bytes < bytes || own->bytes >= 2 * bytes) continue;
+        if (own->bytes < bytes || own->bytes >= 2 * bytes || own->words != words) continue;
         *at = own->next;
         return own;
     }
@@ -78,7 +78,7 @@ static EpStatus allocate_own(EpGroup *group, const EpCall *call, EpCudaOwn *own)
 
 EpStatus ep_cuda_open_plan(EpHandle *handle, const EpCall *call) {
     EpGroup *group = handle->group;
-    EpCudaOwn *own = take_spare(ep_cuda(group), handle->bytes);
+    EpCudaOwn *own = take_spare(ep_cuda(group), handle->bytes, ep_info_words(&handle->shape));
     if (!own) {
         bound_spares(group);
         own = calloc(1, sizeof(*own));

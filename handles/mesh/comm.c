@@ -11,9 +11,13 @@
 #include "handles/mesh/mesh.h"
 
 /* Groups of weights have no experts. On the host backend these sizes give staging 4 MiB, which is
- * enough for its full speed. On the CUDA backend NCCL moves the weights, and staging is small. */
+ * enough for its full speed. On the CUDA backend they give the rings by which gradients are reduced
+ * on one node 2 MiB for each other rank. */
 #define STAGED_ROWS 64
-#define LEAST_ROW_BYTES 16
+#define RING_ROWS 32 /* on GPUs: the least that a ring may have */
+#ifndef EP_PUSH_BYTES
+#define EP_PUSH_BYTES EP_MAX_ROW_BYTES /* see handles/weights/cuda/push.h */
+#endif
 
 /* ---- agreement ----------------------------------------------------------------------------- */
 
@@ -49,10 +53,10 @@ static void close_link(EpMeshLink *link) {
 
 static EpStatus open_group(const EpMeshComm *comm, EpMeshLink *link) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
-    int stages = comm->config.backend == EP_BACKEND_HOST;
     config.num_experts = 1, config.max_top_k = 1, config.latency_sets = 0;
-    config.max_tokens = stages ? STAGED_ROWS : 1;
-    config.max_row_bytes = stages ? EP_MAX_ROW_BYTES : LEAST_ROW_BYTES;
+    int stages = comm->config.backend == EP_BACKEND_HOST;
+    config.max_tokens = stages ? STAGED_ROWS : RING_ROWS;
+    config.max_row_bytes = stages ? EP_MAX_ROW_BYTES : EP_PUSH_BYTES;
     config.backend = comm->config.backend, config.device = comm->config.device;
     config.timeout_seconds = comm->timeout;
     return ep_group_open(&link->bootstrap, &config, EP_FOR_WEIGHTS, &link->group);

@@ -348,8 +348,8 @@ typedef enum EpOverflow {
  * node and has sets of buffers (latency_sets), otherwise THROUGHPUT. A program that asks for AUTO
  * uses only what both modes support.
  *
- * On several nodes GPUs have no latency mode. The host backend has, for programs that ask for it by
- * name.
+ * On several nodes AUTO is LATENCY if max_tokens is at most LIBEP_NODE_LATENCY, too, and all nodes
+ * have as many ranks. GPUs have latency mode on such nodes alone.
  */
 typedef enum EpMode { EP_MODE_AUTO = 1, EP_MODE_THROUGHPUT = 2, EP_MODE_LATENCY = 3 } EpMode;
 
@@ -411,8 +411,23 @@ typedef struct EpGroupConfig {
                                   many, of equal size; 0: with those of LIBEP_TOPOLOGY, or one */
     EpSums sums;             /**< = how the sums of a token's rows are made. BY_ENTRY takes more
                                   memory that peers reach: ep_group_memory counts it */
-    int32_t reserved;        /**< 0 */
+    int32_t node_rows;       /**< = room in a rank's message to another node, in tokens, at most
+                                  max_tokens; 0: max_tokens. See below */
 } EpGroupConfig;
+
+/*
+ * node_rows, for groups on several nodes. With static sizes a message between nodes has a fixed
+ * number of places, each with room for a token's row, scales and routing. By default there is one
+ * for each of max_tokens. With fewer places messages and buffers shrink, since not every token
+ * needs every node: `ep_info --plan` proposes a number. Tokens take places in ascending order. A
+ * token that finds none has no slot on that node. Slot numbers skip its entries there, whose
+ * weights have gradient 0. The ranks that own their experts count them in dropped_slots, before
+ * any slot that their own capacity drops, and EP_OVERFLOW_ERROR reports them there. needed_rows
+ * does not have them.
+ *
+ * Both backends drop the same slots. Handles on several nodes then need static sizes: a capacity,
+ * or BATCHED or RANK_MAJOR. On one node node_rows has no effect.
+ */
 
 #define EP_MAX_LATENCY_SETS 16
 

@@ -23,8 +23,8 @@
  * The rules of ep.h hold: calls are collective over the ranks concerned, in the same order on each;
  * a refused call took no part and left its outputs unchanged; operations allocate nothing; on the
  * host backend a call has finished when it returns. docs/mesh.md says which ranks are concerned,
- * what NCCL, which moves the bytes on the CUDA backend, does not do, and what must hold where these
- * calls run beside the operations of an EP group, on another stream.
+ * what NCCL, which moves the bytes between nodes of GPUs, does not do, and what must hold where
+ * these calls run beside the operations of an EP group, on another stream.
  */
 
 #include "ep/ep_mesh.h"

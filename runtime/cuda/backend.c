@@ -14,6 +14,8 @@
 #include "dispatch/cuda/pack.h"
 #include "dispatch/cuda/scatter.h"
 #include "handles/cuda/handle.h"
+#include "handles/nodes/cuda/forward.h"
+#include "handles/nodes/cuda/latency_nodes.h"
 #include "handles/nodes/cuda/relay.h"
 #include "handles/nodes/cuda/route.h"
 #include "handles/prepare/cuda/count.h"
@@ -31,10 +33,10 @@ static int64_t counter_bytes(int32_t sets) {
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
                     const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {
     ep_cuda_measure(config, nodes, settings, shared_bytes, private_bytes);
-    if (nodes->nodes == 1) *shared_bytes += ep_cuda_latency_bytes(config, num_ranks);
+    *shared_bytes += ep_cuda_latency_bytes(config, num_ranks, nodes);
     *private_bytes += ep_cuda_workspace_bytes(config);
-    *private_bytes +=
-        counter_bytes(nodes->nodes == 1 ? ep_config_latency_sets(config, EP_OFFERS_LATENCY) : 0);
+    *private_bytes += counter_bytes(ep_config_latency_sets(config, ep_latency_offers(nodes)));
+    *private_bytes += ep_latency_tables_bytes(config, num_ranks, nodes);
     *private_bytes += ep_cuda_relay_bytes(config, num_ranks, nodes);
 }
 
@@ -50,6 +52,11 @@ static EpStatus load_kernels(const EpGroup *group) {
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_pack(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_check(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter(bytes)));
+    if (group->latency_sets && group->nodes.sizes.nodes > 1) {
+        EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_forward(bytes)));
+        EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter_nodes(bytes)));
+        EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather_nodes(bytes)));
+    }
     return ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather(bytes));
 }
 
@@ -74,7 +81,8 @@ static EpStatus open(EpGroup *group) {
     EP_TRY(ep_group_agree(group, &call, ep_cuda_slices_open(group)));
     EP_TRY(ep_cuda_comm_agree(group, &call, ep_cuda_relay_connect(group)));
     EP_TRY(ep_cuda_comm_agree(group, &call, ep_cuda_slices_connect(group)));
-    return ep_cuda_open_latency(group, &call);
+    EP_TRY(ep_cuda_open_latency(group, &call));
+    return ep_group_agree(group, &call, ep_latency_nodes_open(group));
 }
 
 /* A gather of the bootstrap that is still on the device would make the calls wait that free memory:
@@ -89,6 +97,7 @@ static void close(EpGroup *group, int together) {
         return;
     }
     (void)cudaDeviceSynchronize();
+    ep_latency_nodes_close(group);
     ep_cuda_close_latency(group, together);
     ep_cuda_relay_close(group);
     ep_cuda_slices_close(group);

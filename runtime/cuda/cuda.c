@@ -264,7 +264,7 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, const EpNodeSizes *
     EpWindowLayout w = {.depth = 1, .max_tokens = config->max_tokens};
     int64_t ranks = nodes->ranks, rings = ep_max(1, ranks - 1), tokens = config->max_tokens;
     int64_t routed = nodes->nodes == 1 ? ranks : 0;
-    int64_t most = ep_max(tokens, (int64_t)nodes->sources * nodes->chunk); /* of one launch */
+    int64_t most = ep_max(tokens, (int64_t)nodes->sources * nodes->message); /* of one launch */
     EpArena arena = {.unit = 128};
     w.record_bytes = ep_round_up(
         ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes, 128);

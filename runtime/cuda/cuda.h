@@ -49,7 +49,7 @@ typedef struct EpCuda {
     const EpNccl *nccl; /**< NULL in a group of one rank, and where ranks share GPUs */
     ncclComm_t comm;    /**< of the ranks on this node; NULL: there are no others */
     int owns_comm;
-    ncclComm_t network; /**< of all ranks, the group's own; NULL on one node */
+    ncclComm_t network; /**< of all ranks, by which NCCL moves data, the group's own; else NULL */
     int captured;       /**< whether calls on the communicator of all ranks lie in graphs */
     EpCudaWindow own;   /**< the library's own: rings and flags */
     EpCudaWindow windows[EP_WINDOW_NUMBERS]; /**< the caller's, by their number */

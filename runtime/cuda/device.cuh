@@ -692,13 +692,17 @@ __device__ __forceinline__ void ep_seal_stamp(const EpCudaGroup &g, EpStamp *sta
 }
 
 /** The operation begins: write this rank's stamp, for a plan of this generation. By one thread. */
-__device__ __forceinline__ void ep_mark_begin(const EpMarkArgs &a, uint32_t generation = 0) {
-    const EpMarks &m = a.marks;
+__device__ __forceinline__ void ep_mark_begin(const EpCudaGroup &g, const EpMarks &m,
+                                              uint32_t generation) {
     m.counts[0]++;
-    *m.own = EpStamp{a.group.digest, (uint32_t)m.counts[0], generation, 0};
-    ep_seal_stamp(a.group, m.own);
-    ep_store_relaxed_sys(&m.watch->begun, m.counts[0] << 32 | a.group.digest);
+    *m.own = EpStamp{g.digest, (uint32_t)m.counts[0], generation, 0};
+    ep_seal_stamp(g, m.own);
+    ep_store_relaxed_sys(&m.watch->begun, m.counts[0] << 32 | g.digest);
     ep_mark(m, 1);
+}
+
+__device__ __forceinline__ void ep_mark_begin(const EpMarkArgs &a, uint32_t generation = 0) {
+    ep_mark_begin(a.group, a.marks, generation);
 }
 
 __device__ __forceinline__ int ep_stamps_match(const EpStamp &a, const EpStamp &b) {

@@ -13,6 +13,8 @@
 #define LATENCY_THREADS 512
 #define LATENCY_WARPS (LATENCY_THREADS / 32)
 
+EP_VARIANT_BEGIN
+
 /* ---- lines --------------------------------------------------------------------------------- */
 
 /*
@@ -260,6 +262,52 @@ __device__ __forceinline__ char *latency_record(const EpLatency &l, char *window
     return window + l.layout.records + (uint64_t)index * (uint32_t)l.layout.record_bytes;
 }
 
+/* Several nodes: the place of a rank, and where place `row` lies in the message `other` at
+ * `messages`. */
+__device__ __forceinline__ EpRankPlace rank_place(const EpLatency &l, int rank) {
+    const int word = __ldg((const int *)l.nodes.places + rank);
+    return EpRankPlace{(int16_t)(word & 0xffff), (int16_t)(word >> 16)};
+}
+
+__device__ __forceinline__ EpOtherNode other_node(const EpLatency &l, int other) {
+    const int word = __ldg((const int *)l.nodes.others + other);
+    return EpOtherNode{(int16_t)(word & 0xffff), (int16_t)(word >> 16)};
+}
+
+__device__ __forceinline__ char *message_place(const EpLatency &l, char *messages, int other,
+                                               int row) {
+    return messages + other * l.layout.message_bytes + l.layout.message_heads +
+           (int64_t)row * (l.nodes.record_steps * EP_STEP_BYTES);
+}
+
+/* Returns the messages of this operation that a rank of this node has received, in its window. */
+__device__ __forceinline__ char *latency_messages(const EpLatency &l, char *window, uint64_t flag) {
+    return window + l.layout.messages +
+           EP_FLAG_BUFFER(flag) * l.nodes.num_others * l.layout.message_bytes;
+}
+
+/* Returns what rank `number` of this node adds to a relay's sum, in the relay's window. */
+__device__ __forceinline__ char *latency_partial(const EpLatency &l, char *window, int other,
+                                                 int number, int size, int row, uint64_t flag) {
+    int64_t index =
+        ((EP_FLAG_BUFFER(flag) * l.nodes.num_others + other) * size + number) * l.layout.node_rows;
+    return window + l.layout.partials + (index + row) * l.layout.record_bytes;
+}
+
+/* Returns the record of entry k of a place, in the window of the relay. */
+__device__ __forceinline__ char *latency_relay_entry(const EpLatency &l, char *window, int other,
+                                                     int row, int k, uint64_t flag) {
+    int64_t index = (EP_FLAG_BUFFER(flag) * l.nodes.num_others + other) * l.layout.node_rows + row;
+    return window + l.layout.partials +
+           (index * l.layout.entry_places + k) * (int64_t)l.layout.entry_bytes;
+}
+
+/* Returns the weights of a place among those that NCCL sends or receives, which are at `lines`. */
+__device__ __forceinline__ char *message_weights(const EpLatency &l, int64_t lines, int other,
+                                                 int row) {
+    return l.own + lines + ((int64_t)other * l.layout.node_rows + row) * l.layout.weight_bytes;
+}
+
 /* Returns the record of entry k of a token, in the window of the rank that has the token. */
 __device__ __forceinline__ char *latency_entry(const EpLatency &l, char *window, int k, int token,
                                                uint64_t flag) {
@@ -342,14 +390,17 @@ __device__ __forceinline__ int latency_begin_operation(const EpCudaGroup &g, con
         if (threadIdx.x % 32 == 0) entry->op.flag = found.flag, entry->is_right = right;
         if (threadIdx.x % 32 == 0 && !l.senders) entry->op.number = found.number;
     }
+    if (EP_SEVERAL_NODES && l.nodes.reads_landing) ep_compare_stamps(l.nodes.marks, &header);
     int alive = ep_begin_operation_as(g, plan, header, 0);
+    if (EP_SEVERAL_NODES && l.nodes.reads_landing) ep_take_messages(l.nodes.marks);
     *op = entry->op;
     return alive & entry->is_right;
 }
 
 /** Report why latency_begin_operation has returned 0, as ep_report_plan does. */
-static __device__ __noinline__ void latency_report(const EpCudaGroup &g, const EpCudaPlan &plan,
-                                                   const EpLatency &l) {
+[[maybe_unused]] static __device__ __noinline__ void
+latency_report(const EpCudaGroup &g, const EpCudaPlan &plan, const EpLatency &l) {
+    if (EP_SEVERAL_NODES && l.nodes.reads_landing) ep_report_stamps(g, l.nodes.marks);
     ep_report_plan(g, plan);
     if (threadIdx.x == 0 && !latency_entry()->is_right)
         ep_report(g, EP_FAULT_FLIGHT, EpAwaited{g.rank, 0, 0, (uint32_t)l.sets, 0});
@@ -381,8 +432,17 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
     state->count[set].sent = EP_FLAG_NUMBER(op.flag);
     *(volatile uint32_t *)&g.state->sent = op.number;
     if (l.receives) return;
-    state->turn = set + 1 < l.sets ? set + 1 : 0;
     state->set_of[l.token] = set;
+    if (EP_SEVERAL_NODES && l.nodes.keeps_turn) return;
+    state->turn = set + 1 < l.sets ? set + 1 : 0;
+}
+
+/** Several nodes: the last block, which has the least to do, tells the watcher that the operation
+ *  begins, and writes this rank's stamp, once it is known whether the rank has failed. By all
+ *  threads of each block. */
+__device__ __forceinline__ void latency_mark_begin(const EpCudaGroup &g, const EpLatency &l) {
+    if (!l.nodes.begins || blockIdx.x + 1 < gridDim.x || threadIdx.x) return;
+    ep_mark_begin(g, l.nodes.marks, ep_own_operation()->generation);
 }
 
 /** Whether a block sends and receives, and its number among the receiving blocks. */
@@ -482,12 +542,15 @@ __device__ __forceinline__ void report_other_operation(const EpCudaGroup &g, con
               facts);
 }
 
-/** Send this rank's head to rank r: unit_of(u) returns unit u, which is words 4 * u to 4 * u + 3.
- *  By a warp. */
+/** Returns the heads of a buffer. */
+__device__ __forceinline__ int latency_num_heads(const EpCudaGroup &g, const EpLatency &l) {
+    return EP_SEVERAL_NODES ? l.layout.num_heads : g.size;
+}
+
+/** Store a head: unit_of(u) returns unit u, which is words 4 * u to 4 * u + 3. By a warp. */
 template <typename Unit>
-__device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency &l, int r,
-                                          int words, uint64_t flag, Unit unit_of) {
-    char *to = latency_head(l, l.window[r], g.rank, g.size, flag);
+__device__ __forceinline__ void store_head(const EpLatency &l, char *to, int words, uint64_t flag,
+                                           Unit unit_of) {
     int steps = (int)ep_steps(ep_units(4 * words));
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
@@ -501,12 +564,20 @@ __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency 
         step_store_flag(to + step * EP_STEP_BYTES, flag);
 }
 
-/** Receive the head of rank r: take(u, unit u). Returns 0 if it does not come or, where that is to
- *  be compared, is of another operation. By a warp. */
+/** Send this rank's head to rank r, as store_head does. */
+template <typename Unit>
+__device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency &l, int r,
+                                          int words, uint64_t flag, Unit unit_of) {
+    char *to = latency_head(l, l.window[r], g.rank, latency_num_heads(g, l), flag);
+    store_head(l, to, words, flag, unit_of);
+}
+
+/** Receive head number `index`, which rank r has stored: take(u, unit u). Returns 0 if it does not
+ *  come or, where that is to be compared, is of another operation. By a warp. */
 template <typename Take>
-__device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &l, int r, int words,
-                                         uint64_t flag, int compares, Take take) {
-    const char *from = latency_head(l, l.own, r, g.size, flag);
+__device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &l, int index, int r,
+                                         int words, uint64_t flag, int compares, Take take) {
+    const char *from = latency_head(l, l.own, index, latency_num_heads(g, l), flag);
     int steps = (int)ep_steps(ep_units(4 * words)), same = 1;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
@@ -524,6 +595,22 @@ __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &
     return __all_sync(~0u, same);
 }
 
+/* ---- records of a dispatch ----------------------------------------------------------------- */
+
+/* Entry k of a record's header, whose units lie in a warp's lanes: its word, and its weight if
+ * weights travel. */
+typedef struct RecordWords {
+    uint32_t word, weight;
+} RecordWords;
+
+__device__ __forceinline__ RecordWords record_words(const uint4 &unit, int has_weights, int k) {
+    int lane = lane_of_unit(has_weights ? k / 2 : k / 4);
+    uint32_t x = __shfl_sync(~0u, unit.x, lane), y = __shfl_sync(~0u, unit.y, lane);
+    uint32_t z = __shfl_sync(~0u, unit.z, lane), w = __shfl_sync(~0u, unit.w, lane);
+    if (has_weights) return k & 1 ? RecordWords{z, w} : RecordWords{x, y};
+    return RecordWords{k & 2 ? (k & 1 ? w : z) : (k & 1 ? y : x), 0};
+}
+
 #define MEASURE_WARP (LATENCY_WARPS - 1) /* the last to take a head, and the first without one */
 #define LINE_FLAG 120                    /* bytes before the flag of a line */
 
@@ -535,7 +622,8 @@ __device__ __forceinline__ void latency_measure_heads(const EpCudaGroup &g, cons
     int polls = 0;
     auto seen = [&](int r) {
         return ep_load_relaxed_sys(
-            (const uint64_t *)(latency_head(l, l.own, r, g.size, flag) + LINE_FLAG));
+            (const uint64_t *)(latency_head(l, l.own, r, latency_num_heads(g, l), flag) +
+                               LINE_FLAG));
     };
     auto is_here = [&](int r) { return seen(r) == flag; };
     auto may_wait = [&](int r) {
@@ -548,5 +636,7 @@ __device__ __forceinline__ void latency_measure_heads(const EpCudaGroup &g, cons
     if (ep_counts_waits(s) && threadIdx.x / 32 == MEASURE_WARP)
         ep_measure_waits(g, s, is_here, may_wait);
 }
+
+EP_VARIANT_END
 
 #endif

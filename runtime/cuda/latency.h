@@ -40,6 +40,21 @@
 #include "runtime/cuda/plan.h"
 #include "runtime/movement.h"
 
+/* Kernels of latency mode are compiled twice, for one node and for several (EP_SEVERAL_NODES), so
+ * that those of one node have no code for others. Their functions differ in their names. */
+#ifndef EP_SEVERAL_NODES
+#define EP_SEVERAL_NODES 0
+#endif
+#if EP_SEVERAL_NODES
+#define EP_VARIANT(name) name##_nodes
+#define EP_VARIANT_BEGIN namespace several_nodes {
+#define EP_VARIANT_END }
+#else
+#define EP_VARIANT(name) name
+#define EP_VARIANT_BEGIN
+#define EP_VARIANT_END
+#endif
+
 /** A step: the unit that a warp moves at once; see latency.cuh. */
 #define EP_STEP_BYTES 512
 #define EP_STEP_UNITS 30 /* of 16 bytes */
@@ -60,8 +75,9 @@ EP_HOST_DEVICE static inline int32_t ep_weight_lines(int32_t top_k) {
 /** Offsets in the window of all sets; equal on all ranks. */
 typedef struct EpBufferLayout {
     int64_t state;   /**< EpLatencyState: this rank's own */
-    int64_t heads;   /**< [2 * sets, R] heads, by buffer (EP_FLAG_BUFFER) and by source */
-    int64_t records; /**< [2 * sets, R, max_tokens] records */
+    int64_t heads;   /**< [2 * sets, R] heads, by buffer (EP_FLAG_BUFFER) and by source; several
+                          nodes: see ep_head_of */
+    int64_t records; /**< [2 * sets, R, max_tokens] records; several nodes: of the node's ranks */
     int64_t entries; /**< [2 * sets, K, max_tokens] entry_bytes: sums by entry: what comes of each
                           entry of this rank's tokens in a combine */
     int64_t weights; /**< [2 * sets, R, max_tokens] topk_weights of each source's tokens, for a
@@ -69,6 +85,18 @@ typedef struct EpBufferLayout {
     int64_t sums;    /**< float [sets, max_tokens, sum_bytes]: between the phases of a combine, this
                           rank's partial sums of its own tokens, unrounded; with sums by entry, the
                           tokens' topk_weights */
+    int64_t messages; /**< several nodes: [2 * sets, others] messages of the other nodes: of a
+                           dispatch for all ranks of this node, of a combine for this one */
+    int64_t partials; /**< [2 * sets, others, ranks of the node, node_rows] records: what each rank
+                           of this node adds to the sums that this rank returns as a relay; sums by
+                           entry: [2 * sets, others, node_rows, K] records of entries */
+    int64_t outgoing, landing; /**< [others] messages that NCCL sends and receives */
+    int64_t message_bytes;
+    int64_t weights_out, weights_in; /**< [others, node_rows] topk_weights, as `weights` */
+    int32_t message_heads; /**< bytes before a message's first place: a head for each rank of the
+                                node that receives it */
+    int32_t node_rows;     /**< places of a message */
+    int32_t num_heads;     /**< of a buffer: ranks of the group */
     int64_t bytes;
     int32_t head_bytes, record_bytes, weight_bytes, sum_bytes;
     int32_t max_tokens;
@@ -76,7 +104,11 @@ typedef struct EpBufferLayout {
 } EpBufferLayout;
 
 /** Returns the layout for a group of this configuration. */
-EpBufferLayout ep_latency_layout(const EpGroupConfig *config, int32_t num_ranks);
+EpBufferLayout ep_latency_layout(const EpGroupConfig *config, int32_t num_ranks,
+                                 const EpNodeSizes *nodes);
+
+/** Returns what the backend offers of latency mode on these nodes: see ep_config_latency_sets. */
+unsigned ep_latency_offers(const EpNodeSizes *nodes);
 
 /** Words of a head. A combine's head has only the first one. */
 enum EpHeadWord {
@@ -85,6 +117,9 @@ enum EpHeadWord {
     EP_HEAD_TOKENS = 3, /**< of the source */
     EP_HEAD_ROWS,       /**< from the source to this receiver */
     EP_HEAD_SENT,       /**< from the source to all ranks but itself */
+    EP_HEAD_ALL_TOKENS, /**< of a source on another node: EP_HEAD_TOKENS has the places that it
+                             fills in its message */
+    EP_HEAD_DROPPED,    /**< likewise: slots here of its tokens that found no place */
     EP_HEAD_COUNTS = 8  /**< [L] entries for each of the receiver's experts */
 };
 
@@ -118,8 +153,11 @@ typedef struct EpLatencyState {
                            latency_pass */
     uint32_t claimed; /**< work items that its blocks have claimed to send */
     EpLatencySet set[EP_MAX_LATENCY_SETS];
-    uint32_t set_of[EP_MAX_LATENCY_SETS + EP_CAPTURED_TOKENS]; /**< by token */
+    uint32_t set_of[EP_MAX_LATENCY_SETS + EP_CAPTURED_TOKENS + 1]; /**< by token */
 } EpLatencyState;
+
+/** The token of whole operations on several nodes, which are sent and received by two kernels. */
+#define EP_WHOLE_TOKEN (EP_MAX_LATENCY_SETS + EP_CAPTURED_TOKENS)
 
 /** Many rows of equal length, divided among many warps: each row into `each` parts, of `steps`
  *  consecutive steps. */
@@ -145,6 +183,36 @@ EP_HOST_DEVICE static inline EpPartition ep_partition(int32_t rows, int32_t step
     return partition;
 }
 
+/** A rank of the group: the number of its node among the others (-1: this node), and its own number
+ *  there. */
+typedef struct EpRankPlace {
+    int16_t other, number;
+} EpRankPlace;
+
+/** Another node: its lowest rank, by which its sum is ordered, and the rank that has this rank's
+ *  number there, its relay and its source. */
+typedef struct EpOtherNode {
+    int16_t first, peer;
+} EpOtherNode;
+
+/** Several nodes. */
+typedef struct EpLatencyNodes {
+    const EpRankPlace *places; /**< device [R] */
+    const EpOtherNode *others; /**< device [num_others] */
+    int32_t num_others;        /**< 0: one node */
+    int32_t begins;            /**< the operation's first kernel */
+    int32_t keeps_turn;        /**< a send phase that the same call receives */
+    int32_t reads_landing;     /**< a combine that receives: messages are where NCCL has put them */
+    int32_t record_steps;      /**< of a place, in this operation */
+    EpMarks marks;             /**< of the exchange; send phase: for ep_mark_begin */
+    uint32_t *forwarded;       /**< device: blocks of the kernel that forwards which have ended */
+} EpLatencyNodes;
+
+/** Returns the place of a rank's head among those of the group: this node's ranks come first. */
+EP_HOST_DEVICE static inline int32_t ep_head_of(EpRankPlace at, int32_t ranks) {
+    return (at.other + 1) * ranks + at.number;
+}
+
 /** The arguments that the latency-mode kernels of dispatch and combine share. */
 typedef struct EpLatency {
     EpBufferLayout layout;
@@ -162,6 +230,7 @@ typedef struct EpLatency {
     EpDivisor ranks;      /**< of the group */
     char *window[EP_CUDA_MAX_RANKS];
     char *own; /**< this rank's window */
+    EpLatencyNodes nodes;
 } EpLatency;
 
 #define EP_SLOT_LOST (-2) /* in routes, with sums by entry: the capacity has no slot */
@@ -195,9 +264,13 @@ typedef struct EpWorkspace {
     int32_t heads;                 /**< taken so far */
     int32_t sent;                  /**< rows to other ranks */
     uint32_t header[EP_MAX_TOP_K]; /**< of the record being sent, without its weights */
-    char *to[EP_CUDA_MAX_RANKS];   /**< where it goes in each rank's window; the ranks that get its
-                                      row come first */
-    int32_t num_to;                /**< how many ranks get its row */
+    char *to[EP_CUDA_MAX_RANKS + EP_MAX_TOP_K]; /**< where it goes in each rank's window; the ranks
+                                      that get its row come first. Behind all ranks: places in
+                                      messages to other nodes */
+    int32_t num_to;                             /**< how many ranks get its row */
+    int32_t num_places;                         /**< in how many messages it goes */
+    int32_t longest; /**< several nodes: tokens of any source, also those that do not come
+                        here */
 } EpWorkspace;
 
 /** Offsets of the arrays behind the fixed part of a workspace. */
@@ -209,6 +282,10 @@ typedef struct EpWorkspaceLayout {
     int32_t total;   /**< i32 [L] entries of all sources */
     int32_t offset;  /**< i32 [L] where slabs begin */
     int32_t staged;  /**< a quantised row and its scales */
+    int32_t sources; /**< several nodes: i32 [3, R] of the sources, in place of the arrays above */
+    int32_t
+        needs; /**< likewise: u32 [tokens, words] a bit for each other node that a token needs */
+    int32_t dropped; /**< likewise: i32 [R] slots of tokens that find no place */
     int32_t bytes;
 } EpWorkspaceLayout;
 
@@ -216,6 +293,11 @@ typedef struct EpWorkspaceLayout {
  *  block quantises and its scales. */
 EpWorkspaceLayout ep_workspace_layout(const EpPlanShape *shape, int64_t entries,
                                       int64_t staged_bytes);
+
+/** Returns the words of a token's set of other nodes. */
+EP_HOST_DEVICE static inline int32_t ep_need_words(int32_t others) {
+    return (others + 31) / 32;
+}
 
 /* ---- blocks -------------------------------------------------------------------------------- */
 

@@ -585,19 +585,21 @@ enum Signals {
 
 /** Does nothing with finished items: see pipeline_signal. */
 struct IgnoreItems {
-    __device__ __forceinline__ void operator()(uint32_t, uint32_t) const {}
+    __device__ __forceinline__ void note(uint32_t, uint32_t) const {}
+    __device__ __forceinline__ void finish() const {}
 };
 
 /**
- * Send the signals of all items. `finish(n, count)` is called for `count` finished items from n on,
- * while their entries are still theirs, by all lanes. A head is stored with a release, which orders
+ * Send the signals of all items. `items.note(n, count)` is called for `count` finished items from n
+ * on, while their entries are still theirs, and items.finish() once their signals have left; both
+ * by all lanes. A head is stored with a release, which orders
  * the writes of its record before it. Behind a record that was read nothing is left to order: each
  * load has returned its value. A fence instead of releases would empty the multiprocessor's cache,
  * from which schedulers read. By the signal warp.
  */
-template <typename Finish = IgnoreItems>
+template <typename Items = IgnoreItems>
 __device__ __forceinline__ void pipeline_signal(Pipeline *p, const EpCudaGroup &g, uint32_t epoch,
-                                                Signals signals, Finish finish = Finish()) {
+                                                Signals signals, Items items = Items()) {
     uint32_t lane = threadIdx.x % 32;
     int heads = signals >= HEADS;
     for (uint32_t n = 0, batch;; n += batch) {
@@ -608,11 +610,12 @@ __device__ __forceinline__ void pipeline_signal(Pipeline *p, const EpCudaGroup &
         batch = take_signals(p, n, heads, &signal);
         if (signals == NO_SIGNALS) signal.peer = -1;
         if (signals == LATE_HEADS && signal.peer >= 0) send_signal(g, epoch, signal, heads);
-        finish(n, batch);
+        items.note(n, batch);
         __syncwarp();
         if (lane < batch)
             ep_mbarrier_arrive(&p->barrier[ITEM_SIGNALED][(n + lane) % PIPELINE_ENTRIES]);
         if (signals != LATE_HEADS && signal.peer >= 0) send_signal(g, epoch, signal, heads);
+        items.finish();
     }
 }
 

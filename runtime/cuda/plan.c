@@ -2,9 +2,14 @@
 /* Locates the arrays of a plan, and of its chunk plans. */
 #include "runtime/cuda/plan.h"
 
+/* Latency mode has none on several nodes either: a row takes the way of its own record. */
+static int has_chunk_plans(const EpPlanShape *s) {
+    return s->nodes.nodes > 1 && s->mode != EP_MODE_LATENCY;
+}
+
 EpRouteSizes ep_route_sizes(const EpPlanShape *s) {
     int64_t rows = (int64_t)s->num_ranks * s->max_tokens, capacity = s->capacity;
-    int has_rows = s->has_rows, several = s->nodes.nodes > 1;
+    int has_rows = s->has_rows, several = has_chunk_plans(s);
     if (s->mode == EP_MODE_LATENCY || (several && !has_rows))
         return (EpRouteSizes){EP_ROUTES_DENSE, 0};
     if (has_rows)
@@ -58,11 +63,13 @@ int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
     TAKE(expert_padded, local);
     TAKE(expert_offsets, local + 1);
     TAKE(flat_begin, ranks);
-    if (s->nodes.nodes <= 1) take_rows(s, ranks, s->max_tokens, 0, &arena, plan);
+    if (!has_chunk_plans(s)) take_rows(s, ranks, s->max_tokens, 0, &arena, plan);
     if (plan->sizes.form == EP_ROUTES_FLAT || plan->sizes.form == EP_ROUTES_LISTED)
         TAKE(routes, slots * k);
     TAKE(next, plan->sizes.form == EP_ROUTES_CHAINED ? slots : 0);
-    if (s->nodes.nodes > 1) {
+    int64_t places = s->nodes.limit ? s->nodes.limit : s->max_tokens;
+    if (s->mode == EP_MODE_LATENCY) TAKE(relay_owners, (s->nodes.nodes - 1) * places * k);
+    if (has_chunk_plans(s)) {
         plan->chunk_plan_bytes[EP_CHUNK_OWN] = chunk_plan_bytes(s, EP_CHUNK_OWN);
         plan->chunk_plan_bytes[EP_CHUNK_RELAYED] = chunk_plan_bytes(s, EP_CHUNK_RELAYED);
         int64_t both =
@@ -89,6 +96,6 @@ EpCudaPlan ep_cuda_chunk_plan(const EpPlanShape *s, const EpCudaPlan *whole, EpC
 int64_t ep_info_words(const EpPlanShape *s) {
     const EpNodeSizes *n = &s->nodes;
     int64_t several =
-        n->nodes > 1 ? 1 + (int64_t)ep_plan_chunks(s) * (n->nodes - 1 + n->sources) : 0;
+        has_chunk_plans(s) ? 1 + (int64_t)ep_plan_chunks(s) * (n->nodes - 1 + n->sources) : 0;
     return ep_info_chunks(s) + several;
 }

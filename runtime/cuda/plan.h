@@ -14,7 +14,9 @@
 extern "C" {
 #endif
 
-/** One (token, k), on the token's rank. */
+/** One (token, k), on the token's rank. In latency mode on several nodes `owner` is a rank of the
+ *  group; for an expert of another node that node's lowest rank, and `row` the place in the message
+ *  there. */
 typedef struct EpEntry {
     int32_t slot;   /**< in the owner's receive buffer; -1: none. FLAT: the leader has the row's */
     int32_t row;    /**< number of its (token, rank) row among the rows to that rank */
@@ -75,8 +77,10 @@ typedef struct __attribute__((aligned(8))) EpChain {
 typedef enum EpChunkPlan {
     EP_CHUNK_OWN,    /**< this rank's tokens of the chunk, for the node's experts. The owner of an
                          entry of an expert elsewhere is R + the number of its node among the
-                         others, and its row is the message slot there */
-    EP_CHUNK_RELAYED /**< the rows that this rank's sources have sent: sources * chunk of them */
+                         others, and its row is the message slot there. With a limit a message
+                         has rows of other chunks, too: then its row also tells the message, see
+                         ep_message_row */
+    EP_CHUNK_RELAYED /**< the rows that this rank's sources have sent: sources * message of them */
 } EpChunkPlan;
 
 typedef struct EpCudaPlan {
@@ -100,7 +104,10 @@ typedef struct EpCudaPlan {
                                   also records to the other nodes. Relayed one: [R + sources], also
                                   sums back to the sources. Latency mode: not set */
     int32_t *rows_from;      /**< [R] rows of each rank to this one */
-    char *chunk_plans;       /**< several nodes: see ep_cuda_chunk_plan */
+    int16_t *relay_owners; /**< latency mode on several nodes: [others, node_rows, K] of each place
+                                in the messages to this rank: number of each entry's rank on this
+                                node; -1: none here */
+    char *chunk_plans;     /**< several nodes: see ep_cuda_chunk_plan */
     int64_t chunk_plan_bytes[2]; /**< of each kind */
     uint64_t *tail;              /**< repeats the magic */
 } EpCudaPlan;
@@ -121,7 +128,13 @@ static inline int32_t ep_plan_chunks(const EpPlanShape *s) {
 }
 
 EP_HOST_DEVICE static inline int32_t ep_chunk_plan_tokens(const EpPlanShape *s, EpChunkPlan kind) {
-    return kind == EP_CHUNK_OWN ? s->nodes.chunk : s->nodes.sources * s->nodes.chunk;
+    return kind == EP_CHUNK_OWN ? s->nodes.chunk : s->nodes.sources * s->nodes.message;
+}
+
+/** Returns where record `row` of all that a rank sends to another node lies, with a limit: messages
+ *  follow one another, each with `message` places for each of `others` nodes. The first node's. */
+EP_HOST_DEVICE static inline int32_t ep_message_row(const EpNodeSizes *n, int32_t row) {
+    return row / n->message * (n->nodes - 1) * n->message + row % n->message;
 }
 
 /** Locate a chunk plan. */

@@ -16,6 +16,7 @@ _Static_assert(sizeof(EpRoundHeader) == 64, "regions start with one cache line f
 #define NOTE (-1)    /* in place of an operation's code: the writer has given up */
 #define REFUSED (-2) /* the writer's call was refused, and its next message follows */
 #define PAUSES_PER_LOOK 1024
+#define PAUSES_PER_TEST 8 /* of all messages, in a crowd */
 
 /** A peer on another node. Arrays: for even and odd rounds. */
 typedef struct Remote {
@@ -374,6 +375,17 @@ static EpStatus test_messages(EpExchange *x) {
     return EP_OK;
 }
 
+/* The same in a wait for a peer. In a crowd many ranks look at many messages each, which costs more
+ * than what it finds: then look at that peer's, and at all of them now and then. */
+static EpStatus test_in_wait(EpExchange *x, int32_t peer, const EpWait *wait) {
+    if (x->spins >= 0 || wait->pauses % PAUSES_PER_TEST == 0) return test_messages(x);
+    for (int parity = 0; parity < BUFFERS && !x->control[peer]; parity++) {
+        EP_TRY(test_request(x, peer, &x->remote[peer].sending[parity]));
+        EP_TRY(test_receive(x, peer, parity));
+    }
+    return EP_OK;
+}
+
 /* ---- whom to blame ------------------------------------------------------------------------- */
 
 #define GRACE_SECONDS .25
@@ -497,7 +509,8 @@ static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
         ep_fail(EP_ERR_ABORTED, "rank %d: %s: the group was aborted", x->rank, x->op->name);
         return fail_because(x, EP_ERR_ABORTED, x->rank, -1, -1, why);
     }
-    if ((wait->pauses + 1) % PAUSES_PER_LOOK) return EP_OK;
+    int looks = x->spins < 0 ? 4 * PAUSES_PER_TEST : PAUSES_PER_LOOK;
+    if ((wait->pauses + 1) % looks) return EP_OK;
     int32_t r = find_aborted(x);
     return r < 0 ? EP_OK : fail_gone(x, r);
 }
@@ -524,7 +537,7 @@ static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *count
         uint64_t failed = load(&x->control[peer]->failed);
         if (failed && load(counter) < expected) return fail_gone(x, peer);
         EP_TRY(check_aborts(x, &wait));
-        EP_TRY(test_messages(x));
+        EP_TRY(test_in_wait(x, peer, &wait));
         if (!ep_wait_pause(&wait)) return fail_timeout(x, peer, what, expected, load(counter));
     }
     end_measure(x, peer, start);
@@ -537,7 +550,7 @@ static EpStatus wait_request(EpExchange *x, int32_t peer, void **request, const 
     ep_wait_begin(&wait, x->timeout, x->spins);
     while (*request) {
         EP_TRY(check_aborts(x, &wait));
-        EP_TRY(test_messages(x));
+        EP_TRY(test_in_wait(x, peer, &wait));
         if (*request && !ep_wait_pause(&wait))
             return fail_timeout(x, peer, what, x->round, x->round - 1);
     }

@@ -119,7 +119,7 @@ typedef struct EpExchangeSetup {
     int32_t most_remote;
     int32_t tag;    /**< of this group's messages */
     double timeout; /**< seconds */
-    int64_t spins;  /**< polls before a wait yields the CPU */
+    int64_t spins;  /**< polls before a wait yields the CPU: see ep_wait_begin */
 } EpExchangeSetup;
 
 /** Create an exchange. Returns NULL when out of memory. */

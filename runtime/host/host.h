@@ -36,9 +36,9 @@ static inline int64_t ep_route_words(int64_t top_k) {
     return 1 + top_k;
 }
 
-/** Words at the start of a routing message: routes in this round, routes in all rounds. L counts
- *  follow. */
-#define EP_ROUTE_HEAD_WORDS 2
+/** Words at the start of a routing message: routes in this round, routes in all rounds, slots lost
+ *  on the way (node_rows). L counts follow. */
+#define EP_ROUTE_HEAD_WORDS 3
 
 /** Returns the staging bytes per rank, from configuration and settings alone. */
 int64_t ep_host_stage_bytes(const EpGroupConfig *config, int32_t num_ranks,

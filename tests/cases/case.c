@@ -27,7 +27,7 @@ static int quantises(const Case *c) {
 Case case_complete(Case c) {
     if (!c.ranks) c.ranks = 1;
     if (!c.timeout) c.timeout = 60;
-    if (!c.nodes[0]) divide_nodes(&c);
+    if (!c.nodes[0] && !c.even_nodes) divide_nodes(&c);
     if (!c.experts) c.experts = 2 * c.ranks;
     if (!c.top_k) c.top_k = 2;
     if (!c.hidden) c.hidden = 24;
@@ -61,6 +61,7 @@ Case case_complete(Case c) {
     int64_t tokens = (int64_t)c.ranks * c.max_tokens, slots = tokens * c.top_k;
     if (c.mode == EP_MODE_LATENCY && !c.capacity && layout->blocks != BLOCKS_OF_TOKENS)
         c.capacity = layout->has_rows ? tokens : slots + c.experts * c.alignment;
+    if (!c.capacity && layout->blocks == BLOCKS_PACKED) c.node_rows = 0;
     return c;
 }
 
@@ -69,6 +70,7 @@ Case case_complete(Case c) {
 static const TextField fields[] = {
     TEXT_FIELD(Case, ranks, NULL),
     TEXT_FIELD(Case, nodes, NULL),
+    TEXT_FIELD(Case, even_nodes, NULL),
     TEXT_FIELD(Case, experts, NULL),
     TEXT_FIELD(Case, top_k, NULL),
     TEXT_FIELD(Case, hidden, NULL),
@@ -91,6 +93,7 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, rows_per_expert, NULL),
     TEXT_FIELD(Case, overflow, TEXT_OVERFLOWS),
     TEXT_FIELD(Case, weighted, NULL),
+    TEXT_FIELD(Case, node_rows, NULL),
     TEXT_FIELD(Case, by_entry, NULL),
     TEXT_FIELD(Case, weights_at_combine, NULL),
     TEXT_FIELD(Case, scale_bytes, NULL),
@@ -140,6 +143,10 @@ const char *case_describe(const Case *c) {
 
 int case_node(const Case *c, int rank) {
     int lowest = 0;
+    if (c->even_nodes) {
+        int node = rank * c->even_nodes / c->ranks;
+        return (node * c->ranks + c->even_nodes - 1) / c->even_nodes;
+    }
     while (c->nodes[0] && c->nodes[lowest] != c->nodes[rank])
         lowest++;
     return lowest;
@@ -229,6 +236,7 @@ EpGroupConfig case_group_config(const Case *c) {
     config.backend = TEST_BACKEND;
     config.timeout_seconds = c->timeout;
     if (c->mode == EP_MODE_LATENCY || c->sets) config.latency_sets = c->sets ? c->sets : 4;
+    config.node_rows = c->node_rows;
     if (c->by_entry) config.sums = EP_SUMS_BY_ENTRY;
     if (c->merged) config.duplicates = EP_DUPLICATES_MERGE;
     return config;

@@ -31,6 +31,7 @@ typedef enum Routing {
 typedef struct Case {
     int ranks;        /**< 1 */
     char nodes[24];   /**< a digit for each rank, as in "0110": its node; "": all ranks on one */
+    int even_nodes;   /**< instead of `nodes`: how many divide the ranks evenly */
     int experts;      /**< 2 per rank */
     int top_k;        /**< 2 */
     int hidden;       /**< 24: bf16 rows of 48 bytes, not a multiple of a cache line */
@@ -55,6 +56,7 @@ typedef struct Case {
     int64_t rows_per_expert; /**< BATCHED: enough for any routing */
     EpOverflow overflow;     /**< ERROR */
     int weighted;            /**< dispatch sends topk_weights, and combine is weighted */
+    int node_rows;           /**< of the group; 0 with exact sizing */
     int by_entry;            /**< EP_SUMS_BY_ENTRY; not where case_has_rows */
     int weights_at_combine;  /**< latency mode or by_entry, unless case_has_rows: combine gets
                                   topk_weights, and the case is not `weighted` */

@@ -75,8 +75,9 @@ void open_plan(EpGroup *group, const Case *c, EpTensor *plan) {
 static int pretend_nodes(const Case *c) {
     char list[2 * sizeof(c->nodes)];
     int has_own = getenv("LIBEP_TOPOLOGY") && !getenv("LIBEP_TEST_NODES");
-    if (!c->nodes[0] || has_own) return 0;
-    for (int r = 0; r < c->ranks; r++)
+    if ((!c->nodes[0] && !c->even_nodes) || has_own) return 0;
+    snprintf(list, sizeof(list), "%d", c->even_nodes);
+    for (int r = 0; r < c->ranks && !c->even_nodes; r++)
         list[2 * r] = c->nodes[r], list[2 * r + 1] = r + 1 < c->ranks ? ',' : 0;
     setenv("LIBEP_TOPOLOGY", list, 1);
     return 1;
@@ -168,11 +169,14 @@ static void cases_body(const EpBootstrap *bootstrap, void *arg) {
     ep_group_destroy(group);
 }
 
-/* Between nodes of GPUs there is no latency mode. */
+/* Between nodes of GPUs there is latency mode where all have as many ranks. */
 static int case_has_latency(const Case *given) {
     Case c = case_complete(*given);
-    for (int r = 0; r < c.ranks && TESTS_ON_GPU; r++)
-        if (case_node(&c, r)) return 0;
+    int on[sizeof(c.nodes)] = {0}, nodes = 0;
+    for (int r = 0; r < c.ranks; r++)
+        nodes += on[case_node(&c, r)]++ == 0;
+    for (int r = 0; r < c.ranks && TESTS_ON_GPU && nodes > 1; r++)
+        if (on[case_node(&c, r)] * nodes != c.ranks) return 0;
     return TESTS_HAVE_LATENCY;
 }
 

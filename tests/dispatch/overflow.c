@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* More rows than the capacity: rows past it are dropped and counted, all others are right. */
 #include "tests/cases/run.h"
+#include "tests/harness/ranked.h"
 
 static void run_policies(EpLayout layout) {
     static const int capacities[] = {1, 7, 16, 17, 30, 63};
@@ -26,6 +27,43 @@ CasesTest(dispatch_overflow, rank_major, run_policies(EP_LAYOUT_RANK_MAJOR));
 LayoutsTest(dispatch_overflow, duplicates,
             "ranks=2 experts=3 top_k=5 duplicates=1 spread=full capacity=14 rows_per_expert=9 "
             "overflow=drop weighted=1");
+
+/* Tokens that find no place in a message to another node, and then those past the capacity. */
+#define PLACES \
+    "ranks=6 nodes=010212 experts=11 top_k=4 max_tokens=40 weighted=1 scale_bytes=8 seed=3 "
+LayoutsTest(dispatch_overflow, places_for_one_token, PLACES "node_rows=1 capacity=900 spread=full");
+LayoutsTest(dispatch_overflow, places_for_some,
+            PLACES "node_rows=7 capacity=400 rows_per_expert=60 masked_percent=20 counted=1");
+LayoutsTest(dispatch_overflow, places_and_capacity,
+            PLACES "node_rows=13 capacity=90 rows_per_expert=24 overflow=drop duplicates=1 "
+                   "invalid_percent=5 alignment=4");
+LayoutsTest(dispatch_overflow, places_of_merged_entries,
+            PLACES "node_rows=5 capacity=500 overflow=drop duplicates=1 merged=1 hidden=1000");
+LayoutsTest(dispatch_overflow, places_for_all,
+            "ranks=5 nodes=01021 experts=11 top_k=4 max_tokens=40 node_rows=40 capacity=900");
+LayoutsTest(dispatch_overflow, places_on_unequal_nodes,
+            "ranks=5 nodes=01021 experts=11 top_k=4 max_tokens=40 node_rows=7 capacity=400");
+
+/* A message of a chunk has places of tokens of any chunk. */
+CasesTest(dispatch_overflow, places_in_many_messages, setenv("LIBEP_NODE_CHUNK", "4000", 1);
+          run_layouts(case_of(PLACES
+                              "max_tokens=90 node_rows=31 capacity=900 quant=fp8 hidden=40"));
+          run_layouts(case_of(PLACES "node_rows=17 capacity=900 masked_percent=60 counted=1"));
+          run_case_on_threads(&(Case){.ranks = 3,
+                                      .nodes = "012",
+                                      .experts = 7,
+                                      .top_k = 3,
+                                      .max_tokens = 30,
+                                      .node_rows = 9,
+                                      .capacity = 300,
+                                      .by_entry = 1,
+                                      .weighted = 1}));
+
+/* More tokens than a block has threads. */
+Test(dispatch_overflow, places_of_many_tokens, .timeout = 120) {
+    run_dispatch(case_of("ranks=3 nodes=011 experts=8 top_k=3 hidden=16 max_tokens=2300 "
+                         "node_rows=1500 capacity=9000 masked_percent=20 overflow=drop"));
+}
 
 /* The capacity cuts the second of three slabs of one rank. `padded`: what is below the
    capacity. */
@@ -88,4 +126,32 @@ ThreadTest(dispatch_overflow, settings_of_the_handle, 2) {
     override(bootstrap, "capacity=3", "overflow=drop");
     override(bootstrap, "top_k=4", "capacity=9 alignment=4 top_k=3");
     override(bootstrap, "capacity=13 overflow=drop alignment=4", "");
+}
+
+/* With exact sizing messages hold what there is. So a handle in a group with node_rows has a size,
+ * on several nodes, and ep_group_memory measures none without. */
+ThreadTest(dispatch_overflow, places_need_a_size, 2) {
+    EpGroupConfig config = group_config(2);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    EpHandleConfig exact = EP_HANDLE_CONFIG_INIT;
+    EpHandle *handle = NULL;
+    config.node_rows = 3;
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    EpGroup *group = open_group_with(bootstrap, &config);
+    CHECK_REFUSED(ep_handle_create(group, &exact, &handle), EP_ERR_UNSUPPORTED,
+                  "config.max_recv_rows",
+                  "expected a capacity, or the batched or rank-major layout",
+                  "messages have 3 places (EpGroupConfig.node_rows), got 0 (exact sizing)");
+    CHECK(!handle, "a handle was made");
+    CHECK_OK(ep_group_memory(&config, 2, &memory));
+    CHECK(memory.feasible && memory.handle_bytes == 0, "%s", memory.reason);
+    ep_group_destroy(group);
+    config.max_tokens = 64, config.node_rows = 16, config.num_nodes = 2;
+    config.max_row_bytes = 8192;
+    CHECK_OK(ep_group_memory(&config, 2, &memory));
+    int64_t bytes = memory.private_bytes;
+    config.node_rows = 0;
+    CHECK_OK(ep_group_memory(&config, 2, &memory));
+    CHECK(!TESTS_ON_GPU || memory.private_bytes > 2 * bytes, "%lld of %lld bytes", (long long)bytes,
+          (long long)memory.private_bytes);
 }

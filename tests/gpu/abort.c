@@ -211,13 +211,14 @@ static int abort_during_step(EpGroup *group, const EpBootstrap *bootstrap, Devic
     Aborter aborter = {group, (1u << draw % 18) + draw % 1000 * (draw % 18 > 10)};
     int aborts = bootstrap->rank == round % bootstrap->size;
     device_step_draw_step(gpu, round);
-    *exec = device_step_capture(gpu, STEP_ALL);
+    unsigned all = device_step_all(&gpu->c);
+    *exec = device_step_capture(gpu, all);
     bootstrap->barrier(bootstrap->context, 60);
     if (aborts) CHECK(!pthread_create(&thread, NULL, abort_later, &aborter), "no thread");
     CHECK_CUDA(cudaGraphLaunch(*exec, gpu->stream));
     CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
     int is_right = ep_group_status(group, NULL) == EP_OK;
-    if (is_right) device_step_replayed(gpu, STEP_ALL);
+    if (is_right) device_step_replayed(gpu, all);
     if (is_right) device_step_check(gpu);
     if (aborts) pthread_join(thread, NULL);
     if (aborts) CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_ABORTED);
@@ -229,8 +230,9 @@ static int abort_during_step(EpGroup *group, const EpBootstrap *bootstrap, Devic
     return is_right;
 }
 
-static void any_moment(const EpBootstrap *bootstrap, const char *nodes) {
+static void any_moment(const EpBootstrap *bootstrap, const char *nodes, EpMode mode) {
     Case c = any_case(bootstrap, nodes);
+    c.mode = mode;
     int right = 0, rounds = ROUNDS(bootstrap);
     for (int round = 0; round < rounds && failing_none(bootstrap); round++) {
         DeviceStep gpu;
@@ -246,6 +248,8 @@ static void any_moment(const EpBootstrap *bootstrap, const char *nodes) {
     check_note("rank %d: %d of %d rounds ended before the abort", bootstrap->rank, right, rounds);
 }
 
-RankTest(gpu_abort, any_moment_2, 2, any_moment(bootstrap, ""));
-RankTest(gpu_abort, any_moment_on_nodes_2, 2, any_moment(bootstrap, "01"));
-RankTest(gpu_abort, any_moment_on_nodes_4, 4, any_moment(bootstrap, "0011"));
+RankTest(gpu_abort, any_moment_2, 2, any_moment(bootstrap, "", EP_MODE_THROUGHPUT));
+RankTest(gpu_abort, any_moment_on_nodes_2, 2, any_moment(bootstrap, "01", EP_MODE_THROUGHPUT));
+RankTest(gpu_abort, any_moment_on_nodes_4, 4, any_moment(bootstrap, "0011", EP_MODE_THROUGHPUT));
+RankTest(gpu_abort, any_moment_decoding_on_nodes_4, 4,
+         any_moment(bootstrap, "0011", EP_MODE_LATENCY));

@@ -3,6 +3,7 @@
  * buffers: all operations of throughput mode, and a thousand times those of latency mode, whole and
  * in phases. The phases of two handles are also interleaved on two streams. */
 #include "tests/gpu/device_step.h"
+#include "tests/harness/ranked.h"
 
 enum { REPLAYS = 100, LATENCY_REPLAYS = 1000, TURNS = 300 };
 
@@ -73,7 +74,8 @@ static void graph_step_run(GraphStep *graph, int step, int times) {
 
 /* ---- one graph ----------------------------------------------------------------------------- */
 
-/* In every tenth step a rank makes the calls without the graph, while the others replay it. */
+/* In every tenth step a rank makes the calls without the graph, while the others replay it; on
+ * several nodes all ranks, since NCCL may want its calls alike. */
 static void replay(const EpBootstrap *bootstrap, Case c) {
     EpGroup *group = open_group(bootstrap, &c);
     GraphStep graph;
@@ -82,7 +84,7 @@ static void replay(const EpBootstrap *bootstrap, Case c) {
     meet(bootstrap);
     int steps = c.mode == EP_MODE_LATENCY ? LATENCY_REPLAYS : REPLAYS;
     for (int step = 0; step < steps && !check_failure()[0]; step++)
-        graph_step_run(&graph, step, (step + bootstrap->rank) % 10 != 9);
+        graph_step_run(&graph, step, (step + (c.nodes[0] ? 0 : bootstrap->rank)) % 10 != 9);
     CHECK_OK(ep_group_status(group, NULL));
     ep_group_destroy(group);
     graph_step_close(&graph);
@@ -123,6 +125,20 @@ static void count_replays(const EpBootstrap *bootstrap, Case c) {
 RankTest(gpu_graphs, counters_2, 2, COUNT(graph_case(2, EP_LAYOUT_EXPERT_MAJOR)));
 LatencyTest(gpu_graphs, counters_in_latency_2, 2, COUNT(latency_case(2, EP_LAYOUT_FLAT, 0)));
 LatencyTest(gpu_graphs, counters_in_phases_2, 2, COUNT(latency_case(2, EP_LAYOUT_BATCHED, 1)));
+
+/* The same on two nodes; others look at the steps of replays there. */
+static Case on_nodes(const EpBootstrap *bootstrap, Case c) {
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    snprintf(c.nodes, sizeof(c.nodes), "0011");
+    return c;
+}
+
+#define ON_NODES(layout, phases) \
+    on_nodes(bootstrap, latency_case(bootstrap->size, EP_LAYOUT_##layout, phases))
+RankTest(gpu_graphs, counters_on_nodes_4, 4, COUNT(ON_NODES(FLAT, 0)));
+RankTest(gpu_graphs, counters_in_phases_on_nodes_4, 4, COUNT(ON_NODES(BATCHED, 1)));
+RankTest(gpu_replays, on_nodes_4, 4, replay(bootstrap, ON_NODES(BATCHED, 0)));
+RankTest(gpu_replays, phases_on_nodes_4, 4, replay(bootstrap, ON_NODES(EXPERT_MAJOR, 1)));
 
 /* ---- several graphs by turns ----------------------------------------------------------------- */
 

@@ -221,6 +221,17 @@ LatencyTest(gpu_nccl_ep, decode_expert_major_1, 1, run_decoding(bootstrap, DECOD
 LatencyTest(gpu_nccl_ep, decode_expert_major_2, 2, run_decoding(bootstrap, DECODING(BATCHED)));
 LatencyTests24(gpu_nccl_ep, decode_rank_major, run_decoding(bootstrap, DECODING(RANK_MAJOR)));
 
+/* On two nodes. */
+static void decode_on_nodes(const EpBootstrap *bootstrap, Case c) {
+    snprintf(c.nodes, sizeof(c.nodes), "0011");
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    run_decoding(bootstrap, c);
+}
+
+RankTest(gpu_nccl_ep, decode_on_nodes_4, 4, decode_on_nodes(bootstrap, DECODING(BATCHED)));
+RankTest(gpu_nccl_ep, decode_rank_major_on_nodes_4, 4,
+         decode_on_nodes(bootstrap, DECODING(RANK_MAJOR)));
+
 /* LIBEP_SUMS=entry: NCCL EP's own order of summation in low latency, bit for bit. */
 static void run_by_entry(const EpBootstrap *bootstrap, Case *decoding) {
     set_on_ranks(bootstrap, "LIBEP_SUMS", "entry");

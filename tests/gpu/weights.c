@@ -10,7 +10,7 @@ enum { REPLAYS = 12, WARM_UP = 1000 /* a step */ };
 /* Small weights, and large ones: 400 MB on real GPUs. */
 static const int64_t small[] = {3, 10, 24};
 #ifdef TESTS_EMULATED
-static const int64_t large[] = {7, 12, 32};
+static const int64_t large[] = {7, 60, 64};
 #else
 static const int64_t large[] = {7, 2048, 7168};
 #endif

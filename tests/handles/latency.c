@@ -81,35 +81,43 @@ static void check_mode(EpGroup *group, int layout, int mode, EpMode expected) {
     CHECK(cost.mode == expected, "mode %d for %d", (int)cost.mode, mode);
 }
 
-/* On several nodes AUTO is throughput mode on both backends. By name the host backend has latency
- * mode there, without other settings; GPUs have none. */
-static void check_modes_on_nodes(EpGroup *group) {
-    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+/* On several nodes AUTO is throughput mode, or what LIBEP_NODE_LATENCY says, on both backends
+ * alike: never where nodes differ in their ranks. There GPUs have no latency mode by name, either;
+ * else both backends have it, without other settings. */
+static void check_modes_on_nodes(const EpBootstrap *bootstrap, const char *nodes, const char *most,
+                                 EpMode chosen) {
+    Case c = case_complete((Case){.ranks = bootstrap->size});
+    EpGroupConfig config = case_group_config(&c);
+    EpHandleConfig named = EP_HANDLE_CONFIG_INIT;
     EpHandle *handle = NULL;
-    EpGroupInfo info = group_info(group);
-    CHECK(info.num_nodes == 2 && info.mode == EP_MODE_THROUGHPUT, "%d nodes, mode %d",
-          info.num_nodes, (int)info.mode);
-    check_mode(group, EP_LAYOUT_FLAT, EP_DEFAULT, EP_MODE_THROUGHPUT);
-    check_mode(group, EP_LAYOUT_FLAT, EP_MODE_AUTO, EP_MODE_THROUGHPUT);
-    check_mode(group, EP_LAYOUT_RANK_MAJOR, EP_MODE_AUTO, EP_MODE_THROUGHPUT);
-    config.layout = EP_LAYOUT_FLAT, config.mode = EP_MODE_LATENCY;
-    if (TEST_BACKEND == EP_BACKEND_HOST)
+    config.mode = EP_MODE_AUTO, config.max_recv_rows = 100, config.latency_sets = EP_DEFAULT;
+    if (chosen == EP_MODE_THROUGHPUT) config.latency_sets = 1;
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
+    set_on_ranks(bootstrap, "LIBEP_NODE_LATENCY", most);
+    EpGroup *group = open_group_with(bootstrap, &config);
+    CHECK(group_info(group).mode == chosen, "mode %d", (int)group_info(group).mode);
+    for (int layout = EP_LAYOUT_FLAT; layout <= EP_LAYOUT_RANK_MAJOR;
+         layout += EP_LAYOUT_RANK_MAJOR - EP_LAYOUT_FLAT)
+        check_mode(group, layout, EP_MODE_AUTO, chosen);
+    check_mode(group, EP_LAYOUT_FLAT, EP_DEFAULT, chosen);
+    named.layout = EP_LAYOUT_FLAT, named.mode = EP_MODE_LATENCY;
+    if (TEST_BACKEND == EP_BACKEND_HOST || bootstrap->size % 2 == 0)
         check_mode(group, EP_LAYOUT_FLAT, EP_MODE_LATENCY, EP_MODE_LATENCY);
     else
-        CHECK_REFUSED(ep_handle_create(group, &config, &handle), EP_ERR_UNSUPPORTED, "config.mode",
-                      "NCCL between nodes");
+        CHECK_REFUSED(ep_handle_create(group, &named, &handle), EP_ERR_UNSUPPORTED, "config.mode",
+                      "nodes of GPUs have different numbers of ranks");
     CHECK(!handle, "a handle was made");
+    ep_group_destroy(group);
 }
 
 ThreadTest(handles_latency, auto_on_two_nodes, 2) {
-    Case c = case_complete((Case){.ranks = 2, .nodes = "01"});
-    EpGroupConfig config = case_group_config(&c);
-    config.mode = EP_MODE_AUTO, config.max_recv_rows = 100, config.latency_sets = EP_DEFAULT;
-    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
-    EpGroup *group = open_group_with(bootstrap, &config);
-    check_modes_on_nodes(group);
-    ep_group_destroy(group);
+    check_modes_on_nodes(bootstrap, "2", "0", EP_MODE_THROUGHPUT);
+    check_modes_on_nodes(bootstrap, "2", "8", EP_MODE_THROUGHPUT);
+    check_modes_on_nodes(bootstrap, "2", "9", EP_MODE_LATENCY);
 }
+
+RankTest(handles_latency, auto_on_unequal_nodes, 3,
+         check_modes_on_nodes(bootstrap, "0,1,1", "9", EP_MODE_THROUGHPUT));
 
 /* A group without a capacity is feasible: each handle must then choose its own. */
 SoloTest(handles_latency, groups_without_a_capacity_are_feasible) {

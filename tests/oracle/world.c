@@ -4,7 +4,7 @@
 #include "tests/oracle/inputs.h"
 
 /* Walk the ranks in order. Each takes its part of the remaining experts, rounded up. */
-int world_owner(const Case *c, int64_t expert) {
+static int walk_owner(const Case *c, int64_t expert) {
     int64_t left = c->experts, end = 0;
     for (int rank = 0; rank < c->ranks; rank++) {
         int64_t ranks_left = c->ranks - rank;
@@ -14,6 +14,18 @@ int world_owner(const Case *c, int64_t expert) {
         if (expert < end) return rank;
     }
     abort();
+}
+
+/* A thread keeps the owners of the case that it asked for last: walks of a thousand ranks are long.
+ */
+int world_owner(const Case *c, int64_t expert) {
+    enum { MOST = 2048 };
+    static _Thread_local int ranks, experts, owner[MOST];
+    if (c->experts > MOST) return walk_owner(c, expert);
+    for (int e = 0; (ranks != c->ranks || experts != c->experts) && e < c->experts; e++)
+        owner[e] = walk_owner(c, e);
+    ranks = c->ranks, experts = c->experts;
+    return owner[expert];
 }
 
 int world_is_strange(const World *world, int token) {
@@ -26,7 +38,44 @@ int world_live(const World *world, int rank, int token, int k) {
     int64_t expert = named[k];
     for (int lower = 0; world->c.merged && lower < k; lower++)
         if (named[lower] == expert) return 0;
-    return token < me->tokens && expert >= 0 && expert < world->c.experts;
+    return token < me->tokens && expert >= 0 && expert < world->c.experts &&
+           !(me->lost && me->lost[(int64_t)token * world->c.top_k + k]);
+}
+
+/* Lose a token's entries on a node, named by its lowest rank, and count them as their ranks do. */
+static void lose_token(World *world, int rank, int token, int node) {
+    RankWorld *me = &world->rank[rank];
+    int last = -1;
+    for (int owner = 0; owner < world->c.ranks; owner++)
+        for (int k = 0; k < world->c.top_k && case_node(&world->c, owner) == node; k++) {
+            int64_t at = (int64_t)token * world->c.top_k + k;
+            if (!world_live(world, rank, token, k)) continue;
+            if (world_owner(&world->c, me->index[at]) != owner) continue;
+            world->rank[owner].dropped += !case_has_rows(&world->c) || last != owner;
+            me->lost[at] = 1, last = owner;
+        }
+}
+
+static int needs_node(const World *world, int rank, int token, int node) {
+    const int64_t *named = world->rank[rank].index + (int64_t)token * world->c.top_k;
+    for (int k = 0; k < world->c.top_k; k++)
+        if (world_live(world, rank, token, k) &&
+            case_node(&world->c, world_owner(&world->c, named[k])) == node)
+            return 1;
+    return 0;
+}
+
+/* Lose what the messages of one rank have no room for. */
+static void fill_messages(World *world, int rank) {
+    const Case *c = &world->c;
+    RankWorld *me = &world->rank[rank];
+    me->lost = calloc((size_t)me->rows * (size_t)c->top_k + 1, 1);
+    for (int node = 0; node < c->ranks && c->node_rows; node++) {
+        int places = c->node_rows;
+        if (case_node(c, node) != node || case_node(c, rank) == node) continue;
+        for (int t = 0; t < me->tokens; t++)
+            if (needs_node(world, rank, t, node) && places-- <= 0) lose_token(world, rank, t, node);
+    }
 }
 
 int world_writes(const World *world, const Row *row) {
@@ -247,6 +296,8 @@ World *world_new(const Case *c) {
     for (int r = 0; r < world->c.ranks; r++)
         inputs_make_tokens(world, r);
     for (int r = 0; r < world->c.ranks; r++)
+        fill_messages(world, r);
+    for (int r = 0; r < world->c.ranks; r++)
         plan_allocate(world, r);
     for (int r = 0; r < world->c.ranks; r++)
         case_layout(&world->c)->plan(world, r);
@@ -262,11 +313,11 @@ World *world_new(const Case *c) {
 void world_free(const World *world) {
     for (int r = 0; r < world->c.ranks; r++) {
         const RankWorld *me = &world->rank[r];
-        void *owned[] = {me->index,    me->token,      me->scale,       me->weight,
-                         me->sent,     me->sent_scale, me->count,       me->from,
-                         me->padded,   me->offset,     me->row,         me->position,
-                         me->grad_out, me->expert_out, me->slot_weight, me->grad_slot_weight,
-                         me->from_rows, me->bias[0],   me->bias[1]};
+        void *owned[] = {me->index,     me->token,      me->scale,       me->weight,
+                         me->sent,      me->sent_scale, me->count,       me->from,
+                         me->padded,    me->offset,     me->row,         me->position,
+                         me->grad_out,  me->expert_out, me->slot_weight, me->grad_slot_weight,
+                         me->from_rows, me->lost,       me->bias[0],     me->bias[1]};
         for (size_t i = 0; i < sizeof(owned) / sizeof(owned[0]); i++)
             free(owned[i]);
     }

@@ -38,6 +38,7 @@ typedef struct RankWorld {
     uint8_t *token;      /**< [rows][row bytes] */
     uint8_t *scale;      /**< [rows][scale bytes] */
     float global_scale;  /**< of NVFP4 */
+    uint8_t *lost;       /**< [rows][K] entries whose node has no room for the token */
     float *weight;       /**< [rows][K] of dispatch or combine */
     uint8_t *sent;       /**< [rows][received row bytes]: tokens as they are delivered */
     uint8_t *sent_scale; /**< [rows][received scale bytes] */

@@ -126,6 +126,18 @@ ABSENT_FROM(weights, MADE, STEP_COMBINE_SEND, WEIGHS);
 ABSENT_FROM(weights_for_one_rank, MADE, STEP_COMBINE, .second = SOON / 1.5,
             .changes = "mode=latency weights_at_combine=1 routing=3 target=1");
 
+/* Latency mode with a node for each rank. */
+#define ABSENT_ON_NODES(name, before, ops, ...)                         \
+    RankTest(runtime_deadline, absent_on_nodes_from_##name, RANKS, {    \
+        needs_latency();                                                \
+        set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "0,1,2");             \
+        absent_from(bootstrap, (Absence){before, ops, 0, __VA_ARGS__}); \
+    })
+ABSENT_ON_NODES(dispatch, STEP_PREPARE, STEP_DISPATCH, DECODES);
+ABSENT_ON_NODES(combine, MADE, STEP_COMBINE, DECODES);
+ABSENT_ON_NODES(combine_phases, MADE, STEP_COMBINE_PHASES, DECODES);
+ABSENT_ON_NODES(weights, MADE, STEP_COMBINE, WEIGHS);
+
 static void absent_from_call(const EpBootstrap *bootstrap, void *op) {
     HOST_ONLY("LIBEP_TEST_NODES=2 runs this suite on nodes of GPUs");
     unsigned before = *(unsigned *)op > STEP_PREPARE ? STEP_PREPARE : 0;

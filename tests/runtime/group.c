@@ -26,6 +26,7 @@ static const TextField config_fields[] = {
     TEXT_FIELD(EpGroupConfig, num_sms, NULL),
     TEXT_FIELD(EpGroupConfig, duplicates, "|keep|merge"),
     TEXT_FIELD(EpGroupConfig, sums, "|rank|entry"),
+    TEXT_FIELD(EpGroupConfig, node_rows, NULL),
 };
 
 typedef struct Configured {
@@ -135,6 +136,7 @@ static const char *const differences[][5] = {
     {"mode", "auto", "latency", "EP_MODE_AUTO", "EP_MODE_LATENCY"},
     {"duplicates", "keep", "merge", "EP_DUPLICATES_KEEP", "EP_DUPLICATES_MERGE"},
     {"sums", "rank", "entry", "EP_SUMS_BY_RANK", "EP_SUMS_BY_ENTRY"},
+    {"node_rows", "0", "5", "got 9", "5 on rank 2"},
 };
 
 ThreadTest(runtime_group, ranks_that_disagree, 3) {

@@ -85,6 +85,7 @@ static void draw_nodes(Case *c) {
     if (c->ranks < 3) c->ranks = 3 + (int)random_below(&random, 4);
     for (int r = 0; r < c->ranks; r++)
         c->nodes[r] = (char)('0' + random_below(&random, nodes));
+    c->node_rows = PICK(&random, 0, 0, 1, 1 + c->max_tokens / 3);
 }
 
 /* Each case creates a group, and on GPUs a communicator, which is slow: hence few cases there. */

@@ -41,6 +41,8 @@ static const BadOptions bad_options[] = {
     {"--masked nan", "--masked"},
     {"--masked -0.1", "--masked"},
     {"--capacity -5", "--capacity"},
+    {"--node-rows 0", "\"0\""},
+    {"--tokens 8 --node-rows 9", "--node-rows: expected at most the 8 tokens of a step, got 9"},
     {"--overflow ignore", "\"ignore\""},
     {"--layout round", "\"round\""},
     {"--layout expert-", "\"expert-\""},
@@ -174,6 +176,8 @@ SoloTest(tools_bench, several_nodes) {
     check_run(QUICK "--threads 5 --tokens 40", 0, "#wrong 0", NULL);
     check_run(QUICK "--threads 5 --tokens 40 --dtype fp16 --layout flat", 0, "#wrong 0", NULL);
     check_run(QUICK "--threads 5 --tokens 40 --mode latency --split", 0, "#wrong 0", NULL);
+    check_run(QUICK "--threads 5 --tokens 40 --node-rows 9 --capacity 900 --overflow drop", 0,
+              "#wrong 0", NULL);
     check_run("--threads 4 --tokens 4", 2, NULL, "each of the group's 4 ranks");
     unsetenv("LIBEP_TOPOLOGY");
 }

@@ -51,6 +51,7 @@ static EpGroupConfig group_config(const Options *o, int64_t max_tokens) {
     config.backend = (EpBackend)o->backend;
     config.mode = (EpMode)o->mode;
     config.sums = (EpSums)o->sums;
+    config.node_rows = (int32_t)o->node_rows;
     return config;
 }
 
@@ -108,6 +109,27 @@ static bool choose_capacity(Case *c) {
     return !needs_static || !open || reserve_rows(c);
 }
 
+/* Collective: tell all ranks the node of each, which this one has of a group. */
+static bool share_nodes(Case *c, bool ok, const EpGroupInfo *info) {
+    if (!c->nodes) c->nodes = bench_alloc((size_t)c->world->size, sizeof(*c->nodes), "nodes");
+    return world_all(c->world, ok && c->nodes) &&
+           world_allgather(c->world, &info->node, c->nodes, sizeof(info->node));
+}
+
+/* Messages with few places decide which slots there are, so nodes must be known before the group
+ * is made. A small group has the same. */
+static bool find_nodes(Case *c) {
+    EpGroupConfig config = group_config(c->options, 1);
+    EpGroup *group = NULL;
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    config.max_row_bytes = 16, config.max_scale_bytes = 0;
+    config.max_recv_rows = config.node_rows = 0;
+    bool ok = bench_ok(ep_group_create(&c->world->boot, &config, &group), "ep_group_create") &&
+              bench_ok(ep_group_query(group, &info), "ep_group_query");
+    ep_group_destroy(group);
+    return share_nodes(c, ok, &info);
+}
+
 static bool create_group(Case *c) {
     EpGroupConfig config = group_config(c->options, c->routing.max_tokens);
     EpGroupMemory memory;
@@ -118,9 +140,7 @@ static bool create_group(Case *c) {
     bool ok = bench_ok(ep_group_create(&c->world->boot, &config, &c->group), "ep_group_create") &&
               bench_ok(ep_group_query(c->group, &info), "ep_group_query");
     c->cuda = ok && info.backend == EP_BACKEND_CUDA;
-    c->nodes = bench_alloc((size_t)c->world->size, sizeof(*c->nodes), "nodes");
-    return world_all(c->world, ok && c->nodes) &&
-           world_allgather(c->world, &info.node, c->nodes, sizeof(info.node));
+    return share_nodes(c, ok, &info);
 }
 
 bool case_zeroes_row(const Case *c, int64_t row) {
@@ -174,7 +194,8 @@ bool case_create(World *world, const Options *options, int64_t size, Case *out) 
     describe_received(out);
     if (!routing_make(world, options, size, &out->routing)) return false;
     out->tokens = out->routing.tokens[world->rank];
-    bool ok = slots_make(options, &out->routing, world->rank, &out->slots);
+    if (options->node_rows && !find_nodes(out)) return false;
+    bool ok = slots_make(options, &out->routing, out->nodes, world->rank, &out->slots);
     out->weights_width = slots_has_rows(out->slots.layout) ? (int)options->top_k : 1;
     return world_all(world, ok) && choose_capacity(out) && create_group(out) &&
            create_handle(out) && zero_copy_create(out) && world_all(world, buffers_create(out)) &&

@@ -6,7 +6,7 @@
  */
 
 #include "tools/bench/kernels.h"
-#include "tools/bench/ptx.cuh"
+#include "tools/common/ptx.cuh"
 
 /* ---- aligning the streams ------------------------------------------------------------------ */
 
@@ -126,7 +126,7 @@ static __global__ void __launch_bounds__(32) push(const __grid_constant__ PushAr
     __shared__ uint64_t arrivals[STAGES];
     if (threadIdx.x != 0) return;
     for (int s = 0; s < STAGES; s++)
-        arrival_init(&arrivals[s]);
+        arrival_init(&arrivals[s], 1);
     arrival_fence();
     int load_item = blockIdx.x, store_item = blockIdx.x, loaded = 0;
     for (; loaded < STAGES - LAG; loaded++) {

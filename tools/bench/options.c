@@ -177,6 +177,9 @@ static const Option specs[] = {
      "order of the slots in the receive buffer (default expert; with --mode latency batched)"},
     {0, "rows-per-expert", "N", OPTION_INT(rows_per_expert, 1, INT32_MAX), NULL, 0,
      "slab size of --layout batched (default: the largest slab of this routing)"},
+    {0, "node-rows", "N", OPTION_INT(node_rows, 1, OPTION_MAX_COUNT), "node_rows", 0,
+     "places of a rank's message to another node, where receive sizes are static (default: one for "
+     "each token)"},
     {0, "weighted", "0|1", OPTION_SWITCH(weighted), "weighted", 1,
      "dispatch sends weights and combine uses them (default 1)"},
     {0, "scales", "BYTES", OPTION_INT(scale_bytes, 0, EP_MAX_ROW_BYTES), "scale_bytes", 0,
@@ -267,6 +270,9 @@ bool options_check_sweep(const Options *o) {
     if (o->routing == ROUTING_FILE && (o->tokens_given || o->uneven))
         return bench_refuse("--routing file: expected no -b, -e, --tokens or --uneven (the file "
                             "says how many tokens there are), got one");
+    if (o->node_rows > o->tokens_begin && o->routing != ROUTING_FILE)
+        return bench_refuse("--node-rows: expected at most the %lld tokens of a step, got %lld",
+                            (long long)o->tokens_begin, (long long)o->node_rows);
     if (o->routing == ROUTING_FILE && o->masked > 0)
         return bench_refuse("--masked: expected 0 with --routing file, got %g", o->masked);
     return true;

@@ -50,6 +50,7 @@ typedef struct Options {
     int64_t overflow; /**< EpOverflow */
     int64_t layout;   /**< EpLayout; 0 until defaults are filled in */
     int64_t rows_per_expert;
+    int64_t node_rows; /**< places of a message to another node; 0: one for each token */
     int64_t weighted;
     int64_t scale_bytes;
     int64_t index_type; /**< EpType of topk_idx */

@@ -62,13 +62,13 @@ int routing_owner(const Routing *routing, int expert);
  * less than the number of experts; a line may name an expert twice.
  */
 
-/** The shape that a trace must have for this run. */
+/** The shape that a trace must have; 0: any, which then becomes the trace's. */
 typedef struct TraceShape {
     int num_ranks, top_k, num_experts;
 } TraceShape;
 
 /** Read `path`. False, with a message that names file and line, if the file is invalid. */
-bool trace_read(const char *path, const TraceShape *shape, Routing *out);
+bool trace_read(const char *path, TraceShape *shape, Routing *out);
 
 /** Write `path` through a temporary file beside it. */
 bool trace_write(const char *path, const Routing *routing);
@@ -112,13 +112,16 @@ typedef struct Slots {
     int64_t recv_rows;   /**< end of the last slab within the capacity */
     int64_t needed_rows; /**< end of the last slab without a capacity */
     int64_t num_slots;   /**< rows of state ROW_SLOT */
-    int64_t dropped;     /**< entries (flat: rows) lost to the capacity on this rank */
+    int64_t dropped; /**< entries (flat: rows) lost to the capacity or on the way, on this rank */
     int64_t all_dropped; /**< on all ranks */
     Pool pool;
     int32_t *counts, *padded, *offsets; /**< [num_local], [num_local], [num_local + 1] */
 } Slots;
 
-bool slots_make(const Options *options, const Routing *routing, int rank, Slots *out);
+/** `nodes` [R]: the node of each rank, where messages between nodes have fewer places than tokens
+ *  (--node-rows); else NULL. */
+bool slots_make(const Options *options, const Routing *routing, const int32_t *nodes, int rank,
+                Slots *out);
 void slots_free(Slots *slots);
 
 /** Extend the rows to `capacity`, at least what is needed, without moving a slot. */

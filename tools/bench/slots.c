@@ -38,6 +38,60 @@ int64_t slots_tag(EpLayout layout, int owner, int expert, int k) {
     return slots_has_rows(layout) ? owner : ((int64_t)expert + 1) * EP_MAX_TOP_K * 64 + k;
 }
 
+/* ---- messages between nodes ---------------------------------------------------------------- */
+
+/* What the walk over a source's tokens knows of its messages: [R], by node or by rank. */
+typedef struct Places {
+    int64_t *used, *last, *last_lost; /* tokens with a place; 1 + last token that wants one; 1 +
+                                         last token that lost an entry */
+} Places;
+
+/* Returns whether the token's message to a node, where it has an entry, has a place for it. */
+static bool takes_place(const Places *p, int node, int64_t token, int64_t most) {
+    if (p->last[node] != token + 1) p->used[node]++;
+    p->last[node] = token + 1;
+    return p->used[node] <= most;
+}
+
+static void lose_entry(Slots *slots, const Places *p, int owner, int64_t token) {
+    bool fresh = !slots_has_rows(slots->layout) || p->last_lost[owner] != token + 1;
+    p->last_lost[owner] = token + 1;
+    slots->dropped += fresh && owner == slots->rank;
+    slots->all_dropped += fresh;
+}
+
+static void fill_messages(const Walk *walk, const int32_t *nodes, int source, const Places *p,
+                          int32_t *experts, Slots *slots) {
+    const Routing *routing = walk->routing;
+    for (int64_t t = 0; t < routing->tokens[source]; t++)
+        for (int k = 0; k < routing->top_k; k++) {
+            int32_t *expert = &experts[(routing->first[source] + t) * routing->top_k + k];
+            int owner = *expert < 0 ? source : routing_owner(routing, *expert);
+            if (nodes[owner] == nodes[source]) continue;
+            if (takes_place(p, nodes[owner], t, walk->options->node_rows)) continue;
+            lose_entry(slots, p, owner, t);
+            *expert = -1;
+        }
+}
+
+/* Make the walk's routing one without the entries that find no place. */
+static bool limit_messages(Walk *walk, const int32_t *nodes, Routing *limited, Slots *slots) {
+    size_t ranks = (size_t)walk->routing->num_ranks, each = ranks * sizeof(int64_t);
+    size_t entries = (size_t)(walk->routing->first[ranks] * walk->routing->top_k);
+    int32_t *experts = pool_alloc(&walk->pool, entries, sizeof(*experts), "slot map");
+    int64_t *counts = pool_alloc(&walk->pool, 3 * ranks, sizeof(*counts), "slot map");
+    Places p = {counts, counts + ranks, counts + 2 * ranks};
+    if (walk->pool.failed) return false;
+    memcpy(experts, walk->routing->experts, entries * sizeof(*experts));
+    for (int r = 0; r < walk->routing->num_ranks; r++) {
+        memset(counts, 0, 3 * each);
+        fill_messages(walk, nodes, r, &p, experts, slots);
+    }
+    *limited = *walk->routing, limited->experts = experts;
+    walk->routing = limited;
+    return true;
+}
+
 /* ---- the row of every entry ---------------------------------------------------------------- */
 
 static void count_entries(Walk *walk) {
@@ -260,12 +314,14 @@ static bool alloc_rows(const Routing *routing, Slots *slots) {
     return !pool->failed;
 }
 
-bool slots_make(const Options *options, const Routing *routing, int rank, Slots *out) {
+bool slots_make(const Options *options, const Routing *routing, const int32_t *nodes, int rank,
+                Slots *out) {
     *out = (Slots){.layout = (EpLayout)options->layout, .rank = rank};
     out->first_expert = routing_first_expert(routing, rank);
     out->num_local = routing_first_expert(routing, rank + 1) - out->first_expert;
     Walk walk = {.options = options, .routing = routing};
-    bool ok = walk_alloc(&walk);
+    Routing limited;
+    bool ok = walk_alloc(&walk) && (!nodes || limit_messages(&walk, nodes, &limited, out));
     if (ok) {
         count_entries(&walk);
         const Layout *layout = tool_layout(out->layout);

@@ -110,25 +110,29 @@ static bool read_end(Reader *in) {
 
 /* ---- the parts of a trace ------------------------------------------------------------------ */
 
-static bool read_matching(Reader *in, const char *name, const char *option, int wanted) {
+/* Read a number that must be the wanted one; 0: it becomes that, at most `most`. */
+static bool read_matching(Reader *in, const char *name, const char *option, int most, int *wanted) {
     int64_t value;
-    if (!read_word(in, name) || !read_number(in, name, 1, INT_MAX, &value)) return false;
-    if (value != wanted)
+    if (!read_word(in, name) || !read_number(in, name, 1, *wanted ? INT_MAX : most, &value))
+        return false;
+    if (*wanted && value != *wanted)
         return bench_refuse("%s:%lld: expected %s %d (%s), got %lld", in->path,
-                            (long long)in->number, name, wanted, option, (long long)value);
+                            (long long)in->number, name, *wanted, option, (long long)value);
+    *wanted = (int)value;
     return true;
 }
 
-static bool read_header(Reader *in, const TraceShape *shape) {
+static bool read_header(Reader *in, TraceShape *shape) {
     int64_t version;
     if (!next_line(in, "\"ep-routing 1\"")) return false;
     if (!read_word(in, magic) || !read_number(in, "version", VERSION, VERSION, &version) ||
         !read_end(in))
         return false;
     return next_line(in, "\"experts E top_k K ranks R\"") &&
-           read_matching(in, "experts", "--experts", shape->num_experts) &&
-           read_matching(in, "top_k", "--top-k", shape->top_k) &&
-           read_matching(in, "ranks", "the number of ranks", shape->num_ranks) && read_end(in);
+           read_matching(in, "experts", "--experts", EP_MAX_EXPERTS, &shape->num_experts) &&
+           read_matching(in, "top_k", "--top-k", EP_MAX_TOP_K, &shape->top_k) &&
+           read_matching(in, "ranks", "the number of ranks", EP_MAX_RANKS, &shape->num_ranks) &&
+           read_end(in);
 }
 
 /* Rows read so far. They grow with the lines, so a wrong count cannot allocate much memory. */
@@ -169,8 +173,7 @@ static bool read_rank(Reader *in, const TraceShape *shape, Rows *rows, int64_t *
     return true;
 }
 
-static bool read_all(Reader *in, const TraceShape *shape, Rows *rows, int64_t *tokens) {
-    if (!read_header(in, shape)) return false;
+static bool read_ranks(Reader *in, const TraceShape *shape, Rows *rows, int64_t *tokens) {
     for (int r = 0; r < shape->num_ranks; r++) {
         if (!read_rank(in, shape, rows, &tokens[r])) return false;
     }
@@ -180,16 +183,22 @@ static bool read_all(Reader *in, const TraceShape *shape, Rows *rows, int64_t *t
                                     in->path, (long long)in->number);
 }
 
-bool trace_read(const char *path, const TraceShape *shape, Routing *out) {
+static bool read_all(Reader *in, TraceShape *shape, Rows *rows, Routing *out) {
+    if (!read_header(in, shape)) return false;
+    int64_t *tokens = bench_alloc((size_t)shape->num_ranks, sizeof(int64_t), "trace");
+    bool ok = tokens && read_ranks(in, shape, rows, tokens) &&
+              routing_alloc(out, shape->num_ranks, shape->top_k, shape->num_experts, tokens);
+    free(tokens);
+    return ok;
+}
+
+bool trace_read(const char *path, TraceShape *shape, Routing *out) {
     Reader in = {.path = path, .stream = fopen(path, "r")};
     if (!in.stream)
         return bench_refuse("--routing file: cannot read %s: %s", path, strerror(errno));
     Rows rows = {NULL, 0, 0};
-    int64_t *tokens = bench_alloc((size_t)shape->num_ranks, sizeof(int64_t), "trace");
-    bool ok = tokens && read_all(&in, shape, &rows, tokens) &&
-              routing_alloc(out, shape->num_ranks, shape->top_k, shape->num_experts, tokens);
+    bool ok = read_all(&in, shape, &rows, out);
     if (ok && rows.used) memcpy(out->experts, rows.experts, rows.used * sizeof(int32_t));
-    free(tokens);
     free(rows.experts);
     fclose(in.stream);
     return ok;

@@ -145,6 +145,8 @@ static const Call gathers[] = {
     {"in sharded, fp8 rows, transposed", gather, .quant = EP_QUANT_FP8, .blocks = EP_BLOCKS_ROWS,
      .transposed = 1},
     {"in sharded, fp8 tiles", gather, .quant = EP_QUANT_FP8, .blocks = EP_BLOCKS_TILES},
+    {"in sharded, fp8 tiles, transposed", gather, .quant = EP_QUANT_FP8, .blocks = EP_BLOCKS_TILES,
+     .transposed = 1},
     {"in sharded, mxfp8 rows", gather, .quant = EP_QUANT_MXFP8, .blocks = EP_BLOCKS_ROWS},
 };
 
@@ -179,7 +181,7 @@ static bool run(void *context, int which) {
     return list->calls[which].run(list->weights, &list->calls[which]);
 }
 
-enum { MAX_CALLS = 8 };
+enum { MAX_CALLS = 9 };
 
 static bool time_list(Weights *w, const Call *calls, int count) {
     CallList list = {w, calls};

@@ -8,7 +8,7 @@ Each rank has a GPU. A step is what vLLM's modular kernel calls, with experts th
 they are: prepare_async, its receive phase, finalize_async, its receive phase. Steps are chained in a
 CUDA graph, and so are the C calls with the same layout and mode, into tensors made before. Both
 graphs are replayed in turns. Times are of the slowest rank, per step, median over replays. The
-files of vLLM come from the cache of tests/bindings/released, or are downloaded.
+files of vLLM come from the cache that wheels.py keeps, or are downloaded.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
-
-TREE = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(TREE / "tests/bindings/released"))
 
 BACKENDS = ("deepep_v2", "deepep_low_latency", "libep", "libep_batched")
 
@@ -56,7 +52,6 @@ class Rank:
     def __init__(self, options):
         import torch
         import torch.distributed as dist
-        import wheels
 
         import libep.deep_ep
         import libep.vllm
@@ -68,7 +63,7 @@ class Rank:
         import vllm_release
 
         self.options = options
-        self.config = vllm_release.prepare(wheels.unpack("vllm"))
+        self.config = vllm_release.prepare()
         assert libep.vllm.register()
         self.x, self.weights, self.ids = self._make_inputs()
         self._set_tokens()

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import functools
 import os
+import statistics
+import sys
 import time
+import types
 
 import torch
 import torch.distributed as dist
@@ -19,7 +22,7 @@ from overhead import ALIGNMENT, CALL, DEVICE, LAYER, ROWS, fastest, print_row
 import libep
 import libep.torch as ep
 from libep._library import library
-from libep.deep_ep import Buffer, ElasticBuffer
+from libep.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from libep.torch import _fast
 
 BACKEND = libep.Backend.CUDA if DEVICE == "cuda" else libep.Backend.HOST
@@ -30,14 +33,14 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def time_of(call):
+def time_of(call, count=2000):
     """Microseconds of the host per call."""
 
     def run(count):
         for _ in range(count):
             call()
 
-    return fastest(run, 2000, synchronize)
+    return fastest(run, count, synchronize)
 
 
 # ---- the host's time ---------------------------------------------------------------------------
@@ -158,9 +161,10 @@ def parts_of(call, count=200, runs=40):
         return time_of(lambda: nothing(0, 0, 0, 0)) * 1e-6
 
     cost = cost_of_timing()
-    make, send, tolist = _fast.make, _fast.send, torch.Tensor.tolist
-    if make is not None:
-        _fast.make, _fast.send = timed("C", make), timed("C", send)
+    names = "make", "send", "count", "normal_dispatch", "normal_combine"
+    functions, tolist = {name: getattr(_fast, name) for name in names}, torch.Tensor.tolist
+    for name, function in functions.items():
+        setattr(_fast, name, timed("C", function))
     torch.Tensor.tolist = timed("wait", tolist)
     found = []
     for _ in range(runs):
@@ -174,7 +178,9 @@ def parts_of(call, count=200, runs=40):
         in_c = _fast.waits.ns * 1e-9  # of the wait
         parts = whole, spent["C"] - in_c, spent["wait"] + in_c, whole - spent["C"] - spent["wait"]
         found.append([part / count * 1e6 for part in parts])
-    _fast.make, _fast.send, torch.Tensor.tolist = make, send, tolist
+    for name, function in functions.items():
+        setattr(_fast, name, function)
+    torch.Tensor.tolist = tolist
     synchronize()
     return min(found, key=lambda parts: parts[-1])
 
@@ -226,6 +232,127 @@ def call_times(meeting, rank, ranks):
     buffer.destroy()
     elastic.destroy()
     group.close()
+
+
+# ---- calls whose code and data have left the caches ----------------------------------------------
+
+LINES = (  # of a layer's Python, each with its number
+    "held[{n}] = ['{n}', {n} * 1.5, (len(held), {n}), {{'key{n}': held.get({n} - 1)}}]",
+    "text = f'{{{n}:>8}} of {{len(held)}}'.replace('0', str({n} % 7)).split(' ')",
+    "x = (x + {n} % 5).view(-1, 8).sum(1, keepdim=True).expand(-1, 8).reshape(x.shape) * 0.1",
+    "record = types.SimpleNamespace(n={n}, text=text, shape=tuple(x.shape)); record.n += {n}",
+    "found = sorted(held.items(), key=lambda pair: (pair[0] * {n} % 11, pair[0]))[:3]",
+    "y = torch.cat([x[:2], x[2:]]).softmax(-1); x = torch.where(y > 0, y, x).contiguous()",
+    "held.pop({n} - 40, None); found = [each for each in found if isinstance(each, tuple)]",
+    "x = torch.nn.functional.silu(x @ x.t()) @ x",
+)
+
+
+def make_filler():
+    """A function that does what lies between two calls: 2,000 lines of Python and torch, once, and
+    64 MB that are read."""
+    body = "".join(f"    {LINES[n % len(LINES)].format(n=n)}\n" for n in range(2000))
+    scope = {"torch": torch, "types": types}
+    exec(f"def fill(x):\n    held, text, found = {{}}, '', []\n{body}", scope)
+    memory, x = torch.ones(1 << 24), torch.randn(16, 16)
+
+    def fill():
+        scope["fill"](x)
+        memory.sum()
+        synchronize()
+
+    return fill
+
+
+def count_python(call):
+    """The Python functions that a call enters, the functions of C that they call, and bytecodes."""
+    seen = {"call": 0, "c_call": 0, "opcode": 0}
+
+    def note(frame, event, _):
+        seen[event] = seen.get(event, 0) + 1
+
+    def trace(frame, event, _):
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        note(frame, event if event == "opcode" else "", None)
+        return trace
+
+    sys.setprofile(note)
+    call()
+    sys.setprofile(None)
+    seen["c_call"] -= 1  # that of setprofile
+    sys.settrace(trace)
+    call()
+    sys.settrace(None)
+    return list(seen.values())[:3]
+
+
+def layer_calls(meeting, ranks, tokens=8, hidden=64, top_k=4):
+    """The calls of a layer's forward and backward, as Megatron's dispatchers make them."""
+    experts = 8 * ranks
+    device = "cuda" if DEVICE == "cuda" else "cpu"
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
+    idx = torch.rand(tokens, experts, device=device).topk(top_k)[1]
+    w = torch.rand(tokens, top_k, device=device)
+    routing = torch.zeros(tokens, experts, device=device).bool().scatter_(1, idx, True)
+    probs = torch.zeros(tokens, experts, device=device).scatter_(1, idx, w)
+    hybrid, buffer = HybridEPBuffer(meeting, hidden, tokens, 8), Buffer(meeting)
+    sent = functools.partial(hybrid.dispatch_with_permute, hidden=x, scaling_factor=None)
+    first = functools.partial(
+        sent, routing_map=routing, probs=probs, num_of_experts_per_rank=8, pad_multiple=None,
+        num_permuted_tokens=None, non_blocking=False,
+    )  # fmt: skip
+    rows, row_probs, _, counts, handle = first()
+    back = functools.partial(
+        hybrid.combine_with_unpermute, hidden=rows, handle=handle, pad_multiple=None
+    )
+    again = functools.partial(sent, handle=handle, num_permuted_tokens=counts.sum())
+    yield "HybridEPBuffer", [first, back, again, functools.partial(back, probs=row_probs)], hybrid
+
+    def route():
+        per_rank, _, per_expert, is_in, event = buffer.get_dispatch_layout(
+            idx, experts, previous_event=None, async_finish=False, allocate_on_comm_stream=False
+        )
+        return buffer.dispatch(
+            x, topk_idx=idx, topk_weights=w, num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=None, is_token_in_rank=is_in,
+            num_tokens_per_expert=per_expert, previous_event=event, async_finish=False,
+            allocate_on_comm_stream=False,
+        )  # fmt: skip
+
+    rows, _, row_w, _, plain, _ = route()
+    plainly = dict(previous_event=None, async_finish=False, allocate_on_comm_stream=False)
+    calls = [
+        route,
+        lambda: buffer.combine(rows, handle=plain, **plainly),
+        lambda: buffer.dispatch(x, handle=plain, **plainly),
+        lambda: buffer.combine(rows, plain, topk_weights=row_w, **plainly),
+    ]
+    yield "Buffer", calls, buffer
+
+
+def cold_times(meeting, rank, ranks, count=60):
+    """What a layer's calls cost the host in a layer, and what they cost in a loop."""
+    fill = make_filler()
+    names = ["dispatch", "combine", "bwd. dispatch", "bwd. combine", "all"]
+    for kind, calls, owner in layer_calls(meeting, ranks):
+        times = [[] for _ in calls]
+        for turn in range(count + 5):
+            for call, taken in zip(calls, times):
+                fill()
+                begin = time.perf_counter()
+                call()
+                if turn >= 5:
+                    taken.append(time.perf_counter() - begin)
+        cold = [statistics.median(taken) * 1e6 for taken in times]
+        hot = [time_of(call, 200) for call in calls]
+        counts = zip(*map(count_python, calls))
+        if rank == 0:
+            print_row(f"# {kind}, host us", names)
+            print_row("after other code and data", [*cold, sum(cold)])
+            print_row("in a loop", [*hot, sum(hot)])
+            for name, numbers in zip(("Python functions", "functions of C", "bytecodes"), counts):
+                print_row(name, [f"{n}" for n in (*numbers, sum(numbers))])
+        owner.destroy()
 
 
 # ---- a layer -----------------------------------------------------------------------------------
@@ -346,6 +473,7 @@ def main():
         if dist.get_rank() == 0:
             host_times()
         call_times(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+        cold_times(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
         layer_times()
         dist.destroy_process_group()
     else:
@@ -353,4 +481,5 @@ def main():
         host_times()
         (alone,) = libep.Bootstrap.local(1)
         call_times(alone, 0, 1)
+        cold_times(alone, 0, 1)
         alone.close()

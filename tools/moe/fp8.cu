@@ -32,7 +32,7 @@ extern "C" {
 #include "tools/common/gpu.h"
 #include "tools/moe/cuda_state.h"
 }
-#include "tools/moe/ptx.cuh"
+#include "tools/common/ptx.cuh"
 
 /* wgmma and setmaxnreg exist in code for sm_90a alone. */
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -256,7 +256,7 @@ static __device__ void multiply_block(uint32_t a, uint32_t b, float (&sums)[64])
         multiply_e4m3(sums, rows + (uint64_t)(k * 32 >> 4), columns + (uint64_t)(k * 32 >> 4),
                       k > 0);
     products_commit();
-    products_wait();
+    products_wait<0>();
 #pragma unroll
     for (int i = 0; i < 64; i++)
         keep_register(sums[i]);

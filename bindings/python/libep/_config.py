@@ -62,6 +62,7 @@ class GroupFields(TypedDict, total=False):
     latency_sets: int  # = operations of latency mode in flight
     num_nodes: int  # = nodes that the ranks are on; another number is refused; 0: any (0)
     sums: Sums  # = BY_ENTRY: a token's rank adds all of its rows (BY_RANK)
+    node_rows: int  # = room in a rank's message to another node, in tokens; 0: max_tokens (0)
 
 
 class HandleFields(TypedDict, total=False):
@@ -84,12 +85,14 @@ class HandleFields(TypedDict, total=False):
     row_weights: RowWeights  # RANK_MAJOR: ALL for weights of other ranks' experts, too (HERE)
     padding: Padding  # (ZERO)
     sum_quant: Quant  # how partial sums travel: NONE or FP8 (NONE)
+    grad_quant: Quant  # how combine_backward quantises rows: any but NVFP4 (NONE)
 
 
 _ENUMS: dict[str, type[IntEnum]] = {
     "backend": Backend,
     "duplicates": Duplicates,
     "expert_ids": ExpertIds,
+    "grad_quant": Quant,
     "layout": Layout,
     "mode": Mode,
     "overflow": Overflow,

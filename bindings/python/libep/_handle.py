@@ -123,6 +123,8 @@ class Extras(_abi.EpExtras):
 
     global_scale  [1] FP32, of the tokens of a dispatch with Quant.NVFP4
 
+    grad_scales  of grad_expert_out, where the handle has a grad_quant: combine_backward writes them
+
     The others are counters of INT64, to which a call adds what it has done:
 
     expert_tokens         [L] slots of each local expert; INT32 serves, too
@@ -152,6 +154,7 @@ class Extras(_abi.EpExtras):
         done: Optional[TensorLike] = None,
         block_rows: int = 0,
         expected: int = 0,
+        grad_scales: Optional[TensorLike] = None,
     ) -> None:
         super().__init__(
             struct_size=sizeof(_abi.EpExtras), block_rows=block_rows, expected=expected
@@ -166,6 +169,7 @@ class Extras(_abi.EpExtras):
         self.peer_bytes = _at(written(peer_bytes, "peer_bytes"))
         self.peer_wait_ns = _at(written(peer_wait_ns, "peer_wait_ns"))
         self.peer_longest_wait_ns = _at(written(peer_longest_wait_ns, "peer_longest_wait_ns"))
+        self.grad_scales = _at(written(grad_scales, "grad_scales"))
         self.ready = _at(written(ready, "ready"))
         self.done = _at(read(done, "done"))
 
@@ -436,9 +440,9 @@ class Handle(OfProcess):
         grad_out           [T, H] BF16, FP16 or FP32
         slot_weights       as in combine, or None if it was unweighted
         expert_out         as in combine; required with grad_slot_weights, otherwise None
-        grad_expert_out    output shaped like expert_out
+        grad_expert_out    output shaped like expert_out; FP8_E4M3 where the handle has a grad_quant
         grad_slot_weights  output shaped like slot_weights, FP32, or None
-        extras             counters, or None
+        extras             grad_scales, and counters; or None
         """
 
     # ---- send and receive phases, in latency mode ---------------------------------------------

@@ -115,8 +115,13 @@ WEIGHTS = {
 }
 """Those of a sharded weight, of ep_weight.h. Their functions stand for one method each."""
 
-SCALED = ("dispatch", "dispatch_routed", "dispatch_send")
-"""The operations that may be given a global scale, in Extras."""
+SCALES = {
+    "dispatch": "global_scale",
+    "dispatch_routed": "global_scale",
+    "dispatch_send": "global_scale",
+    "combine_backward": "grad_scales",
+}
+"""The scales that an operation may be given, in Extras: global_scale is read, grad_scales written."""
 
 
 def _is_own(argument: Argument) -> bool:

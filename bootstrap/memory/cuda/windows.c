@@ -70,63 +70,25 @@ static EpStatus take_memory(Opening *o) {
     return ep_cuda_check(o->group, "cudaDeviceSynchronize", cudaDeviceSynchronize());
 }
 
-/** A call about a window. A communicator that blocks holds its thread until all ranks have come. */
-typedef struct WindowCall {
-    EpNcclCall call;
-    const EpNccl *nccl;
-    ncclComm_t comm;
-    void *memory;
-    size_t bytes;
-    ncclWindow_t window; /* the answer, or what is deregistered */
-} WindowCall;
-
-static ncclResult_t call_register(EpNcclCall *call) {
-    WindowCall *c = (WindowCall *)call;
-    return c->nccl->ncclCommWindowRegister(c->comm, c->memory, c->bytes, &c->window, 0);
-}
-
-static ncclResult_t call_deregister(EpNcclCall *call) {
-    WindowCall *c = (WindowCall *)call;
-    return c->nccl->ncclCommWindowDeregister(c->comm, c->window);
-}
-
-/* Make a call and wait for NCCL's answer, which becomes *window. If the wait ends early, NCCL may
- * still write the answer later, so the call has memory of its own that is then never freed. */
-static EpStatus call_nccl(EpGroup *group, const char *name, const WindowCall *of,
-                          ncclWindow_t *window) {
-    const EpCuda *cuda = ep_cuda(group);
-    double seconds = ep_cuda_comm_timeout(group);
-    ncclResult_t result = ncclInProgress;
-    WindowCall *c = calloc(1, sizeof(*c));
-    if (!c) return ep_fail(EP_ERR_NO_MEMORY, "rank %d: %s: out of memory", group->rank, name);
-    *c = *of;
-    c->call.device = cuda->ordinal, c->nccl = cuda->nccl, c->comm = cuda->comm;
-    (void)ep_group_await(group);
-    if (ep_nccl_call(&c->call, seconds))
-        result = ep_nccl_settle(cuda->nccl, cuda->comm, c->call.result, seconds);
-    EpStatus status = ep_cuda_comm_check(group, name, result, seconds);
-    (void)ep_group_await(NULL);
-    *window = c->window;
-    if (result != ncclInProgress) free(c);
-    return status;
-}
-
-/* Register the memory with NCCL, which makes this collective. NCCL may return success without a
- * window. */
+/* Register the memory with NCCL, which makes this collective. If the wait for NCCL's answer ends
+ * early, NCCL may still write the answer later, so it has memory of its own that is then never
+ * freed. NCCL may return success without a window. */
 static EpStatus register_memory(Opening *o) {
     EpCudaWindow *w = o->window;
     const EpCuda *cuda = ep_cuda(o->group);
     if (!cuda->comm || !mapping_nccl(o->group)) return EP_OK;
-    const WindowCall call = {
-        .call = {.make = call_register}, .memory = w->memory, .bytes = (size_t)w->bytes};
-    ncclWindow_t answer = NULL;
-    EpStatus status = call_nccl(o->group, "ncclCommWindowRegister", &call, &answer);
-    if (status != EP_OK && status != EP_ERR_SYSTEM && status != EP_ERR_NO_MEMORY) {
+    ncclWindow_t *answer = calloc(1, sizeof(*answer));
+    if (!answer) return ep_refuse(o->call, EP_ERR_NO_MEMORY, "window", "out of memory");
+    EpStatus status = ep_cuda_comm_settle(
+        o->group, cuda->comm, "ncclCommWindowRegister",
+        cuda->nccl->ncclCommWindowRegister(cuda->comm, w->memory, (size_t)w->bytes, answer, 0));
+    if (status != EP_OK && status != EP_ERR_SYSTEM) {
         w->kind = EP_WINDOW_ABANDONED;
         return status;
     }
-    w->nccl = answer;
+    w->nccl = *answer;
     w->kind = w->nccl ? EP_WINDOW_NCCL : EP_WINDOW_UNSHARED;
+    free(answer);
     if (status != EP_OK || w->nccl) return status;
     return ep_refuse(o->call, EP_ERR_UNSUPPORTED, "window", "expected one from NCCL, got none");
 }
@@ -209,10 +171,9 @@ void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together) {
     if (w.kind == EP_WINDOW_ABANDONED || (w.kind != EP_WINDOW_UNSHARED && !together)) return;
     if (!together && ep_nccl_bootstrap_is_pending(&group->bootstrap)) return;
     if (w.kind == EP_WINDOW_IPC && !ep_cuda_ipc_unmap(group, &w)) return;
-    if (w.kind == EP_WINDOW_NCCL) {
-        const WindowCall call = {.call = {.make = call_deregister}, .window = w.nccl};
-        (void)call_nccl(group, "ncclCommWindowDeregister", &call, &w.nccl);
-    }
+    if (w.kind == EP_WINDOW_NCCL)
+        (void)ep_cuda_comm_settle(group, cuda->comm, "ncclCommWindowDeregister",
+                                  cuda->nccl->ncclCommWindowDeregister(cuda->comm, w.nccl));
     if (!w.owned || !w.memory) return;
     if (mapping_nccl(group))
         cuda->nccl->ncclMemFree(w.memory);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A group's NCCL communicators. On one node there is one: the group's own, or one that it borrows.
- * On several nodes it owns two: one of the ranks of each node, whose windows map each other's
- * memory, and one of all ranks, for the network. Both are split from the one that the caller lends,
- * or made from new ids. Where ranks share GPUs, memory/cuda/ipc.c maps their memory, and the
- * communicator of all ranks remains.
+ * On several nodes, and in groups of weights, it owns two: one of the ranks of each node, whose
+ * windows map each other's memory, and one of all ranks, by which NCCL moves data. Both are split
+ * from the one that the caller lends, or made from new ids. Where ranks share GPUs,
+ * memory/cuda/ipc.c maps their memory, and the communicator of all ranks remains.
  */
 #include <stdlib.h>
 
@@ -69,7 +69,7 @@ typedef struct NewComm {
 static ncclConfig_t config_of(const EpGroup *group, int blocks) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = blocks;
-    if (group->purpose == EP_FOR_WEIGHTS && group->nodes.sizes.nodes == 1)
+    if (blocks && group->nodes.sizes.nodes == 1)
         config.minCTAs = config.maxCTAs = ep_cuda_weight_ctas(group);
     return config;
 }
@@ -204,10 +204,8 @@ static EpStatus open(EpGroup *group, int has_node, int has_network) {
     NewComm node = {.first = ep_nodes_member(n, n->node, 0),
                     .rank = n->rank,
                     .size = n->sizes.ranks,
-                    .blocks = !has_network && ep_cuda_network_blocks(group),
                     .color = n->sizes.ranks > 1 ? n->node : NCCL_SPLIT_NOCOLOR};
-    NewComm network = {
-        .rank = group->rank, .size = group->size, .blocks = ep_cuda_network_blocks(group)};
+    NewComm network = {.rank = group->rank, .size = group->size, .blocks = 1};
     has_node = has_node && n->sizes.nodes < group->size;
     if (has_node && needs_ids) EP_TRY(exchange_id(group, &node));
     if (has_network && needs_ids) EP_TRY(exchange_id(group, &network));
@@ -226,10 +224,10 @@ static void warn_of_one_core(const EpGroup *group) {
 
 EpStatus ep_cuda_comm_open(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
-    int has_network = group->nodes.sizes.nodes > 1,
-        has_node = !has_network || !group->choice.shared;
+    int has_nodes = group->nodes.sizes.nodes > 1, has_node = !has_nodes || !group->choice.shared;
+    int has_network = ep_cuda_network_blocks(group);
     char reason[192];
-    if (has_network) warn_of_one_core(group);
+    if (has_nodes) warn_of_one_core(group);
     cuda->nccl = ep_nccl_load(reason, sizeof(reason));
     if (group->config.nccl_comm) EP_TRY(check_borrowed(group, cuda));
     if (group->config.nccl_comm && !has_network) {

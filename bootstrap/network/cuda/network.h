@@ -47,11 +47,10 @@
  *  travel over the bootstrap, or check the borrowed one. */
 EpStatus ep_cuda_comm_open(EpGroup *group);
 
-/** Returns whether calls on the communicator of all ranks are known to hold the thread that makes
- *  them. */
+/** Returns whether NCCL moves data of the group. Then the communicator of all ranks is one of its
+ *  own, which blocks: the watcher may abort it, and windows stay. */
 static inline int ep_cuda_network_blocks(const EpGroup *group) {
-    int is_own = group->nodes.sizes.nodes > 1 || !group->config.nccl_comm;
-    return is_own && (group->purpose == EP_FOR_WEIGHTS || group->nodes.sizes.nodes > 1);
+    return group->purpose == EP_FOR_WEIGHTS || group->nodes.sizes.nodes > 1;
 }
 
 /** Blocks of a kernel of NCCL that moves weights on one node. With what NCCL takes by itself, 24 on

@@ -9,12 +9,19 @@
 /* ---- sizes --------------------------------------------------------------------------------- */
 
 static int64_t message_bytes(const EpGroupConfig *config, const EpNodeSizes *nodes) {
-    return nodes->chunk * ep_config_record_bytes(config);
+    return ep_round_up(nodes->message * ep_config_record_bytes(config), 128);
 }
 
 /* A rank has a relay on each other node, and is the relay of at most all ranks. */
 static int64_t most_peers(int32_t num_ranks, const EpNodeSizes *nodes) {
     return nodes->nodes - 1 + (int64_t)num_ranks;
+}
+
+/* Returns the messages that a rank keeps at a time. With a limit a gather keeps all of them, since
+ * a chunk's tokens may have records in each: see relay.h. */
+static int64_t kept_messages(const EpGroupConfig *config, const EpNodeSizes *nodes) {
+    int64_t chunks = (config->max_tokens + nodes->chunk - 1) / nodes->chunk;
+    return nodes->limit ? ep_max(2 * nodes->most, chunks * (nodes->nodes - 1)) : 2 * nodes->most;
 }
 
 /* Locate the parts of a group's memory for the network; memory NULL: none. Returns its bytes. */
@@ -23,10 +30,9 @@ static int64_t lay_out(const EpGroupConfig *config, int32_t num_ranks, const EpN
     EpArena arena = {.base = (uintptr_t)memory, .unit = 128};
     r->message_bytes = message_bytes(config, nodes);
     r->routing_bytes = ep_routing_message_bytes(config);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2; i++)
         r->send[i] = ep_arena_array(&arena, nodes->most, (size_t)r->message_bytes);
-        r->recv[i] = ep_arena_array(&arena, nodes->most, (size_t)r->message_bytes);
-    }
+    r->recv = ep_arena_array(&arena, kept_messages(config, nodes), (size_t)r->message_bytes);
     r->routing = ep_arena_array(&arena, num_ranks, (size_t)r->routing_bytes);
     r->stamp = ep_arena_array(&arena, 1, sizeof(*r->stamp));
     for (int i = 0; i < 2; i++)
@@ -131,6 +137,8 @@ static EpStatus open_tables(const EpGroup *group, EpCudaRelay *relay) {
                         .rank = n->rank,
                         .self = group->rank,
                         .sources = n->sizes.sources,
+                        .limit = n->sizes.limit,
+                        .message = n->sizes.message,
                         .chunk = n->sizes.chunk,
                         .chunks = (group->config.max_tokens + n->sizes.chunk - 1) / n->sizes.chunk};
     Integers at = {.host = calloc(1, bytes)};
@@ -187,10 +195,10 @@ EpStatus ep_cuda_relay_open(EpGroup *group) {
     for (int i = 0; i < 2; i++)
         EP_TRY(open_side(group, &relay->side[i]));
     EP_INFO(
-        "%d nodes: this rank is number %d of %d on node %d, relays for %d ranks, %d tokens cross "
-        "the network at a time, %lld bytes for it",
+        "%d nodes: this rank is number %d of %d on node %d, relays for %d ranks, %d rows cross the "
+        "network at a time, %lld bytes for it",
         nodes->nodes, group->nodes.rank, nodes->ranks, group->nodes.node, relay->num_sources,
-        nodes->chunk, (long long)bytes);
+        nodes->message, (long long)bytes);
     return EP_OK;
 }
 

@@ -24,11 +24,16 @@
  * are sent, of the chunks that any rank has tokens in: if the plan is the handle's own, outside of
  * captures.
  *
+ * With a limit (EpNodeSizes.limit) the places of all messages to a node are numbered through, and
+ * message c has the c-th part of them: of any chunk's tokens, whose numbers are not below those of
+ * their places. So a chunk is packed from the tokens from there on. A gather keeps all messages,
+ * and sums a chunk's tokens once the message is here that has the place of its last token's number.
+ *
  * No kernel waits for the network, so there is no circular wait, however few multiprocessors are
  * free. Order all stages of an operation by their chunk: first packing or the sum of the relays,
  * then the exchange, then what reads it. A kernel of chunk c starts once the exchanges that it
- * needs are complete on its own rank: that of c, if it reads the rows, and that of c - 2, whose
- * buffers are used again. Then it waits for the same kernel of the ranks of its node alone, which
+ * needs are complete on its own rank: that of c, if it reads the rows (with a limit a later one,
+ * whose stages then all come before it), and that of c - 2, whose buffers are used again. Then it waits for the same kernel of the ranks of its node alone, which
  * start as soon as theirs are complete. The exchange of c needs multiprocessors on all ranks.
  * Whoever holds them there is a kernel of an earlier stage, which by induction ends, or of a later
  * one, which would wait for this exchange before it starts.
@@ -57,14 +62,15 @@ typedef struct EpCudaRelay {
                        sources, ascending */
     int32_t num_peers;
     const int32_t *device_peers;
-    char *memory;            /**< device: all that follows */
-    char *send[2], *recv[2]; /**< by parity of the chunk */
-    EpStamp *stamp;          /**< this rank's */
-    EpStamp *stamps[2];      /**< [num_peers] those that came with the messages, likewise */
-    int64_t message_bytes;   /**< of a message in these buffers */
-    char *routing;           /**< [R] messages of ep_prepare, this rank's in its place */
-    int64_t routing_bytes;   /**< of one */
-    int32_t *counts;         /**< of ep_prepare: see EpRouteArgs */
+    char *memory;          /**< device: all that follows */
+    char *send[2];         /**< by parity of the chunk */
+    char *recv;            /**< see ep_relay_received */
+    EpStamp *stamp;        /**< this rank's */
+    EpStamp *stamps[2];    /**< [num_peers] those that came with the messages, likewise */
+    int64_t message_bytes; /**< of a message in these buffers */
+    char *routing;         /**< [R] messages of ep_prepare, this rank's in its place */
+    int64_t routing_bytes; /**< of one */
+    int32_t *counts;       /**< of ep_prepare: see EpRouteArgs */
 } EpCudaRelay;
 
 /** Returns the device memory that a group takes for the network; 0 on one node. */
@@ -135,6 +141,9 @@ EpStatus ep_relay_set_ready(EpRelayRun *run, int32_t chunk);
  * Enqueue first what the GPU can do meanwhile: NCCL's calls take the host long. */
 EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way);
 
+/** Compare the stamps of a chunk's messages on the caller's stream, where no kernel reads them. */
+EpStatus ep_relay_compare(const EpRelayRun *run, int32_t chunk, EpRelayWay way);
+
 /** Returns what kernels that read a chunk's messages need to compare their stamps, and to tell the
  *  watcher that they have come. */
 EpMarks ep_relay_marks(const EpRelayRun *run, int32_t chunk, EpRelayWay way);
@@ -163,7 +172,17 @@ static inline uint32_t ep_relay_chunk_digest(uint32_t digest, EpChunkPlan kind, 
 
 /** Returns the place of a message in a buffer: of number `i` among the relays or the sources. */
 static inline char *ep_relay_message(const EpRelayRun *run, char *buffer, int32_t i) {
-    return buffer + i * run->relay->tables.chunk * run->record_bytes;
+    return buffer + i * run->relay->tables.message * run->record_bytes;
+}
+
+/** Returns the messages of a chunk that have come: chunks take turns with two buffers. With a limit
+ *  all messages of a gather are kept. */
+static inline char *ep_relay_received(const EpRelayRun *run, int32_t chunk, EpRelayWay way) {
+    const EpCudaRelay *r = run->relay;
+    int32_t others = r->tables.nodes - 1;
+    if (way == EP_FROM_RELAYS && r->tables.limit)
+        return ep_relay_message(run, r->recv, chunk * others);
+    return r->recv + chunk % 2 * run->group->nodes.sizes.most * r->message_bytes;
 }
 
 #endif

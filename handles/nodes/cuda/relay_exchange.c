@@ -84,8 +84,9 @@ typedef struct Messages {
 static Messages messages_of(const EpRelayRun *run, int32_t chunk, char *buffer, int with_relays) {
     const EpRelayTables *t = &run->relay->tables;
     int32_t others = t->nodes - 1;
-    int64_t left = run->group->config.max_tokens - (int64_t)chunk * t->chunk;
-    Messages m = {buffer, run->relay->peers, others, run->message_slots, ep_min(left, t->chunk)};
+    int64_t rows = ep_config_node_rows(&run->group->config);
+    int64_t most = ep_max(1, ep_min(rows - (int64_t)chunk * t->message, t->message));
+    Messages m = {buffer, run->relay->peers, others, run->message_slots, most};
     if (m.message_slots) m.message_slots += chunk * (others + t->sources);
     if (with_relays) return m;
     m.peers += others, m.count = run->relay->num_sources;
@@ -121,7 +122,7 @@ EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way
     const EpNccl *nccl = ep_cuda(run->group)->nccl;
     int to_relays = way == EP_TO_RELAYS;
     Messages out = messages_of(run, chunk, run->relay->send[chunk % 2], to_relays);
-    Messages in = messages_of(run, chunk, run->relay->recv[chunk % 2], !to_relays);
+    Messages in = messages_of(run, chunk, ep_relay_received(run, chunk, way), !to_relays);
     EP_TRY(enter(run));
     (void)nccl->ncclGroupStart();
     for (int32_t i = 0; i < out.count; i++)

@@ -147,6 +147,13 @@ EpMarks ep_relay_marks(const EpRelayRun *run, int32_t chunk, EpRelayWay way) {
     return marks;
 }
 
+EpStatus ep_relay_compare(const EpRelayRun *run, int32_t chunk, EpRelayWay way) {
+    EpMarkArgs args = run->mark;
+    args.marks = ep_relay_marks(run, chunk, way);
+    return ep_cuda_check(run->group, "kernel launch",
+                         ep_cuda_launch_compare(&args, run->stream.stream));
+}
+
 /* What has filled the send buffer follows what has read the receive buffer two chunks before. */
 EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way) {
     if (chunk == 0 && run->message_slots) EP_TRY(send_stamps(run));

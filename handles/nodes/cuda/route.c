@@ -42,6 +42,7 @@ static int64_t lay_counts(const Sizes *s, int32_t *memory, EpRouteCounts *out) {
     TAKE(own, chunk_plans);
     TAKE(relayed, chunk_plans);
     TAKE(needed, s->group * s->chunks);
+    TAKE(lost, 1);
     TAKE(sent, 1);
 #undef TAKE
     return arena.bytes / (int64_t)sizeof(int32_t);
@@ -90,11 +91,17 @@ static void describe(const EpHandle *handle, const EpRouting *routing, const EpC
 
 #define BLOCKS_PER_SM 4
 
+/* A block for each rank elsewhere, and for each other node. */
+static int lists_of(const EpRouteArgs *a) {
+    return a->t.group - a->t.ranks + a->t.nodes - 1;
+}
+
 static EpStatus run_kernels(EpRelayRun *run, const EpRouteArgs *a) {
     int blocks = a->p.group.blocks * BLOCKS_PER_SM, tiles = a->t.group * a->t.chunks * a->tiles;
     int busy = (int)ep_min(blocks, tiles);
     EP_TRY(ep_relay_launch(run, ep_cuda_collect_routes, a, blocks));
     EP_TRY(ep_relay_gather(run));
+    if (a->t.limit) EP_TRY(ep_relay_launch(run, ep_cuda_limit_routes, a, lists_of(a)));
     EP_TRY(ep_relay_launch(run, ep_cuda_count_routes, a, busy));
     EP_TRY(ep_relay_launch(run, ep_cuda_sum_routes, a, a->p.group.blocks));
     return ep_relay_launch(run, ep_cuda_assign_routes, a, busy);

@@ -63,20 +63,31 @@ __device__ __forceinline__ int expert_column(const EpRouteArgs &a, const Tile &p
     return a.t.first_expert[p.number] + p.expert - ep_owner_first(&a.p.owners, p.owner);
 }
 
-__device__ __forceinline__ Tile take_tile(const EpRouteArgs &a, int number) {
+/* Returns the tokens of a rank in a chunk, at most. LIMITED, of kernels: whether there is a limit.
+ * Then tokens of ranks elsewhere are places of their messages. */
+template <int LIMITED>
+__device__ __forceinline__ int chunk_tokens(const EpRouteArgs &a, int source) {
+    return LIMITED && a.t.number_of[source] < 0 ? a.t.message : a.t.chunk;
+}
+
+__device__ __forceinline__ int load_expert(const EpRouteArgs &a, const int32_t *entry) {
+    return (uint32_t)*entry < (uint32_t)a.p.shape.num_experts ? *entry : -1;
+}
+
+template <int LIMITED> __device__ __forceinline__ Tile take_tile(const EpRouteArgs &a, int number) {
     Tile p;
     p.index = number % a.tiles, number /= a.tiles;
     p.chunk = number % a.t.chunks, p.source = number / a.t.chunks;
     int i = (int)threadIdx.x >> a.team_shift;
     p.k = threadIdx.x & ((1 << a.team_shift) - 1);
     p.token = p.index * a.tile_tokens + i;
-    if (i >= a.tile_tokens || p.token >= a.t.chunk) p.token = -1;
+    int each = chunk_tokens<LIMITED>(a, p.source);
+    if (i >= a.tile_tokens || p.token >= each) p.token = -1;
     p.expert = p.owner = p.number = -1;
-    int64_t token = (int64_t)p.chunk * a.t.chunk + p.token;
+    int64_t token = (int64_t)p.chunk * each + p.token;
     if (p.token < 0 || p.k >= a.p.top_k || token >= tokens_of(a, p.source)) return p;
     const int32_t *routing = (const int32_t *)(head_of(a, p.source) + 1);
-    p.expert = routing[token * a.p.top_k + p.k];
-    if ((uint32_t)p.expert >= (uint32_t)a.p.shape.num_experts) p.expert = -1;
+    p.expert = load_expert(a, routing + token * a.p.top_k + p.k);
     if (p.expert < 0) return p;
     p.owner = ep_owner(&a.p.owners, p.expert);
     p.number = a.t.number_of[p.owner];
@@ -152,8 +163,111 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
         routing[i] = collect_entry(a, i / a.p.top_k, (int)(i % a.p.top_k));
     if (thread == 0) {
         *(EpRoutingHead *)message = EpRoutingHead{a.p.group.facts, epoch, digest, tokens, {0}};
-        *a.counts.sent = 0;
+        *a.counts.sent = *a.counts.lost = 0;
     }
+}
+
+/* ==== limit ================================================================================= */
+
+#define LIMIT_THREADS 1024
+
+/* A list of tokens that a node needs: those of a rank elsewhere that this one does, or this rank's
+ * own that another one does. A thread for each token. */
+typedef struct List {
+    int source, other; /* its rank; the other node, -1: this one */
+    int32_t *routing;
+} List;
+
+__device__ __forceinline__ List take_list(const EpRouteArgs &a, int number) {
+    List l = {a.t.self, number, NULL};
+    int i = number - (a.t.nodes - 1); /* among the ranks elsewhere, by node */
+    if (i >= 0) {
+        int r = a.t.by_node[i] & ~EP_NODE_BEGINS,
+            is_before = a.t.number_of[r] < 0 && a.t.other_of[r] < a.t.node;
+        l.source = is_before ? r : a.t.by_node[i + a.t.ranks] & ~EP_NODE_BEGINS, l.other = -1;
+    }
+    l.routing = (int32_t *)(head_of(a, l.source) + 1);
+    return l;
+}
+
+/* Returns the rank of an entry's expert if that is on the list's node, else -1. */
+__device__ __forceinline__ int list_owner(const EpRouteArgs &a, const List &l,
+                                          const int32_t *entry) {
+    int expert = load_expert(a, entry), owner = expert < 0 ? -1 : ep_owner(&a.p.owners, expert);
+    return owner >= 0 && a.t.other_of[owner] == l.other ? owner : -1;
+}
+
+/* Returns how many threads of the block before this one have `needs` set, and in `all` how many
+ * have. By all threads. */
+__device__ int count_before(int needs, int *all) {
+    __shared__ int32_t sums[LIMIT_THREADS / 32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, before = 0;
+    unsigned with = __ballot_sync(~0u, needs);
+    __syncthreads();
+    if (lane == 0) sums[warp] = __popc(with);
+    __syncthreads();
+    *all = 0;
+    for (int w = 0; w < LIMIT_THREADS / 32; w++)
+        before += w < warp ? sums[w] : 0, *all += sums[w];
+    return before + __popc(with & lanes_below(lane));
+}
+
+/* Move a token's entries to its place, -1: none. Places are not behind the tokens, and all threads
+ * have loaded an entry before any stores it. By all threads. */
+__device__ void move_token(const EpRouteArgs &a, const List &l, int token, int place) {
+    for (int k = 0; k < a.p.top_k; k++) {
+        int32_t expert = place >= 0 ? l.routing[(int64_t)token * a.p.top_k + k] : -1;
+        __syncthreads();
+        if (place >= 0) l.routing[(int64_t)place * a.p.top_k + k] = expert;
+        __syncthreads();
+    }
+}
+
+/* Lose a token's entries on the list's node; count those that would have slots here. */
+__device__ void lose_token(const EpRouteArgs &a, const List &l, int token) {
+    int32_t *entry = l.routing + (int64_t)token * a.p.top_k;
+    int lost = 0;
+    for (int k = 0; k < a.p.top_k; k++) {
+        int owner = list_owner(a, l, entry + k);
+        if (owner == a.t.self) lost++;
+        if (owner >= 0 && l.source == a.t.self) entry[k] = -1;
+    }
+    if (lost) atomicAdd(a.counts.lost, a.p.shape.has_rows ? 1 : lost);
+}
+
+/* Store the places of this rank's tokens before the tile that this one is the first of. */
+__device__ void store_tile(const EpRouteArgs &a, const List &l, int token, int place) {
+    int chunk = token / a.t.chunk, at = token % a.t.chunk;
+    if (at % a.tile_tokens || chunk >= a.t.chunks) return;
+    int tile = chunk * a.tiles + at / a.tile_tokens;
+    a.counts.message_slots[tile * (a.t.nodes - 1) + l.other] = place;
+}
+
+/* Store what each message of a list holds, or how many tokens the list has. */
+__device__ void store_filled(const EpRouteArgs &a, const List &l, int tokens) {
+    if (l.other < 0 && threadIdx.x == 0)
+        ((EpRoutingHead *)head_of(a, l.source))->num_tokens = tokens;
+    for (int c = threadIdx.x; c < a.t.chunks && l.other >= 0; c += LIMIT_THREADS)
+        a.counts.filled[c * (a.t.nodes - 1) + l.other] =
+            min(max(tokens - c * a.t.message, 0), a.t.message);
+}
+
+__global__ void __launch_bounds__(LIMIT_THREADS)
+    limit_routing(const __grid_constant__ EpRouteArgs a) {
+    List l = take_list(a, blockIdx.x);
+    int tokens = tokens_of(a, l.source), first = 0;
+    if (!is_alive(a)) return;
+    for (int base = 0; base < tokens; base += LIMIT_THREADS) {
+        int token = base + (int)threadIdx.x, needs = 0, all;
+        for (int k = 0; k < a.p.top_k && token < tokens; k++)
+            needs |= list_owner(a, l, l.routing + (int64_t)token * a.p.top_k + k) >= 0;
+        int place = first + count_before(needs, &all);
+        if (needs && place >= a.t.limit) lose_token(a, l, token);
+        if (l.other < 0) move_token(a, l, token, needs && place < a.t.limit ? place : -1);
+        if (l.other >= 0) store_tile(a, l, token, place);
+        first += all;
+    }
+    store_filled(a, l, min(first, a.t.limit));
 }
 
 /* ==== count ================================================================================= */
@@ -184,6 +298,7 @@ __device__ __forceinline__ void check_head(const EpRouteArgs &a, int source, uin
 }
 
 /* Count a tile in shared memory. The last columns count for other nodes, of this rank's tokens. */
+template <int LIMITED>
 __device__ __forceinline__ void count_entry(const EpRouteArgs &a, const Tile &p, int32_t *count) {
     Same owner = find_same(a, p.owner), here = find_same(a, p.number >= 0 ? 0 : -1);
     int other = p.owner >= 0 && p.source == a.t.self ? a.t.other_of[p.owner] : -1;
@@ -194,10 +309,11 @@ __device__ __forceinline__ void count_entry(const EpRouteArgs &a, const Tile &p,
         atomicAdd(count + row_column(a, p.number), 1);
     }
     if (here.leads) atomicAdd(count + need_column(a), 1);
-    if (node.leads) atomicAdd(count + a.columns + other, 1);
+    if (!LIMITED && node.leads) atomicAdd(count + a.columns + other, 1);
     if (p.source == a.t.self && owner.leads && p.owner != a.t.self) atomicAdd(a.counts.sent, 1);
 }
 
+template <int LIMITED>
 __global__ void __launch_bounds__(EP_ROUTE_THREADS)
     count_tiles(const __grid_constant__ EpRouteArgs a) {
     extern __shared__ uint4 memory[];
@@ -211,13 +327,14 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
         for (int c = threadIdx.x; c < a.columns + others; c += EP_ROUTE_THREADS)
             count[c] = 0;
         __syncthreads();
-        Tile p = take_tile(a, number);
+        Tile p = take_tile<LIMITED>(a, number);
         if (threadIdx.x == 0 && p.chunk + p.index == 0) check_head(a, p.source, epoch);
-        count_entry(a, p, count);
+        count_entry<LIMITED>(a, p, count);
         __syncthreads();
         for (int c = threadIdx.x; c < a.columns; c += EP_ROUTE_THREADS)
             before_of(a, number)[c] = count[c];
-        for (int c = threadIdx.x; c < others && p.source == a.t.self; c += EP_ROUTE_THREADS)
+        for (int c = threadIdx.x; !LIMITED && c < others && p.source == a.t.self;
+             c += EP_ROUTE_THREADS)
             a.counts.message_slots[(p.chunk * a.tiles + p.index) * others + c] =
                 count[a.columns + c];
     }
@@ -280,6 +397,7 @@ __device__ __forceinline__ void sum_message_slots(const EpRouteArgs &a, int i) {
     a.counts.filled[i] = sum;
 }
 
+template <int LIMITED>
 __global__ void __launch_bounds__(SUM_THREADS) sum_tiles(const __grid_constant__ EpRouteArgs a) {
     __shared__ int32_t sums[32][SUM_COLUMNS];
     int columns = a.t.experts + a.t.ranks, blocks = (columns + SUM_COLUMNS - 1) / SUM_COLUMNS;
@@ -289,7 +407,7 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_tiles(const __grid_constant__
         return;
     }
     int chunk_plans = a.t.chunks * a.t.ranks * a.t.ranks, needs = a.t.group * a.t.chunks;
-    int messages = a.t.chunks * (a.t.nodes - 1);
+    int messages = LIMITED ? 0 : a.t.chunks * (a.t.nodes - 1);
     for (int i = (blockIdx.x - blocks) * SUM_THREADS + threadIdx.x;
          i < chunk_plans + needs + messages; i += (gridDim.x - blocks) * SUM_THREADS) {
         int need = i - chunk_plans;
@@ -404,6 +522,11 @@ typedef struct Home {
     int last; /* where this token stores the chunk plan's last begin; -1: another one does */
 } Home;
 
+/* Returns where the places of messages from a relay's sources begin: source `index`. */
+template <int LIMITED> __device__ __forceinline__ int first_place(const EpRouteArgs &a, int index) {
+    return index * (LIMITED ? a.t.message : a.t.chunk);
+}
+
 template <typename T> __device__ __forceinline__ T *shift(T *array, int64_t bytes) {
     return (T *)((char *)array + bytes);
 }
@@ -422,6 +545,7 @@ __device__ __forceinline__ EpCudaPlan chunk_plan_of(const EpRouteArgs &a, EpChun
 
 /* The tokens of a source that this node needs come first, in order; then the others, which have no
  * rows here. So a token has the position of its record in the message. */
+template <int LIMITED>
 __device__ __forceinline__ Home find_home(const EpRouteArgs &a, const Tile &p, const Numbered &n,
                                           const int32_t *before) {
     Home h;
@@ -434,13 +558,13 @@ __device__ __forceinline__ Home find_home(const EpRouteArgs &a, const Tile &p, c
         (index < 0 ? a.counts.own : a.counts.relayed) + (p.chunk * a.t.ranks + h.agent) * a.t.ranks;
     h.end = rows[a.t.rank];
     int sources = index < 0 ? 1 : a.t.num_sources[h.agent]; /* of the chunk plan */
-    int is_last = p.token == a.t.chunk - 1 && max(index, 0) == sources - 1;
-    h.last = is_last ? sources * a.t.chunk : -1;
+    int is_last = p.token == chunk_tokens<LIMITED>(a, p.source) - 1 && max(index, 0) == sources - 1;
+    h.last = is_last ? sources * chunk_tokens<LIMITED>(a, p.source) : -1;
     h.at = p.token;
     if (index < 0) return h;
     int needed = a.counts.needed[p.source * a.t.chunks + p.chunk];
     int slot = before[need_column(a)] + n.here;
-    h.at = index * a.t.chunk + (n.needs ? slot : needed + p.token - slot);
+    h.at = first_place<LIMITED>(a, index) + (n.needs ? slot : needed + p.token - slot);
     if (index + 1 < a.t.num_sources[h.agent]) {
         int next = a.t.source_rank[h.agent * a.t.sources + index + 1];
         h.end = before_of(a, tile_number(a, next, p.chunk, 0))[row_column(a, a.t.rank)];
@@ -464,6 +588,7 @@ __device__ __forceinline__ int find_leader(const EpRouteArgs &a, const Numbered 
 }
 
 /* Store this rank's own entry, for the ranks of this node or for another node's message. */
+template <int LIMITED>
 __device__ __forceinline__ void store_entry(const EpRouteArgs &a, const Tile &p, const Numbered &n,
                                             const Home &h, const EpEntry &here) {
     EpEntry e = here;
@@ -472,6 +597,7 @@ __device__ __forceinline__ void store_entry(const EpRouteArgs &a, const Tile &p,
         a.counts.message_slots + (p.chunk * a.tiles + p.index) * (a.t.nodes - 1) + n.other;
     if (p.number < 0) e = EpEntry{-1, 0, (int16_t)other, 0, n.node.leads};
     if (n.other >= 0) e.row = *earlier + n.message_slot;
+    if (LIMITED && n.other >= 0) e.row = ep_message_row(&a.p.shape.nodes, e.row);
     h.plan.entries[(int64_t)h.at * a.p.top_k + p.k] = e;
     if (e.leader && p.number == a.t.rank) h.plan.own_token[e.row] = h.at;
 }
@@ -498,10 +624,11 @@ __device__ __forceinline__ void store_route(const EpRouteArgs &a, const Tile &p,
         h.plan.routes[(int64_t)flat * a.p.top_k + k] = is_mine ? expert : -1;
 }
 
+template <int LIMITED>
 __device__ __forceinline__ void assign_entry(const EpRouteArgs &a, const Tile &p, const Tables &t,
                                              const int32_t *before) {
     Numbered n = number_entry(a, p, t);
-    Home h = find_home(a, p, n, before);
+    Home h = find_home<LIMITED>(a, p, n, before);
     int has_rows = a.p.shape.has_rows, exists = p.token >= 0 && p.k < a.p.top_k;
     int slot = -1, row = 0, flat = 0, expert = -1;
     if (p.number >= 0) {
@@ -516,7 +643,8 @@ __device__ __forceinline__ void assign_entry(const EpRouteArgs &a, const Tile &p
     if (p.number >= 0) flat += block_shift(a, p.source, flat_column(a, p.number));
     if (has_rows && leads) slot = flat < ep_row_limit(&a.p.shape) ? flat : -1;
     if (exists && h.agent == a.t.rank)
-        store_entry(a, p, n, h, EpEntry{slot, row, (int16_t)p.number, (int16_t)expert, leads});
+        store_entry<LIMITED>(a, p, n, h,
+                             EpEntry{slot, row, (int16_t)p.number, (int16_t)expert, leads});
     unsigned mine = __ballot_sync(~0u, p.number == a.t.rank) & team_lanes(a);
     int from = mine ? __ffs(mine) - 1 : 0;
     row = __shfl_sync(~0u, row, from), flat = __shfl_sync(~0u, flat, from);
@@ -535,7 +663,7 @@ __device__ void store_tokens(const EpRouteArgs &a) {
         EpCudaPlan relayed = chunk_plan_of(a, EP_CHUNK_RELAYED, chunk);
         int tokens = tokens_of(a, a.t.members[agent]) - chunk * a.t.chunk;
         own.tokens[agent] = min(max(tokens, 0), a.t.chunk);
-        relayed.tokens[agent] = sources * a.t.chunk;
+        relayed.tokens[agent] = sources * a.t.message;
         int64_t stride = ep_chunk_plan_tokens(&a.p.shape, EP_CHUNK_RELAYED) + 1;
         if (!sources) relayed.begins[agent * stride] = 0;
     }
@@ -591,7 +719,7 @@ __device__ void publish_message_slots(const EpRouteArgs &a, int64_t step) {
     }
 }
 
-__device__ void publish(const EpRouteArgs &a, uint32_t epoch) {
+template <int LIMITED> __device__ void publish(const EpRouteArgs &a, uint32_t epoch) {
     const EpPrepareArgs &p = a.p;
     int64_t step = step_under_way(p);
     int first = a.t.first_expert[a.t.rank], flat = flat_column(a, a.t.rank);
@@ -606,9 +734,12 @@ __device__ void publish(const EpRouteArgs &a, uint32_t epoch) {
         publish_flat(p, step, a.counts.total + first, rows_of, counted);
     else
         publish_all_slabs(p, step, a.counts.total + first, counted);
+    /* The host reads the number once publish_step has told it of the step. */
+    if (LIMITED && threadIdx.x == 0) publish_lost(p, step, *(volatile int32_t *)a.counts.lost);
     if (threadIdx.x == 0) publish_step(p, step, tokens_of(a, a.t.self), epoch);
 }
 
+template <int LIMITED>
 __global__ void __launch_bounds__(EP_ROUTE_THREADS)
     assign_slots(const __grid_constant__ EpRouteArgs a) {
     extern __shared__ uint4 memory[];
@@ -618,26 +749,37 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
     if (alive) {
         lay_node_slabs(a, t);
         for (int number = blockIdx.x; number < num_tiles(a); number += gridDim.x)
-            assign_entry(a, take_tile(a, number), t, before_of(a, number));
+            assign_entry<LIMITED>(a, take_tile<LIMITED>(a, number), t, before_of(a, number));
     }
     if (ep_end_operation(a.p.group, epoch, 1) != EP_LAST_PUBLISHES || !alive) return;
     if (threadIdx.x == 0) report_all_bad_indices(a.p);
     __threadfence();
-    publish(a, epoch);
+    publish<LIMITED>(a, epoch);
 }
 
 /* ==== launching ============================================================================= */
 
+template <int LIMITED> static int open_route(int shared_bytes) {
+    int error = ep_open_kernel(count_tiles<LIMITED>, shared_bytes);
+    if (!error) error = ep_open_kernel(sum_tiles<LIMITED>, shared_bytes);
+    return error ? error : ep_open_kernel(assign_slots<LIMITED>, shared_bytes);
+}
+
 extern "C" int ep_cuda_open_route(int shared_bytes) {
     int error = ep_open_kernel(collect_routing, shared_bytes);
-    if (!error) error = ep_open_kernel(count_tiles, shared_bytes);
-    if (!error) error = ep_open_kernel(sum_tiles, shared_bytes);
-    return error ? error : ep_open_kernel(assign_slots, shared_bytes);
+    if (!error) error = ep_open_kernel(limit_routing, shared_bytes);
+    if (!error) error = open_route<0>(shared_bytes);
+    return error ? error : open_route<1>(shared_bytes);
 }
 
 extern "C" int ep_cuda_collect_routes(const void *args, int blocks, void *stream) {
     const EpRouteArgs *a = (const EpRouteArgs *)args;
     return ep_launch(collect_routing, blocks, EP_ROUTE_THREADS, 0, stream, *a);
+}
+
+extern "C" int ep_cuda_limit_routes(const void *args, int blocks, void *stream) {
+    const EpRouteArgs *a = (const EpRouteArgs *)args;
+    return ep_launch(limit_routing, blocks, LIMIT_THREADS, 0, stream, *a);
 }
 
 static size_t route_shared(const EpRouteArgs *a) {
@@ -646,18 +788,21 @@ static size_t route_shared(const EpRouteArgs *a) {
 
 extern "C" int ep_cuda_count_routes(const void *args, int blocks, void *stream) {
     const EpRouteArgs *a = (const EpRouteArgs *)args;
-    return ep_launch(count_tiles, blocks, EP_ROUTE_THREADS, route_shared(a), stream, *a);
+    auto kernel = a->t.limit ? count_tiles<1> : count_tiles<0>;
+    return ep_launch(kernel, blocks, EP_ROUTE_THREADS, route_shared(a), stream, *a);
 }
 
 /* The first blocks sum columns, as many as there are columns; the others all the rest. */
 extern "C" int ep_cuda_sum_routes(const void *args, int blocks, void *stream) {
     const EpRouteArgs *a = (const EpRouteArgs *)args;
     int columns = a->t.experts + a->t.ranks;
+    auto kernel = a->t.limit ? sum_tiles<1> : sum_tiles<0>;
     blocks += (columns + SUM_COLUMNS - 1) / SUM_COLUMNS;
-    return ep_launch(sum_tiles, blocks, SUM_THREADS, 0, stream, *a);
+    return ep_launch(kernel, blocks, SUM_THREADS, 0, stream, *a);
 }
 
 extern "C" int ep_cuda_assign_routes(const void *args, int blocks, void *stream) {
     const EpRouteArgs *a = (const EpRouteArgs *)args;
-    return ep_launch(assign_slots, blocks, EP_ROUTE_THREADS, route_shared(a), stream, *a);
+    auto kernel = a->t.limit ? assign_slots<1> : assign_slots<0>;
+    return ep_launch(kernel, blocks, EP_ROUTE_THREADS, route_shared(a), stream, *a);
 }

@@ -15,6 +15,12 @@
  *     sum       each count becomes the sum over the tiles before
  *     assign    slots, rows and message slots of all entries: the plan; the last block publishes it
  *
+ * With a limit (node_rows) another kernel follows the exchange:
+ *
+ *     limit     the tokens of each rank elsewhere that this node needs, up to the limit, move to
+ * the front of its routing, which then has no others: tokens are places of its messages. This
+ * rank's own tokens get places, and those without lose their entries there.
+ *
  * A *tile* is a number of consecutive tokens of a rank, of one chunk, with an entry for each
  * thread of a block. Tiles are counted by rank, then by token.
  */
@@ -41,6 +47,7 @@ typedef struct EpRelayTables {
     int32_t self;                /**< this rank's number in the group */
     int32_t sources;             /**< most sources of an agent of this node */
     int32_t chunk, chunks;       /**< tokens of a chunk, chunks of max_tokens */
+    int32_t limit, message;      /**< see EpNodeSizes */
     int32_t experts;             /**< of this node */
     const int32_t *other_of;     /**< [group] the rank's node among the others; -1: this node */
     const int32_t *number_of;    /**< [group] on this node; -1: elsewhere */
@@ -71,12 +78,14 @@ typedef struct EpRoutingHead {
 typedef struct EpRouteCounts {
     int32_t *before; /**< [R, chunks, tiles, columns] count of a tile; then the sum before it */
     int32_t *message_slots; /**< [chunks, tiles, others] of this rank's tokens: those that need each
-                                 other node; then the sum before */
+                                 other node; then the sum before, in the chunk or, with a limit, in
+                                 all chunks */
     int32_t *filled;  /**< [chunks, others] slots of this rank's messages that have a record */
     int32_t *total;   /**< [E + m] of the first columns */
     int32_t *own;     /**< [chunks, m, m] rows of each agent's own chunk plan to each rank */
     int32_t *relayed; /**< [chunks, m, m] rows of each agent's relayed chunk plan to each rank */
     int32_t *needed;  /**< [R, chunks] tokens of a chunk that need this node */
+    int32_t *lost;    /**< slots of this rank that the limit takes */
     int32_t *sent;    /**< rows of this rank to other ranks of the group */
 } EpRouteCounts;
 
@@ -117,6 +126,7 @@ extern "C" {
 /** See ep_cuda_open_prepare. */
 int ep_cuda_open_route(int shared_bytes);
 int ep_cuda_collect_routes(const void *args, int blocks, void *stream);
+int ep_cuda_limit_routes(const void *args, int blocks, void *stream);
 int ep_cuda_count_routes(const void *args, int blocks, void *stream);
 int ep_cuda_sum_routes(const void *args, int blocks, void *stream);
 int ep_cuda_assign_routes(const void *args, int blocks, void *stream);

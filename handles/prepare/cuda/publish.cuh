@@ -164,6 +164,20 @@ __device__ inline void publish_totals(const EpPrepareArgs &a, int64_t step, int6
     if (dropped && a.shape.overflow == EP_OVERFLOW_ERROR) report_overflow(a, needed, dropped);
 }
 
+/* Count the slots that no message had room for (node_rows) among those that are dropped. By one
+ * thread, after publish_totals. */
+__device__ inline void publish_lost(const EpPrepareArgs &a, int64_t step, int64_t lost) {
+    volatile EpPlanHeader *h = a.plan.header;
+    int64_t dropped = h->dropped_slots + lost;
+    if (!lost) return;
+    h->dropped_slots = dropped;
+    publish_word(a, step, EP_INFO_DROPPED, dropped);
+    store_integer(a.totals, 2, dropped);
+    store_integer(a.dropped_slots, 0, dropped);
+    if (a.shape.overflow == EP_OVERFLOW_ERROR) report_overflow(a, h->needed_rows, lost);
+    __threadfence_system();
+}
+
 /* Where an expert's slab begins; see ep_slab. */
 typedef struct SlabStart {
     int count; /* entries routed to it */
@@ -222,15 +236,15 @@ __device__ inline void publish_flat_experts(const EpPrepareArgs &a, int64_t step
 /* ---- sources ------------------------------------------------------------------------------- */
 
 __device__ __forceinline__ int64_t source_count_at(const EpPrepareArgs &a, int local, int source) {
-    return (int64_t)local * a.group.size + source;
+    return (int64_t)local * a.shape.num_ranks + source;
 }
 
-/* Publish the kept slots of each source, of all experts together: a warp for a source, a lane for an
- * expert, since a thread that walks all experts waits for each count. As publish_sources. */
+/* Publish the kept slots of each source, of all experts together: a warp for a source, a lane for
+ * an expert, since a thread that walks all experts waits for each count. As publish_sources. */
 template <typename Count>
 __device__ void publish_source_rows(const EpPrepareArgs &a, Count count_of) {
     int lane = (int)threadIdx.x % 32, warps = (int)blockDim.x / 32;
-    for (int s = (int)threadIdx.x / 32; a.source_rows.data && s < a.group.size; s += warps) {
+    for (int s = (int)threadIdx.x / 32; a.source_rows.data && s < a.shape.num_ranks; s += warps) {
         int rows = 0;
         for (int e = lane; e < a.shape.num_local; e += 32) {
             int left = *(volatile int32_t *)&a.plan.expert_counts[e];
@@ -249,7 +263,7 @@ __device__ void publish_source_rows(const EpPrepareArgs &a, Count count_of) {
 template <typename Count> __device__ void publish_sources(const EpPrepareArgs &a, Count count_of) {
     for (int e = threadIdx.x; a.source_counts.data && e < a.shape.num_local; e += (int)blockDim.x) {
         int left = *(volatile int32_t *)&a.plan.expert_counts[e];
-        for (int s = 0; s < a.group.size; s++) {
+        for (int s = 0; s < a.shape.num_ranks; s++) {
             int count = min(left, (int)count_of(e, s));
             store_integer(a.source_counts, source_count_at(a, e, s), count);
             left -= count;
@@ -263,7 +277,7 @@ template <typename Count> __device__ void publish_sources(const EpPrepareArgs &a
 template <typename Begin, typename Rows>
 __device__ void publish_flat_source_rows(const EpPrepareArgs &a, int64_t kept, Begin begin_of,
                                          Rows rows_of) {
-    for (int s = threadIdx.x; a.source_rows.data && s < a.group.size; s += (int)blockDim.x) {
+    for (int s = threadIdx.x; a.source_rows.data && s < a.shape.num_ranks; s += (int)blockDim.x) {
         int64_t left = max((int64_t)0, kept - (int64_t)begin_of(s));
         store_integer(a.source_rows, s, min(left, (int64_t)rows_of(s)));
     }
@@ -272,7 +286,7 @@ __device__ void publish_flat_source_rows(const EpPrepareArgs &a, int64_t kept, B
 /* Clear the counts by source, for flat rows of which some are lost: their entries are counted one
  * by one. */
 __device__ inline void clear_sources(const EpPrepareArgs &a) {
-    int counts = a.shape.num_local * a.group.size;
+    int counts = a.shape.num_local * a.shape.num_ranks;
     for (int i = threadIdx.x; a.source_counts.data && i < counts; i += (int)blockDim.x)
         store_integer(a.source_counts, i, 0);
 }
@@ -304,11 +318,11 @@ __device__ void publish_all_slabs(const EpPrepareArgs &a, int64_t step, const in
 template <typename Rows>
 __device__ void lay_flat_rows(const EpPrepareArgs &a, int64_t step, Rows rows_of) {
     int lane = threadIdx.x, begin = 0, most = 0;
-    for (int at = 0; at < a.group.size; at += 32) {
-        int rows = at + lane < a.group.size ? rows_of(at + lane) : 0;
+    for (int at = 0; at < a.shape.num_ranks; at += 32) {
+        int rows = at + lane < a.shape.num_ranks ? rows_of(at + lane) : 0;
         int through = ep_warp_prefix(rows);
         most = max(most, rows);
-        if (at + lane < a.group.size) a.plan.flat_begin[at + lane] = begin + through - rows;
+        if (at + lane < a.shape.num_ranks) a.plan.flat_begin[at + lane] = begin + through - rows;
         begin += __shfl_sync(~0u, through, 31);
     }
     most = __reduce_max_sync(~0u, most);
@@ -326,7 +340,7 @@ template <typename Rows> __device__ void count_kept_entries(const EpPrepareArgs 
         a.plan.expert_counts[e] = 0;
     clear_sources(a);
     __syncthreads();
-    for (int r = 0; r < a.group.size; r++) {
+    for (int r = 0; r < a.shape.num_ranks; r++) {
         int64_t begin = a.plan.flat_begin[r];
         int64_t rows = min((int64_t)rows_of(r), kept - begin);
         const int32_t *routes = a.plan.routes + begin * k;

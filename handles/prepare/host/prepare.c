@@ -23,6 +23,11 @@ typedef struct Prepare {
     uint64_t generation;        /* number of the first round, which is equal on all ranks */
     int64_t rounds;             /* 1 until all messages of the first have arrived */
     int32_t sent[EP_MAX_RANKS]; /* rows already sent to each rank */
+    /* node_rows */
+    int32_t needed[EP_MAX_RANKS];     /* tokens so far that need each node */
+    int32_t needed_by[EP_MAX_RANKS];  /* 1 + the last of them */
+    int32_t lost[EP_MAX_RANKS];       /* slots lost on each rank */
+    int32_t last_lost[EP_MAX_RANKS];  /* 1 + the last token that lost one there */
 } Prepare;
 
 /* ---- as a source --------------------------------------------------------------------------- */
@@ -62,6 +67,22 @@ static int is_repeated(const Prepare *p, int64_t entry, int64_t expert) {
     return 0;
 }
 
+/* Returns whether the message to a node has a place for a token, which has an entry there. Tokens
+ * come in ascending order. */
+static int has_place(Prepare *p, int32_t node, int32_t token) {
+    int32_t limit = p->shape->nodes.limit;
+    if (!limit || node == p->group->nodes.node) return 1;
+    if (p->needed_by[node] != token + 1) p->needed[node]++;
+    p->needed_by[node] = token + 1;
+    return p->needed[node] <= limit;
+}
+
+/* Count a lost entry, or the lost row of the token's entries on that rank. */
+static void lose_entry(Prepare *p, int32_t owner, int32_t token) {
+    p->lost[owner] += !p->shape->has_rows || p->last_lost[owner] != token + 1;
+    p->last_lost[owner] = token + 1;
+}
+
 /* Set one entry's owner and count it. `last_token`: the last token counted for each rank. */
 static void sort_entry(Prepare *p, EpPlacement placement, int32_t token, int64_t entry,
                        int32_t *last_token) {
@@ -72,6 +93,10 @@ static void sort_entry(Prepare *p, EpPlacement placement, int32_t token, int64_t
     if (expert < 0 || expert >= placement.num_experts) return;
     if (p->shape->merges && is_repeated(p, entry, expert)) return;
     int32_t owner = ep_placement_owner(&placement, (int32_t)expert);
+    if (!has_place(p, p->group->nodes.of[owner], token)) {
+        lose_entry(p, owner, token);
+        return;
+    }
     plan->owner[entry] = (int16_t)owner;
     plan->send_counts[expert]++;
     plan->send_begin[owner + 1] += last_token[owner] != token;
@@ -140,6 +165,7 @@ static void write_routes(Prepare *p, int32_t rank, int64_t end_token) {
     }
     words[0] = at - start;
     words[1] = end - plan->send_begin[rank];
+    words[2] = p->lost[rank];
     memcpy(words + EP_ROUTE_HEAD_WORDS,
            plan->send_counts + ep_placement_first(&p->group->placement, rank),
            (size_t)ep_placement_count(&p->group->placement, rank) * sizeof(int32_t));
@@ -179,6 +205,8 @@ static void read_heads(Prepare *p, const int32_t *const *messages) {
                local * sizeof(int32_t));
     }
     ep_plan_lay_slabs(shape, plan);
+    for (int32_t r = 0; r < shape->num_ranks; r++)
+        plan->header->dropped_slots += messages[r][2];
     number_rows(p);
 }
 

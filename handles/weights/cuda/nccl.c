@@ -36,7 +36,7 @@ static EpStatus compare(const EpWeightWork *w) {
     return launched(w, ep_cuda_launch_compare(&w->mark, w->stream.stream));
 }
 
-EpStatus ep_weight_begin(EpGroup *group, const EpWeightFacts *facts, EpStream stream,
+EpStatus ep_weight_enter(EpGroup *group, const EpWeightFacts *facts, EpStream stream,
                          EpWeightWork *w) {
     EpCuda *cuda = ep_cuda(group);
     *w = (EpWeightWork){.group = group, .cuda = cuda, .comm = ep_cuda_group_comm(cuda)};
@@ -44,9 +44,16 @@ EpStatus ep_weight_begin(EpGroup *group, const EpWeightFacts *facts, EpStream st
     EP_TRY(check_comm(w));
     if (group->size == 1) return EP_OK;
     EP_TRY(ep_cuda_stream(group, stream, &w->stream));
-    EP_TRY(ep_cuda_order_enter(group, &cuda->order, &w->stream));
     w->mark = (EpMarkArgs){.group = cuda->device, .marks = {.num_peers = group->size}};
-    w->mark.group.digest = digest_of(facts);
+    w->mark.group.digest = digest_of(facts), w->pushes = 1;
+    return ep_cuda_order_enter(group, &cuda->order, &w->stream);
+}
+
+EpStatus ep_weight_begin(EpGroup *group, const EpWeightFacts *facts, EpStream stream,
+                         EpWeightWork *w) {
+    EP_TRY(ep_weight_enter(group, facts, stream, w));
+    if (group->size == 1) return EP_OK;
+    w->pushes = 0;
     ep_cuda_watch_describe(group, &w->mark);
     EpStatus status = compare(w);
     return status == EP_OK ? EP_OK : ep_weight_end(w, status);
@@ -68,7 +75,7 @@ EpStatus ep_weight_end(EpWeightWork *w, EpStatus status) {
     if (w->group->size == 1) return status;
     w->mark.marks.last = 1;
     if (status == EP_OK) {
-        int error = ep_cuda_launch_move(&w->mark, w->stream.stream);
+        int error = w->pushes ? 0 : ep_cuda_launch_move(&w->mark, w->stream.stream);
         status = ep_cuda_order_leave(w->group, &w->cuda->order, &w->stream, error);
     }
     if (status == EP_OK || w->group->failed != EP_OK) return status;

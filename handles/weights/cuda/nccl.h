@@ -28,6 +28,7 @@ typedef struct EpWeightWork {
     ncclComm_t comm;     /**< of all ranks; NULL in a group of one */
     EpCudaStream stream; /**< the caller's */
     cudaStream_t wire;   /**< of the calls of NCCL that move the weight: see slices.h */
+    int pushes; /**< whether kernels alone move the weight, and tell the ranks themselves */
     EpMarkArgs mark;
 } EpWeightWork;
 
@@ -38,6 +39,10 @@ typedef struct EpWeightFacts {
     int64_t form;   /**< by which it is moved */
     int64_t bytes;  /**< that each rank sends of it */
 } EpWeightFacts;
+
+/** Begin an operation that push.cu's kernels do: w->mark.group is what they get of the group. */
+EpStatus ep_weight_enter(EpGroup *group, const EpWeightFacts *facts, EpStream stream,
+                         EpWeightWork *w);
 
 /** Begin an operation on the caller's stream. Operations of a group follow each other, on any
  *  streams. EP_ERR_UNSUPPORTED: NCCL cannot connect the ranks. */

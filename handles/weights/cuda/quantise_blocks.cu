@@ -37,33 +37,61 @@ template <typename T> __device__ __forceinline__ EpUnit<T> load_unit(const T *fr
 /* ---- rows ---------------------------------------------------------------------------------- */
 
 #define LANE_UNITS 2 /* that a lane has under way, 32 units apart */
+#define ITEM_UNITS (32 * LANE_UNITS)
+
+/* Returns the units of an item that one row has: of short rows an item has several. No block lies
+ * in two items. */
+EP_HOST_DEVICE static inline uint32_t row_width(int64_t units) {
+    uint32_t width = EDGE / UNIT;
+    while (width < units && width < ITEM_UNITS)
+        width *= 2;
+    return width;
+}
+
+EP_HOST_DEVICE static inline int64_t count_items(const EpQuantiseArgs *a) {
+    int64_t units = a->part[2] / UNIT, width = row_width(units), at_once = ITEM_UNITS / width;
+    return (a->part[0] * a->part[1] + at_once - 1) / at_once * ((units + width - 1) / width);
+}
+
+/** A unit of the box. */
+struct Place {
+    uint32_t e, row, unit;
+    int is_there;
+};
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS) quantise_rows(const __grid_constant__ EpQuantiseArgs a) {
     const uint32_t rows = (uint32_t)a.part[1], units = (uint32_t)a.part[2] / UNIT;
-    const uint32_t each = (units + 32 * LANE_UNITS - 1) / (32 * LANE_UNITS);
-    const uint32_t items = (uint32_t)a.part[0] * rows * each, warps = gridDim.x * WARPS;
+    const uint32_t lines = (uint32_t)a.part[0] * rows, width = row_width(units);
+    const uint32_t each = (units + width - 1) / width, at_once = ITEM_UNITS / width;
+    const uint32_t items = (uint32_t)count_items(&a), warps = gridDim.x * WARPS;
     const int log = ep_quant_log(a.format);
     for (uint32_t item = blockIdx.x * WARPS + warp_of(); item < items; item += warps) {
-        uint32_t line = item / each, e = line / rows, row = line - e * rows;
-        uint32_t first = (item - line * each) * (32 * LANE_UNITS) + threadIdx.x % 32;
-        if (row >= ep_quantise_length(&a, e, 1)) continue;
-        const T *from = (const T *)a.from + e * a.step[0] + row * a.step[1];
-        uint8_t *out = a.out + e * a.out_step[0] + row * a.out_step[1];
-        int64_t scales = e * a.scale_step[0] + row * a.scale_step[1];
+        uint32_t line = item / each;
         EpUnit<T> x[LANE_UNITS];
-#pragma unroll
-        for (int k = 0; k < LANE_UNITS; k++)
-            x[k] = load_unit(from + (first + 32 * k) * UNIT, first + 32 * k < units);
+        Place p[LANE_UNITS];
 #pragma unroll
         for (int k = 0; k < LANE_UNITS; k++) {
-            uint32_t unit = first + 32 * k;
+            uint32_t at = threadIdx.x % 32 + 32 * k, of = line * at_once + at / width;
+            uint32_t e = min(of, lines - 1) / rows, row = min(of, lines - 1) - e * rows;
+            uint32_t unit = (item - line * each) * width + at % width;
+            int is_there = of < lines && unit < units && row < ep_quantise_length(&a, e, 1);
+            p[k] = Place{e, row, unit, is_there};
+            x[k] = load_unit((const T *)a.from + e * a.step[0] + row * a.step[1] + unit * UNIT,
+                             is_there);
+        }
+#pragma unroll
+        for (int k = 0; k < LANE_UNITS; k++) {
             EpQuantScale scale;
-            uint4 codes = ep_quantise_unit(a.format, x[k], unit < units, &scale);
-            if (unit >= units) continue;
-            ((uint4 *)out)[unit] = codes;
-            if (unit % (1u << log) == 0)
-                ep_store_scale(a.format, a.scales, scales + (unit >> log) * a.scale_step[2], scale);
+            uint4 codes = ep_quantise_unit(a.format, x[k], p[k].is_there, &scale);
+            if (!p[k].is_there) continue;
+            ((uint4 *)(a.out + p[k].e * a.out_step[0] + p[k].row * a.out_step[1]))[p[k].unit] =
+                codes;
+            if (p[k].unit % (1u << log) == 0)
+                ep_store_scale(a.format, a.scales,
+                               p[k].e * a.scale_step[0] + p[k].row * a.scale_step[1] +
+                                   (p[k].unit >> log) * a.scale_step[2],
+                               scale);
         }
     }
 }
@@ -366,8 +394,7 @@ extern "C" int ep_cuda_open_quantise_blocks(void) {
 
 /* Returns the blocks that have something to do. */
 static int64_t count_blocks(const EpQuantiseArgs *a) {
-    int64_t each = (a->part[2] + 32 * LANE_UNITS * UNIT - 1) / (32 * LANE_UNITS * UNIT);
-    if (a->step[2] == 1 && !a->tiles) return (a->part[0] * a->part[1] * each + WARPS - 1) / WARPS;
+    if (a->step[2] == 1 && !a->tiles) return (count_items(a) + WARPS - 1) / WARPS;
     return a->part[0] * ep_quantise_tiles(a, 1) * ep_quantise_tiles(a, 2);
 }
 
@@ -379,7 +406,8 @@ extern "C" int ep_cuda_can_quantise_blocks(const EpQuantiseArgs *a) {
     uint64_t bytes = (uint64_t)(uintptr_t)a->from | (uint64_t)(a->step[0] * size) |
                      (uint64_t)(across * size) | (uint64_t)(uintptr_t)a->out |
                      (uint64_t)a->out_step[0] | (uint64_t)a->out_step[1];
-    return bytes % 16 == 0 && count_blocks(a) < INT32_MAX / (2 * WARPS);
+    return bytes % 16 == 0 && count_blocks(a) < INT32_MAX / (2 * WARPS) &&
+           a->part[0] * a->part[1] < INT32_MAX / 2;
 }
 
 template <typename T> static int launch_for(const EpQuantiseArgs *a, int blocks, void *stream) {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sharded weights: gradients go back to their shards, and amaxes are agreed on. */
 #include "handles/nodes/cuda/relay.h"
+#include "handles/weights/cuda/push.h"
 #include "handles/weights/cuda/slices.h"
 #include "handles/weights/cuda/weight.h"
 #include "runtime/layout.h"
@@ -20,6 +21,15 @@ static int packs(const EpWeight *weight) {
                                     (int64_t)ep_type_bytes(weight->config.grad_type));
 }
 
+/* Whether one kernel reduces it: 16 bytes at a time, where no ranks divide the sum of a shard.
+ * Equal on all ranks. */
+static int is_pushed(const EpWeight *weight) {
+    const EpGroup *group = weight->reduces;
+    int64_t unit = (int64_t)ep_type_bytes(weight->config.grad_type);
+    return !weight->replicates && ep_push_word(&weight->shards, unit) == 16 &&
+           ep_push_reaches(&group->nodes.sizes, group->size, &weight->shards, unit);
+}
+
 /* The parts of the workspace: what each rank has sent of this rank's piece; packed shards; the sums
  * of all pieces of this rank's shard. */
 typedef struct ReduceParts {
@@ -30,7 +40,7 @@ static ReduceParts reduce_parts(const EpWeight *weight) {
     int64_t stride = ep_weight_piece_stride(weight);
     int32_t pieces = weight->replicates ? weight->replicates->size : 0;
     ReduceParts p = {.piece = stride * (int64_t)ep_type_bytes(weight->config.grad_type)};
-    if (weight->reduces->size == 1) return p;
+    if (weight->reduces->size == 1 || is_pushed(weight)) return p;
     p.packed = p.piece * weight->reduces->size;
     p.sums = p.packed;
     if (packs(weight)) p.sums += ep_shards_number(&weight->shards) * shard_stride(weight);
@@ -213,11 +223,38 @@ static EpStatus reduce(EpWeightWork *w, const Reduction *r) {
                                 count_slices(w, &stages, r));
 }
 
+static EpPushArgs describe_push(const EpWeightWork *w, const EpWeightReduce *call) {
+    const EpWeight *weight = call->weight;
+    int64_t unit = (int64_t)ep_type_bytes(weight->config.grad_type);
+    EpPushArgs args = {.group = w->mark.group,
+                       .shards = ep_push_describe(&weight->shards, unit, 16),
+                       .type = weight->config.grad_type,
+                       .out_type = weight->config.reduced_type,
+                       .accumulate = call->accumulate,
+                       .grad = call->grad,
+                       .out = call->out};
+    for (int32_t r = 0; r < w->group->size; r++)
+        args.shards.base[r] =
+            ep_shard_run_at(&weight->shards, weight->reduced[r].shard, 0) * unit / 16;
+    return args;
+}
+
+static EpStatus push(const EpWeightReduce *call, const EpWeightFacts *facts) {
+    EpWeightWork w;
+    EP_TRY(ep_weight_enter(call->weight->reduces, facts, call->stream, &w));
+    EpPushArgs args = describe_push(&w, call);
+    int blocks = ep_weight_push_blocks(&w);
+    args.receivers = EP_PUSH_RECEIVERS(blocks);
+    return ep_weight_end(&w, ep_cuda_check(w.group, "adding gradients",
+                                           ep_cuda_launch_push(&args, blocks, w.stream.stream)));
+}
+
 EpStatus ep_cuda_weight_reduce(const EpWeightReduce *call) {
     EpWeightWork w, sharing;
     const EpWeight *weight = call->weight;
     EpWeightFacts facts = {&ep_op_weight_reduce, weight->number, call->accumulate,
                            reduce_parts(weight).piece};
+    if (is_pushed(weight)) return push(call, &facts);
     EP_TRY(ep_weight_begin(weight->reduces, &facts, call->stream, &w));
     Reduction r = describe_reduction(&w, call);
     EP_TRY(ep_weight_end(&w, reduce(&w, &r)));

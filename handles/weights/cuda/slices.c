@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "bootstrap/network/cuda/network.h"
+#include "handles/weights/cuda/push.h"
 #include "handles/weights/cuda/quantise.h"
 #include "runtime/layout.h"
 
@@ -29,6 +30,7 @@ EpStatus ep_cuda_slices_open(EpGroup *group) {
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
     EP_TRY(ep_cuda_check(group, "loading kernels",
                          ep_cuda_open_weight_kernels(ep_cuda(group)->shared_bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_push()));
     for (int i = 0; i < 2; i++) {
         EP_TRY(ep_cuda_open_stream(group, 1, &s->side[i].wire));
         EP_TRY(ep_cuda_open_event(group, &s->side[i].ready));
@@ -37,13 +39,14 @@ EpStatus ep_cuda_slices_open(EpGroup *group) {
     return EP_OK;
 }
 
-/** The calls that let NCCL connect the ranks: one of each kind. */
+/** The calls that let NCCL connect the ranks: one of each kind, but on one node, where few
+ * reductions need messages, none of these, whose buffers are large. */
 typedef struct Connecting {
     EpNcclCall call;
     const EpNccl *nccl;
     ncclComm_t comm;
     EpStamp *own, *all; /* zeros, which stay so */
-    int32_t rank, size;
+    int32_t rank, size, sends;
     cudaStream_t wire;
 } Connecting;
 
@@ -52,7 +55,7 @@ static ncclResult_t connect(EpNcclCall *call) {
     (void)c->nccl->ncclGroupStart();
     (void)c->nccl->ncclAllGather(c->own, c->all, sizeof(*c->own), ncclUint8, c->comm, c->wire);
     (void)c->nccl->ncclAllReduce(c->own, c->own, 1, ncclUint32, ncclMax, c->comm, c->wire);
-    for (int32_t i = 1; i < c->size; i++) {
+    for (int32_t i = 1; i < c->size && c->sends; i++) {
         int32_t to = (c->rank + i) % c->size, from = (c->rank - i + c->size) % c->size;
         (void)c->nccl->ncclSend(c->own, sizeof(*c->own), ncclUint8, to, c->comm, c->wire);
         (void)c->nccl->ncclRecv(c->all + from, sizeof(*c->own), ncclUint8, from, c->comm, c->wire);
@@ -75,6 +78,7 @@ EpStatus ep_cuda_slices_connect(EpGroup *group) {
                       .all = args.marks.own + 1,
                       .rank = group->rank,
                       .size = group->size,
+                      .sends = group->nodes.sizes.nodes > 1,
                       .wire = cuda->slices->side[0].wire};
     return ep_cuda_network_connect(group, &c->call, c->wire);
 }
@@ -98,6 +102,10 @@ int ep_weight_slices(const EpSliceStages *stages, int64_t rows, int64_t bytes) {
 
 static int is_sliced(const EpWeightWork *w) {
     return w->wire != w->stream.stream;
+}
+
+int ep_weight_push_blocks(const EpWeightWork *w) {
+    return (int)ep_min(w->cuda->device.blocks, EP_PUSH_BLOCKS);
 }
 
 int ep_weight_blocks(const EpWeightWork *w) {

@@ -50,6 +50,9 @@ int ep_weight_slices(const EpSliceStages *stages, int64_t rows, int64_t bytes);
 EpStatus ep_weight_run_slices(EpWeightWork *w, const EpSliceStages *stages, const void *operation,
                               int64_t rows, int slices);
 
+/** Returns how many blocks of push.cu's kernels there are. */
+int ep_weight_push_blocks(const EpWeightWork *w);
+
 /** Returns how many blocks a kernel has that quantises. */
 int ep_weight_blocks(const EpWeightWork *w);
 

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "handles/nodes/cuda/relay.h"
+#include "handles/weights/cuda/push.h"
 #include "handles/weights/cuda/quantise.h"
 #include "handles/weights/cuda/slices.h"
 #include "runtime/layout.h"
@@ -37,7 +38,9 @@ typedef struct Gathered {
     char *staged; /* [shards] in the workspace, or NULL: goes directly */
 } Gathered;
 
-static int64_t staged_bytes(const EpShards *s, int64_t unit) {
+/* Kernels put shards into their places, so nothing is staged for them. */
+static int64_t staged_bytes(const EpGroup *group, const EpShards *s, int64_t unit) {
+    if (ep_push_reaches(&group->nodes.sizes, group->size, s, unit)) return 0;
     if (ep_weight_goes_directly(s, unit)) return 0;
     return ep_round_up(ep_shards_number(s) * ep_shard_elements(s) * unit, 64);
 }
@@ -68,7 +71,26 @@ static EpStatus arrange(const EpWeightWork *w, const Gathered *g) {
         ep_cuda_launch_arrange(&args, ep_weight_arrange_grid(w), w->stream.stream));
 }
 
+/* Tensors of scales start on multiples of 4 bytes alone. */
+static EpStatus push(const EpWeightWork *w, const Gathered *g) {
+    int32_t word = ep_push_word(&g->shards, g->unit);
+    if (((uintptr_t)g->from | (uintptr_t)g->whole) % 16) word = word > 4 ? 4 : word;
+    EpPushGatherArgs args = {.group = w->mark.group,
+                             .shards = ep_push_describe(&g->shards, g->unit, word),
+                             .receivers = EP_PUSH_GATHER_RECEIVERS(ep_weight_push_blocks(w)),
+                             .from = g->from,
+                             .whole = g->whole};
+    for (int32_t r = 0; r < w->group->size; r++)
+        args.shards.base[r] = ep_shard_run_at(&g->shards, r, 0) * g->unit / word;
+    return ep_cuda_check(
+        w->group, "gathering shards",
+        ep_cuda_launch_push_gather(&args, ep_weight_push_blocks(w), w->stream.stream));
+}
+
 static EpStatus move_all(const EpWeightWork *w, const Gathered *g, int count) {
+    for (int i = 0; w->pushes && i < count; i++)
+        EP_TRY(push(w, &g[i]));
+    if (w->pushes) return EP_OK;
     EP_TRY(ep_weight_group_start(w));
     for (int i = 0; i < count; i++)
         (g[i].staged ? send_staged : send_directly)(w, &g[i]);
@@ -125,7 +147,7 @@ static int count_slices(const EpWeightWork *w, const EpSliceStages *stages, cons
                         int has_kernels) {
     const Gathered *g = &all->part[0];
     int64_t others = w->group->size - 1;
-    if (!has_kernels || others == 0 || g->shards.count[0] > 1) return 1;
+    if (!has_kernels || others == 0 || w->pushes || g->shards.count[0] > 1) return 1;
     return ep_weight_slices(stages, g->shards.part[0],
                             others * ep_shard_elements(&g->shards) * g->unit);
 }
@@ -150,7 +172,7 @@ static EpStatus gather_plain(EpWeightWork *w, const EpWeightGather *call) {
     Gathered *g = &all.part[0];
     if (w->group->size == 1)
         return copy(w, call->out, call->shard, ep_shard_elements(shards) * g->unit);
-    if (staged_bytes(shards, g->unit)) g->staged = call->workspace;
+    if (staged_bytes(w->group, shards, g->unit)) g->staged = call->workspace;
     return ep_weight_run_slices(w, &stages, &all, shards->part[0],
                                 count_slices(w, &stages, &all, g->staged != NULL));
 }
@@ -163,14 +185,27 @@ typedef struct Parts {
     int64_t amaxes, rows, scale_rows; /* bytes */
 } Parts;
 
-static Parts parts_of(const EpWeightView *view) {
+static Parts parts_of(const EpGroup *group, const EpWeightView *view) {
     Parts p = {.scales = view->shards, .amaxes = ep_view_amax_bytes(view)};
     for (int d = 0; d < 3; d++)
         p.scales.part[d] = (view->shards.part[d] + view->block[d] - 1) / view->block[d];
-    p.rows = staged_bytes(&view->codes, 1);
+    p.rows = staged_bytes(group, &view->codes, 1);
     if (!view->straddles)
-        p.scale_rows = staged_bytes(&p.scales, (int64_t)ep_type_bytes(view->sizes.scale_type));
+        p.scale_rows =
+            staged_bytes(group, &p.scales, (int64_t)ep_type_bytes(view->sizes.scale_type));
     return p;
+}
+
+/* Whether kernels move all parts of a gather. */
+static int is_pushed(const EpGroup *group, const EpWeightView *view) {
+    const EpNodeSizes *nodes = &group->nodes.sizes;
+    int64_t unit = (int64_t)ep_type_bytes(view->sizes.scale_type);
+    if (!ep_push_reaches(nodes, group->size, &view->codes,
+                         (int64_t)ep_type_bytes(view->sizes.type)))
+        return 0;
+    if (!view->format.bits || view->straddles) return 1;
+    Parts p = parts_of(group, view);
+    return ep_push_reaches(nodes, group->size, &p.scales, unit);
 }
 
 /* All of a quantising launch of some rows but `phase` and where scales are. `g` are these rows. */
@@ -273,7 +308,7 @@ static EpStatus gather_straddling(const EpWeightWork *w, const EpWeightGather *c
 }
 
 static EpStatus gather_quantised(EpWeightWork *w, const EpWeightGather *call) {
-    Parts p = parts_of(call->view);
+    Parts p = parts_of(w->group, call->view);
     Gathered rows = {.shards = call->view->codes,
                      .unit = 1,
                      .whole = call->out,
@@ -288,7 +323,9 @@ EpStatus ep_cuda_weight_gather(const EpWeightGather *call) {
     EpWeightFacts facts = {
         &ep_op_weight_gather, call->weight->number, ep_weight_form_code(&view->form),
         ep_shard_elements(&view->codes) * (int64_t)ep_type_bytes(view->sizes.type)};
-    EP_TRY(ep_weight_begin(call->weight->gathers, &facts, call->stream, &w));
+    EpGroup *group = call->weight->gathers;
+    EP_TRY((is_pushed(group, view) ? ep_weight_enter : ep_weight_begin)(group, &facts, call->stream,
+                                                                        &w));
     return ep_weight_end(&w,
                          view->format.bits ? gather_quantised(&w, call) : gather_plain(&w, call));
 }
@@ -298,9 +335,10 @@ EpStatus ep_cuda_weight_gather(const EpWeightGather *call) {
 void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view) {
     EpWeightSizes *sizes = &view->sizes;
     if (!view->format.bits) {
-        sizes->gather_workspace = staged_bytes(&view->shards, (int64_t)ep_type_bytes(sizes->type));
+        sizes->gather_workspace =
+            staged_bytes(weight->gathers, &view->shards, (int64_t)ep_type_bytes(sizes->type));
     } else {
-        Parts p = parts_of(view);
+        Parts p = parts_of(weight->gathers, view);
         sizes->gather_workspace = p.amaxes + p.rows + p.scale_rows;
     }
     sizes->reduce_workspace = ep_weight_reduce_bytes(weight);

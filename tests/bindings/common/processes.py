@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks as processes that share only a key-value store: here files in a folder."""
 
+import atexit
+import functools
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -75,13 +79,33 @@ def restore_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def spawn(*arguments, **environment):
-    """Start Python. Its stdin, stdout and stderr are pipes."""
+PRELOADED: list[str] = []  # modules that take seconds to import: ranks are forks of a process with them
+
+
+@functools.cache
+def forks():
+    """The arguments of Python that make a program a fork (forks.py)."""
+    program = os.path.join(HERE, "forks.py")
+    path = os.path.join(tempfile.mkdtemp(prefix="libep-forks-"), "socket")
+    command = [sys.executable, program, "serve", path, *PRELOADED]
+    alone = dict(os.environ, OMP_NUM_THREADS="1")  # there are more ranks than cores
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=alone)
+    atexit.register(shutil.rmtree, os.path.dirname(path))
+    atexit.register(server.communicate)  # its stdin ends
+    while not os.path.exists(path):
+        assert server.poll() is None, "forks.py has ended"
+        time.sleep(0.01)
+    return "-SE", program, path
+
+
+def spawn(*arguments, is_fork=None, stderr=subprocess.PIPE, **environment):
+    """Start Python. Its stdin and stdout are pipes."""
+    is_fork = bool(PRELOADED) if is_fork is None else is_fork
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [sys.executable, *(forks() if is_fork else ()), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env={**os.environ, **environment},
         preexec_fn=restore_ctrl_c,

@@ -3,11 +3,10 @@
 
 import os
 import re
-import subprocess
-import sys
 import textwrap
 
 from base import TREE
+from processes import finish, spawn
 
 
 def programs(page):
@@ -19,7 +18,6 @@ def programs(page):
 
 def printed(*arguments):
     """What a run of Python prints that ends well, without a word on stderr."""
-    options = dict(capture_output=True, text=True, timeout=300)
-    done = subprocess.run([sys.executable, *arguments], **options)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    return done.stdout
+    status, out, err = finish(spawn(*arguments), 300)
+    assert (status, err) == (0, ""), err
+    return out

@@ -68,6 +68,15 @@ class World:
                     yield t, k, int(self.idx[rank][t, k])
 
 
+def pad(case, world, array, value):
+    """A rank's array with rows of a value that nobody may read behind its tokens, if it is padded."""
+    if not case.is_padded:
+        return array
+    full = np.full((world.max_tokens, *array.shape[1:]), value, array.dtype)
+    full[: len(array)] = array
+    return full
+
+
 def expert_major(world, rank, alignment):
     """(slabs, offsets): for each local expert the (source, token, k) of its slots, in slot order,
     and the first row of its slab; then the number of rows."""

@@ -25,6 +25,8 @@ class Case(NamedTuple):
     is_counted: bool = False  # by counters, to which all steps add
     steps: int = 1  # each with the plan and the outputs of its own
     checkpoint: bool = False  # the layer's forward is computed again for its backward
+    is_padded: bool = False  # max_tokens rows, of which num_tokens says how many are tokens
+    plans: str = "own"  # own, shared: another handle's; named: of the caller's, and moved
 
 
 STEPS = [
@@ -35,6 +37,8 @@ STEPS = [
 ]
 STEPS += [Case(weights="none", biases=2), Case(layout="flat", capacity=0, biases=1)]
 STEPS += [Case(layout="flat", weights="experts"), Case(is_counted=True, steps=2)]
+STEPS += [Case(is_padded=True), Case(is_padded=True, is_counted=True)]
+STEPS += [Case(alignment=4, capacity=0, plans=plans, steps=2) for plans in ("shared", "named")]
 LATENCY = [
     Case(layout="batched", capacity=0, weights=weights, is_split=is_split, steps=2, biases=biases)
     for weights, biases in (("combine", 2), ("home", 0))
@@ -44,6 +48,8 @@ LATENCY += [
     Case(layout="rank_major", capacity=0, is_split=split, biases=1, is_counted=True, steps=2)
     for split in (False, True)
 ]
+LATENCY += [Case(layout="batched", capacity=0, is_split=True, plans="named", steps=2)]
+LATENCY += [Case(layout="batched", capacity=0, is_padded=True)]
 
 
 def name_of(case):
@@ -54,6 +60,8 @@ def name_of(case):
 def cases(rows):
     """The rows that the face has."""
     has = [row for row in rows if row.layout in face.LAYOUTS and row.dtype in face.DTYPES]
+    has = [row for row in has if row.plans == "own" or face.HAS_PLANS]
+    has = [row for row in has if not (row.is_padded and face.PADS_ALWAYS)]
     return pytest.mark.parametrize(
         "case", [r for r in has if r.capacity or face.HAS_EXACT_SIZES], ids=name_of
     )
@@ -147,6 +155,11 @@ def check_numbers(world, rank, got, case):
 
 
 def check_results(world, rank, got, case):
+    if case.is_padded:  # there results are zero
+        for name in {"out", "grad_x", "grad_w"} & {*got}:
+            if got[name] is not None:
+                got[name], rest = np.split(got[name], [world.tokens[rank]])
+                assert not rest.any(), name
     out = world.forward(rank)
     grad_x, grad_w = world.backward(rank)
     if case.weights == "none":

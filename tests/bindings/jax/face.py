@@ -15,7 +15,8 @@ NAME = "jax"
 LAYOUTS = ("expert_major",)
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (1, 2, 3)
-HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = False
+HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = HAS_PLANS = False
+PADS_ALWAYS = True
 COUNTS_BACKWARD = HAS_CHECKPOINTS = True
 NUMBERS = ("expert_counts", "expert_padded", "expert_offsets", "totals")
 

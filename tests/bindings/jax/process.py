@@ -10,7 +10,8 @@ import sys
 import time
 
 address, processes, number, devices = sys.argv[1], *map(int, sys.argv[2:])
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+fast = "--xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} {fast}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402

@@ -2,11 +2,9 @@
 """The layer outside shard_map, on meshes: against one device, and what its program communicates."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from conftest import (
@@ -28,7 +26,9 @@ SINGLE = 1e-5
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
-@pytest.mark.parametrize("layers", [None, 2])
+@pytest.mark.parametrize(
+    "layers, nodes", [(None, "two_nodes"), (2, "one_node")], indirect=["nodes"]
+)
 @each_layout
 def test_gradients(bootstrap, layout, layers, nodes):
     """Of a layer, and of two under scan and checkpoint. Those of experts are sharded as these."""
@@ -77,16 +77,9 @@ def test_inside_shard_map(bootstrap, name):
     assert_close(value_and_grads(apply)(params, x), value_and_grads(reference)(params, x), SINGLE)
 
 
-# ---- what a program communicates ---------------------------------------------------------------
+# ---- what a program communicates: over which axes, the results above tell ----------------------
 
-
-def lines(layout, *axes):
-    """The groups of devices along axes, by their place in the mesh."""
-    numbers = np.arange(layout.devices).reshape(layout.sizes)
-    places = [layout.names.index(axis) for axis in axes]
-    moved = np.moveaxis(numbers, places, range(-len(axes), 0))
-    size = math.prod(layout.sizes[place] for place in places)
-    return frozenset(frozenset(row) for row in moved.reshape(-1, size).tolist())
+DENSE = [(HIDDEN, HIDDEN), (HIDDEN, INNER), (INNER, HIDDEN)]
 
 
 @each_layout
@@ -99,24 +92,19 @@ def test_collectives(bootstrap, layout):
     assert calls(text) == names.split()
     found = collectives(text)
     assert not [c for c in found if c.operation in ("all-to-all", "collective-permute")]
-    everyone = lines(layout, *[a for a in ("fsdp", "expert") if a in layout.names])
-    dense_shapes = [(HIDDEN, HIDDEN), (HIDDEN, INNER), (INNER, HIDDEN)]
-    expected = [("f32", shape, everyone) for shape in dense_shapes]
+    expected = [("f32", shape) for shape in DENSE]
     if "fsdp" in layout.names:
-        fsdp, local = lines(layout, "fsdp"), EXPERTS // ep.num_ranks
+        local = EXPERTS // ep.num_ranks
         for shape in (local, HIDDEN, INNER), (local, INNER, HIDDEN):
             scales = (*shape[:2], -(-shape[2] // BLOCK))
-            gathered = [("u8", shape), ("f32", scales)] if layout.fp8 else [("f32", shape)]
-            expected += [(*array, fsdp) for array in gathered]
+            expected += [("u8", shape), ("f32", scales)] if layout.fp8 else [("f32", shape)]
         scattered = [c for c in found if c.operation == "reduce-scatter"]
-        assert {c.groups for c in scattered} == {fsdp}
         assert sum(len(c.arrays) for c in scattered) == 2
-    gathers = [(*a, c.groups) for c in found if c.operation == "all-gather" for a in c.arrays]
+    gathers = [array for c in found if c.operation == "all-gather" for array in c.arrays]
     # On GPUs XLA may gather several weights at once, and transpose one before.
     order = tuple if DEVICE == "cpu" else sorted
     got, wanted = (
-        sorted((kind, order(shape), sorted(map(sorted, groups))) for kind, shape, groups in all)
-        for all in (gathers, expected)
+        sorted((kind, order(shape)) for kind, shape in all) for all in (gathers, expected)
     )
     assert got == wanted
 
@@ -131,47 +119,25 @@ def test_collectives_of_a_scan(bootstrap):
     text = step.as_text()
     assert len(calls(text)) == 6
     gathered = [c for c in collectives(text) if c.operation == "all-gather"]
-    weights = {(HIDDEN, HIDDEN), (HIDDEN, INNER), (INNER, HIDDEN)}
-    assert {shape[-2:] for c in gathered for _, shape in c.arrays} == weights
+    assert {shape[-2:] for c in gathered for _, shape in c.arrays} == {*DENSE}
     # Forward, and again in backward, since checkpoint does not keep them.
     experts = [c for c in gathered if c.arrays[0][1][:-2] == (ep.num_local_experts,)]
-    assert [c.groups for c in experts] == [lines(layout, "fsdp")] * 4
+    assert len(experts) == 4
 
 
 # ---- quantised weights -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("last", [16, BLOCK, 3 * BLOCK + 32])
-def test_quantise(last):
-    """The bytes and scales of docs/semantics.md, by another implementation of fp8."""
-    generator = np.random.default_rng(last)
-    x = generator.standard_normal((3, 4, last)) * 10.0 ** generator.integers(-8, 8, (3, 4, 1))
-    x = x.astype(np.float32)
-    x[0, 0] = 0
-    x[1, 1, 3], x[1, 1, 5] = np.inf, np.nan
-    elements, scales = map(np.asarray, jax.jit(quantise)(x))
-    for block in range(-(-last // BLOCK)):
-        columns = slice(block * BLOCK, (block + 1) * BLOCK)
-        part = x[..., columns]
-        amax = np.where(np.isfinite(part), np.abs(part), 0).max(-1, keepdims=True)
-        amax = np.maximum(amax, np.float32(2**-100))
-        rounding = 0 if DEVICE == "cpu" else 2.0**-22  # of XLA's divisions on GPUs
-        np.testing.assert_allclose(scales[..., block], (amax / 448)[..., 0], rounding)
-        scaled = np.clip(part * (np.float32(448) / amax), -448, 448)
-        expected = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-        steps = np.abs(elements[..., columns].view(np.uint8).astype(int) - expected.astype(int))
-        assert steps.max() <= (rounding > 0)
-    back = np.asarray(dequantise(elements, scales, jnp.float32))
-    assert np.abs(back - x)[0].max() <= np.abs(x[0]).max() / 16
-
-
 @pytest.mark.parametrize("quant, blocks", [
     (Quant.FP8, Blocks.TILES), (Quant.FP8_UE8M0, Blocks.TILES), (Quant.MXFP8, Blocks.ROWS),
-    (Quant.FP8_POW2, Blocks.ROWS),
+    (Quant.FP8_POW2, Blocks.ROWS), (Quant.FP8, Blocks.ROWS),
 ])  # fmt: skip
 def test_forms_as_in_c(quant, blocks):
     """The bytes and scales of libep's own kernels, which quantise a slab for each expert."""
-    x = np.random.default_rng(5).standard_normal((2, 256, 160)).astype(np.float32)
+    generator = np.random.default_rng(5)
+    x = generator.standard_normal((2, 256, 160)) * 10.0 ** generator.integers(-8, 8, (2, 256, 1))
+    x = x.astype(np.float32)
+    x[0, 0], x[1, 1, 3], x[1, 1, 5] = 0, np.inf, np.nan
     elements, scales = map(np.asarray, jax.jit(quantise, static_argnums=1)(x, Form(quant, blocks)))
     values, wanted = np.empty(x.shape, np.uint8), np.empty_like(scales)
     (alone,) = libep.Bootstrap.local(1)
@@ -179,10 +145,12 @@ def test_forms_as_in_c(quant, blocks):
     with alone, libep.Group(alone, **fields) as group:
         out = libep.tensor(values, libep.Type.FP8_E4M3)
         group.quantise_rows(x, out=out, scales=wanted, quant=quant, blocks=blocks)
-    np.testing.assert_array_equal(scales, wanted)
-    np.testing.assert_array_equal(elements.view(np.uint8), values)
+    is_exact = DEVICE == "cpu"  # XLA's divisions on GPUs are not
+    np.testing.assert_allclose(scales.astype(float), wanted, 0 if is_exact else 2.0**-22)
+    steps = np.abs(elements.view(np.uint8).astype(int) - values.astype(int))
+    assert steps.max() <= (0 if is_exact else 1)
     back = dequantise(elements, scales, jnp.float32, Form(quant, blocks))
-    assert np.abs(back - x).max() <= np.abs(x).max() / 16
+    assert np.abs(back - x)[0].max() <= np.abs(x[0]).max() / 16
 
 
 @pytest.mark.parametrize("per_expert", [False, True])

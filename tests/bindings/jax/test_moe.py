@@ -78,8 +78,8 @@ def as_batches(layer, params, x):
 
 FORMS = [({}, {}), (dict(V3, is_early=True), MOST), (dict(V3), MOST),
          (dict(is_early=True, normalise=True), dict(shared=40))]  # fmt: skip
-CASES = [(size, "plain", dtype, size == 2, form) for size in (1, 2, 4) for dtype in (
-    "float32", "bfloat16") for form in (1, 2)]  # fmt: skip
+CASES = [(1, "plain", "float32", False, 1), (2, "plain", "bfloat16", True, 1),
+         (4, "plain", "float32", False, 2), (4, "plain", "bfloat16", False, 1)]  # fmt: skip
 CASES += [(2, wrap, "float32", form != 1, form) for wrap in WRAPPERS for form in (1, 3)]
 CASES += [(4, "nothing", "bfloat16", True, 0), (4, "named", "float32", True, 0)]
 
@@ -99,9 +99,11 @@ def test_layer(bootstrap, capsys, size, wrap, dtype, is_inside, form):
     routing = Routing(EXPERTS, TOP_K, **{n: v for n, v in options.items() if n != "is_early"})
     reference = functools.partial(dense, routing)
     tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
-    assert_close(jax.jit(layer)(params, x), reference(params, x), tolerance)
     step = value_and_grads(layer)
-    assert_close(step(params, x)[1], value_and_grads(reference)(params, x)[1], tolerance)
+    ((_, y), grads), ((_, dense_y), dense_grads) = (
+        run(params, x) for run in (step, value_and_grads(reference))
+    )
+    assert_close((y, grads), (dense_y, dense_grads), tolerance)
     ep.check()
     text = str(jax.make_jaxpr(step)(params, x))
     calls = {name: len(re.findall(rf"= ep_{name}\b", text)) for name in (

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import processes
 import pytest
 from base import DEVICE, TREE
 from processes import finish, finish_all, free_port, spawn
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="starts CPU devices of i
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
+    monkeypatch.setattr(processes, "PRELOADED", ["jax", "jax.numpy"])
     for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -42,8 +44,11 @@ def start_two(arguments):
     return [spawn(*arguments(address, str(number))) for number in range(2)]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_processes(devices, nodes):
+@pytest.mark.parametrize("devices, topology", [(1, ""), (2, ""), (2, "2")])
+def test_processes(devices, topology, monkeypatch):
+    """Of one node, or of two."""
+    monkeypatch.setenv("LIBEP_TOPOLOGY", topology)
+    monkeypatch.setenv("LIBEP_INTERFACE", "lo")
     program = os.path.join(HERE, "process.py")
     started = start_two(lambda address, number: [program, address, "2", number, str(devices)])
     results = finish_all(started, SECONDS)

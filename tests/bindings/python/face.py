@@ -7,13 +7,15 @@ import functools
 import libep
 import numpy as np
 from base import SECONDS, run_threads
-from libep import Extras, Group, Handle, PlanTensors, Prepare
+from libep import Extras, Group, Handle, Plans, PlanTensors, Prepare
+from reference import pad
 
 NAME = "ctypes"
 LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
 DTYPES = ("float32", "float16")
 SIZES = (1, 2, 3, 4)
-HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = True
+HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = HAS_PLANS = True
+PADS_ALWAYS = False
 BATCHED_ROWS, COUNTS_BACKWARD = 48, False
 COUNTERS = "expert_tokens peer_rows peer_bytes peer_wait_ns peer_longest_wait_ns".split()
 HAS_CHECKPOINTS = HAS_IDS_OF_TAILS = False
@@ -47,10 +49,20 @@ class Step:
         found = {name: self.counters[name] for name in names if name in self.counters}
         return dict(extras=Extras(*biases, **found))
 
-    def __init__(self, world, rank, handle, expected, **plan):
-        self.world, self.rank, self.handle, self.plan = world, rank, handle, plan
+    def __init__(self, case, world, rank, handle, expected):
+        self.world, self.rank, self.handle, self.plan = world, rank, handle, {}
         self.scale, self.is_per_token = expected.scale, expected.is_per_token
-        self.x, self.w = world.x[rank], world.weights[rank]
+        self.x, self.w, self.grad = (
+            pad(case, world, each[rank], np.nan)
+            for each in (world.x, world.weights, world.grad_out)
+        )
+        self.topk_idx = pad(case, world, world.idx[rank], 1)
+        self.num_tokens = np.array([world.tokens[rank]], np.int32) if case.is_padded else None
+
+    def routing(self):
+        """What prepare takes. The handle keeps it: nothing else refers to these arrays."""
+        count = self.num_tokens
+        return self.topk_idx.copy(), None if count is None else count.copy()
 
     def outputs(self, case, lead):
         scale = self.scale
@@ -100,7 +112,7 @@ class Step:
         """The gradients of tokens and weights."""
         grad, grad_slot = rows(*self.recv.shape), None if slot_w is None else rows(*slot_w.shape)
         self.handle.combine_backward(
-            self.world.grad_out[self.rank], slot_w, None if slot_w is None else done,
+            self.grad, slot_w, None if slot_w is None else done,
             grad_expert_out=grad, grad_slot_weights=grad_slot, **self.plan,
         )  # fmt: skip
         recv, grad_w = self.recv, None
@@ -121,6 +133,22 @@ class Step:
         return grad_x, grad_topk
 
 
+def make_plan(handle):
+    """Memory for a named plan, aligned to 64."""
+    memory = np.empty(handle.plan_bytes + 64, np.uint8)
+    return memory[-memory.ctypes.data % 64 :][: handle.plan_bytes]
+
+
+def pass_plan(step, group, case, options):
+    """Let another handle of the same configuration go on with the step."""
+    plan = step.plan["plan"] if step.plan else step.handle.plan()
+    if case.plans == "named":
+        moved = make_plan(step.handle)
+        moved[:] = plan
+        plan[:], plan = 0xA5, moved
+    step.plan, step.handle = dict(plan=plan), Handle(group, **dict(options, plans=Plans.NAMED))
+
+
 def plan_outputs(world, rank, kind):
     """Memory for what prepare writes, by the names of PlanTensors."""
     local = len(world.experts_of(rank))
@@ -139,35 +167,45 @@ def play(bootstrap, world, case, expected):
         fields["max_recv_rows"] = case.capacity
     if case.layout == "expert_major":
         fields["alignment"] = case.alignment
-    options = dict(rows_per_expert=BATCHED_ROWS) if case.layout == "batched" else {}
+    options = dict(layout=case.layout)
+    if case.layout == "batched":
+        options["rows_per_expert"] = BATCHED_ROWS
+    if case.plans == "named":
+        options["plans"] = Plans.NAMED
     with Group(bootstrap, **fields) as group:
-        handle, local = Handle(group, layout=case.layout, **options), len(world.experts_of(rank))
+        handle, local = Handle(group, **options), len(world.experts_of(rank))
         sizes = local, *4 * [world.size]
         made = {name: np.zeros(size, np.int64) for name, size in zip(COUNTERS, sizes)}
         for _ in range(case.steps):
             numbers = plan_outputs(world, rank, np.int64 if case.alignment == 1 else np.int32)
             out = PlanTensors(**numbers)
-            step = Step(world, rank, handle, expected[rank])
+            step = Step(case, world, rank, handle, expected[rank])
             step.counters = made if case.is_counted else {}
-            routing = world.idx[rank].copy()
+            step.plan = dict(plan=make_plan(handle)) if case.plans == "named" else {}
             if is_latency:
                 step.outputs(case, 0)
                 if case.is_split:
-                    send(step, Prepare(routing, out=out))
+                    send(step, Prepare(*step.routing(), out=out))
                     waits = COUNTERS[0], *COUNTERS[3:]
                     handle.dispatch_wait(**step.received(), **step.extras(waits))
-                else:  # prepare records its arrays, and the dispatch reads them
-                    handle.prepare(routing, out=out)
+                else:
+                    handle.prepare(*step.routing(), out=out)
+                    np.full_like(step.topk_idx, -3)  # likely where freed memory would have been
                     handle.dispatch(*step.given(), **step.received(), **step.extras(COUNTERS))
             else:
-                handle.prepare(routing, out=out, **step.extras(COUNTERS[3:]))
-                info = handle.info()
-                step.outputs(case, case.capacity or info.recv_rows)
-                assert info.expert_counts == tuple(numbers["expert_counts"])
-                assert info.expert_padded == tuple(numbers["expert_padded"])
-                assert info.expert_offsets == tuple(numbers["expert_offsets"])
-                assert info.recv_rows == numbers["recv_rows"][0]
-                handle.dispatch(*step.given(), **step.received(), **step.extras(COUNTERS))
+                counted = step.extras(COUNTERS[3:])
+                handle.prepare(*step.routing(), out=out, **step.plan, **counted)
+                if case.plans != "named":
+                    info = handle.info()
+                    assert info.expert_counts == tuple(numbers["expert_counts"])
+                    assert info.expert_padded == tuple(numbers["expert_padded"])
+                    assert info.expert_offsets == tuple(numbers["expert_offsets"])
+                    assert info.recv_rows == numbers["recv_rows"][0]
+                if case.plans != "own":
+                    pass_plan(step, group, case, options)
+                step.outputs(case, case.capacity or numbers["recv_rows"][0])
+                extras = step.extras(COUNTERS)
+                step.handle.dispatch(*step.given(), **step.received(), **step.plan, **extras)
             call = functools.partial(handle.combine_send, **step.extras(COUNTERS[1:]))
             call = call if case.is_split else None
             done, slot_w = step.combine(case.weights, call)

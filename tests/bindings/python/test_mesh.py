@@ -6,10 +6,8 @@ import pickle
 import numpy as np
 import pytest
 from base import refused, run_threads
-from face import config
-from libep import AxisRole, Group, Handle, Mesh, TensorKind
+from libep import AxisRole, Mesh, TensorKind
 from processes import check, run
-from reference import World
 
 TEXT = "data=2,fsdp=3,expert=2"
 
@@ -92,31 +90,6 @@ def test_sharding():
 # ---- groups --------------------------------------------------------------------------------------
 
 
-def test_groups_of_a_mesh(seed, nodes):
-    """A step in the EP group of a rank, whose other groups work at the same time."""
-    worlds = [World(seed + r, size=2) for r in range(12)]
-
-    def body(bootstrap):
-        mesh = Mesh(TEXT)
-        with mesh.bootstrap(bootstrap, mesh.role_axes(AxisRole.EXPERT)) as own:
-            place, ranks = mesh.group("expert", bootstrap.rank)
-            world = worlds[ranks[0]]
-            assert (own.rank, own.size) == (place, len(ranks))
-            with refused("EpError bootstraps of a mesh"):
-                bootstrap.close()
-            with Group(own, **config(world)) as group:
-                layer, rank = Handle(group), own.rank
-                layer.prepare(world.idx[rank])
-                recv = np.empty((layer.info().recv_rows, world.hidden), np.float32)
-                layer.dispatch(world.x[rank], recv_tokens=recv)
-                out = np.empty_like(world.x[rank])
-                layer.combine(recv, out=out)
-                count = (world.idx[rank] >= 0).sum(1, keepdims=True)
-                np.testing.assert_array_equal(out, count * world.x[rank])
-
-    run_threads(12, body)
-
-
 def test_processes_of_a_mesh(tmp_path, nodes):
     """Over a store all groups of the mesh gather together."""
     source = """
@@ -140,5 +113,9 @@ def test_different_meshes():
         mesh = Mesh("fsdp=2" if bootstrap.rank else "expert=2")
         with refused("MISMATCH"):
             mesh.bootstrap(bootstrap, ())
+        with Mesh("fsdp=2").bootstrap(bootstrap, "fsdp") as own:
+            assert (own.rank, own.size) == (bootstrap.rank, 2)
+            with refused("EpError bootstraps of a mesh"):
+                bootstrap.close()
 
     run_threads(2, body)

@@ -2,17 +2,18 @@
 """What tests of released programs share: ranks that stay, and have imported a release."""
 
 import itertools
-import os
 import sys
 from urllib.error import URLError
 
 import pytest
+from ranks import FOLDERS, Ranks
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [HERE, os.path.join(HERE, "../common")]
+sys.path[:0] = FOLDERS
 
-from ranks import Ranks  # noqa: E402
+import processes  # noqa: E402
 from wheels import RELEASES, unpack  # noqa: E402
+
+processes.PRELOADED = ["torch", "torch.distributed", "libep.torch", "libep.deep_ep"]
 
 
 def pytest_generate_tests(metafunc):

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of a process group that import a release once, and then play many cases.
-
-ranks.py RANK SIZE PORT DEVICE MODULE    the program of one rank
-"""
+"""Processes of a process group that import a release once, and then play many cases."""
 
 import contextlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 import threading
 import traceback
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-EXAMPLES = os.path.join(HERE, "../../../bindings/torch/examples")
+TREE = os.path.join(HERE, "../../..")
+FOLDERS = [HERE, f"{HERE}/../common", f"{TREE}/bindings/torch/examples", f"{TREE}/tools/frameworks"]
 SECONDS = "10"  # deadline of libep's waits
+PROGRAM = f"import sys; sys.path.insert(0, {HERE!r}); import ranks; ranks.main(*sys.argv[1:])"
 MOST_SECONDS = 400  # of a case, until its ranks are killed
 
 
@@ -49,20 +47,14 @@ class Ranks:
 
     def _start(self):
         from base import DEVICE
-        from processes import free_port
+        from processes import free_port, spawn
 
-        environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo", LIBEP_TIMEOUT=SECONDS)
+        environment = dict(GLOO_SOCKET_IFNAME="lo", LIBEP_TIMEOUT=SECONDS)
         if DEVICE == "cuda":
             environment["LIBEP_SHARE_GPUS"] = "yes"  # there may be fewer GPUs than ranks
         end = str(self.size), str(free_port()), DEVICE, self._path
-        self._started = [
-            subprocess.Popen(
-                [sys.executable, os.path.join(HERE, "ranks.py"), str(rank), *end],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,  # stderr is that of pytest, which shows it
-                text=True,
-                env=environment,
-            )
+        self._started = [  # their stderr is that of pytest, which shows it
+            spawn("-c", PROGRAM, str(rank), *end, stderr=None, **environment)
             for rank in range(self.size)
         ]
 
@@ -90,7 +82,7 @@ def main(rank, size, port, device, path):
     # Answers go to the pipe alone; what a release prints goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.path[:0] = [HERE, EXAMPLES, os.path.join(HERE, "../common")]
+    sys.path[:0] = FOLDERS
     import torch
     import torch.distributed as dist
 
@@ -106,7 +98,3 @@ def main(rank, size, port, device, path):
         except Exception:
             answer = {"error": f"rank {rank}: {traceback.format_exc()}"}
         print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

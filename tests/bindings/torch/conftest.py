@@ -18,6 +18,7 @@ EXAMPLES = os.path.join(HERE, "../../../bindings/torch/examples")
 sys.path[:0] = [HERE, os.path.join(HERE, "../common"), EXAMPLES]
 
 import base  # noqa: E402
+import processes  # noqa: E402
 from base import DEVICE, NODES, SECONDS, make_nodes  # noqa: E402
 from reference import World  # noqa: E402
 
@@ -26,6 +27,7 @@ BACKEND = libep.Backend.CUDA if DEVICE == "cuda" else libep.Backend.HOST
 
 seed, nodes = base.seed, make_nodes(*NODES)
 torch.set_num_threads(1)
+processes.PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "libep.torch", "libep.deep_ep"]
 
 
 def make_group(meeting, world=None, **fields):

@@ -6,6 +6,7 @@ import contextlib
 import numpy as np
 import torch
 from conftest import DEVICE, make_group, on_device, run_threads, use_gpu
+from reference import pad
 from torch.utils.checkpoint import checkpoint
 
 import libep
@@ -16,6 +17,7 @@ LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (1, 2, 3)
 HAS_EXACT_SIZES = HAS_UNEVEN_EXPERTS = HAS_CHECKPOINTS = HAS_IDS_OF_TAILS = True
+HAS_PLANS = PADS_ALWAYS = False
 BATCHED_ROWS, COUNTS_BACKWARD = 24, False
 NUMBERS = "expert_counts expert_padded expert_offsets expert_ends totals source_rows".split()
 
@@ -41,10 +43,13 @@ def play(bootstrap, world, case, expected):
         counters = ep.Counters.zeros(handle) if case.is_counted else ep.Counters()
         counts = dict(counters=counters if case.is_counted else None)
         for _ in range(case.steps):
-            x = on_device(world.x[rank]).to(getattr(torch, case.dtype))
-            x.requires_grad_(not is_latency)
-            w = on_device(world.weights[rank], grad=not is_latency)
-            inputs = x, on_device(world.idx[rank])
+            x, w, grad = (pad(case, world, a[rank], np.nan)
+                          for a in (world.x, world.weights, world.grad_out))  # fmt: skip
+            x = on_device(x).to(getattr(torch, case.dtype)).requires_grad_(not is_latency)
+            w = on_device(w, grad=not is_latency)
+            inputs = x, on_device(pad(case, world, world.idx[rank], 2))
+            if case.is_padded:
+                counts["num_tokens"] = torch.tensor([world.tokens[rank]], device=group.device)
             sent = () if case.weights in ("none", "home") else (w,)
             home = dict(topk_weights=w) if case.weights == "home" else {}
             biases = [
@@ -74,7 +79,7 @@ def play(bootstrap, world, case, expected):
 
             out, received = checkpoint(run, use_reentrant=False) if case.checkpoint else run()
             if not is_latency:
-                out.backward(on_device(world.grad_out[rank]).to(out.dtype))
+                out.backward(on_device(grad).to(out.dtype))
         assert group.status().status == libep.Status.OK
         got = dict(recv=received.tokens, recv_w=received.topk_weights, recv_idx=received.topk_idx,
                    out=out, grad_x=x.grad, grad_w=w.grad)  # fmt: skip

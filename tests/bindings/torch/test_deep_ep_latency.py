@@ -6,7 +6,7 @@ import pytest
 import torch
 from base import refused
 from conftest import (
-    DEVICE, assert_equal, inputs_of, make_buffer, off, refuse_each, run_threads, wrong_indices,
+    DEVICE, assert_equal, inputs_of, off, refuse_each, wrong_indices,
     wrong_rows, wrong_weights
 )  # fmt: skip
 from reference import expert_major
@@ -174,34 +174,6 @@ def test_nvfp4(buffer, rank, world, seed, factor, is_split):
             assert_same_bytes(values[row, :, i], expected[0])
             place = got[row % 32, row // 32, 0, :, :, i].t().flatten()
             assert torch.equal(place[:10], factors[0]) and not place[10:].any()
-
-
-def test_two_in_flight(seed):
-    """Two micro-batches: the experts of one run while rows of the other travel."""
-    worlds = make_worlds(seed, *2 * [dict(max_tokens=MAX_TOKENS)])
-
-    def body(bootstrap):
-        rank = bootstrap.rank
-        with make_buffer(bootstrap) as buffer:
-            for _ in range(3):
-                data = [inputs_of(world, rank) for world in worlds]
-                sent = [
-                    buffer.low_latency_dispatch(x, idx, MAX_TOKENS, 6, use_fp8=False, **HOOK)
-                    for x, idx, _ in data
-                ]
-                combined = []
-                for world, (_, *routing), (rx, counts, handle, _, hook) in zip(worlds, data, sent):
-                    hook()
-                    check_slabs(world, rank, rx, counts)
-                    given = by_experts(world, rank, rx), *routing, handle
-                    combined.append(buffer.low_latency_combine(*given, **HOOK))
-                for world, (out, _, hook) in zip(worlds, combined):
-                    hook()
-                    assert_equal(out, world.forward(rank))
-                    with refused("EpError one call"):
-                        hook()
-
-    run_threads(3, body)
 
 
 @with_buffer()

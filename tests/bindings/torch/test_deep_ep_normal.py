@@ -92,23 +92,6 @@ def experts(world, rank, received):
     return received[0] * factors(world, rank, received[1], received[2])
 
 
-@with_buffer()
-def test_layout(buffer, rank, world):
-    layout, event = layout_of(buffer, on_device(world.idx[rank]), world.experts)
-    assert isinstance(event, EventOverlap) and event.event is None
-    assert layout["num_tokens_per_rdma_rank"] is None
-    per_rank, per_expert = (layout[f"num_tokens_per_{name}"] for name in ("rank", "expert"))
-    entries, is_in = list(world.entries(rank)), layout["is_token_in_rank"]
-    assert per_expert.dtype == per_rank.dtype == torch.int32 and is_in.dtype == torch.bool
-    counts = [sum(e == expert for _, _, e in entries) for expert in range(world.experts)]
-    assert per_expert.tolist() == counts
-    expected = np.zeros((world.tokens[rank], world.size), bool)
-    for token, _, expert in entries:
-        expected[token, expert // 2] = True
-    assert_equal(is_in, expected)
-    assert_equal(per_rank, expected.sum(0).astype(np.int32))
-
-
 @pytest.mark.parametrize("tokens", [None, [4, 0, 1], [0, 0, 0]])
 @pytest.mark.parametrize("alignment", [1, 8])
 @with_buffer("tokens")
@@ -265,15 +248,6 @@ def test_asynchronous(buffer, rank, world):
     with event:
         del rows
     assert_equal(out, world.forward(rank))
-
-
-@with_buffer()
-def test_ids_of_32_bits_and_no_weights(buffer, rank, world):
-    x, idx, _ = inputs_of(world, rank)
-    for dtype in (torch.int32, torch.int64):
-        rx, ridx, rweights, *_ = send(buffer, x, idx.to(dtype), None, world.experts)
-        assert ridx.dtype == dtype and rweights is None
-        assert_equal(rx, rows_of(world, rank))
 
 
 @pytest.mark.parametrize("tokens", [None, [4, 0, 1], [0, 0, 0]])

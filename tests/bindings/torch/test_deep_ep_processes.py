@@ -8,15 +8,16 @@ from conftest import DEEP_EP, HERE, need_gpus
 from processes import check, finish, finish_all, free_port, good, spawn
 
 
-def start(*arguments, **environment):
-    given = dict(GLOO_SOCKET_IFNAME="lo", LIBEP_SHARE_GPUS="yes")
+def start(*arguments, is_fork=False, **environment):
+    given = dict(GLOO_SOCKET_IFNAME="lo", LIBEP_SHARE_GPUS="yes", is_fork=is_fork)
     return spawn("-m", "libep.deep_ep", *arguments, **given, **environment)
 
 
 def run_ranks(size, program, *options, **environment):
     end = str(size), str(free_port()), *options
     program = os.path.join(HERE, program)
-    return finish_all([start(program, str(r), *end, **environment) for r in range(size)], 120)
+    ranks = [(program, str(rank), *end) for rank in range(size)]
+    return finish_all([start(*rank, is_fork=True, **environment) for rank in ranks], 120)
 
 
 def test_program(nodes):
@@ -92,7 +93,7 @@ def test_deepep_own_tests(program):
 
 
 def test_path_and_usage():
-    folder = good(finish(start("--path"), 60)).strip()
+    folder = good(finish(start("--path", is_fork=True), 60)).strip()
     assert os.path.exists(os.path.join(folder, "deep_ep", "__init__.py"))
-    status, _, err = finish(start("-m"), 60)
+    status, _, err = finish(start("-m", is_fork=True), 60)
     assert status == 1 and "script.py ARGUMENTS" in err

@@ -2,17 +2,23 @@
 """libep.deep_ep.HybridEPBuffer, against the brute-force reference that sees all ranks."""
 
 import copy
+import ctypes
+import functools
 
 import numpy as np
 import pytest
 import torch
 from base import refused
-from conftest import assert_equal, destroyed, inputs_of, on_device, other_device, refuse_each
+from conftest import (
+    DEVICE, assert_equal, destroyed, inputs_of, on_device, other_device, refuse_each, strided
+)  # fmt: skip
 from reference import Received
 from test_deep_ep_normal import with_buffer
 
-from libep.deep_ep import HybridEPBuffer
+import libep
+from libep.deep_ep import Buffer, HybridEPBuffer
 from libep.deep_ep.hybrid_ep_buffer import indices_to_map
+from libep.torch import _fast
 
 SIZE, HIDDEN, BOUND = 3, 16, 6
 FIELDS = dict(hidden_dim=HIDDEN, max_num_of_tokens_per_rank=BOUND, num_local_experts=2)
@@ -142,3 +148,69 @@ def test_refusals(buffer, rank, world):
         combine = dict(hidden=rows, probs=probs, handle=handle)
         refuse_each(buffer.combine_with_unpermute, combine, bad if len(rows) > 1 else {})
     buffer.combine_with_unpermute(hidden=rows, handle=handle)
+
+
+@with_hybrid(top_k=3)
+def test_in_one_call(buffer, rank, world):
+    """Once a configuration is known, C makes the calls. Python makes other tensors plain first."""
+    world, x, routing = prepare(world, rank)
+    send, sum, results = buffer.dispatch_with_permute, buffer.combine_with_unpermute, []
+    for change in (lambda t: t, lambda t: t, strided):
+        assert (buffer._steps_at != 0) == bool(results)
+        given = {name: change(each) for name, each in dict(routing, hidden=x).items()}
+        rows, probs, _, counts, handle = send(**given)
+        back = sum(hidden=change(rows), probs=change(probs[:, None])[:, 0], handle=handle)
+        results.append((rows, probs, counts, *back))
+        for one, other in zip(results[0], results[-1]):
+            assert_equal(one, other)
+    with refused("TYPE routing_map: expected bool, got torch.uint8"):
+        send(hidden=x, routing_map=routing["routing_map"].byte())
+    calls = [
+        functools.partial(send, hidden=x, **routing),
+        functools.partial(send, hidden=x, handle=handle),
+        functools.partial(sum, hidden=rows, handle=handle),
+    ]
+    for call in calls:
+        with buffer._groups._all[-1].group._lock:
+            with refused("RuntimeError one thread at a time .* of libep.torch while another"):
+                call()
+        call()
+
+
+def test_no_memory(monkeypatch):
+    """Where PyTorch has none, its own error is raised, by each call that C makes."""
+    (alone,) = libep.Bootstrap.local(1)
+    x, w = torch.ones(8, HIDDEN, device=DEVICE), torch.ones(8, 4, device=DEVICE)
+    idx = torch.arange(4, device=DEVICE).repeat(8, 1)
+    hybrid, buffer = HybridEPBuffer(alone, **FIELDS), Buffer(alone)
+    routing_map, _ = indices_to_map(idx, None, 8, 4)
+    *_, in_rank, _ = (layout := buffer.get_dispatch_layout(idx, 4))
+    given = dict(is_token_in_rank=in_rank, num_tokens_per_expert=layout[2], topk_idx=idx)
+    sent = [
+        functools.partial(hybrid.dispatch_with_permute, hidden=x, routing_map=routing_map),
+        functools.partial(buffer.dispatch, x, topk_weights=w, **given),
+    ]
+    (rows, *_, handle), (flat, _, flat_w, _, plain, _) = (call() for call in sent)
+    for _ in range(2):
+        calls = [
+            *sent,
+            functools.partial(hybrid.dispatch_with_permute, hidden=x, handle=handle),
+            functools.partial(hybrid.combine_with_unpermute, hidden=rows, handle=handle),
+            functools.partial(buffer.dispatch, x, handle=plain),
+            functools.partial(buffer.combine, flat, plain, topk_weights=flat_w),
+        ]
+        for call in calls:
+            call()
+    none = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 7)(lambda *_: 1)
+    monkeypatch.setattr(_fast._functions, "empty", ctypes.cast(none, ctypes.c_void_p).value)
+    for call in calls:
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            call()
+    monkeypatch.undo()
+    for call in calls:
+        call()
+    hybrid.destroy(), buffer.destroy()
+    for call in calls:
+        with refused("EpError destroyed|closed"):
+            call()
+    alone.close()

@@ -125,6 +125,30 @@ def test_nvfp4(group, seed, mode, order):
             ep.dispatch(handle, *given, global_scale=wrong)
 
 
+@orders
+@pytest.mark.parametrize("quant", [Quant.FP8, Quant.MXFP8])
+@on_ranks(**SIZES)
+def test_gradients(group, seed, quant, order):
+    """Gradients of a combine travel as e4m3; the op gives both parts of them."""
+    torch.manual_seed(seed + group.rank)
+    x, grad_out = torch.randn(2, TOKENS, HIDDEN).to(group.device)
+    idx = torch.full((TOKENS, 2), 2 * group.rank, device=group.device)
+    idx[:, 1] += 1
+    handle = ep.Handle(group, grad_quant=quant, scale_order=order)
+    received = ep.dispatch(handle, x, idx, torch.ones(TOKENS, 2, device=group.device))
+    rows = received.tokens.detach().requires_grad_()
+    ep.combine(handle, received.plan, rows, bias=x).backward(grad_out)
+    values, scales = quantise(grad_out.cpu(), quant)
+    each = scales.repeat_interleave(32 if quant == Quant.MXFP8 else 128, -1)[:, :HIDDEN]
+    wanted = (values.float() * each).repeat(2, 1)
+    assert torch.equal(rows.grad[: 2 * TOKENS].cpu(), wanted) and not rows.grad[2 * TOKENS :].any()
+    with refused("UNSUPPORTED weights: expected None on a handle with a grad_quant"):
+        ep.combine(handle, received.plan, rows, received.topk_weights)
+    with refused("NULL since the handle's grad_quant is given"):
+        plan, out = received.plan.bytes, values.new_empty(rows.shape).to(group.device)
+        torch.ops.libep.combine_backward(handle.key, plan, grad_out, None, None, out, None)
+
+
 def test_global_scale_of_another_format(alone):
     group = alone(hidden=128)
     x, one = torch.ones(2, 128, device=group.device), torch.ones(1, device=group.device)

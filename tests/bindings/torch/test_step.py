@@ -1,45 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What steps of libep.torch have beside those of the common suite."""
 
-import numpy as np
-import pytest
 import torch
 from base import refused
-from conftest import assert_equal, on_device, on_ranks, ones
-from reference import Received
+from conftest import ones
 
 import libep.torch as ep
-
-
-@pytest.mark.parametrize("mode", ["auto", "latency"])
-@on_ranks("mode", world=dict(tokens=[5, 3, 0], max_tokens=6))
-def test_first_tokens_alone(group, rank, world, mode):
-    """num_tokens: buffers of a fixed shape with fewer tokens in them."""
-
-    def pad(array, value):
-        full = np.full((world.max_tokens, array.shape[1]), value, array.dtype)
-        full[: len(array)] = array
-        return on_device(full)
-
-    is_latency = mode == "latency"
-    handle = ep.Handle(group, **(dict(max_recv_rows=100) if is_latency else {}))
-    count = torch.tensor([world.tokens[rank]], device=group.device)
-    x, idx = pad(world.x[rank], np.nan), pad(world.idx[rank], 2)
-    x.requires_grad_(not is_latency)
-    weights = pad(world.weights[rank], np.nan)
-    received = ep.dispatch(handle, x, idx, weights, num_tokens=count)
-    # Where it is counted, prepare goes another way.
-    again = ep.dispatch(
-        handle, x.detach(), idx, weights, num_tokens=count, counters=ep.Counters.zeros(handle)
-    )
-    assert_equal(again.plan.numbers, received.plan.numbers)
-    rows, scale = received.tokens, Received(world, rank, "expert_major").scale[:, None]
-    rows = torch.cat([rows[: len(scale)] * on_device(scale), rows[len(scale) :]])
-    out = ep.combine(handle, received.plan, rows, received.topk_weights)
-    assert_equal(out, pad(world.forward(rank), 0))
-    if not is_latency:
-        out.backward(pad(world.grad_out[rank], np.nan))
-        assert_equal(x.grad, pad(world.backward(rank)[0], 0))
 
 
 def test_rows_past_the_last_slab_are_zero(alone):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's release without an installation: its classes that dispatch and combine, ready to be made.
+For vllm_step.py and the tests of released programs.
 
 prepare() comes first. What stands in: the configuration, the platform, process groups, and kernels
 where there is no GPU (quantising, the sum over top-k, expert ids of deepep_v2).
@@ -12,9 +13,10 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from dense import DEVICE
 from stand_ins import stand_in
 from wheels import unpack
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 HOLLOW = """
     vllm vllm._aiter_ops vllm._custom_ops vllm.config vllm.config.load vllm.config.vllm

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef MOE_PTX_CUH
-#define MOE_PTX_CUH
+#ifndef COMMON_PTX_CUH
+#define COMMON_PTX_CUH
 
-/** Clusters, copies into shared memory, mbarriers, and the matrix units of sm_90a: one instruction
- *  each, and on the host what they need. */
+/** Words that others look at, copies, mbarriers, clusters, and the matrix units of sm_90a: one
+ *  instruction each, and on the host what they need. */
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -12,6 +12,51 @@
 
 __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+/* ---- words ---- */
+
+__device__ __forceinline__ uint64_t global_timer(void) {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
+__device__ __forceinline__ void store_release(uint32_t *address, uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t *address) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_relaxed(uint32_t *address, uint32_t value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t *address) {
+    uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t *address) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+/** Add one and return the old value. Unlike atomicAdd, whose result the compiler shares among the
+ *  threads of a warp, it does not block until that is used. */
+__device__ __forceinline__ uint32_t count_up(uint32_t *address) {
+    uint32_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(address)
+                 : "memory");
+    return before;
 }
 
 /* ---- copies, which complete an mbarrier ---- */
@@ -75,12 +120,50 @@ static inline bool tensor_map_make(const void *data, int64_t rows, int64_t colum
                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+/* ---- bulk copies ---- */
+
+__device__ __forceinline__ void bulk_load(char *stage, const char *from, uint32_t bytes,
+                                          uint64_t *arrival) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(shared_address(stage)),
+                 "l"(from), "r"(bytes), "r"(shared_address(arrival))
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(char *to, const char *stage, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                 "r"(shared_address(stage)), "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/** Wait until at most PENDING of the latest stores still read their stages. */
+template <int PENDING> __device__ __forceinline__ void bulk_wait_read(void) {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ void bulk_wait_all(void) {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+/** Order what other threads have written to global memory, and this one has acquired, before its
+ *  bulk copies from there. */
+__device__ __forceinline__ void fence_bulk_loads(void) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 /* ---- mbarriers ---- */
 
 __device__ __forceinline__ void arrival_init(uint64_t *arrival, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(arrival)),
                  "r"(count)
                  : "memory");
+}
+
+/** Make the initialised barriers visible to the copy engine. */
+__device__ __forceinline__ void arrival_fence(void) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 __device__ __forceinline__ void arrival_arrive(uint64_t *arrival) {
@@ -188,9 +271,10 @@ __device__ __forceinline__ void products_commit(void) {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-/** Wait for all products: their sums can be read, and their operands overwritten. */
-__device__ __forceinline__ void products_wait(void) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+/** Wait for all groups of products but the `YOUNGEST` ones: their sums can be read, and their
+ *  operands overwritten. */
+template <int YOUNGEST> __device__ __forceinline__ void products_wait(void) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(YOUNGEST) : "memory");
 }
 
 /** The compiler keeps a sum in its register, and moves no use of it across this. */
@@ -198,7 +282,7 @@ __device__ __forceinline__ void keep_register(float &x) {
     asm volatile("" : "+f"(x)::"memory");
 }
 
-#define MOE_SUMS_8(i)                                                                           \
+#define SUMS_8(i)                                                                               \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
 
@@ -216,11 +300,36 @@ __device__ __forceinline__ void multiply_e4m3(float (&d)[64], uint64_t a, uint64
                  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
                  "%64, %65, p, 1, 1;\n"
                  "}"
-                 : MOE_SUMS_8(0), MOE_SUMS_8(8), MOE_SUMS_8(16), MOE_SUMS_8(24), MOE_SUMS_8(32),
-                   MOE_SUMS_8(40), MOE_SUMS_8(48), MOE_SUMS_8(56)
+                 : SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24), SUMS_8(32), SUMS_8(40), SUMS_8(48),
+                   SUMS_8(56)
                  : "l"(a), "l"(b), "r"(add));
 }
 
-#undef MOE_SUMS_8
+/** d[64 x 256] = a[64, 16] * b[256, 16]^T, or += with `add`; bf16. Elements are as above. */
+__device__ __forceinline__ void multiply_bf16(float (&d)[128], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.b32 p, %130, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+                 "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+                 "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
+                 "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
+                 "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "
+                 "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "
+                 "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, "
+                 "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, "
+                 "%120, %121, %122, %123, %124, %125, %126, %127}, "
+                 "%128, %129, p, 1, 1, 0, 0;\n"
+                 "}"
+                 : SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24), SUMS_8(32), SUMS_8(40), SUMS_8(48),
+                   SUMS_8(56), SUMS_8(64), SUMS_8(72), SUMS_8(80), SUMS_8(88), SUMS_8(96),
+                   SUMS_8(104), SUMS_8(112), SUMS_8(120)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+#undef SUMS_8
 
 #endif

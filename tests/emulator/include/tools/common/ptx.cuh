@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef MOE_PTX_CUH
-#define MOE_PTX_CUH
+#ifndef COMMON_PTX_CUH
+#define COMMON_PTX_CUH
 
 /**
- * Replaces tools/moe/ptx.cuh: the same instructions, emulated.
+ * Replaces tools/common/ptx.cuh: the same instructions, emulated.
  */
 
 #include <vector>
@@ -13,6 +13,60 @@
 static inline uint32_t shared_address(const void *pointer) {
     return ep_smem(pointer);
 }
+
+/* ---- words and bulk copies ---- */
+
+static inline uint64_t global_timer(void) {
+    emulated_poll();
+    return ep_global_timer();
+}
+
+static inline void __nanosleep(unsigned) {}
+
+static inline void store_release(uint32_t *address, uint32_t value) {
+    emulated_store(address, value, __ATOMIC_RELEASE);
+}
+
+static inline uint32_t load_acquire(const uint32_t *address) {
+    return emulated_load(address, __ATOMIC_ACQUIRE);
+}
+
+static inline void store_relaxed(uint32_t *address, uint32_t value) {
+    emulated_store(address, value, __ATOMIC_RELAXED);
+}
+
+static inline uint32_t load_relaxed(const uint32_t *address) {
+    return emulated_load(address, __ATOMIC_RELAXED);
+}
+
+static inline uint32_t load_acquire_gpu(const uint32_t *address) {
+    return emulated_load(address, __ATOMIC_ACQUIRE);
+}
+
+static inline uint32_t count_up(uint32_t *address) {
+    return atomicAdd(address, 1u);
+}
+
+static inline void arrival_fence(void) {}
+
+static inline void bulk_load(char *stage, const char *from, uint32_t bytes, uint64_t *arrival) {
+    emulated_bulk_load(stage, from, bytes, arrival);
+}
+
+static inline void bulk_store(char *to, const char *stage, uint32_t bytes) {
+    emulated_bulk_store(to, stage, bytes);
+    emulated_bulk_commit();
+}
+
+template <int PENDING> static inline void bulk_wait_read(void) {
+    emulated_bulk_wait(PENDING, 0);
+}
+
+static inline void bulk_wait_all(void) {
+    emulated_bulk_wait(0, 1);
+}
+
+static inline void fence_bulk_loads(void) {}
 
 /* ---- copies and loads: until they are made their places hold NaN ---- */
 
@@ -136,7 +190,7 @@ template <int COUNT> static inline void registers_give(void) {}
 template <int COUNT> static inline void registers_take(void) {}
 static inline void products_begin(void) {}
 static inline void products_commit(void) {}
-static inline void products_wait(void) {}
+template <int YOUNGEST> static inline void products_wait(void) {}
 static inline void keep_register(float &) {}
 
 static inline float emulated_e4m3(uint8_t code) {
@@ -147,14 +201,18 @@ static inline float emulated_e4m3(uint8_t code) {
     return code & 0x80 ? -magnitude : magnitude;
 }
 
-/* Column k of a row of a matrix as its descriptor says: rows of 128 bytes, eight of them together,
+/* Byte k of a row of a matrix as its descriptor says: rows of 128 bytes, eight of them together,
  * whose pieces of 16 bytes change places by the lowest bits of the row's address. */
-static inline float emulated_element(uint64_t matrix, int row, int k) {
+static inline const uint8_t *emulated_at(uint64_t matrix, int row, int k) {
     if (matrix >> 62 != 1) emulated_die("a matrix without swizzled rows of 128 bytes");
     uint32_t at = (uint32_t)(matrix & 0x3fff) << 4;
     at += (uint32_t)(row / 8) * ((uint32_t)(matrix >> 32 & 0x3fff) << 4);
     at += (uint32_t)(row % 8) * 128 + (uint32_t)k;
     at ^= (at >> 7 & 7) << 4;
+    return (const uint8_t *)emulated_shared() + at;
+}
+
+static inline float emulated_element(uint64_t matrix, int row, int k) {
     static const struct Values {
         float of[256];
         Values() {
@@ -162,20 +220,25 @@ static inline float emulated_element(uint64_t matrix, int row, int k) {
                 of[code] = emulated_e4m3((uint8_t)code);
         }
     } values;
-    return values.of[((const uint8_t *)emulated_shared())[at]];
+    return values.of[*emulated_at(matrix, row, k)];
 }
 
-/* Each thread computes its own elements. */
-static inline void multiply_e4m3(float (&d)[64], uint64_t a, uint64_t b, int add) {
+static inline float emulated_bf16(uint64_t matrix, int row, int k) {
+    const uint32_t bits = (uint32_t) * (const uint16_t *)emulated_at(matrix, row, 2 * k) << 16;
+    return __uint_as_float(bits);
+}
+
+/* Each thread computes its own elements: of rows and columns of K elements. */
+template <int K, int COLUMNS, float (*ELEMENT)(uint64_t, int, int)>
+static inline void emulated_multiply(float *d, uint64_t a, uint64_t b, int add) {
     const int thread = (int)threadIdx.x % 128, lane = thread % 32;
-    float rows[2][32];
-    for (int k = 0; k < 64; k++)
-        rows[k / 32][k % 32] =
-            emulated_element(a, thread / 32 * 16 + lane / 4 + k / 32 * 8, k % 32);
-    for (int column = 0; column < 32; column++) {
+    float rows[2][K];
+    for (int k = 0; k < 2 * K; k++)
+        rows[k / K][k % K] = ELEMENT(a, thread / 32 * 16 + lane / 4 + k / K * 8, k % K);
+    for (int column = 0; column < COLUMNS / 4; column++) {
         float sum[2] = {0, 0};
-        for (int k = 0; k < 32; k++) {
-            const float other = emulated_element(b, column / 2 * 8 + lane % 4 * 2 + column % 2, k);
+        for (int k = 0; k < K; k++) {
+            const float other = ELEMENT(b, column / 2 * 8 + lane % 4 * 2 + column % 2, k);
             sum[0] += rows[0][k] * other, sum[1] += rows[1][k] * other;
         }
         for (int r = 0; r < 2; r++) {
@@ -183,6 +246,14 @@ static inline void multiply_e4m3(float (&d)[64], uint64_t a, uint64_t b, int add
             to = add ? to + sum[r] : sum[r];
         }
     }
+}
+
+static inline void multiply_e4m3(float (&d)[64], uint64_t a, uint64_t b, int add) {
+    emulated_multiply<32, 128, emulated_element>(d, a, b, add);
+}
+
+static inline void multiply_bf16(float (&d)[128], uint64_t a, uint64_t b, int add) {
+    emulated_multiply<16, 256, emulated_bf16>(d, a, b, add);
 }
 
 #endif

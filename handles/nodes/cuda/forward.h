@@ -1,0 +1,38 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_NODES_CUDA_FORWARD_H
+#define EP_HANDLES_NODES_CUDA_FORWARD_H
+
+/**
+ * Latency mode on several nodes: the kernel that takes what has come from the other nodes.
+ *
+ * NCCL receives into one place, which the host knows. Only the device knows the operation's buffer
+ * (runtime/cuda/latency.h), so messages are copied there. There the ranks of this node read the
+ * rows of a dispatch, and this rank the sums of a combine. After a dispatch's rows each rank gets
+ * its heads, which say that the rows are here.
+ */
+
+#include "runtime/cuda/latency.h"
+
+typedef struct EpForwardArgs {
+    EpCudaGroup group;
+    EpLatency latency;
+    int32_t gives_heads; /**< of a dispatch; the rest is for its counters */
+    EpStatistics stats;
+    EpOwners owners;
+    int32_t top_k, expert_bits, carries_weights; /**< of records */
+} EpForwardArgs;
+
+#define EP_FORWARD_BLOCKS 96 /* most of a launch */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+int ep_cuda_open_forward(int shared_bytes);
+int ep_cuda_launch_forward(const void *args, int blocks, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

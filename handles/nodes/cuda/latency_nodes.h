@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_NODES_CUDA_LATENCY_NODES_H
+#define EP_HANDLES_NODES_CUDA_LATENCY_NODES_H
+
+/**
+ * Latency mode on several nodes of GPUs: the host's part.
+ *
+ *     dispatch   send ── exchange ── forward ── receive
+ *     combine    send ── relay ── exchange ── receive
+ *                weights ── exchange ── spread, before that: topk_weights at the tokens' ranks
+ *
+ * Kernels send within the node as on one node, and fill a message of a fixed size for each other
+ * node. NCCL exchanges the messages, between ranks of equal number, in one group of calls. So
+ * nothing waits on the host, and all of it can be captured. A dispatch's messages are copied to
+ * where the node's ranks read them, in the operation's own buffer (forward.h); a combine's relays
+ * add up what their node's ranks have for a row before they send it. The receiving kernel is
+ * that of one node's receive phase: it waits for ranks of its node alone.
+ *
+ * A whole operation runs on the caller's stream. A send phase leaves what follows its first kernel
+ * to a stream of the group, unless it is captured. A combine's receive phase reads what is copied
+ * to the operation's buffer, like a dispatch.
+ *
+ * There is no circular wait. Operations are in one order on all ranks. Kernels that send wait for
+ * nothing. A relay's kernel waits for these, an exchange for the relays' kernels of the same
+ * operation, and all of them precede on each rank what later operations send. So they end in the
+ * order of operations, on whatever multiprocessors are free: a receiving kernel that holds them
+ * waits for earlier ones alone.
+ */
+
+#include "handles/nodes/cuda/forward.h"
+#include "handles/nodes/cuda/relay.h"
+
+/** Returns the bytes of a group's tables; 0: it has none. */
+int64_t ep_latency_tables_bytes(const EpGroupConfig *config, int32_t num_ranks,
+                                const EpNodeSizes *nodes);
+
+/** Open and close what a group on several nodes has for latency mode. Local. */
+EpStatus ep_latency_nodes_open(EpGroup *group);
+void ep_latency_nodes_close(EpGroup *group);
+
+/** Set what the kernels of an operation on several nodes need besides, of a `phase`. */
+void ep_latency_nodes_describe(const EpGroup *group, EpPhase phase, int32_t token, int64_t steps,
+                               EpLatency *latency);
+
+/** A kernel of an operation. launch NULL: none. */
+typedef struct EpNodesKernel {
+    int (*launch)(const void *args, int blocks, void *stream);
+    const void *args;
+    int blocks;
+} EpNodesKernel;
+
+/** An operation, or one of its phases. */
+typedef struct EpNodesLaunch {
+    EpCudaLaunch order;            /**< its place: stream, phase, own, routing */
+    EpNodesKernel weights, spread; /**< an exchange of weights between them, first of all */
+    EpNodesKernel send, relay, receive;
+    const EpCudaGroup *group;
+    const EpLatency *latency; /**< of any of its kernels */
+    EpForwardArgs forward;    /**< all but group and latency */
+} EpNodesLaunch;
+
+EpStatus ep_latency_nodes_launch(const EpHandle *handle, const EpNodesLaunch *launch);
+
+#endif

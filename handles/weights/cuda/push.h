@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_WEIGHTS_CUDA_PUSH_H
+#define EP_HANDLES_WEIGHTS_CUDA_PUSH_H
+
+/** The kernels that move weights on one node, through the rings of the group: push.cu. */
+
+#include "handles/weights/shards.h"
+#include "runtime/cuda/device.h"
+
+/* Bytes of a chunk: a record of the group's rings. So many blocks reach the wire's speed. */
+#ifndef EP_PUSH_BYTES
+#define EP_PUSH_BYTES EP_MAX_ROW_BYTES
+#endif
+#define EP_PUSH_BLOCKS 64
+
+/* A sum sends each chunk to one rank and takes one from all; a gather sends each to all. */
+#define EP_PUSH_RECEIVERS(BLOCKS) ((BLOCKS) < 8 ? (BLOCKS) / 2 : (BLOCKS)*3 / 8)
+#define EP_PUSH_GATHER_RECEIVERS(BLOCKS) ((BLOCKS)-EP_PUSH_RECEIVERS(BLOCKS))
+
+/** As EpDivisor, for all numbers below 2^31: with log2 of the divisor rounded up, 2^(31 + log2) is
+ *  multiplied by its inverse, rounded up. */
+typedef struct EpLargeDivisor {
+    uint32_t by, magic;
+    int32_t shift;
+} EpLargeDivisor;
+
+static inline EpLargeDivisor ep_large_divisor(int64_t by) {
+    EpLargeDivisor d = {(uint32_t)by, 0, 31};
+    while (((int64_t)1 << (d.shift - 31)) < by)
+        d.shift++;
+    d.magic = (uint32_t)((((uint64_t)1 << d.shift) + (uint64_t)by - 1) / (uint64_t)by);
+    return d;
+}
+
+EP_HOST_DEVICE static inline uint32_t ep_large_quotient(uint32_t n, EpLargeDivisor d) {
+    return (uint32_t)((uint64_t)n * d.magic >> d.shift);
+}
+
+/** Where the shards of a tensor lie, in words of 1, 4 or 16 bytes. */
+typedef struct EpPushedShards {
+    int32_t word;             /**< bytes */
+    int32_t words;            /**< of a shard */
+    int32_t chunk, chunks;    /**< words of a chunk; chunks of a shard */
+    EpLargeDivisor run, rows; /**< words of a run; runs of a row of dimension 0 */
+    int64_t row_step, step;   /**< words between rows of dimension 0, and between runs of one */
+    int64_t base[EP_CUDA_MAX_RANKS]; /**< word at which each rank's shard begins */
+} EpPushedShards;
+
+/** Reduce a gradient, in words of 16 bytes. */
+typedef struct EpPushArgs {
+    EpCudaGroup group; /**< with the operation's digest */
+    EpPushedShards shards;
+    int32_t receivers; /**< blocks */
+    EpType type, out_type;
+    int32_t accumulate;
+    const void *grad;
+    void *out;
+} EpPushArgs;
+
+/** Gather shards. */
+typedef struct EpPushGatherArgs {
+    EpCudaGroup group;
+    EpPushedShards shards;
+    int32_t receivers;
+    const void *from; /**< this rank's shard, flat; NULL: it is in its place */
+    void *whole;
+} EpPushGatherArgs;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+int ep_cuda_open_push(void);
+int ep_cuda_launch_push(const EpPushArgs *args, int blocks, void *stream);
+int ep_cuda_launch_push_gather(const EpPushGatherArgs *args, int blocks, void *stream);
+#ifdef __cplusplus
+}
+#endif
+
+/** Returns whether kernels move shards of elements of `unit` bytes between so many ranks: on one
+ *  node, and if numbers of words fit. Equal on all ranks. */
+int ep_push_reaches(const EpNodeSizes *nodes, int32_t ranks, const EpShards *s, int64_t unit);
+
+/** Returns the bytes of the largest words of which runs are multiples. */
+int32_t ep_push_word(const EpShards *s, int64_t unit);
+
+/** Describe shards, but for their bases. Ranks may have different words: chunks are of bytes. */
+EpPushedShards ep_push_describe(const EpShards *s, int64_t unit, int32_t word);
+
+#endif
