@@ -28,8 +28,8 @@
       "multiprocessors that operations of the cuda backend may use; auto: all, on several "  \
       "nodes all but 32, or a quarter")                                                      \
     X(weight_sms, int64_t, "LIBEP_WEIGHT_SMS", "count", "auto",                              \
-      "blocks of a kernel of NCCL that moves weights on one node, and most of the kernels "  \
-      "that run beside it; auto: 48, and the others; equal on all ranks")                    \
+      "most blocks of a kernel that moves weights on one node; auto: 64, of NCCL's 48, and " \
+      "of kernels beside NCCL's the others; equal on all ranks")                             \
     X(bind, EpBind, "LIBEP_BIND", "choice: none|gpu", "none",                                \
       "gpu: bind each rank to the CPUs near its GPU when a group is created")                \
     X(check, EpCheck, "LIBEP_CHECK", "choice: none|rows|all", "rows",                        \

@@ -139,14 +139,14 @@ static EpGroupConfig group_config(const MoeOptions *o, EpBackend backend) {
     return config;
 }
 
-/* NCCL's kernels start beside one of libep if it leaves them so many multiprocessors, unless
- * --weight-sms says how many they take. */
-#define NCCL_SMS 48
+/* A kernel that moves weights starts beside one that moves tokens if that leaves it so many
+ * multiprocessors, unless --weight-sms says how many it takes. */
+#define WEIGHT_SMS 64
 
 static EpHandleConfig handle_config(const Layer *layer) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     const int sms = layer->device.multiprocessors;
-    const int ctas = layer->options->weight_sms ? (int)layer->options->weight_sms : NCCL_SMS;
+    const int ctas = layer->options->weight_sms ? (int)layer->options->weight_sms : WEIGHT_SMS;
     const int rest = sms - (sms / 2 < ctas ? sms / 2 : ctas);
     if (layer->overlaps) config.num_sms = rest > 2 ? rest : 2;
     if (layer->dispatches_e4m3) {
@@ -260,8 +260,8 @@ static bool share_device(Layer *layer) {
     return true;
 }
 
-/* In a stack NCCL's kernels run beside products, too. Blocks that stay until all tiles are done
- * would else begin when NCCL's have ended. */
+/* In a stack weights travel beside products, too. Blocks that stay until all tiles are done would
+ * else begin when the kernels that move weights have ended. */
 static bool leave_room(Layer *layer) {
     const int sms = layer->device.multiprocessors, ctas = (int)layer->options->weight_sms;
     if (layer->options->layers < 2 || !layer->overlaps || !ctas || ctas >= sms) return true;

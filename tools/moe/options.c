@@ -67,8 +67,8 @@ static const Option specs[] = {
     {0, "graph", "0|1", OPTION_SWITCH(graph), "graph", NOT_GIVEN,
      "on GPUs, replay the step as a graph (default 1 with --forward; on the host 1 is refused)"},
     {0, "weight-sms", "N", OPTION_INT(weight_sms, 0, 64), "weight_sms", 0,
-     "on GPUs, blocks of NCCL's kernels that move weights, and of those beside them (sets "
-     "LIBEP_WEIGHT_SMS; default 0: as libep likes)"},
+     "on GPUs, most blocks of a kernel that moves weights (sets LIBEP_WEIGHT_SMS; default: 32 in a "
+     "stack, whose products leave them free, else as libep likes)"},
     {0, "wire", "GB/S", OPTION_INT(wire, 1, 1 << 20), NULL, 350,
      "what a GPU sends to others, for the floors of calls of weights on GPUs (default 350)"},
     {0, "regather", "0|1", OPTION_SWITCH(regather), "regather", 0,
@@ -173,9 +173,10 @@ bool moe_options_check(void *options) {
     MoeOptions *o = options;
     char text[24];
     if (!validate(o)) return false;
+    if (o->overlap == NOT_GIVEN) o->overlap = o->backend == EP_BACKEND_CUDA && !o->forward;
+    if (o->layers > 1 && o->overlap && !o->weight_sms) o->weight_sms = 32;
     snprintf(text, sizeof(text), "%lld", (long long)o->weight_sms);
     if (o->weight_sms) setenv("LIBEP_WEIGHT_SMS", text, 1);
-    if (o->overlap == NOT_GIVEN) o->overlap = o->backend == EP_BACKEND_CUDA && !o->forward;
     const QuantFormat *format = quant_format(o->quant);
     bool rows = format->bits && !format->has_tiles;
     if (!o->blocks) o->blocks = rows ? EP_BLOCKS_ROWS : EP_BLOCKS_TILES;

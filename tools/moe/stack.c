@@ -13,9 +13,9 @@
  * memory for these, too: a gather then waits until the layer that used the memory is past it.
  *
  * No rank waits in a circle: all ranks queue the same in one order, in which each kernel follows
- * those that it waits for. A kernel of NCCL holds multiprocessors while it waits for other ranks,
- * but at most NCCL_SMS of them (layer.c). The operations of the EP group have no more blocks than
- * multiprocessors are left, so that both can run.
+ * those that it waits for. A kernel of weights holds multiprocessors while it waits for other
+ * ranks, but at most WEIGHT_SMS of them (layer.c). The operations of the EP group have no more
+ * blocks than multiprocessors are left, so that both can run.
  */
 
 #include "tools/moe/stack.h"

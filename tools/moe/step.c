@@ -10,18 +10,18 @@
  * circle, though a GPU may not have room for all blocks of both:
  *
  *   - Fork and join are on every rank at the same place of the step, and a GPU has one rank. So
- *     what holds multiprocessors of a GPU in an overlap is its dispatch, its kernels of NCCL, and
- *     kernels that wait for nobody and end.
+ *     what holds multiprocessors of a GPU in an overlap is its dispatch, its kernels that move
+ *     weights, and kernels that wait for nobody and end.
  *   - Dispatch needs the first two of its blocks on each rank (runtime/cuda/device.h). Its other
- *     blocks take no work until they run. NCCL's kernels leave room for two. So dispatch ends on
- *     all ranks, whatever NCCL's kernels wait for.
- *   - Then NCCL's kernels have all multiprocessors, and end as they do alone.
+ *     blocks take no work until they run. Kernels of weights leave room for two. So dispatch ends
+ *     on all ranks, whatever these wait for.
+ *   - Then kernels of weights have all multiprocessors, and end as they do alone.
  *
  * Whoever runs first, nothing else is asked of the order in which a GPU starts the two. All ranks
- * call dispatch first: the calls of NCCL may wait on the host for kernels of this GPU.
+ * call dispatch first: calls of NCCL may wait on the host for kernels of this GPU.
  *
- * The handle leaves multiprocessors to NCCL (layer.c), not for this but so that both run at once.
- * prepare needs half of its blocks together, so it runs before the fork.
+ * The handle leaves multiprocessors to these kernels (layer.c), not for this but so that both run
+ * at once. prepare needs half of its blocks together, so it runs before the fork.
  *
  * Memory that is used again: the side follows all of the stream's work before the fork, so what is
  * gathered overwrites weights that no product reads any more, and gradients are complete. What

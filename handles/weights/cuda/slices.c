@@ -105,7 +105,10 @@ static int is_sliced(const EpWeightWork *w) {
 }
 
 int ep_weight_push_blocks(const EpWeightWork *w) {
-    return (int)ep_min(w->cuda->device.blocks, EP_PUSH_BLOCKS);
+    const int64_t sms = w->group->settings.weight_sms;
+    int64_t most =
+        sms == EP_COUNT_AUTO ? EP_PUSH_BLOCKS : ep_max(sms, 2); /* one sends, one receives */
+    return (int)ep_min(w->cuda->device.blocks, ep_min(most, EP_PUSH_BLOCKS));
 }
 
 int ep_weight_blocks(const EpWeightWork *w) {
