@@ -5,22 +5,26 @@
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
 
-enum { RANKS = 3, DEPARTING = 1 };
-#define DEADLINE 0.4
+enum { RANKS = 3, DEPARTING = 1, ROUNDS = 12 /* at a time */, MOST = 60 };
+#define DEADLINE 0.8
 #define NOT_SOON 20.0 /* a few timeouts and NCCL's, on a busy machine */
 
-/* A rank that departs after some collective calls, or stops until the others have given up. */
+/* One creation: a rank departs after so many collective calls, or stops until the others have given
+ * up. */
+typedef struct Round {
+    int comm, collectives, stops;
+    _Atomic int made, others_left; /* ranks that have it; others whose call has returned */
+} Round;
+
 typedef struct Departing {
-    int collectives; /* that it still takes part in */
-    int gone, stops;
+    Round *round;
+    int collectives, gone; /* that it still takes part in */
 } Departing;
 
-static _Atomic int others_left; /* of all rounds: other ranks whose ep_group_create has returned */
-
 /* Not for ever: they must not wait for this rank. */
-static void stop(int round) {
+static void stop(const Round *round) {
     double end = seconds_now() + 2 * NOT_SOON;
-    while (others_left < (round + 1) * (RANKS - 1) && seconds_now() < end)
+    while (round->others_left < RANKS - 1 && seconds_now() < end)
         usleep(1000);
 }
 
@@ -29,8 +33,8 @@ static EpStatus gather_or_depart(void *test, const Wrapped *wrapped, const void 
     Departing *d = test;
     EpStatus status = d->gone ? EP_OK : forward_gather(wrapped, in, out, bytes, timeout);
     if (status != EP_OK || --d->collectives > 0) return status;
-    if (d->stops) {
-        if (d->collectives == 0) stop(d->stops - 1);
+    if (d->round->stops) {
+        if (d->collectives == 0) stop(d->round);
         return status;
     }
     d->gone = 1;
@@ -72,50 +76,46 @@ static void check_create_result(EpStatus status, int made, int gone, double seco
     CHECK(seconds < NOT_SOON, "it took %.1f s", seconds);
 }
 
-/* Returns how many ranks had a group. */
-static int end_round(const EpBootstrap *bootstrap, Made made) {
-    int has = has_made(&made), each[RANKS], count = 0;
-    ep_group_destroy(made.group);
-    ep_mesh_comm_destroy(made.comm);
-    CHECK_OK(bootstrap->allgather(bootstrap->context, &has, each, sizeof(has), 60));
-    for (int r = 0; r < RANKS; r++)
-        count += each[r];
-    end_bootstraps(bootstrap);
-    return count;
-}
-
 /* Make it while one rank departs, or stops: then that rank gets the call's result, whatever it is,
- * once it goes on. Returns how many ranks have it. */
-static int create(const EpBootstrap *bootstrap, int comm, int collectives, int stops) {
-    EpBootstrap next = next_bootstrap(bootstrap), own = next;
-    Departing departing = {collectives, collectives == 0, stops};
+ * once it goes on. */
+static void create(const EpBootstrap *bootstrap, void *arg) {
+    Round *round = arg;
+    EpBootstrap own = *bootstrap;
+    Departing departing = {round, round->collectives, !round->collectives};
     Wrapped wrapped = {.gather = gather_or_depart, .test = &departing};
     int is_odd = bootstrap->rank == DEPARTING;
     own.share = NULL, own.share_free = NULL;
-    if (comm) own = without_messages(&own);
+    if (round->comm) own = without_messages(&own);
     if (is_odd) wrap_bootstrap(&own, &wrapped);
     Made made = {.group = NULL};
     double start = seconds_now();
-    EpStatus status = make(&own, comm, &made);
-    check_note("the last of %d collectives", collectives);
-    if (stops && is_odd)
+    check_note("the last of %d collectives", round->collectives);
+    EpStatus status = make(&own, round->comm, &made);
+    if (round->stops && is_odd)
         CHECK((status == EP_OK) == has_made(&made), "status %d", status);
     else
         check_create_result(status, has_made(&made), is_odd && departing.gone,
                             seconds_now() - start);
-    if (stops && !is_odd) others_left++;
+    round->others_left += !is_odd;
+    round->made += has_made(&made);
     departing.collectives = 1 << 20; /* keep it until the group is destroyed */
-    return end_round(bootstrap, made);
+    ep_group_destroy(made.group);
+    ep_mesh_comm_destroy(made.comm);
 }
 
-static void depart_after_each(const EpBootstrap *bootstrap, int comm, int stops) {
-    int made = 0, collectives = stops;
-    for (; made < RANKS && collectives < 60; collectives++) {
-        CHECK(stops || made == 0 || made == RANKS - 1, "%d ranks of %d have made it", made, RANKS);
-        made = create(bootstrap, comm, collectives, stops * collectives);
+static void depart_after_each(int comm, int stops) {
+    int made = 0, count = 0;
+    for (int first = stops; made < RANKS && first < MOST; first += ROUNDS) {
+        Round rounds[ROUNDS] = {{0}};
+        for (int i = 0; i < ROUNDS; i++)
+            rounds[i].comm = comm, rounds[i].stops = stops, rounds[i].collectives = first + i;
+        RUN_SIDE_BY_SIDE(RANKS, create, rounds);
+        for (int i = 0; i < ROUNDS && made < RANKS; i++, count++) {
+            made = rounds[i].made;
+            CHECK(stops || !made || made >= RANKS - 1, "%d ranks of %d have made it", made, RANKS);
+        }
     }
-    CHECK(made == RANKS && collectives > 3, "%d ranks have made it after %d collectives", made,
-          collectives);
+    CHECK(made == RANKS && count > 3, "%d ranks have made it after %d collectives", made, count);
 }
 
 #if TESTS_ON_GPU && !defined(TESTS_EMULATED)
@@ -125,9 +125,9 @@ static void depart_after_each(const EpBootstrap *bootstrap, int comm, int stops)
 #endif
 /* The deadline of the call holds for each of its waits. */
 #define AFTER_EACH(name, skips, comm, stops)                                 \
-    ThreadTest(bootstrap_departed, name, RANKS) {                            \
+    SoloTest(bootstrap_departed, name) {                                     \
         if (skips) HOST_ONLY("NCCL is given a minute to set up, each time"); \
-        depart_after_each(bootstrap, comm, stops);                           \
+        depart_after_each(comm, stops);                                      \
     }                                                                        \
     struct name##_done
 AFTER_EACH(after_each_collective, ON_GPUS, 0, 0);

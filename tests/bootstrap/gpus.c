@@ -72,14 +72,18 @@ static void make_machine(Machine *m, const char *text) {
         change_machine(m, word);
 }
 
-/* Say which device each rank gets, and what is unusual: the domains, or that ranks share. */
+/* Say which device each rank gets, and what is unusual: the domains, ranks of a process that has
+ * others of its machine, or that ranks share. */
 static void describe(const Machine *m, char *text, size_t bytes) {
-    int n = 0, domains = 0;
+    int n = 0, domains = 0, threads = 0;
     for (int r = 0; r < m->size; r++)
         n += snprintf(text + n, bytes - (size_t)n, "%d", m->devices[r]), domains |= m->nodes[r];
     if (domains) n += snprintf(text + n, bytes - (size_t)n, " domains ");
     for (int r = 0; domains && r < m->size; r++)
         n += snprintf(text + n, bytes - (size_t)n, "%d", m->nodes[r]);
+    for (int r = 0; r < m->size; r++)
+        if (!ep_gpus_alone(m->reports, m->size, r))
+            n += snprintf(text + n, bytes - (size_t)n, "%s%d", threads++ ? "" : " threads ", r);
     if (!ep_gpus_shared(m->reports, m->size, m->devices)) return;
     snprintf(text + n, bytes - (size_t)n, " shared%s",
              ep_gpus_nccl(m->reports, m->size, m->devices) ? ", NCCL" : "");
@@ -110,7 +114,10 @@ static const MachineRow rows[] = {
      NULL,
      {"a GPU for each rank", "ranks 0 and 2", "LIBEP_SHARE_GPUS=yes"}},
     {"5 2 *.may_share=1 3.process=100", NULL, {"a process for each rank", "ranks 0 and 3"}},
-    {"2 2 *.may_share=1 1.process=100", "01", {0}},
+    {"2 2 *.may_share=1 1.process=100", "01 threads 01", {0}},
+    /* On different machines processes may have the same number. */
+    {"4 4 2.process=100", "0123 threads 02", {0}},
+    {"3 1 1.0.uuid=1 2.0.uuid=2 *.process=7", "000", {0}},
     {"4 1", NULL, {"a GPU for each rank", "ranks 0 and 1", "H200", "00:00.0", "1 and 1 GPUs"}},
     {"4 3", NULL, {"a GPU for each rank", "ranks 0 and 3", "3 and 3 GPUs"}},
     {"3 4 0.current=2 1.current=1 2.current=2",

@@ -235,17 +235,24 @@ static void check_no_names(time_t since) {
     CHECK(left == 0, "%d names in /dev/shm", left);
 }
 
-/* Lives that lose a rank before, or after, each collective of ep_group_create and _destroy. */
+/* Lives that lose a rank before, or after, each collective of ep_group_create and _destroy: some at
+ * the same time, since survivors mostly wait. */
 static void lose_at_each_collective(int before) {
+    enum { LIVES = 6 };
     time_t begin = time(NULL);
     int n = 1, is_lost = 1;
     be_quiet();
-    for (; n < MOST_COLLECTIVES && is_lost; n++) {
-        Life life = {.victim = 1, .lost = {.phase = -1, .nodes = ""}};
-        *(before ? &life.lost.kill_before : &life.lost.kill_after) = n;
-        check_note("killed %s collective %d", before ? "before" : "after", n);
-        life_begin(&life, LIFE_DEADLINE);
-        is_lost = life_end(&life);
+    while (n < MOST_COLLECTIVES && is_lost) {
+        Life lives[LIVES];
+        for (int i = 0; i < LIVES; i++) {
+            lives[i] = (Life){.victim = 1, .lost = {.phase = -1, .nodes = ""}};
+            *(before ? &lives[i].lost.kill_before : &lives[i].lost.kill_after) = n + i;
+            life_begin(&lives[i], LIFE_DEADLINE);
+        }
+        for (int i = 0; i < LIVES; i++, n++) {
+            check_note("killed %s collective %d", before ? "before" : "after", n);
+            is_lost = life_end(&lives[i]);
+        }
         check_no_names(begin);
     }
     CHECK(n > 6 && n < MOST_COLLECTIVES, "%d collectives", n);
@@ -254,7 +261,7 @@ static void lose_at_each_collective(int before) {
 SoloCall(bootstrap_killed, before_each_collective, lose_at_each_collective(1));
 SoloCall(bootstrap_killed, after_each_collective, lose_at_each_collective(0));
 
-/* Lives that lose a rank in each phase, at the same time, since survivors mostly wait. */
+/* Lives that lose a rank in each phase, at the same time. */
 static void lose_in_each_phase(uint64_t seed, uint64_t first, int signal, const Report *usual) {
     Life lives[NUM_PHASES];
     for (int i = 0; i < NUM_PHASES; i++) {

@@ -9,6 +9,13 @@ enum { RANKS = 3, MOST_ALLOCATIONS = 200 };
 #define DEADLINE 20.0
 #define SOON 10.0 /* half the deadline */
 
+/* Large stages would take most of the time. */
+static void make_stages_small(void) {
+    setenv("LIBEP_STAGE_BYTES", "64K", 1);
+}
+
+TestSuite(bootstrap_memory, .init = make_stages_small);
+
 /* Returns a value of the rank `from`, on all ranks. */
 static int tell(const EpBootstrap *bootstrap, int from, int value) {
     int all[RANKS] = {0};

@@ -5,26 +5,24 @@
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
 
-/* `nodes` is what the topology means. */
-#define TopologyTest(name, topology, ranks, nodes)                                           \
-    Test(bootstrap_topology, name, .timeout = 120) {                                         \
-        setenv("LIBEP_TOPOLOGY", topology, 1);                                               \
-        run_layouts(case_of("ranks=%d nodes=%s experts=11 top_k=4 weighted=1 scale_bytes=8 " \
-                            "alignment=8 masked_percent=10 max_tokens=30 seed=%d",           \
-                            ranks, nodes, ranks));                                           \
-    }
+/* `nodes` is what the topology means. Some nodes are empty. */
+#define TopologyTest(name, topology, ranks, nodes)                                          \
+    CasesTest(bootstrap_topology, name, setenv("LIBEP_TOPOLOGY", topology, 1);              \
+              run_grid(EACH_LAYOUT "nodes=" nodes                                           \
+                                   " ranks=%d experts=11 top_k=4 weighted=1 scale_bytes=8 " \
+                                   "alignment=8 masked_percent=10 max_tokens=30 seed=%d",   \
+                       ranks, ranks))
+TopologyTest(two_nodes, "2", 4, "0011");
+TopologyTest(two_uneven_nodes, "2", 5, "00011");
+TopologyTest(every_rank_a_node, "6", 6, "012345");
+TopologyTest(three_nodes_of_three, "3", 9, "000111222");
+TopologyTest(listed_nodes, "5,0,5,3,0", 5, "50530");
+TopologyTest(listed_nodes_with_machines, "0,1,0,1,1/numa:2 core:4 pu:1", 5, "01011");
+TopologyTest(one_node, "1", 3, "000");
+TopologyTest(synthetic_machine, "2/numa:2 core:4 pu:1", 8, "00001111");
+TopologyTest(more_nodes_than_ranks, "7", 3, "024");
 
-TopologyTest(two_nodes, "2", 4, "0011") TopologyTest(two_uneven_nodes, "2", 5, "00011")
-    TopologyTest(every_rank_a_node, "6", 6, "012345")
-        TopologyTest(three_nodes_of_three, "3", 9, "000111222")
-            TopologyTest(listed_nodes, "5,0,5,3,0", 5, "50530")
-                TopologyTest(listed_nodes_with_machines, "0,1,0,1,1/numa:2 core:4 pu:1", 5, "01011")
-                    TopologyTest(one_node, "1", 3, "000")
-                        TopologyTest(synthetic_machine, "2/numa:2 core:4 pu:1", 8, "00001111")
-    /* Some nodes are empty. */
-    TopologyTest(more_nodes_than_ranks, "7", 3, "024")
-
-        static void check_nodes(const EpBootstrap *bootstrap, int nodes, int numa_nodes, int cpus) {
+static void check_nodes(const EpBootstrap *bootstrap, int nodes, int numa_nodes, int cpus) {
     Case c = case_complete((Case){.ranks = bootstrap->size});
     EpGroup *group = open_group(bootstrap, &c);
     EpGroupInfo info = EP_GROUP_INFO_INIT;

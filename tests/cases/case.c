@@ -136,6 +136,62 @@ Case case_of(const char *format, ...) {
     return c;
 }
 
+/* A word of a text: a field and its values. */
+typedef struct Word {
+    char *name, *values;
+    int count, multiplies;
+} Word;
+
+/* Returns the words of a text that no later one overrides. */
+static int words_of(char *text, Word *words, int most) {
+    int count = 0;
+    for (char *name; count < most && (name = strsep(&text, " "));) {
+        Word w = {.name = strsep(&name, "="), .values = name, .count = 1};
+        if (!name) continue;
+        for (const char *at = w.values; *at; at++)
+            w.count += *at == ',' || *at == '|', w.multiplies |= *at == ',';
+        int same = 0;
+        while (same < count && strcmp(words[same].name, w.name))
+            same++;
+        words[same] = w, count += same == count;
+    }
+    return count;
+}
+
+/* Set the value of a word in case `number` of those that multiply. */
+static void set_word(Case *c, const Word *w, int number) {
+    char value[64];
+    const char *at = w->values;
+    for (int i = 0; i < number % w->count; i++)
+        at += strcspn(at, ",|") + 1;
+    snprintf(value, sizeof(value), "%.*s", (int)strcspn(at, ",|"), at);
+    text_set(c, fields, FIELDS, w->name, value);
+}
+
+int cases_of(Case *cases, int most, const char *text) {
+    enum { MOST_WORDS = 48 };
+    char copied[1024];
+    Word words[MOST_WORDS];
+    snprintf(copied, sizeof(copied), "%s", text);
+    int num_words = words_of(copied, words, MOST_WORDS), product = 1, longest = 1;
+    for (const Word *w = words; w < words + num_words; w++) {
+        if (w->multiplies) product *= w->count;
+        if (w->count > longest) longest = w->count;
+    }
+    int count = product > longest ? product : longest;
+    if (count > most) abort();
+    for (int i = 0; i < count; i++) {
+        int left = i;
+        cases[i] = (Case){0};
+        for (const Word *w = words + num_words; w-- > words;) {
+            set_word(&cases[i], w, w->multiplies ? left : i);
+            if (w->multiplies) left /= w->count;
+        }
+        cases[i].seed += (uint64_t)i;
+    }
+    return count;
+}
+
 const char *case_describe(const Case *c) {
     static _Thread_local char text[800];
     return text_of(c, fields, FIELDS, text, sizeof(text));

@@ -40,34 +40,34 @@ typedef struct Case {
     int spare_tokens; /**< by which the group's max_tokens is larger */
     Spread spread;
     Routing routing;
-    int target;              /**< the expert or rank of ROUTING_ONE_... */
-    int masked_percent;      /**< percentage of entries that are masked */
-    int invalid_percent;     /**< percentage of entries that name an expert out of range */
-    int duplicates;          /**< a token may name an expert twice */
-    int strange;             /**< every third token names expert 0 in all entries, and its numbers
-                                  are NaN and infinities */
-    int merged;              /**< EP_DUPLICATES_MERGE: an expert named twice gets one slot */
-    EpType row_type;         /**< of dispatch; BF16 */
-    EpType sum_type;         /**< of combine and gradients; BF16 */
-    EpType index_type;       /**< INT32 */
-    EpLayout layout;         /**< EXPERT_MAJOR */
-    int alignment;           /**< 1 */
-    int64_t capacity;        /**< max_recv_rows; 0: exact sizing */
-    int64_t rows_per_expert; /**< BATCHED: enough for any routing */
-    EpOverflow overflow;     /**< ERROR */
-    int weighted;            /**< dispatch sends topk_weights, and combine is weighted */
-    int node_rows;           /**< of the group; 0 with exact sizing */
-    int by_entry;            /**< EP_SUMS_BY_ENTRY; not where case_has_rows */
-    int weights_at_combine;  /**< latency mode or by_entry, unless case_has_rows: combine gets
-                                  topk_weights, and the case is not `weighted` */
-    int scale_bytes;         /**< per row; 0: no scales */
-    int counted;             /**< num_tokens is given, and input tensors have max_tokens rows */
-    int spare_rows;          /**< rows of the receive buffers beyond those needed */
-    int zero_tail;           /**< an EpTail; IDS where the layout has no ids: KEEP */
-    EpPadding padding;       /**< ZERO */
-    EpQuant sum_quant;       /**< NONE; FP8 rounds `hidden` up */
-    EpQuant grad_quant;      /**< NONE; others round `hidden` up, and the case is not `weighted` */
-    EpQuant quant;           /**< NONE; others round `hidden` up and produce their own scales */
+    int target;               /**< the expert or rank of ROUTING_ONE_... */
+    int masked_percent;       /**< percentage of entries that are masked */
+    int invalid_percent;      /**< percentage of entries that name an expert out of range */
+    int duplicates;           /**< a token may name an expert twice */
+    int strange;              /**< every third token names expert 0 in all entries, and its numbers
+                                   are NaN and infinities */
+    int merged;               /**< EP_DUPLICATES_MERGE: an expert named twice gets one slot */
+    EpType row_type;          /**< of dispatch; BF16 */
+    EpType sum_type;          /**< of combine and gradients; BF16 */
+    EpType index_type;        /**< INT32 */
+    EpLayout layout;          /**< EXPERT_MAJOR */
+    int alignment;            /**< 1 */
+    int64_t capacity;         /**< max_recv_rows; 0: exact sizing */
+    int64_t rows_per_expert;  /**< BATCHED: enough for any routing */
+    EpOverflow overflow;      /**< ERROR */
+    int weighted;             /**< dispatch sends topk_weights, and combine is weighted */
+    int node_rows;            /**< of the group; 0 with exact sizing */
+    int by_entry;             /**< EP_SUMS_BY_ENTRY; not where case_has_rows */
+    int weights_at_combine;   /**< latency mode or by_entry, unless case_has_rows: combine gets
+                                   topk_weights, and the case is not `weighted` */
+    int scale_bytes;          /**< per row; 0: no scales */
+    int counted;              /**< num_tokens is given, and input tensors have max_tokens rows */
+    int spare_rows;           /**< rows of the receive buffers beyond those needed */
+    int zero_tail;            /**< an EpTail; IDS where the layout has no ids: KEEP */
+    EpPadding padding;        /**< ZERO */
+    EpQuant sum_quant;        /**< NONE; FP8 rounds `hidden` up */
+    EpQuant grad_quant;       /**< NONE; others round `hidden` up, and the case is not `weighted` */
+    EpQuant quant;            /**< NONE; others round `hidden` up and produce their own scales */
     EpScaleOrder scale_order; /**< BY_ROW */
     EpMode mode;              /**< THROUGHPUT; latency mode always gets a capacity, except in
                                    RANK_MAJOR */
@@ -91,6 +91,11 @@ Case case_complete(Case c);
 
 /** Returns the case that a text describes, as "ranks=3 layout=flat", with other fields zero. */
 __attribute__((format(printf, 1, 2))) Case case_of(const char *format, ...);
+
+/** Write the cases of a text whose fields may list values, and return their number. A field with
+ * commas multiplies the cases: "ranks=1,2 layout=flat,batched" has four. One with bars has its next
+ * value in each case: "hidden=8|16|24" has three. Seeds count from the text's. */
+int cases_of(Case *cases, int most, const char *text);
 
 /** Returns such a text, of all fields that are not zero, in static memory of the thread. */
 const char *case_describe(const Case *c);

@@ -99,7 +99,8 @@ void fixture_reset(Fixture *fixture) {
     step_fill(&fixture->step, IN_GLOBAL_SCALE, fixture->tensor[IN_GLOBAL_SCALE].data);
     *(int32_t *)fixture->tensor[IN_COUNT].data = step_mine(&fixture->step)->tokens;
     if (!case_has_rows(c)) fixture->arg[OUT_INDEX] = NULL;
-    if (c->quant != EP_QUANT_NONE) fixture->arg[IN_SCALES] = NULL;
+    if (!c->scale_bytes) fixture->arg[IN_SCALES] = NULL;
+    if (!case_scales(c)) fixture->arg[OUT_SCALES] = NULL;
     fixture->arg[c->weights_at_combine ? IN_SLOT_WEIGHTS : IN_COMBINE_WEIGHTS] = NULL;
     fixture->arg[IN_BIAS0] = fixture->arg[IN_BIAS1] = NULL;
     if (!quant_form(c->quant)->is_global) fixture->arg[IN_GLOBAL_SCALE] = NULL;

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/cases/run.h"
 
+#include <stdarg.h>
+
 #include "tests/harness/ranked.h"
 
 EpGroup *open_group_with(const EpBootstrap *bootstrap, const EpGroupConfig *config) {
@@ -213,14 +215,36 @@ void run_case_on_threads(const Case *c) {
     run_cases_on_threads(c, 1);
 }
 
-void run_layouts(Case c) {
-    for (c.layout = EP_LAYOUT_EXPERT_MAJOR; c.layout <= EP_LAYOUT_RANK_MAJOR; c.layout++)
-        run_case_on_threads(&c);
+/* Whether cases can share a group. */
+static int share_group(const Case *first, const Case *next) {
+    Case a = case_complete(*first), b = case_complete(*next);
+    return a.ranks == b.ranks && !strcmp(a.nodes, b.nodes) && a.experts == b.experts &&
+           a.top_k == b.top_k && a.max_tokens == b.max_tokens && a.merged == b.merged &&
+           a.spare_tokens == b.spare_tokens && a.by_entry == b.by_entry;
 }
 
-void run_texts(void (*run)(Case c), const char *const *texts) {
-    for (int i = 0; texts[i]; i++)
-        run(case_of("seed=%d %s", i, texts[i]));
+void run_grid(const char *format, ...) {
+    static Case cases[256];
+    char text[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    int count = cases_of(cases, LENGTH(cases), text), end;
+    for (int begin = 0; begin < count; begin = end) {
+        for (end = begin + 1; end < count && share_group(&cases[begin], &cases[end]);)
+            end++;
+        run_cases_on_threads(&cases[begin], end - begin);
+    }
+}
+
+void run_texts(void (*run)(Case c), const char *more, const char *const *texts) {
+    for (int i = 0; texts[i]; i++) {
+        if (run)
+            run(case_of("seed=%d %s %s", i, more, texts[i]));
+        else
+            run_grid("seed=%d %s %s", 100 * i, more, texts[i]);
+    }
 }
 
 static void dispatch_body(const EpBootstrap *bootstrap, void *arg) {

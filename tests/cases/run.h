@@ -23,8 +23,6 @@ void run_case_on_threads(const Case *c);
 /** Likewise for several cases of equal ranks, nodes, experts, tokens and K: they share a group,
  * since creating one takes half a second on GPUs. */
 void run_cases_on_threads(const Case *cases, int count);
-/** The same in every layout. */
-void run_layouts(Case c);
 
 /** A test that makes this call, which runs cases: CasesTest(suite, name, call); */
 #define CasesTest(suite, name, call)    \
@@ -32,13 +30,17 @@ void run_layouts(Case c);
         call;                           \
     }                                   \
     struct suite##_##name##_done
-/** A test that runs a case, given as text, in every layout. */
-#define LayoutsTest(suite, name, text) CasesTest(suite, name, run_layouts(case_of("%s", (text))))
 
-/** Call this with the cases of these texts, which end with NULL and are numbered by their seeds. */
-void run_texts(void (*run)(Case c), const char *const *texts);
+/** Run all cases of a text (cases_of) on threads. Those that can share a group. */
+__attribute__((format(printf, 1, 2))) void run_grid(const char *format, ...);
+#define EACH_LAYOUT "layout=expert-major,flat,batched,rank-major "
+/** Likewise of these texts, which end with NULL, each behind `more`. With `run` call that with
+ * the case of each text instead. Seeds begin with the text's number. */
+void run_texts(void (*run)(Case c), const char *more, const char *const *texts);
 #define TextsTest(suite, name, run, ...) \
-    CasesTest(suite, name, run_texts(run, (const char *const[]){__VA_ARGS__, NULL}))
+    CasesTest(suite, name, run_texts(run, "", (const char *const[]){__VA_ARGS__, NULL}))
+#define GridTest(suite, name, more, ...) \
+    CasesTest(suite, name, run_texts(NULL, more, (const char *const[]){__VA_ARGS__, NULL}))
 /** Run prepare and dispatch of a case alone, on threads, in the case's mode. */
 void run_dispatch(Case c);
 

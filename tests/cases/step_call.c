@@ -36,11 +36,47 @@ static int any_extras(const Step *step, const EpTensor *const *a, StepOp op) {
     return any;
 }
 
-static EpStatus call_with_extras(const Step *step, const EpTensor *const *a,
-                                 const EpPrepare *prepare, StepOp op, EpStream stream) {
+/* Make a call, with extras or without. */
+#define CALL(call, ...) return x ? call##_with(__VA_ARGS__, x) : call(__VA_ARGS__)
+
+static EpStatus make_call(const Step *step, const EpTensor *const *a, const EpPrepare *prepare,
+                          StepOp op, EpStream stream, const EpExtras *x) {
     EpHandle *h = step->handle;
     const EpTensor *plan = step->plan;
+    const EpPlanTensors numbers = plan_outputs(a);
+    switch (op) {
+    case STEP_PREPARE:
+        CALL(ep_prepare, h, plan, a[IN_INDEX], a[IN_COUNT], stream, &numbers);
+    case STEP_DISPATCH:
+        CALL(ep_dispatch, h, plan, prepare, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES], stream,
+             a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES], a[OUT_INDEX]);
+    case STEP_COMBINE:
+        CALL(ep_combine, h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS], a[IN_COMBINE_WEIGHTS],
+             stream, a[OUT_SUMS]);
+    case STEP_COMBINE_BACKWARD:
+        CALL(ep_combine_backward, h, plan, a[IN_GRAD_OUT], a[IN_SLOT_WEIGHTS], a[IN_EXPERT_OUT],
+             stream, a[OUT_GRAD_ROWS], a[OUT_GRAD_SLOTS]);
+    case STEP_DISPATCH_BACKWARD:
+        CALL(ep_dispatch_backward, h, plan, a[IN_EXPERT_OUT], a[IN_GRAD_SLOT_WEIGHTS], stream,
+             a[OUT_GRAD_TOKENS], a[OUT_GRAD_WEIGHTS]);
+    case STEP_DISPATCH_SEND:
+        CALL(ep_dispatch_send, h, plan, NULL, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES], stream);
+    case STEP_DISPATCH_WAIT:
+        CALL(ep_dispatch_wait, h, stream, a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES],
+             a[OUT_INDEX]);
+    case STEP_COMBINE_SEND:
+        CALL(ep_combine_send, h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS], a[IN_COMBINE_WEIGHTS],
+             stream);
+    default:
+        CALL(ep_combine_wait, h, stream, a[OUT_SUMS]);
+    }
+}
+
+EpStatus step_call_with(const Step *step, const EpTensor *const a[STEP_ARRAYS], int again,
+                        StepOp op, EpStream stream) {
     int has_words = a[READY_WORDS] || a[DONE_WORDS];
+    EpPlanTensors numbers = plan_outputs(a);
+    EpPrepare prepare = EP_PREPARE_INIT;
     EpExtras x = {sizeof(x),       a[IN_BIAS0],
                   a[IN_BIAS1],     a[EXPERT_TOKENS],
                   a[PEER_ROWS],    a[PEER_BYTES],
@@ -50,73 +86,9 @@ static EpStatus call_with_extras(const Step *step, const EpTensor *const *a,
                   step->expected,  op == STEP_COMBINE_BACKWARD ? a[OUT_GRAD_SCALES] : NULL};
     if (!x.block_rows && has_words) x.block_rows = step->world->c.block_rows;
     if (!x.expected && a[DONE_WORDS]) x.expected = 1;
-    const EpPlanTensors numbers = plan_outputs(a);
-    switch (op) {
-    case STEP_PREPARE:
-        return ep_prepare_with(h, plan, a[IN_INDEX], a[IN_COUNT], stream, &numbers, &x);
-    case STEP_DISPATCH:
-        return ep_dispatch_with(h, plan, prepare, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES], stream,
-                                a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES], a[OUT_INDEX], &x);
-    case STEP_COMBINE:
-        return ep_combine_with(h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS], a[IN_COMBINE_WEIGHTS],
-                               stream, a[OUT_SUMS], &x);
-    case STEP_COMBINE_BACKWARD:
-        return ep_combine_backward_with(h, plan, a[IN_GRAD_OUT], a[IN_SLOT_WEIGHTS],
-                                        a[IN_EXPERT_OUT], stream, a[OUT_GRAD_ROWS],
-                                        a[OUT_GRAD_SLOTS], &x);
-    case STEP_DISPATCH_BACKWARD:
-        return ep_dispatch_backward_with(h, plan, a[IN_EXPERT_OUT], a[IN_GRAD_SLOT_WEIGHTS], stream,
-                                         a[OUT_GRAD_TOKENS], a[OUT_GRAD_WEIGHTS], &x);
-    case STEP_DISPATCH_SEND:
-        return ep_dispatch_send_with(h, plan, NULL, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES],
-                                     stream, &x);
-    case STEP_DISPATCH_WAIT:
-        return ep_dispatch_wait_with(h, stream, a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES],
-                                     a[OUT_INDEX], &x);
-    case STEP_COMBINE_SEND:
-        return ep_combine_send_with(h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS],
-                                    a[IN_COMBINE_WEIGHTS], stream, &x);
-    default:
-        return ep_combine_wait_with(h, stream, a[OUT_SUMS], &x);
-    }
-}
-
-EpStatus step_call_with(const Step *step, const EpTensor *const a[STEP_ARRAYS], int again,
-                        StepOp op, EpStream stream) {
-    EpHandle *h = step->handle;
-    const EpTensor *plan = step->plan;
-    EpPlanTensors numbers = plan_outputs(a);
-    EpPrepare prepare = EP_PREPARE_INIT;
     prepare.out = &numbers;
-    if (any_extras(step, a, op))
-        return call_with_extras(step, a, again ? &prepare : NULL, op, stream);
-    switch (op) {
-    case STEP_PREPARE:
-        return ep_prepare(h, plan, a[IN_INDEX], a[IN_COUNT], stream, &numbers);
-    case STEP_DISPATCH:
-        return ep_dispatch(h, plan, again ? &prepare : NULL, a[IN_TOKENS], a[IN_WEIGHTS],
-                           a[IN_SCALES], stream, a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES],
-                           a[OUT_INDEX]);
-    case STEP_COMBINE:
-        return ep_combine(h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS], a[IN_COMBINE_WEIGHTS],
-                          stream, a[OUT_SUMS]);
-    case STEP_COMBINE_BACKWARD:
-        return ep_combine_backward(h, plan, a[IN_GRAD_OUT], a[IN_SLOT_WEIGHTS], a[IN_EXPERT_OUT],
-                                   stream, a[OUT_GRAD_ROWS], a[OUT_GRAD_SLOTS]);
-    case STEP_DISPATCH_BACKWARD:
-        return ep_dispatch_backward(h, plan, a[IN_EXPERT_OUT], a[IN_GRAD_SLOT_WEIGHTS], stream,
-                                    a[OUT_GRAD_TOKENS], a[OUT_GRAD_WEIGHTS]);
-    case STEP_DISPATCH_SEND:
-        return ep_dispatch_send(h, plan, NULL, a[IN_TOKENS], a[IN_WEIGHTS], a[IN_SCALES], stream);
-    case STEP_DISPATCH_WAIT:
-        return ep_dispatch_wait(h, stream, a[OUT_TOKENS], a[OUT_WEIGHTS], a[OUT_SCALES],
-                                a[OUT_INDEX]);
-    case STEP_COMBINE_SEND:
-        return ep_combine_send(h, plan, a[IN_EXPERT_OUT], a[IN_SLOT_WEIGHTS], a[IN_COMBINE_WEIGHTS],
-                               stream);
-    default:
-        return ep_combine_wait(h, stream, a[OUT_SUMS]);
-    }
+    return make_call(step, a, again ? &prepare : NULL, op, stream,
+                     any_extras(step, a, op) ? &x : NULL);
 }
 
 /* One bias is either member. The library may keep data pointers, but no other part of tensors. */

@@ -102,11 +102,11 @@ static void run_quantised(int ranks) {
     static const int hiddens[] = {16, 48, 400};
     for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_FP8_POW2; quant++)
         for (int i = 0; i < 3 * LENGTH(hiddens); i++)
-            run_layouts(case_of("ranks=%d experts=7 top_k=3 hidden=%d alignment=4 sum_type=%d "
-                                "grad_quant=%d scale_order=%d masked_percent=10 spare_rows=3 "
-                                "zero_tail=%d counters=%d seed=%d",
-                                ranks, hiddens[i / 3], 1 + i % 3, quant, 1 + i % 2, i % 2, i % 4,
-                                (int)quant * 10 + i));
+            run_grid(EACH_LAYOUT "ranks=%d experts=7 top_k=3 hidden=%d alignment=4 sum_type=%d "
+                                 "grad_quant=%d scale_order=%d masked_percent=10 spare_rows=3 "
+                                 "zero_tail=%d counters=%d seed=%d",
+                     ranks, hiddens[i / 3], 1 + i % 3, quant, 1 + i % 2, i % 2, i % 4,
+                     (int)quant * 10 + i);
 }
 
 CasesTest(combine_backward, quantised, run_quantised(1));
@@ -114,18 +114,18 @@ CasesTest(combine_backward, quantised_on_two_ranks, run_quantised(2));
 
 /* Dispatch quantises in another format; tiles of scales that rows and columns do not fill. */
 Test(combine_backward, quantised_beside_dispatch, .timeout = 120) {
-    run_layouts(case_of("ranks=3 hidden=208 quant=nvfp4 grad_quant=mxfp8 alignment=128 "
-                        "scale_order=swizzled max_tokens=140 routing=skewed"));
-    run_layouts(case_of("ranks=2 hidden=272 strange=1 row_type=fp32 grad_quant=fp8-pow2"));
-    run_layouts(case_of("ranks=2 hidden=24592 sum_type=fp16 max_tokens=2 grad_quant=fp8"));
+    run_grid(EACH_LAYOUT "ranks=3 hidden=208 quant=nvfp4 grad_quant=mxfp8 alignment=128 "
+                         "scale_order=swizzled max_tokens=140 routing=skewed");
+    run_grid(EACH_LAYOUT "ranks=2 hidden=272 strange=1 row_type=fp32 grad_quant=fp8-pow2");
+    run_grid(EACH_LAYOUT "ranks=2 hidden=24592 sum_type=fp16 max_tokens=2 grad_quant=fp8");
 }
 
 Test(combine_backward, quantised_on_two_nodes, .timeout = 120) {
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
     setenv("LIBEP_NODE_CHUNK", "3000", 1);
-    run_layouts(
-        case_of("ranks=4 nodes=0110 experts=7 top_k=3 hidden=400 grad_quant=fp8 counters=1"));
-    run_layouts(case_of("ranks=4 nodes=0110 hidden=48 grad_quant=mxfp8 scale_order=by-column"));
+    run_grid(EACH_LAYOUT
+             "ranks=4 nodes=0110 experts=7 top_k=3 hidden=400 grad_quant=fp8 counters=1");
+    run_grid(EACH_LAYOUT "ranks=4 nodes=0110 hidden=48 grad_quant=mxfp8 scale_order=by-column");
 }
 
 RefusalsTest(combine_backward, wrong_quantised_gradients, "quantised_gradients",

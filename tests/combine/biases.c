@@ -4,39 +4,22 @@
 #include "tests/harness/ranked.h"
 #include "tests/oracle/number.h"
 
-/* Run a shape with one and two biases in each layout, in all of its modes. */
-static void run_all_layouts(Case shape) {
-    static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
-    for (int i = 0; i < 8; i++) {
-        Case c = shape;
-        c.layout = (EpLayout)(1 + i / 2);
-        c.biases = 1 + i % 2;
-        c.row_type = c.sum_type = types[i % 3];
-        c.weighted = i % 4 < 2;
-        c.counted = i % 3 == 1;
-        c.seed = (uint64_t)i;
-        run_case_on_threads(&c);
-    }
-}
-
-#define BiasesTest(name, ...)                    \
-    Test(combine_biases, name, .timeout = 120) { \
-        run_all_layouts(case_of(__VA_ARGS__));   \
-    }                                            \
-    static void run_all_layouts(Case shape)
+/* One and two biases in each layout, in all of its modes. */
+#define BIASES                                                                \
+    EACH_LAYOUT "biases=1,2 row_type=bf16|fp16|fp32 sum_type=bf16|fp16|fp32 " \
+                "weighted=1|1|0|0 counted=0|1|0 "
+#define BiasesTest(name, text) GridTest(combine_biases, name, BIASES, text)
 BiasesTest(one_rank, "masked_percent=30");
 BiasesTest(two_ranks, "ranks=2 top_k=4 hidden=1032 masked_percent=30");
-BiasesTest(many_ranks, "ranks=%d experts=24 top_k=6 max_tokens=30", GPU_RANKS(8));
+CasesTest(combine_biases, many_ranks,
+          run_grid(BIASES "ranks=%d experts=24 top_k=6 max_tokens=30", GPU_RANKS(8)));
 /* A token without a slot has its biases alone. */
 BiasesTest(no_slots, "ranks=2 routing=nobody");
 BiasesTest(most_experts_of_a_token, "ranks=2 experts=64 top_k=32 hidden=64");
 BiasesTest(quantised_sums, "ranks=2 top_k=4 hidden=1200 max_tokens=20 sum_quant=fp8");
 BiasesTest(nodes, "ranks=4 nodes=0110 experts=12 top_k=5 max_tokens=25");
-
-Test(combine_biases, nodes_and_quantised_sums, .timeout = 120) {
-    setenv("LIBEP_NODE_CHUNK", "3000", 1);
-    run_all_layouts(case_of("ranks=4 nodes=0011 experts=12 top_k=5 max_tokens=25 sum_quant=fp8"));
-}
+CasesTest(combine_biases, nodes_and_quantised_sums, setenv("LIBEP_NODE_CHUNK", "3000", 1);
+          run_grid(BIASES "ranks=4 nodes=0011 experts=12 top_k=5 max_tokens=25 sum_quant=fp8"));
 
 /* One token, one slot, and what a sum of this row and two biases must be. */
 typedef struct ByHand {

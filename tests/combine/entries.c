@@ -8,20 +8,12 @@
 #include "tests/oracle/expect.h"
 #include "tests/oracle/number.h"
 
-/* Run a shape in both layouts and in all modes: weighted by slot_weights, by topk_weights and not
- * at all, in each type, with 0, 1 and 2 biases. */
-static void run_all(Case shape) {
-    for (int i = 0; i < 6; i++) {
-        Case c = shape;
-        c.by_entry = 1, c.layout = i % 2 ? EP_LAYOUT_BATCHED : EP_LAYOUT_EXPERT_MAJOR;
-        c.row_type = c.sum_type = (EpType)(1 + (i + (int)shape.seed) % 3);
-        c.weighted = i / 2 == 0, c.weights_at_combine = i / 2 == 1;
-        c.biases = (i + (int)shape.seed) % 3, c.seed = shape.seed * 10 + (uint64_t)i;
-        run_case_on_threads(&c);
-    }
-}
-
-#define EntriesTest(name, ...) TextsTest(combine_entries, name, run_all, __VA_ARGS__)
+/* Both layouts, in all modes: weighted by slot_weights, by topk_weights and not at all, in each
+ * type, with 0, 1 and 2 biases. */
+#define ENTRIES                                                       \
+    "by_entry=1 layout=expert-major|batched row_type=bf16|fp16|fp32 " \
+    "sum_type=bf16|fp16|fp32 weighted=1|1|0|0|0|0 weights_at_combine=0|0|1|1|0|0 biases=0|1|2|1 "
+#define EntriesTest(name, ...) GridTest(combine_entries, name, ENTRIES, __VA_ARGS__)
 
 EntriesTest(few_terms, "masked_percent=30", "ranks=2 hidden=104 max_tokens=37");
 EntriesTest(many_ranks, "ranks=3 experts=23 top_k=9 max_tokens=40 hidden=312 spread=full",
@@ -52,8 +44,8 @@ EntriesTest(nodes, "ranks=4 nodes=0110 experts=12 top_k=5 max_tokens=25",
 /* Stages so small that tokens travel in many rounds, or chunks. */
 Test(combine_entries, many_rounds, .timeout = 240) {
     setenv(TESTS_ON_GPU ? "LIBEP_NODE_CHUNK" : "LIBEP_STAGE_BYTES", "3000", 1);
-    run_all(case_of("ranks=3 experts=64 top_k=32 hidden=16 max_tokens=50"));
-    run_all(case_of("ranks=4 nodes=0110 experts=9 top_k=3 hidden=200 max_tokens=50"));
+    run_grid(ENTRIES "ranks=3 experts=64 top_k=32 hidden=16 max_tokens=50");
+    run_grid(ENTRIES "ranks=4 nodes=0110 experts=9 top_k=3 hidden=200 max_tokens=50");
 }
 
 /* ---- the same bits everywhere --------------------------------------------------------------- */

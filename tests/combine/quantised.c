@@ -11,50 +11,29 @@
 /* ---- against the oracle -------------------------------------------------------------------- */
 
 /* Rows end within a block, within a group of blocks, and behind one. */
-static void run_rows(EpLayout layout, int ranks, const char *more) {
-    static const int hiddens[] = {16, 48, 128, 400, 512, 528, 1296};
-    Case cases[LENGTH(hiddens)];
-    for (int i = 0; i < LENGTH(hiddens); i++) {
-        cases[i] = case_of(
-            "ranks=%d experts=7 top_k=3 hidden=%d sum_type=%d sum_quant=fp8 quant=%s "
-            "masked_percent=20 duplicates=%d weighted=%d weights_at_combine=%d "
-            "counted=%d num_sms=%d seed=%d %s",
-            ranks, hiddens[i], 1 + (i + ranks) % 3, i % 3 ? "none" : "mxfp8", i % 2, i % 2,
-            i % 4 == 2, i % 3 == 1, i % 3 ? 0 : 2, ranks * 100 + (int)layout * 10 + i, more);
-        cases[i].layout = layout;
-    }
-    run_cases_on_threads(cases, LENGTH(hiddens));
-}
-
-static void run_ranks_of(EpLayout layout) {
-    for (int ranks = 1; ranks <= 4; ranks *= 2)
-        run_rows(layout, ranks, "");
-}
-
-CasesTest(combine_quantised, expert_major, run_ranks_of(EP_LAYOUT_EXPERT_MAJOR));
-CasesTest(combine_quantised, flat, run_ranks_of(EP_LAYOUT_FLAT));
-CasesTest(combine_quantised, batched, run_ranks_of(EP_LAYOUT_BATCHED));
-CasesTest(combine_quantised, rank_major, run_ranks_of(EP_LAYOUT_RANK_MAJOR));
+#define ROWS                                                                               \
+    "experts=7 top_k=3 sum_quant=fp8 masked_percent=20 hidden=16,48,128,400,512,528,1296 " \
+    "sum_type=bf16|fp16|fp32|fp32|bf16|fp16 quant=mxfp8|none|none duplicates=0|1 "         \
+    "weighted=0|1 weights_at_combine=0|0|1|0 counted=0|1|0 num_sms=2|0|0 "
+#define RowsTest(name, layout) GridTest(combine_quantised, name, ROWS, "ranks=1,2,4 layout=" layout)
+RowsTest(expert_major, "expert-major");
+RowsTest(flat, "flat");
+RowsTest(batched, "batched");
+RowsTest(rank_major, "rank-major");
 
 /* Each node's sum is quantised once more. Many rounds. */
 Test(combine_quantised, several_nodes_and_a_tiny_stage, .timeout = 120) {
     setenv("LIBEP_STAGE_BYTES", "12000", 1);
     setenv("LIBEP_NODE_CHUNK", "12000", 1);
-    for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++)
-        run_rows(layout, 4, "nodes=0120");
+    run_grid(ROWS "ranks=4 nodes=0120 layout=expert-major,flat,batched");
 }
 
-static void run_full(Case c) {
-    c.sum_quant = EP_QUANT_FP8, c.spread = SPREAD_FULL;
-    run_case_on_threads(&c);
-}
-
-#define QuantisedTest(name, ...) TextsTest(combine_quantised, name, run_full, __VA_ARGS__)
+#define QuantisedTest(name, ...) \
+    GridTest(combine_quantised, name, "sum_quant=fp8 spread=full", __VA_ARGS__)
 
 /* Relays sum rows of several fragments. */
-#define NODES "ranks=4 nodes=0101 experts=12 top_k=6 hidden=7168 max_tokens=5 "
-QuantisedTest(long_rows_on_nodes, NODES "sum_type=bf16 weighted=1", NODES "sum_type=fp16",
-              NODES "sum_type=fp32 weighted=1");
+QuantisedTest(long_rows_on_nodes, "ranks=4 nodes=0101 experts=12 top_k=6 hidden=7168 max_tokens=5 "
+                                  "sum_type=bf16|fp16|fp32 weighted=1|0");
 
 /* The longest rows, which kernels cut into fragments, and some that end within one. */
 #define LONG "ranks=2 experts=40 max_tokens=3 weighted=1 row_type=uint8 "
@@ -64,13 +43,11 @@ QuantisedTest(longest_rows, LONG "hidden=32768 top_k=2 sum_type=bf16",
 
 /* Rows beyond the capacity have no slots: their sums are quantised zeros. */
 #define LOST "ranks=3 experts=6 top_k=4 hidden=160 capacity=11 overflow=drop "
-QuantisedTest(lost_slots, LOST "layout=expert-major", LOST "layout=flat");
+QuantisedTest(lost_slots, LOST "layout=expert-major,flat");
 
-Test(combine_quantised, many_terms, .timeout = 120) {
-    Case c = case_of("ranks=%d experts=64 top_k=32 hidden=272 weighted=1 sum_quant=fp8 spread=full",
-                     GPU_RANKS(12));
-    run_case_on_threads(&c);
-}
+CasesTest(combine_quantised, many_terms,
+          run_grid("ranks=%d experts=64 top_k=32 hidden=272 weighted=1 sum_quant=fp8 spread=full",
+                   GPU_RANKS(12)));
 
 /* ---- by hand ------------------------------------------------------------------------------- */
 
@@ -200,19 +177,4 @@ LatencyTest(combine_quantised, ranks_disagree_in_latency_mode, 2,
 
 /* ---- refusals ------------------------------------------------------------------------------ */
 
-/* Rows of 16-byte units that are not units of 16 elements, in each call that sums. */
-SoloTest(combine_quantised, row_lengths) {
-    static const int rows[] = {IN_EXPERT_OUT, OUT_SUMS, OUT_GRAD_TOKENS};
-    Fixture *f = fixture_new_prepared("hidden=32 sum_quant=fp8");
-    for (int i = 0; i < LENGTH(rows); i++)
-        f->tensor[rows[i]].shape[1] = 24;
-    CHECK_REFUSED(fixture_call(f, STEP_COMBINE), EP_ERR_ROW_BYTES, "ep_combine", "expert_out",
-                  "multiple of 16 elements", "sum_quant", "got 24");
-    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH_BACKWARD), EP_ERR_ROW_BYTES, "ep_dispatch_backward",
-                  "grad_recv_tokens", "multiple of 16 elements", "got 24");
-    fixture_check_untouched(f);
-    fixture_free(f);
-}
-
-RefusalsTest(combine_quantised, row_lengths_of_a_send_phase, "sum_quant",
-             "layout=batched hidden=32 sum_quant=fp8 mode=latency");
+RefusalsTest(combine_quantised, row_lengths, "sum_quant", "layout=batched hidden=32 sum_quant=fp8");

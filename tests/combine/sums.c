@@ -8,23 +8,12 @@
 #include "tests/oracle/number.h"
 
 /* Each type, with weights and without. */
-static Case of_type(Case c, int i) {
-    c.row_type = c.sum_type = (EpType)(1 + i / 2), c.weighted = i % 2, c.seed = (uint64_t)i;
-    return c;
-}
+#define SUMS "row_type=bf16,fp16,fp32 sum_type=bf16|bf16|fp16|fp16|fp32|fp32 weighted=0,1 "
 
-static void run_types(Case given) {
-    for (int i = 0; i < 6; i++) {
-        Case c = of_type(given, i);
-        run_case_on_threads(&c);
-    }
-}
-
-CasesTest(combine_sums, few_terms, run_types(case_of("ranks=2 top_k=2 hidden=104")));
-CasesTest(combine_sums, many_terms_per_rank,
-          run_types(case_of("ranks=2 experts=64 top_k=32 hidden=64")));
+GridTest(combine_sums, few_terms, SUMS, "ranks=2 top_k=2 hidden=104");
+GridTest(combine_sums, many_terms_per_rank, SUMS, "ranks=2 experts=64 top_k=32 hidden=64");
 CasesTest(combine_sums, many_ranks,
-          run_types(case_of("ranks=%d experts=48 top_k=16 hidden=16", GPU_RANKS(12))));
+          run_grid(SUMS "ranks=%d experts=48 top_k=16 hidden=16", GPU_RANKS(12)));
 
 /* Combine in a group of one rank and one expert, with one token per row of `rows`. */
 static void combine_alone(const void *rows, EpType type, int64_t tokens, int64_t hidden,
@@ -113,21 +102,22 @@ static int64_t count_differences(Case c, int rank) {
 
 /* In each type, with weights and without, the sums depend on the nodes: of the oracle, and so of
  * the library. */
-static void run_nodes(EpLayout layout) {
-    Case given = case_of("ranks=6 nodes=120210 experts=23 top_k=9 max_tokens=25 masked_percent=20 "
-                         "hidden=312 spread=full");
-    given.layout = layout;
-    for (int i = 0; i < 6; i++) {
-        Case c = of_type(given, i);
-        for (int rank = 0; rank < c.ranks; rank++)
-            CHECK(count_differences(c, rank) > 100, "rank %d, type %d", rank, (int)c.sum_type);
-        run_case_on_threads(&c);
-    }
+static void run_nodes(const char *layout) {
+    static Case cases[6];
+    char text[256];
+    snprintf(text, sizeof(text),
+             SUMS "ranks=6 nodes=120210 experts=23 top_k=9 max_tokens=25 masked_percent=20 "
+                  "hidden=312 spread=full layout=%s",
+             layout);
+    for (int i = 0; i < cases_of(cases, LENGTH(cases), text); i++)
+        for (int rank = 0; rank < cases[i].ranks; rank++)
+            CHECK(count_differences(cases[i], rank) > 100, "rank %d, case %d", rank, i);
+    run_grid("%s", text);
 }
 
-CasesTest(combine_sums, nodes_expert_major, run_nodes(EP_LAYOUT_EXPERT_MAJOR));
-CasesTest(combine_sums, nodes_flat, run_nodes(EP_LAYOUT_FLAT));
-CasesTest(combine_sums, nodes_batched, run_nodes(EP_LAYOUT_BATCHED));
+CasesTest(combine_sums, nodes_expert_major, run_nodes("expert-major"));
+CasesTest(combine_sums, nodes_flat, run_nodes("flat"));
+CasesTest(combine_sums, nodes_batched, run_nodes("batched"));
 
 /* A token of one rank on two nodes: the partial sum of each rank, NAN where it has no slot, and
  * what the order of summation makes of them. */
@@ -236,12 +226,5 @@ SoloTest(combine_sums, nan_and_infinity_stay_in_their_token) {
 }
 
 /* Dispatch and combine in types of different sizes. */
-Test(combine_sums, other_type_than_dispatch, .timeout = 120) {
-    Case c = {.ranks = 2, .hidden = 32, .row_type = EP_TYPE_FP8_E4M3, .weighted = 1};
-    run_case_on_threads(&c);
-    c.row_type = EP_TYPE_FP32;
-    run_case_on_threads(&c);
-    c.row_type = EP_TYPE_BF16;
-    c.sum_type = EP_TYPE_FP32;
-    run_case_on_threads(&c);
-}
+GridTest(combine_sums, other_type_than_dispatch, "ranks=2 hidden=32 weighted=1",
+         "row_type=fp8_e4m3|fp32|bf16 sum_type=bf16|bf16|fp32");

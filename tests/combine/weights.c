@@ -5,22 +5,11 @@
 
 #include "tests/cases/fixture.h"
 
-/* Run both layouts, whole and in phases. */
-static void run_both(Case c) {
-    needs_latency();
-    c.seed *= 10;
-    c.mode = EP_MODE_LATENCY, c.weights_at_combine = 1;
-    for (int i = 0; i < 4; i++, c.seed++) {
-        c.layout = i / 2 ? EP_LAYOUT_BATCHED : EP_LAYOUT_EXPERT_MAJOR, c.phases = i % 2;
-        run_case_on_threads(&c);
-    }
-}
+/* Both layouts, whole and in phases. */
+#define WEIGHTS "mode=latency weights_at_combine=1 layout=expert-major,batched phases=0,1 "
+#define WeightsTest(name, ...) GridTest(combine_weights, name, WEIGHTS, __VA_ARGS__)
 
-#define WeightsTest(name, ...) TextsTest(combine_weights, name, run_both, __VA_ARGS__)
-
-WeightsTest(few_terms, "ranks=2 hidden=104 max_tokens=37 sum_type=bf16",
-            "ranks=2 hidden=104 max_tokens=37 sum_type=fp16",
-            "ranks=2 hidden=104 max_tokens=37 sum_type=fp32");
+WeightsTest(few_terms, "ranks=2 hidden=104 max_tokens=37 sum_type=bf16,fp16,fp32");
 
 /* K around the floats that one line of a GPU's buffers holds, up to EP_MAX_TOP_K. */
 #define MANY "ranks=3 experts=64 hidden=16 max_tokens=19 masked_percent=5 "
@@ -28,7 +17,7 @@ WeightsTest(many_terms, MANY "top_k=1", MANY "top_k=7", MANY "top_k=27", MANY "t
             MANY "top_k=29", MANY "top_k=32");
 
 CasesTest(combine_weights, many_ranks,
-          run_both(case_of("ranks=%d experts=40 top_k=11 hidden=48", GPU_RANKS(9))));
+          run_grid(WEIGHTS "ranks=%d experts=40 top_k=11 hidden=48", GPU_RANKS(9)));
 
 /* Masked, invalid, repeated and lost entries, tokens beyond num_tokens. */
 #define DEAD                                                                                 \
@@ -48,9 +37,9 @@ WeightsTest(idle_ranks, "ranks=3 experts=2 spread=hole max_tokens=35",
 Test(combine_weights, many_rounds, .timeout = 240) {
     HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs");
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
-    run_both(case_of("ranks=3 experts=64 top_k=32 hidden=16 max_tokens=50"));
-    run_both(case_of("ranks=4 experts=9 top_k=3 hidden=200 max_tokens=50"));
-    run_both(case_of("ranks=4 nodes=0110 experts=64 top_k=32 hidden=16 max_tokens=50"));
+    run_grid(WEIGHTS "ranks=3 experts=64 top_k=32 hidden=16 max_tokens=50");
+    run_grid(WEIGHTS "ranks=4 experts=9 top_k=3 hidden=200 max_tokens=50");
+    run_grid(WEIGHTS "ranks=4 nodes=0110 experts=64 top_k=32 hidden=16 max_tokens=50");
 }
 
 RefusalsTest(combine_weights, wrong_tensors, "combine_weights",

@@ -6,28 +6,18 @@
     "ranks=3 experts=7 top_k=3 hidden=48 max_tokens=6 spare_tokens=5 layout=rank-major " \
     "masked_percent=20 weighted=1 "
 
-static void run_tails(Case c) {
-    static const EpTail tails[] = {EP_TAIL_KEEP, EP_TAIL_ZERO, EP_TAIL_IDS};
-    for (int i = 0; i < 6; i++) {
-        c.zero_tail = tails[i % 3], c.counted = i > 2, c.seed = (uint64_t)i;
-        c.scale_bytes = i % 2 ? 8 : 0, c.named = i % 2, c.all_weights = i > 3;
-        c.scale_order = i % 4 ? EP_SCALES_BY_ROW : EP_SCALES_BY_COLUMN;
-        run_case_on_threads(&c);
-    }
-}
-
-CasesTest(dispatch_blocks, one_rank, run_tails(case_of(SHAPE "ranks=1")));
-CasesTest(dispatch_blocks, three_ranks, run_tails(case_of(SHAPE)));
-CasesTest(dispatch_blocks, no_tokens, run_tails(case_of(SHAPE "spread=none")));
-CasesTest(dispatch_blocks, full, run_tails(case_of(SHAPE "spread=full ranks=2")));
-CasesTest(dispatch_blocks, quantised,
-          run_tails(case_of(SHAPE "quant=fp8 sum_quant=fp8 hidden=272")));
-
-Test(dispatch_blocks, nodes, .timeout = 120) {
-    run_tails(case_of(SHAPE "ranks=4 nodes=0110"));
-    setenv("LIBEP_NODE_CHUNK", "2", 1);
-    run_tails(case_of(SHAPE "ranks=4 nodes=0110"));
-}
+#define TAILS                                                                \
+    "zero_tail=keep|zero|ids counted=0|0|0|1|1|1 scale_bytes=0|8 named=0|1 " \
+    "all_weights=0|0|0|0|1|1 scale_order=by-column|by-row|by-row|by-row "
+#define BlocksTest(name, changes) GridTest(dispatch_blocks, name, changes, SHAPE TAILS)
+BlocksTest(one_rank, "ranks=1");
+BlocksTest(three_ranks, "");
+BlocksTest(no_tokens, "spread=none");
+BlocksTest(full, "spread=full ranks=2");
+BlocksTest(quantised, "quant=fp8 sum_quant=fp8 hidden=272");
+BlocksTest(nodes, "ranks=4 nodes=0110");
+CasesTest(dispatch_blocks, nodes_in_chunks, setenv("LIBEP_NODE_CHUNK", "2", 1);
+          run_grid(SHAPE TAILS "ranks=4 nodes=0110"));
 
 /* Blocks with fewer rows than T, or more than max_tokens, are refused. */
 RefusalsTest(dispatch_blocks, limits, "blocks", "layout=rank-major max_tokens=6 spare_tokens=5");

@@ -11,7 +11,7 @@
 static void run_with_stage(const char *bytes, const char *changes) {
     HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs: beyond_the_default_stage exceeds the rings");
     setenv("LIBEP_STAGE_BYTES", bytes, 1);
-    run_layouts(case_of(BASE "%s", changes));
+    run_grid(EACH_LAYOUT BASE "%s", changes);
 }
 
 CasesTest(dispatch_chunks, smallest_stage, run_with_stage("1", ""));

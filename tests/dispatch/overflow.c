@@ -3,52 +3,42 @@
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
 
-static void run_policies(EpLayout layout) {
-    static const int capacities[] = {1, 7, 16, 17, 30, 63};
-    Case cases[6 * LENGTH(capacities)];
-    for (int i = 0; i < LENGTH(cases); i++) {
-        int capacity = capacities[i / 6], alignment = 1 << (i % 3 * 2);
-        cases[i] =
-            case_of("ranks=3 experts=7 top_k=3 max_tokens=12 spread=full alignment=%d "
-                    "capacity=%d rows_per_expert=%d overflow=%s weighted=1 scale_bytes=4 "
-                    "spare_rows=5 zero_tail=%d seed=%d",
-                    alignment, capacity, capacity, i % 2 ? "drop" : "error", i / 6 % 2, i / 6);
-        cases[i].layout = layout;
-    }
-    run_cases_on_threads(cases, LENGTH(cases));
-}
-
-CasesTest(dispatch_overflow, expert_major, run_policies(EP_LAYOUT_EXPERT_MAJOR));
-CasesTest(dispatch_overflow, flat, run_policies(EP_LAYOUT_FLAT));
-CasesTest(dispatch_overflow, batched, run_policies(EP_LAYOUT_BATCHED));
+#define POLICIES                                                                    \
+    "ranks=3 experts=7 top_k=3 max_tokens=12 spread=full weighted=1 scale_bytes=4 " \
+    "spare_rows=5 overflow=error|drop alignment=1|1|4|4|16|16 zero_tail=keep,zero " \
+    "capacity=1,7,16,17,30,63 rows_per_expert=1|7|16|17|30|63 "
+GridTest(dispatch_overflow, expert_major, POLICIES, "layout=expert-major");
+GridTest(dispatch_overflow, flat, POLICIES, "layout=flat");
+GridTest(dispatch_overflow, batched, POLICIES, "layout=batched");
 /* The rank-major layout cannot overflow, whatever the capacity. */
-CasesTest(dispatch_overflow, rank_major, run_policies(EP_LAYOUT_RANK_MAJOR));
+GridTest(dispatch_overflow, rank_major, POLICIES, "layout=rank-major");
 
-LayoutsTest(dispatch_overflow, duplicates,
-            "ranks=2 experts=3 top_k=5 duplicates=1 spread=full capacity=14 rows_per_expert=9 "
-            "overflow=drop weighted=1");
+GridTest(dispatch_overflow, duplicates, EACH_LAYOUT,
+         "ranks=2 experts=3 top_k=5 duplicates=1 spread=full capacity=14 rows_per_expert=9 "
+         "overflow=drop weighted=1");
 
 /* Tokens that find no place in a message to another node, and then those past the capacity. */
 #define PLACES \
     "ranks=6 nodes=010212 experts=11 top_k=4 max_tokens=40 weighted=1 scale_bytes=8 seed=3 "
-LayoutsTest(dispatch_overflow, places_for_one_token, PLACES "node_rows=1 capacity=900 spread=full");
-LayoutsTest(dispatch_overflow, places_for_some,
-            PLACES "node_rows=7 capacity=400 rows_per_expert=60 masked_percent=20 counted=1");
-LayoutsTest(dispatch_overflow, places_and_capacity,
-            PLACES "node_rows=13 capacity=90 rows_per_expert=24 overflow=drop duplicates=1 "
-                   "invalid_percent=5 alignment=4");
-LayoutsTest(dispatch_overflow, places_of_merged_entries,
-            PLACES "node_rows=5 capacity=500 overflow=drop duplicates=1 merged=1 hidden=1000");
-LayoutsTest(dispatch_overflow, places_for_all,
-            "ranks=5 nodes=01021 experts=11 top_k=4 max_tokens=40 node_rows=40 capacity=900");
-LayoutsTest(dispatch_overflow, places_on_unequal_nodes,
-            "ranks=5 nodes=01021 experts=11 top_k=4 max_tokens=40 node_rows=7 capacity=400");
+GridTest(dispatch_overflow, places_for_one_token, EACH_LAYOUT,
+         PLACES "node_rows=1 capacity=900 spread=full");
+GridTest(dispatch_overflow, places_for_some, EACH_LAYOUT,
+         PLACES "node_rows=7 capacity=400 rows_per_expert=60 masked_percent=20 counted=1");
+GridTest(dispatch_overflow, places_and_capacity, EACH_LAYOUT,
+         PLACES "node_rows=13 capacity=90 rows_per_expert=24 overflow=drop duplicates=1 "
+                "invalid_percent=5 alignment=4");
+GridTest(dispatch_overflow, places_of_merged_entries, EACH_LAYOUT,
+         PLACES "node_rows=5 capacity=500 overflow=drop duplicates=1 merged=1 hidden=1000");
+GridTest(dispatch_overflow, places_for_all, EACH_LAYOUT,
+         "ranks=5 nodes=01021 experts=11 top_k=4 max_tokens=40 node_rows=40 capacity=900");
+GridTest(dispatch_overflow, places_on_unequal_nodes, EACH_LAYOUT,
+         "ranks=5 nodes=01021 experts=11 top_k=4 max_tokens=40 node_rows=7 capacity=400");
 
 /* A message of a chunk has places of tokens of any chunk. */
 CasesTest(dispatch_overflow, places_in_many_messages, setenv("LIBEP_NODE_CHUNK", "4000", 1);
-          run_layouts(case_of(PLACES
-                              "max_tokens=90 node_rows=31 capacity=900 quant=fp8 hidden=40"));
-          run_layouts(case_of(PLACES "node_rows=17 capacity=900 masked_percent=60 counted=1"));
+          run_grid(EACH_LAYOUT PLACES
+                   "max_tokens=90 node_rows=31 capacity=900 quant=fp8 hidden=40");
+          run_grid(EACH_LAYOUT PLACES "node_rows=17 capacity=900 masked_percent=60 counted=1");
           run_case_on_threads(&(Case){.ranks = 3,
                                       .nodes = "012",
                                       .experts = 7,
@@ -105,10 +95,8 @@ ThreadTest(dispatch_overflow, capacity_that_cuts_a_slab, 1) {
 }
 
 /* Both errors of one step are reported, one after the other. */
-Test(dispatch_overflow, together_with_wrong_indices, .timeout = 120) {
-    Case c = case_of("ranks=2 top_k=3 spread=full invalid_percent=20 capacity=5");
-    run_case_on_threads(&c);
-}
+GridTest(dispatch_overflow, together_with_wrong_indices, "ranks=2 top_k=3 spread=full",
+         "invalid_percent=20 capacity=5");
 
 /* A handle overrides the group's policy, capacity, alignment and K, or takes them. */
 static void override(const EpBootstrap *bootstrap, const char *of_group, const char *of_handle) {

@@ -6,71 +6,42 @@
 #include "tests/cases/fixture.h"
 #include "tests/oracle/quant.h"
 
-static void run_types(EpQuant quant, EpLayout layout, int ranks, const char *more) {
-    static const int hiddens[] = {16, 48, 128, 400};
-    Case cases[LENGTH(hiddens)];
-    for (int i = 0; i < LENGTH(hiddens); i++) {
-        cases[i] = case_of("ranks=%d experts=7 top_k=3 hidden=%d alignment=4 row_type=%d quant=%d "
-                           "scale_order=%d masked_percent=10 weighted=%d spare_rows=3 zero_tail=%d "
-                           "seed=%d %s",
-                           ranks, hiddens[i], 1 + (i + ranks) % 3, quant, i % 2 ? 1 : 2, i % 2,
-                           i > 1, ranks * 100 + (int)quant * 10 + i, more);
-        cases[i].layout = layout;
-    }
-    run_cases_on_threads(cases, LENGTH(hiddens));
-}
-
-#define GRID(name, quant)                                                                        \
-    Test(dispatch_quant, name, .timeout = 120) {                                                 \
-        for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) \
-            for (int ranks = 1; ranks <= 4; ranks *= 2)                                          \
-                run_types(quant, layout, ranks, "");                                             \
-    }
-
-GRID(fp8, EP_QUANT_FP8)
-GRID(fp8_ue8m0, EP_QUANT_FP8_UE8M0)
-GRID(mxfp8, EP_QUANT_MXFP8)
-GRID(nvfp4, EP_QUANT_NVFP4)
+#define TYPES                                                                            \
+    "experts=7 top_k=3 alignment=4 masked_percent=10 spare_rows=3 hidden=16,48,128,400 " \
+    "row_type=bf16|fp16|fp32|fp32|bf16|fp16 weighted=0|1|1|0 zero_tail=keep|keep|zero "
+#define BY_ROW_AND_COLUMN TYPES "scale_order=by-column|by-row "
+#define QuantTest(name, quant) \
+    GridTest(dispatch_quant, name, BY_ROW_AND_COLUMN, "ranks=1,2,4 " EACH_LAYOUT quant)
+QuantTest(fp8, "quant=fp8");
+QuantTest(fp8_ue8m0, "quant=fp8-ue8m0");
+QuantTest(mxfp8, "quant=mxfp8");
+QuantTest(nvfp4, "quant=nvfp4");
 
 /* Tiles of scales: slabs of several, with rows and columns that do not fill them. */
-Test(dispatch_quant, swizzled, .timeout = 120) {
-    const char *tiles = "scale_order=swizzled alignment=128 max_tokens=140 routing=skewed";
-    for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++)
-        for (int ranks = 1; ranks <= 2; ranks++) {
-            run_types(EP_QUANT_NVFP4, layout, ranks, tiles);
-            run_types(EP_QUANT_MXFP8, layout, ranks, tiles);
-        }
-    run_types(EP_QUANT_NVFP4, EP_LAYOUT_BATCHED, 2, "scale_order=swizzled alignment=1");
-}
+#define TILES TYPES "scale_order=swizzled alignment=128 max_tokens=140 routing=skewed "
+GridTest(dispatch_quant, swizzled, TILES, "ranks=1,2 quant=nvfp4,mxfp8 " EACH_LAYOUT,
+         "ranks=2 quant=nvfp4 layout=batched alignment=1 max_tokens=9 routing=uniform");
 
 /* Scales that the caller passes can be received by column, too. */
-LayoutsTest(dispatch_quant, carried_scales_by_column,
-            "ranks=3 scale_bytes=12 spare_rows=2 zero_tail=zero weighted=1 scale_order=by-column "
-            "alignment=4");
-LayoutsTest(dispatch_quant, carried_scales_swizzled,
-            "ranks=3 scale_bytes=12 spare_rows=2 zero_tail=zero weighted=1 scale_order=swizzled "
-            "alignment=128 max_tokens=70");
+GridTest(dispatch_quant, carried_scales,
+         EACH_LAYOUT "ranks=3 scale_bytes=12 spare_rows=2 zero_tail=zero weighted=1",
+         "scale_order=by-column alignment=4", "scale_order=swizzled alignment=128 max_tokens=70");
 
 /* Rows of other nodes are packed instead of staged, and arrive in many rounds. */
 Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
     setenv("LIBEP_NODE_CHUNK", "3000", 1);
-    for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_NVFP4; quant++)
-        run_types(quant, EP_LAYOUT_BATCHED, 4, "nodes=0110");
-    run_types(EP_QUANT_NVFP4, EP_LAYOUT_FLAT, 4, "nodes=0110 scale_order=swizzled");
+    run_grid(BY_ROW_AND_COLUMN "ranks=4 nodes=0110 layout=batched "
+                               "quant=fp8,fp8-ue8m0,mxfp8,fp8-pow2,nvfp4");
+    run_grid(TYPES "ranks=4 nodes=0110 layout=flat quant=nvfp4 scale_order=swizzled");
 }
 
 /* A group needs to allow only twice the bytes of the received row. These are the longest rows, and
  * some that end within a quantisation block. */
-Test(dispatch_quant, longest_rows, .timeout = 120) {
-    static const char *const rows[] = {"hidden=32768 row_type=bf16", "hidden=8208 row_type=bf16",
-                                       "hidden=24592 row_type=fp16", "hidden=16368 row_type=fp32"};
-    for (int i = 0; i < LENGTH(rows) * 5; i++) {
-        Case c = case_of("ranks=2 max_tokens=2 weighted=1 spread=full quant=%d seed=%d %s",
-                         EP_QUANT_FP8 + i / 4, 8 + i, rows[i % 4]);
-        run_case_on_threads(&c);
-    }
-}
+GridTest(dispatch_quant, longest_rows,
+         "ranks=2 max_tokens=2 weighted=1 spread=full quant=fp8,fp8-ue8m0,mxfp8,fp8-pow2,nvfp4",
+         "hidden=32768|8208 row_type=bf16", "hidden=24592 row_type=fp16",
+         "hidden=16368 row_type=fp32");
 
 /* Returns test value `i` for rounding to e4m3, of both signs: each code, the midpoint to the next
  * code and its neighbours, then infinity, NaN and tiny numbers. */
@@ -166,13 +137,4 @@ ThreadTest(dispatch_quant, global_scale_of_one_rank, 2) {
     fixture_open_on(&f, bootstrap, &c);
     give_wrong_scale(&f, bootstrap->rank, NAN);
     fixture_close_on(&f);
-}
-
-/* A dispatch that quantises refuses scales of the caller. */
-SoloTest(dispatch_quant, scales_on_top) {
-    Fixture *f = fixture_new_prepared("hidden=160 quant=fp8");
-    f->arg[IN_SCALES] = f->arg[IN_WEIGHTS];
-    CHECK_REFUSED(fixture_call(f, STEP_DISPATCH), EP_ERR_UNSUPPORTED, "ep_dispatch", "scales",
-                  "quantises");
-    fixture_free(f);
 }

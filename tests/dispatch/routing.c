@@ -3,13 +3,8 @@
  * that are masked, duplicate or invalid. Rows have weights and scales. */
 #include "tests/cases/run.h"
 
-#define RoutingTest(name, ...) TextsTest(dispatch_routing, name, run_with_scales, __VA_ARGS__)
-
-static void run_with_scales(Case c) {
-    c.weighted = 1, c.scale_bytes = 8;
-    run_layouts(c);
-}
-
+#define RoutingTest(name, ...) \
+    GridTest(dispatch_routing, name, EACH_LAYOUT "weighted=1 scale_bytes=8", __VA_ARGS__)
 RoutingTest(no_tokens_at_all, "ranks=3 spread=none alignment=16");
 RoutingTest(one_rank_without_tokens, "ranks=4 spread=hole alignment=2");
 RoutingTest(one_rank_alone_with_tokens, "ranks=4 spread=alone alignment=2");

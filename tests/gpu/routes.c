@@ -83,10 +83,13 @@ static int32_t spoilt_word(Damage damage, Random *random, int32_t i) {
     return damage == FULL ? i : (int32_t)random_below(random, UINT32_MAX);
 }
 
-/* Overwrite the routes in a plan. What senders know of the rows stays, or ranks would wait for rows
- * that nobody sends. */
+/* Overwrite the routes in a plan. What senders know of the rows stays on several ranks, which would
+ * wait for rows that nobody sends. */
 static void spoil(const EpCudaPlan *plan, const Case *c, Damage damage, Random *random) {
     int32_t slots = plan->sizes.slots, rows = c->ranks * c->max_tokens;
+    for (int32_t i = 0; c->ranks == 1 && i <= c->max_tokens; i++)
+        plan->begins[i] = spoilt_word(damage, random, i);
+    if (c->ranks == 1) plan->tokens[0] = spoilt_word(damage, random, 1);
     if (plan->sizes.form == EP_ROUTES_FLAT) {
         for (int32_t i = 0; i < slots * c->top_k; i++)
             plan->routes[i] = spoilt_word(damage, random, i);
@@ -174,3 +177,12 @@ ThreadTest(gpu_routes, damaged_flat_routes, 2) {
 }
 
 RankTest(gpu_routes, damaged_dense_routes, 2, run_damages(bootstrap, damaged, EP_ROUTES_DENSE));
+
+/* Numbers of rows that no plan has end no loop late. */
+ThreadTest(gpu_routes, damaged_numbers, 1) {
+    Case c = damaged;
+    c.ranks = 1;
+    run_damages(bootstrap, c, EP_ROUTES_DENSE);
+    c.layout = EP_LAYOUT_FLAT, c.capacity = 15;
+    run_damages(bootstrap, c, EP_ROUTES_FLAT);
+}

@@ -6,40 +6,33 @@
 #include "tests/cases/fixture.h"
 #include "tests/harness/ranked.h"
 
-/* Run a shape with all counters and with every other one, in each layout and all of its modes. */
-static void run_all_layouts(const char *shape) {
-    for (int i = 0; i < 12; i++) {
-        Case c = case_of("%s", shape);
-        c.layout = (EpLayout)(1 + i % 4), c.counters = 1 + i / 4;
-        c.weighted = i % 3 > 0, c.counted = i % 2, c.scale_bytes = i % 3 == 1 ? 12 : 0;
-        c.phases = i / 2 % 2, c.named = i % 5 == 1, c.seed = (uint64_t)i;
-        run_case_on_threads(&c);
-        c.mode = EP_MODE_LATENCY, c.weights_at_combine = !c.weighted;
-        if (TESTS_HAVE_LATENCY) run_case_on_threads(&c);
-    }
+/* All counters and every other one, in each layout and all of its modes; in latency mode also with
+ * weights at combine. */
+#define COUNTERS                                                                               \
+    EACH_LAYOUT "counters=1,2,3 weighted=0|1|1 counted=0|1 scale_bytes=0|12|0 phases=0|0|1|1 " \
+                "named=0|1|0|0|0 "
+#define LATE "mode=latency weights_at_combine=1|0|0 "
+
+static void run_counters(const char *text) {
+    run_grid(COUNTERS "%s", text);
+    if (TESTS_HAVE_LATENCY) run_grid(COUNTERS LATE "%s", text);
 }
 
-CasesTest(handles_counters, one_rank, run_all_layouts("masked_percent=30 invalid_percent=0"));
-CasesTest(handles_counters, two_ranks,
-          run_all_layouts("ranks=2 top_k=4 hidden=1032 masked_percent=30 duplicates=1 biases=1"));
-CasesTest(handles_counters, lost_rows,
-          run_all_layouts("ranks=2 top_k=4 capacity=10 rows_per_expert=3 overflow=drop"));
-CasesTest(handles_counters, no_tokens, run_all_layouts("ranks=2 spread=none"));
-CasesTest(handles_counters, many_ranks,
-          run_all_layouts(GPU_RANKS(8) < 8 ? "ranks=4 experts=24 top_k=6 max_tokens=30"
-                                           : "ranks=8 experts=24 top_k=6 max_tokens=30"));
-CasesTest(handles_counters, sums_of_fp8,
-          run_all_layouts("ranks=2 top_k=4 hidden=1200 sum_quant=fp8"));
-CasesTest(handles_counters, sums_by_entry,
-          run_all_layouts("ranks=2 top_k=4 hidden=1032 masked_percent=30 capacity=50 by_entry=1"));
-LayoutsTest(handles_counters, rows_of_fp8,
-            "ranks=2 top_k=4 hidden=1200 quant=fp8 weighted=1 counters=1");
+#define CountersTest(name, text) CasesTest(handles_counters, name, run_counters(text))
+CountersTest(one_rank, "masked_percent=30 invalid_percent=0");
+CountersTest(two_ranks, "ranks=2 top_k=4 hidden=1032 masked_percent=30 duplicates=1 biases=1");
+CountersTest(lost_rows, "ranks=2 top_k=4 capacity=10 rows_per_expert=3 overflow=drop");
+CountersTest(no_tokens, "ranks=2 spread=none");
+CountersTest(many_ranks, GPU_RANKS(8) < 8 ? "ranks=4 experts=24 top_k=6 max_tokens=30"
+                                          : "ranks=8 experts=24 top_k=6 max_tokens=30");
+CountersTest(sums_of_fp8, "ranks=2 top_k=4 hidden=1200 sum_quant=fp8");
+CountersTest(sums_by_entry, "ranks=2 top_k=4 hidden=1032 masked_percent=30 capacity=50 by_entry=1");
+GridTest(handles_counters, rows_of_fp8, EACH_LAYOUT,
+         "ranks=2 top_k=4 hidden=1200 quant=fp8 weighted=1 counters=1");
 CasesTest(handles_counters, nodes, setenv("LIBEP_NODE_CHUNK", "3000", 1);
-          run_all_layouts("ranks=4 nodes=0110 experts=12 top_k=5 max_tokens=25"));
-CasesTest(handles_counters, nodes_by_entry,
-          run_all_layouts("ranks=5 nodes=01011 experts=12 top_k=3 max_tokens=25 by_entry=1"));
-CasesTest(handles_counters, unequal_nodes,
-          run_all_layouts("ranks=5 nodes=01011 experts=12 top_k=3 max_tokens=25"));
+          run_counters("ranks=4 nodes=0110 experts=12 top_k=5 max_tokens=25"));
+CountersTest(nodes_by_entry, "ranks=5 nodes=01011 experts=12 top_k=3 max_tokens=25 by_entry=1");
+CountersTest(unequal_nodes, "ranks=5 nodes=01011 experts=12 top_k=3 max_tokens=25");
 
 /* ---- waits --------------------------------------------------------------------------------- */
 

@@ -161,18 +161,16 @@ static void run(const EpBootstrap *bootstrap, EpLayout layout, EpMode mode) {
     close_memory(small, 4096);
 }
 
-#define LargeTest(name, layout, mode)        \
-    ThreadTest(handles_large, name, RANKS) { \
-        run(bootstrap, layout, mode);        \
-    }
-LargeTest(expert_major, EP_LAYOUT_EXPERT_MAJOR, EP_MODE_THROUGHPUT)
-    LargeTest(expert_major_latency, EP_LAYOUT_EXPERT_MAJOR, EP_MODE_LATENCY)
-        LargeTest(batched, EP_LAYOUT_BATCHED, EP_MODE_THROUGHPUT)
-            LargeTest(batched_latency, EP_LAYOUT_BATCHED, EP_MODE_LATENCY)
-                LargeTest(rank_major, EP_LAYOUT_RANK_MAJOR, EP_MODE_THROUGHPUT)
+#define LargeTest(name, layout, mode) \
+    RankTest(handles_large, name, RANKS, run(bootstrap, EP_LAYOUT_##layout, EP_MODE_##mode))
+LargeTest(expert_major, EXPERT_MAJOR, THROUGHPUT);
+LargeTest(expert_major_latency, EXPERT_MAJOR, LATENCY);
+LargeTest(batched, BATCHED, THROUGHPUT);
+LargeTest(batched_latency, BATCHED, LATENCY);
+LargeTest(rank_major, RANK_MAJOR, THROUGHPUT);
 
-    /* T · H beyond 4 GiB: of all tokens the last one is routed, and all sums are written. */
-    ThreadTest(handles_large, tokens, 1) {
+/* T · H beyond 4 GiB: of all tokens the last one is routed, and all sums are written. */
+ThreadTest(handles_large, tokens, 1) {
     enum { T = 2 * MOST };
     if (!getenv("LIBEP_TEST_LARGE")) check_left_out("it writes 8 GiB: LIBEP_TEST_LARGE=1");
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;

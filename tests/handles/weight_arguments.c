@@ -357,13 +357,12 @@ static void absent(const EpBootstrap *bootstrap, int refused, int goes) {
         CHECK_REFUSED(gather(a), EP_ERR_NULL, "shard: expected a tensor, got NULL");
     }
     if (bootstrap->rank == 0) {
-        EpStatus status = finish(a->comm, gather(a));
         const char *quoted = refused ? "its last call was refused: rank 1: ep_weight_gather: " : "";
         if (goes)
-            CHECK_REFUSED(status, EP_ERR_PEER, "it has destroyed the group; ", quoted,
-                          "shard: expected a tensor, got NULL");
+            CHECK_REFUSED(finish(a->comm, gather(a)), EP_ERR_PEER, "it has destroyed the group; ",
+                          quoted, "shard: expected a tensor, got NULL");
         else
-            CHECK_REFUSED(status, EP_ERR_TIMEOUT,
+            CHECK_TIMEOUT(finish(a->comm, gather(a)), 1.5,
                           "rank 0: weight gather: rank 1 did not arrive within 1.5 s", quoted);
     }
     if (!goes) CHECK_OK(bootstrap->barrier(bootstrap->context, 30));

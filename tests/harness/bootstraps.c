@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/harness/bootstraps.h"
 
-#include "tests/harness/check.h"
-
-enum { MOST_RANKS = 16 };
-
 EpBootstrap without_messages(const EpBootstrap *whole) {
     EpBootstrap b = *whole;
     b.isend = NULL, b.irecv = NULL, b.test = NULL, b.cancel = NULL;
@@ -36,22 +32,4 @@ static EpStatus wrapped_barrier(void *context, double timeout) {
 void wrap_bootstrap(EpBootstrap *own, Wrapped *wrapped) {
     wrapped->whole = *own;
     own->context = wrapped, own->allgather = wrapped_allgather, own->barrier = wrapped_barrier;
-}
-
-static EpBootstrap all[MOST_RANKS];
-
-EpBootstrap next_bootstrap(const EpBootstrap *bootstrap) {
-    if (bootstrap->rank == 0) {
-        all[0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
-        CHECK_OK(ep_bootstrap_local(bootstrap->size, all));
-    }
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-    return all[bootstrap->rank];
-}
-
-void end_bootstraps(const EpBootstrap *bootstrap) {
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-    for (int r = 0; r < bootstrap->size && bootstrap->rank == 0; r++)
-        ep_bootstrap_destroy(&all[r]);
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
 }

@@ -29,9 +29,4 @@ EpStatus forward_gather(const Wrapped *wrapped, const void *in, void *out, size_
 /** Let a bootstrap call `wrapped`, which lives as long as it. */
 void wrap_bootstrap(EpBootstrap *own, Wrapped *wrapped);
 
-/** Make new bootstraps for the ranks, which may be out of step on the last ones, and destroy them.
- * Collective. */
-EpBootstrap next_bootstrap(const EpBootstrap *bootstrap);
-void end_bootstraps(const EpBootstrap *bootstrap);
-
 #endif

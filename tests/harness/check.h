@@ -56,6 +56,14 @@ void check_skip(void);
     check_refused((call), (expected), (const char *const[]){__VA_ARGS__, NULL}, __FILE__, \
                   __LINE__, #call)
 
+/** Likewise of a call that fails at its deadline, and not before so many seconds. */
+#define CHECK_TIMEOUT(call, seconds, ...)                                                       \
+    do {                                                                                        \
+        double begun = seconds_now();                                                           \
+        CHECK_REFUSED(call, EP_ERR_TIMEOUT, __VA_ARGS__);                                       \
+        CHECK(seconds_now() - begun > 0.95 * (seconds), "after %.2f s", seconds_now() - begun); \
+    } while (0)
+
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
 /** Returns the seconds of a clock that only goes forward. */

@@ -40,29 +40,25 @@ static void *rank_main(void *context) {
 }
 
 /* Assert that no rank failed. Frees the threads first, because an assertion does not return. */
-static void assert_no_failure(RankThread *threads, int ranks) {
+static void assert_no_failure(RankThread *threads, int count) {
     char text[8192] = "";
-    for (int r = 0; r < ranks; r++) {
+    for (int i = 0; i < count; i++) {
         size_t used = strlen(text);
-        if (threads[r].failure[0] == 0 || used > 6000) continue;
-        snprintf(text + used, sizeof(text) - used, "\nrank %d: %.1200s", r, threads[r].failure);
+        if (threads[i].failure[0] == 0 || used > 6000) continue;
+        snprintf(text + used, sizeof(text) - used, "\nrank %d: %.1200s", threads[i].bootstrap.rank,
+                 threads[i].failure);
     }
     free(threads);
     cr_assert(text[0] == 0, "%s", text);
 }
 
-static RankThread *threads_new(int ranks, RankBody body, void *arg) {
+static void threads_open(RankThread *threads, int ranks, RankBody body, void *arg) {
     EpBootstrap *bootstraps = calloc((size_t)ranks, sizeof(*bootstraps));
     bootstraps[0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
     cr_assert(ep_bootstrap_local(ranks, bootstraps) == EP_OK, "%s", ep_last_error());
-    RankThread *threads = calloc((size_t)ranks, sizeof(*threads));
-    for (int r = 0; r < ranks; r++) {
-        threads[r].bootstrap = bootstraps[r];
-        threads[r].body = body;
-        threads[r].arg = arg;
-    }
+    for (int r = 0; r < ranks; r++)
+        threads[r].bootstrap = bootstraps[r], threads[r].body = body, threads[r].arg = arg;
     free(bootstraps);
-    return threads;
 }
 
 void run_ranks(int ranks, RankBody body, void *arg) {
@@ -76,17 +72,30 @@ void run_ranks(int ranks, RankBody body, void *arg) {
     run_on_threads(ranks, body, arg);
 }
 
-void run_on_threads(int ranks, RankBody body, void *arg) {
+static void run_groups(int groups, int ranks, RankBody body, char *args, size_t bytes) {
+    int count = groups * ranks;
     THREADS_NEED(ranks);
-    RankThread *threads = threads_new(ranks, body, arg);
-    for (int r = 0; r < ranks; r++) {
-        int error = pthread_create(&threads[r].thread, NULL, rank_main, &threads[r]);
+    RankThread *threads = calloc((size_t)count, sizeof(*threads));
+    for (int g = 0; g < groups; g++)
+        threads_open(threads + g * ranks, ranks, body, args ? args + (size_t)g * bytes : NULL);
+    for (int i = 0; i < count; i++) {
+        int error = pthread_create(&threads[i].thread, NULL, rank_main, &threads[i]);
         cr_assert(error == 0, "pthread_create: %s", strerror(error));
     }
-    for (int r = 0; r < ranks; r++)
-        pthread_join(threads[r].thread, NULL);
-    for (int r = 0; r < ranks; r++)
-        ep_bootstrap_destroy(&threads[r].bootstrap);
+    for (int i = 0; i < count; i++)
+        pthread_join(threads[i].thread, NULL);
+    for (int i = 0; i < count; i++)
+        ep_bootstrap_destroy(&threads[i].bootstrap);
     check_skip();
-    assert_no_failure(threads, ranks);
+    assert_no_failure(threads, count);
+}
+
+void run_on_threads(int ranks, RankBody body, void *arg) {
+    run_groups(1, ranks, body, arg, 0);
+}
+
+void run_side_by_side(int groups, int ranks, RankBody body, void *args, size_t bytes) {
+    if (!TESTS_ON_GPU) run_groups(groups, ranks, body, args, bytes);
+    for (int g = 0; g < groups && TESTS_ON_GPU; g++)
+        run_on_threads(ranks, body, (char *)args + (size_t)g * bytes);
 }

@@ -18,6 +18,12 @@ void run_body(RankBody body, const EpBootstrap *bootstrap, void *arg);
 /** Run `body` on `ranks` threads and assert that no rank's check failed. */
 void run_on_threads(int ranks, RankBody body, void *arg);
 
+/** Likewise for several groups of ranks at a time, whose args lie in an array of elements of so
+ * many bytes: for ranks that mostly wait. On GPUs one group runs after the other. */
+void run_side_by_side(int groups, int ranks, RankBody body, void *args, size_t bytes);
+#define RUN_SIDE_BY_SIDE(ranks, body, args) \
+    run_side_by_side(LENGTH(args), ranks, body, args, sizeof(*(args)))
+
 /** Run `body` on `ranks` threads, or on processes, each with an `arg` of its own, where ranks share
  * GPUs. */
 void run_ranks(int ranks, RankBody body, void *arg);

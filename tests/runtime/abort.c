@@ -178,7 +178,8 @@ WHILE_WAITING_IN(dispatch_in_latency_mode, DISPATCH, LATENCY);
 WHILE_WAITING_IN(combine_in_latency_mode, COMBINE, LATENCY);
 
 /* All ranks run steps, and rank 0 is aborted at some moment. */
-static void while_running(const EpBootstrap *bootstrap, uint64_t seed) {
+static void while_running(const EpBootstrap *bootstrap, void *arg) {
+    uint64_t seed = *(const uint64_t *)arg;
     Step rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     Random random = random_stream(seed, 0, 0);
     Aborter aborter;
@@ -196,12 +197,9 @@ static void while_running(const EpBootstrap *bootstrap, uint64_t seed) {
     rank_close(&rank);
 }
 
-OnThreads(while_running) {
-    for (uint64_t seed = 0; seed < (TESTS_ON_GPU ? 3 : 20) && !check_failure()[0]; seed++) {
-        EpBootstrap next = next_bootstrap(bootstrap);
-        while_running(&next, seed);
-        end_bootstraps(bootstrap);
-    }
+Test(runtime_abort, while_running, .timeout = 120) {
+    for (uint64_t seed = 0; seed < (TESTS_ON_GPU ? 3 : 20); seed++)
+        run_on_threads(RANKS, while_running, &seed);
 }
 
 /* ---- no wait ---- */

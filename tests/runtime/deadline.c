@@ -9,7 +9,7 @@ enum { RANKS = 3, ABSENT = 2 };
 
 /* A short timeout, and an upper bound for a test that waits for it. Other tests may share the
  * GPUs. */
-#define SOON (TESTS_ON_GPU ? 3.0 : 0.3)
+#define SOON (TESTS_ON_GPU ? 3.0 : 0.5)
 #define LATE (TESTS_ON_GPU ? 30.0 : 5.0)
 
 TestSuite(runtime_deadline, .init = be_quiet);
@@ -37,6 +37,7 @@ typedef struct Absence {
     unsigned late;   /* that rank 2 calls before them, when the others have failed */
     const char *changes;
     double first, second; /* seconds that rank 0 or 1 starts late: less than the timeout */
+    double least;         /* seconds that the wait takes; 0: about SOON */
 } Absence;
 
 static unsigned ops_of(const Step *step) {
@@ -59,7 +60,8 @@ static void check_timeout(const Step *step, const Absence *a) {
     double begin = seconds_now();
     EpStatus status = call_ops(step, a->ops | behind);
     double took = seconds_now() - begin;
-    CHECK(took < LATE && (a->first + a->second > 0 || took > 0.8 * SOON), "it took %.2f s", took);
+    double least = a->least ? a->least : a->first + a->second > 0 ? 0 : 0.9 * SOON;
+    CHECK(took < LATE && took > least, "it took %.2f s", took);
     CHECK(status == EP_ERR_TIMEOUT || (status == EP_ERR_PEER && a->first + a->second > 0), "%d: %s",
           (int)status, ep_last_error());
     CHECK_REFUSED(ep_group_status(step->group, &found), status, "rank 2", op_phase((StepOp)first));
@@ -147,10 +149,12 @@ static void absent_from_call(const EpBootstrap *bootstrap, void *op) {
 /* The same on pretended nodes: the missing rank is on another node, on that of rank 1, or alone. */
 Test(runtime_deadline, absent_on_several_nodes, .timeout = 120) {
     static const char *const nodes[] = {"0,0,1", "0,1,1", "0,1,2"};
+    unsigned ops[NUM_CALLS];
+    for (int call = 0; call < NUM_CALLS; call++)
+        ops[call] = call_number(call);
     for (int i = 0; i < 3; i++) {
         setenv("LIBEP_TOPOLOGY", nodes[i], 1);
-        for (unsigned op = STEP_PREPARE; op & STEP_ALL; op <<= 1)
-            run_on_threads(RANKS, absent_from_call, &op);
+        RUN_SIDE_BY_SIDE(RANKS, absent_from_call, ops);
     }
 }
 
@@ -223,8 +227,11 @@ static void refused_calls(const char *nodes) {
     setenv("LIBEP_TOPOLOGY", nodes, 1);
     for (int then = 0; then < THEN_COUNT; then++) {
         int waits = then == STAYS || then == CORRECTS;
-        for (int call = 0; call < (waits && TESTS_ON_GPU ? 2 : NUM_CALLS); call++)
-            run_on_threads(RANKS, refused_body, &(Refused){call_number(call), (Then)then, ""});
+        Refused calls[NUM_CALLS];
+        for (int call = 0; call < NUM_CALLS; call++)
+            calls[call] = (Refused){call_number(call), (Then)then, ""};
+        run_side_by_side(waits && TESTS_ON_GPU ? 2 : NUM_CALLS, RANKS, refused_body, calls,
+                         sizeof(calls[0]));
     }
 }
 
@@ -254,22 +261,26 @@ ThreadTest(runtime_deadline, refused_calls_and_no_others, RANKS) {
     }
 }
 
-/* LIBEP_TIMEOUT is the timeout of a group whose configuration names none. A spinning wait also ends
- * at the timeout. */
+/* No wait ends before its deadline, which is much longer here than a rank waits after it to hear
+ * whom to blame. LIBEP_TIMEOUT is that of a group whose configuration names none. */
+#define DEADLINE (TESTS_ON_GPU ? 3.0 : 1.2)
 static void absent_with(const EpBootstrap *bootstrap, const char *setting, const char *value,
                         double seconds) {
     set_on_ranks(bootstrap, setting, value);
     Step h = timed_open(bootstrap, seconds, "");
-    if (bootstrap->rank != ABSENT) check_timeout(&h, &(Absence){.ops = STEP_PREPARE});
+    if (bootstrap->rank != ABSENT)
+        check_timeout(&h, &(Absence){.ops = STEP_PREPARE, .least = 0.95 * DEADLINE});
     bootstrap->barrier(bootstrap->context, 60);
     timed_close(&h);
 }
 
 RankTest(runtime_deadline, deadline_from_the_setting, RANKS,
-         absent_with(bootstrap, "LIBEP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3", EP_DEFAULT));
+         absent_with(bootstrap, "LIBEP_TIMEOUT", TESTS_ON_GPU ? "3" : "1.2", EP_DEFAULT));
+RankTest(runtime_deadline, deadline_of_the_group, RANKS,
+         absent_with(bootstrap, "LIBEP_TIMEOUT", "77", DEADLINE));
 ThreadTest(runtime_deadline, deadline_of_a_wait_that_spins, RANKS) {
     HOST_ONLY("no LIBEP_SPIN on GPUs");
-    absent_with(bootstrap, "LIBEP_SPIN", "1000000000", SOON);
+    absent_with(bootstrap, "LIBEP_SPIN", "1000000000", DEADLINE);
 }
 
 /* The others wait for a slow rank that arrives within the timeout. */
@@ -289,11 +300,11 @@ static void create_without_one(const EpBootstrap *bootstrap, int wrong) {
     if (bootstrap->rank == wrong) config.max_tokens = 0;
     if (bootstrap->rank == ABSENT) return;
     double begin = seconds_now();
-    EpStatus status = ep_group_create(bootstrap, &config, &group);
     if (bootstrap->rank == wrong)
-        CHECK_REFUSED(status, EP_ERR_RANGE, "max_tokens");
+        CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_RANGE, "max_tokens");
     else
-        CHECK_REFUSED(status, EP_ERR_TIMEOUT, "rank 2");
+        CHECK_TIMEOUT(ep_group_create(bootstrap, &config, &group), config.timeout_seconds,
+                      "rank 2");
     CHECK(seconds_now() - begin < config.timeout_seconds + 5, "gave up after %.1f s",
           seconds_now() - begin);
     CHECK(group == NULL, "a group was made");

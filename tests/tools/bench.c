@@ -232,29 +232,17 @@ SoloCall(tools_bench, overflow_ends_the_run,
 
 /* ---- under mpirun ---- */
 
-static void check_mpirun(int ranks, const char *option, const char *value, int exit_status,
-                         const char *output) {
-    const char *arguments[] = {
-        build_path("ep_bench"), "-n", "1", "-w", "0", "--hidden", "64", option, value, NULL};
-    ProcessResult result = mpirun_run(ranks, 60, arguments);
-    CHECK(result.exit_status == exit_status, "exit status %d: %s", result.exit_status, result.out);
-    CHECK(strstr(result.out, output), "no '%s' in: %s", output, result.out);
-    process_result_free(&result);
-}
-
+#define SMALL "-n 1 -w 0 --hidden 64 "
 SoloTest(mpi_bench, correct_with_and_without_baseline) {
-    if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
-    check_mpirun(2, "--tokens", "16", 0, "#wrong 0");
-    check_mpirun(3, "--baseline", NULL, 0, "#wrong 0");
-    check_mpirun(3, "--dtype=fp16", "--baseline", 0, "#wrong 0");
-    check_mpirun(2, "--mode=latency", "--baseline", 0, "#wrong 0");
-    check_mpirun(2, "--baseline", "--pair", 0, ": baseline pair ");
+    CHECK_MPIRUN(2, "ep_bench", SMALL "--tokens 16", 0, "#wrong 0");
+    CHECK_MPIRUN(3, "ep_bench", SMALL "--baseline", 0, "#wrong 0");
+    CHECK_MPIRUN(3, "ep_bench", SMALL "--dtype=fp16 --baseline", 0, "#wrong 0");
+    CHECK_MPIRUN(2, "ep_bench", SMALL "--mode=latency --baseline", 0, "#wrong 0");
+    CHECK_MPIRUN(2, "ep_bench", SMALL "--baseline --pair", 0, ": baseline pair ");
 }
 
-SoloTest(mpi_bench, bad_options_are_refused) {
-    if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
-    check_mpirun(2, "--tokens", "many", 2, "\"many\"");
-}
+SoloCall(mpi_bench, bad_options_are_refused,
+         CHECK_MPIRUN(2, "ep_bench", SMALL "--tokens many", 2, "\"many\""));
 
 /* A rank is killed behind mpirun's back, once it logs that it measures. The others name it, and do
  * not wait for it again: from the library's warning on, they meet for 5 more seconds. */

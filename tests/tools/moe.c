@@ -200,12 +200,6 @@ SoloTest(tools_moe, memory_is_as_promised) {
 SoloCall(tools_moe, unchecked_runs_say_so,
          check_tool("ep_moe", SMALL "--threads 2 -c 0", 0, "\n#wrong - (not checked)\n", NULL));
 
-SoloTest(mpi_moe, default_run_under_mpirun) {
-    if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
-    const char *arguments[] = {build_path("ep_moe"), "-n", "1", "-w", "0", NULL};
-    ProcessResult result = mpirun_run(4, 60, arguments);
-    CHECK(result.exit_status == 0, "exit status %d: %s", result.exit_status, result.out);
-    CHECK(strstr(result.out, "# mesh:    fsdp=2,expert=2: 4 ranks (MPI)"), "%s", result.out);
-    CHECK(strstr(result.out, "\n#wrong 0\n"), "%s", result.out);
-    process_result_free(&result);
-}
+SoloCall(mpi_moe, default_run_under_mpirun,
+         CHECK_MPIRUN(4, "ep_moe", "-n 1 -w 0", 0, "# mesh:    fsdp=2,expert=2: 4 ranks (MPI)",
+                      "\n#wrong 0\n"));

@@ -3,14 +3,31 @@
 
 enum { MOST_WORDS = 40 };
 
-ProcessResult run_tool(const char *tool, const char *line) {
+/* Append the words of a line, and NULL. */
+static void append_words(const char **argv, const char *line) {
     static char words[2048];
-    const char *argv[MOST_WORDS + 2] = {build_path(tool)};
     snprintf(words, sizeof(words), "%s", line);
-    int count = 1;
-    for (char *w = strtok(words, " "); w && count <= MOST_WORDS; w = strtok(NULL, " "))
+    int count = 0;
+    for (char *w = strtok(words, " "); w && count < MOST_WORDS; w = strtok(NULL, " "))
         argv[count++] = w;
+    argv[count] = NULL;
+}
+
+ProcessResult run_tool(const char *tool, const char *line) {
+    const char *argv[MOST_WORDS + 2] = {build_path(tool)};
+    append_words(argv + 1, line);
     return process_run(argv, 0);
+}
+
+void check_mpirun(int ranks, const char *tool, const char *line, int exit_status,
+                  const char *const *words, int n) {
+    if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
+    const char *argv[MOST_WORDS + 2] = {build_path(tool)};
+    append_words(argv + 1, line);
+    ProcessResult result = mpirun_run(ranks, 60, argv);
+    CHECK(result.exit_status == exit_status, "exit status %d: %s", result.exit_status, result.out);
+    check_words(result.out, words, n);
+    process_result_free(&result);
 }
 
 ProcessResult run_bench(const char *line) {

@@ -35,8 +35,15 @@ void check_bad_options(const char *tool, const BadOptions *options, int n);
 /** Run a tool, which succeeds and prints `in_out`. Returns what it writes as JSON, in static
  * memory. */
 const char *run_json(const char *tool, const char *line, const char *in_out);
-/** Check that the JSON has each of these words. */
+/** Check that a text, as the JSON, has each of these words. */
 void check_words(const char *text, const char *const *words, int n);
+
+/** Run a tool under mpirun and check its exit status and its output. Sanitizers skip the test. */
+void check_mpirun(int ranks, const char *tool, const char *line, int exit_status,
+                  const char *const *words, int n);
+#define CHECK_MPIRUN(ranks, tool, line, exit_status, ...)                            \
+    check_mpirun(ranks, tool, line, exit_status, (const char *const[]){__VA_ARGS__}, \
+                 LENGTH(((const char *const[]){__VA_ARGS__})))
 
 void write_file(const char *path, const char *text);
 void write_bytes(const char *path, const char *text, size_t bytes);

@@ -57,6 +57,9 @@ bool device_capture(Case *c);
 bool device_replay(Case *c, PhaseId phase);
 bool device_replay_step(Case *c);
 
+/** Calls that device_time_calls takes at most. */
+enum { TIMED_CALLS = 9 };
+
 /**
  * Collective: time_calls with the GPU's clock. issue_us[i], if not NULL, is the median of the
  * host's time to issue call i.

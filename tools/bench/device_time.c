@@ -14,7 +14,6 @@
 
 /* ---- alignment of the ranks' streams ------------------------------------------------------- */
 
-enum { MAX_CALLS = 8 };
 
 /* Longer than the host needs to issue an iteration, so that the GPU never waits for the host. */
 static const double hold_us = 250;
@@ -57,14 +56,14 @@ static bool check_timeouts(Case *c) {
 /* ---- the GPU's clock ----------------------------------------------------------------------- */
 
 typedef struct Clock {
-    cudaEvent_t begin[MAX_CALLS], end[MAX_CALLS];
+    cudaEvent_t begin[TIMED_CALLS], end[TIMED_CALLS];
     TimedCall call;
     void *context;
     int count;
 } Clock;
 
 static bool clock_create(Clock *clock) {
-    bool ok = clock->count <= MAX_CALLS || bench_fail("%d calls to time", clock->count);
+    bool ok = clock->count <= TIMED_CALLS || bench_fail("%d calls to time", clock->count);
     for (int i = 0; ok && i < clock->count; i++)
         ok = cuda_ok(cudaEventCreate(&clock->begin[i]), "cudaEventCreate") &&
              cuda_ok(cudaEventCreate(&clock->end[i]), "cudaEventCreate");
@@ -72,7 +71,7 @@ static bool clock_create(Clock *clock) {
 }
 
 static void clock_destroy(Clock *clock) {
-    for (int i = 0; i < MAX_CALLS; i++) {
+    for (int i = 0; i < TIMED_CALLS; i++) {
         if (clock->begin[i]) cudaEventDestroy(clock->begin[i]);
         if (clock->end[i]) cudaEventDestroy(clock->end[i]);
     }
@@ -116,7 +115,7 @@ static bool sample_device(Case *c, Clock *clock, int64_t iterations, double *tim
     bool ok = world_all(c->world, clock_create(clock));
     if (!ok) return false;
     for (int64_t i = -c->options->run.warmup; i < iterations; i++) {
-        double issue_us[MAX_CALLS];
+        double issue_us[TIMED_CALLS];
         ok = iterate(c, clock, ok, issue_us);
         for (int which = 0; ok && i >= 0 && which < clock->count; which++) {
             issues[which * iterations + i] = issue_us[which];
@@ -129,7 +128,7 @@ static bool sample_device(Case *c, Clock *clock, int64_t iterations, double *tim
 bool device_time_calls(Case *c, int64_t iterations, TimedCall call, void *context, int count,
                        Quantiles *out, double *issue_us) {
     Clock clock = {.call = call, .context = context, .count = count};
-    Quantiles issued[MAX_CALLS];
+    Quantiles issued[TIMED_CALLS];
     size_t total = (size_t)(count * iterations);
     double *times = bench_alloc(total, sizeof(double), "samples");
     double *issues = bench_alloc(total, sizeof(double), "samples");

@@ -181,12 +181,10 @@ static bool run(void *context, int which) {
     return list->calls[which].run(list->weights, &list->calls[which]);
 }
 
-enum { MAX_CALLS = 9 };
-
 static bool time_list(Weights *w, const Call *calls, int count) {
     CallList list = {w, calls};
-    Quantiles times[MAX_CALLS];
-    double host_us[MAX_CALLS];
+    Quantiles times[TIMED_CALLS];
+    double host_us[TIMED_CALLS];
     if (!device_time_calls(&w->c, w->c.options->run.iterations, run, &list, count, times, host_us))
         return false;
     for (int i = 0; i < count; i++) {

@@ -123,17 +123,13 @@ static void overlap(const EpBootstrap *bootstrap, Case c) {
     ep_group_destroy(group);
 }
 
-#define OverlapTest(name, changes)                  \
-    ThreadTest(gpu_overlap, name, 2) {              \
-        overlap(bootstrap, case_of("%s", changes)); \
-    }
-OverlapTest(expert_major, "weighted=1 zero_tail=zero capacity=1600")
-    OverlapTest(flat, "weighted=1 layout=flat capacity=1600")
-        OverlapTest(batched_of_two_blocks, "layout=batched padding=keep num_sms=2")
-            OverlapTest(rank_major, "weighted=1 layout=rank-major zero_tail=ids")
-                OverlapTest(fp8_sums, "capacity=1600 sum_quant=fp8 sum_type=fp32")
-                    OverlapTest(latency, "weighted=1 mode=latency capacity=1600") OverlapTest(
-                        latency_batched,
-                        "weights_at_combine=1 mode=latency layout=batched num_sms=3")
-                        OverlapTest(latency_in_phases,
-                                    "weighted=1 mode=latency layout=flat phases=1 capacity=1600")
+#define OverlapTest(name, changes) \
+    RankTest(gpu_overlap, name, 2, overlap(bootstrap, case_of("%s", changes)))
+OverlapTest(expert_major, "weighted=1 zero_tail=zero capacity=1600");
+OverlapTest(flat, "weighted=1 layout=flat capacity=1600");
+OverlapTest(batched_of_two_blocks, "layout=batched padding=keep num_sms=2");
+OverlapTest(rank_major, "weighted=1 layout=rank-major zero_tail=ids");
+OverlapTest(fp8_sums, "capacity=1600 sum_quant=fp8 sum_type=fp32");
+OverlapTest(latency, "weighted=1 mode=latency capacity=1600");
+OverlapTest(latency_batched, "weights_at_combine=1 mode=latency layout=batched num_sms=3");
+OverlapTest(latency_in_phases, "weighted=1 mode=latency layout=flat phases=1 capacity=1600");
