@@ -104,11 +104,12 @@ static int is_sliced(const EpWeightWork *w) {
     return w->wire != w->stream.stream;
 }
 
+/* Half of the multiprocessors and one are left to ep_prepare, and so two to dispatch; one block
+ * sends and one receives. */
 int ep_weight_push_blocks(const EpWeightWork *w) {
-    const int64_t sms = w->group->settings.weight_sms;
-    int64_t most =
-        sms == EP_COUNT_AUTO ? EP_PUSH_BLOCKS : ep_max(sms, 2); /* one sends, one receives */
-    return (int)ep_min(w->cuda->device.blocks, ep_min(most, EP_PUSH_BLOCKS));
+    const int64_t sms = w->group->settings.weight_sms, blocks = w->cuda->device.blocks;
+    const int64_t most = sms == EP_COUNT_AUTO ? EP_PUSH_BLOCKS : ep_min(sms, EP_PUSH_BLOCKS);
+    return (int)ep_max(2, ep_min(most, blocks - blocks / 2 - 1));
 }
 
 int ep_weight_blocks(const EpWeightWork *w) {
