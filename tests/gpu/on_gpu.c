@@ -104,7 +104,7 @@ const EpExtras *gpu_extras(const void *extras) {
     const EpTensor **tensors[] = {
         &x->bias0,      &x->bias1,        &x->expert_tokens,        &x->peer_rows,
         &x->peer_bytes, &x->peer_wait_ns, &x->peer_longest_wait_ns, &x->global_scale,
-        &x->ready,      &x->done};
+        &x->ready,      &x->done,         &x->grad_scales};
     for (size_t i = 0; i < sizeof(tensors) / sizeof(*tensors); i++)
         *tensors[i] = gpu_tensor(*tensors[i]);
     return x;
