@@ -9,16 +9,16 @@
  *
  * One launch serves all groups. A cluster of two blocks takes one tile of some c_g after another:
  * TILE_ROWS x 256, of which each block has 128 columns. So both need the same rows of a: each loads
- * half of them into the shared memory of both, where a tile has rows at all. Of the third
- * warpgroup one thread loads the matrices, and the other warps copy the scales, several stages
- * ahead, those of several blocks of k at a time. Two warpgroups multiply, half of the tile's rows each, 64 at a time. The sum over a block
- * of k is in the matrix unit, which adds e4m3 with fewer bits than fp32 has. It is scaled and added
- * in fp32.
+ * half of them into the shared memory of both, where a tile has rows at all. Of the third warpgroup
+ * one thread loads the matrices, and the other warps copy the scales, several stages ahead, those
+ * of several blocks of k at a time. Two warpgroups multiply, half of the tile's rows each, 64 at a
+ * time. The sum over a block of k is in the matrix unit, which adds e4m3 with fewer bits than fp32
+ * has. It is scaled and added in fp32.
  *
  * Memory order: the bytes of the matrices complete `full`. A warp that has waited for its products
  * arrives at `empty` of both blocks, since both write to its block. Then the stage is filled again.
- * Scales have stages of their own, and the copies of a block complete them. Blocks of a cluster end together, so
- * that none writes to one that has ended.
+ * Scales have stages of their own, and the copies of a block complete them. Blocks of a cluster end
+ * together, so that none writes to one that has ended.
  */
 
 #include <cuda_bf16.h>
