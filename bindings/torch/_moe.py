@@ -96,7 +96,8 @@ class MoE(nn.Module):
     comm             libep.MeshComm of all ranks: the experts' parameters are this rank's shards over
                      the mesh's fsdp axes, along the dimension that products sum over. They are
                      gathered for use, as e4m3 if the layer quantises. None: they are resident
-    dtype, device    of the parameters, and of tokens; float32 or bfloat16. None: the group's device
+    dtype, device    of the parameters, and of tokens; float32 or bfloat16, whose rows the group takes.
+                     None: the group's device
     handle           more of the handle's configuration (libep.HandleFields): num_sms, sum_quant, ...
 
     Parameters of this rank, SwiGLU's gate before its up: gate_up [L, H, 2F], down [L, F, H],
@@ -157,6 +158,10 @@ class MoE(nn.Module):
         self.form = _make_form(group, hidden, inner, dtype, quant, dequantise)
         if self.form is not None:
             handle["quant"] = self.form.quant
+        most = group.fields["max_row_bytes"]
+        if hidden * dtype.itemsize > most:
+            rows = f"rows of at most {most} bytes, as those of the group"
+            refuse(Status.ROW_BYTES, "dtype", rows, f"{hidden} of {dtype}, {hidden * dtype.itemsize}")
         self.handle = _make_handle(group, top_k, capacity_factor, dtype, handle)
         made: dict[str, Any] = {
             "dtype": dtype,

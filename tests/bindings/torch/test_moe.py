@@ -235,6 +235,8 @@ REFUSED = [
     (dict(num_groups=3), "RANGE moe: num_groups: expected a divisor of the 8 experts, got 3"),
     (dict(num_groups=4, top_groups=5), "RANGE moe: top_groups: expected 1 .. 4 .*, got 5"),
     (dict(top_k=9), "TOP_K moe: top_k: expected 1 .. 8, got 9"),
+    ({}, r"ROW_BYTES moe: dtype: expected rows of at most \d+ bytes, as those of the group, got 4096",
+     lambda group: ep.MoE(group, 4096, INNER)),
     (dict(num_groups=4), "TOP_K moe: top_k: expected 1 .. 2, the experts of 1 groups, got 3"),
 ]  # fmt: skip
 
