@@ -146,7 +146,7 @@ class ElasticBuffer(OfProcess):
         return self.num_allocated_qps
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """1, and the number of ranks: libep refuses several nodes when it makes a group."""
+        """1, and the number of ranks: handles have the fields of one node."""
         return 1, self.num_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
