@@ -58,8 +58,8 @@ def _make_tangent(name: str, backward: Primitive) -> Primitive:
             form = Quant(grad_quant), ScaleOrder(scale_order)
             ((shape, dtype),) = _types(linear)
             outputs = tuple(quantised_types(*form, *shape))
-            made = backward.bind(plan, *grads, key=key, outputs=outputs, quantises=1)
-            results = [dequantise(*form, *made, dtype)]
+            values, scales = backward.bind(plan, *grads, key=key, outputs=outputs, quantises=1)
+            results = [dequantise(*form, values, scales, dtype)]
         else:
             results = backward.bind(plan, *grads, *others, key=key, outputs=_types(linear))
         pairs = zip(linear, results)
