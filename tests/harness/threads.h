@@ -43,17 +43,10 @@ void run_ranks(int ranks, RankBody body, void *arg);
         call;                              \
     }                                      \
     static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg)
-/** On GPUs, of eight ranks. Hosts run these in other tests of many ranks. */
-#ifdef TESTS_GPU_ON_GPU_H
-#define RankTest8(suite, name, call) RankTest(suite, name##_8, 8, call)
-#else
-#define RankTest8(suite, name, call) _Static_assert(1, "")
-#endif
-/** Tests of two, four and on GPUs eight ranks; also of one. */
+/** Two tests: of two and four ranks; three: also of one. */
 #define RankTests24(suite, name, call)  \
     RankTest(suite, name##_2, 2, call); \
-    RankTest(suite, name##_4, 4, call); \
-    RankTest8(suite, name, call)
+    RankTest(suite, name##_4, 4, call)
 #define RankTests(suite, name, call)    \
     RankTest(suite, name##_1, 1, call); \
     RankTests24(suite, name, call)
