@@ -7,8 +7,8 @@ import pytest
 from dense import CASES
 
 PROGRAMS = {"megatron-core": "megatron_layers.py", "torchtitan": "torchtitan_layers.py"}
-# torchtitan's experts compute in bfloat16. The router's gradient is a sum of their differences: of
-# a few hundred seeds its largest error was 0.047.
+# torchtitan's experts compute in bfloat16. The router's gradient sums differences of what they
+# return: seed 645241997 has an error of 0.047 there.
 TOLERANCES = {"megatron-core": 1e-5, "torchtitan": 0.08}
 BACKENDS = {"megatron-core": ("deepep", "hybridep"), "torchtitan": ("deepep",)}
 seed = base.seed
