@@ -2,15 +2,15 @@
 /* Weights that are gathered on one stream while rows travel on another. Emulated GPUs have no room
  * for both kernels; of libep's, two blocks get to run. On each rank one of the two comes first, so
  * that kernels that wait for each other would make a circle: ranks 0 and 1 of a group wait for the
- * gather's ranks 4 and 5, whose group waits for 6 and 7, which wait for 2 and 3. With
- * EMULATED_NCCL_BLOCKS=3 one block of libep's gets to run: then dispatch ends at its deadline. */
+ * gather's ranks 4 and 5, whose group waits for 6 and 7, which wait for 2 and 3. If the gather's
+ * kernel took all places, dispatch would end at its deadline. */
 #include "ep/ep_weight.h"
 #include "tests/gpu/device_step.h"
 
 enum { EXPERTS = 4, IN = 64, OUT = 32, ELEMENTS = IN * OUT };
 enum { WAIT_US = 100000 }; /* then the kernel that comes first occupies its multiprocessors */
 
-/* libep's kernels have four blocks, NCCL's two. */
+/* Kernels that move rows have four blocks, those that move weights two. */
 static void set_up(void) {
     setenv("EMULATED_GPUS", "8", 0);
     setenv("EMULATED_PLACES", "4", 0);
