@@ -271,6 +271,21 @@ def test_layers_of_other_shapes():
     run_threads(2, body)
 
 
+def test_gradients_that_travel_as_fp8(alone):
+    """They differ from the others, but by no more than e4m3 rounds."""
+    group, found = alone(**SIZES), []
+    x = torch.randn(TOKENS, HIDDEN, device=DEVICE)
+    layers = [ep.MoE(group, HIDDEN, INNER, is_early=True)]
+    layers.append(ep.MoE(group, HIDDEN, INNER, is_early=True, grad_quant="fp8"))
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer in layers:
+        given = x.clone().requires_grad_()
+        layer(given).square().sum().backward()
+        found.append(given.grad)
+    error = float((found[0] - found[1]).norm() / found[0].norm())
+    assert 1e-4 < error < 0.06, error
+
+
 def test_capacity_that_drops(alone):
     """With Overflow.DROP a factor below 1 loses rows, and nobody reports it."""
     group = alone(**SIZES)
