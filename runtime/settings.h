@@ -36,6 +36,8 @@
       "which tensors' memory the cuda backend validates before an operation")                \
     X(share_gpus, EpShareGpus, "LIBEP_SHARE_GPUS", "choice: no|yes", "no",                   \
       "yes: ranks in separate processes may share a GPU; for debugging, not for speed")      \
+    X(peers, EpPeers, "LIBEP_PEERS", "choice: auto|none", "auto",                            \
+      "none: GPUs count as if they did not reach each other's memory, so each is a node")    \
     X(lines, EpLines, "LIBEP_LINES", "choice: auto|whole|fenced", "auto",                    \
       "how rows of latency mode signal their arrival; auto: whole lines over NVLink")        \
     X(sums, EpSums, "LIBEP_SUMS", "choice: rank|entry", "rank",                              \
@@ -60,6 +62,7 @@ typedef enum EpBind { EP_BIND_NONE, EP_BIND_GPU } EpBind;
 typedef enum EpCheck { EP_CHECK_NONE, EP_CHECK_ROWS, EP_CHECK_ALL } EpCheck;
 typedef enum EpShareGpus { EP_SHARE_GPUS_NO, EP_SHARE_GPUS_YES } EpShareGpus;
 
+typedef enum EpPeers { EP_PEERS_AUTO, EP_PEERS_NONE } EpPeers;
 typedef enum EpLines { EP_LINES_AUTO, EP_LINES_WHOLE, EP_LINES_FENCED } EpLines;
 
 typedef struct EpSettingText {
