@@ -26,6 +26,7 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
     out->alone = ep_gpus_alone(all, b->size, b->rank);
     for (int32_t r = 0; r < b->size; r++)
         out->threads |= !ep_gpus_alone(all, b->size, r);
+    out->sm = gpu->capability;
     snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
     snprintf(out->gpu, sizeof(out->gpu), "%s, %s", gpu->name, gpu->bus);
     return 1;

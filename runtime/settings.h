@@ -40,6 +40,9 @@
       "none: GPUs count as if they did not reach each other's memory, so each is a node")    \
     X(lines, EpLines, "LIBEP_LINES", "choice: auto|whole|fenced", "auto",                    \
       "how rows of latency mode signal their arrival; auto: whole lines over NVLink")        \
+    X(tuning, EpSettingText, "LIBEP_TUNING", "file", "",                                     \
+      "cuda backend: constants of the division of blocks, as ep_tune writes them; a rank's " \
+      "own; empty: the built-in table")                                                      \
     X(sums, EpSums, "LIBEP_SUMS", "choice: rank|entry", "rank",                              \
       "libnccl_ep: entry makes its groups add all of a token's rows on the token's rank")    \
     X(spin, int64_t, "LIBEP_SPIN", "count", "auto",                                          \

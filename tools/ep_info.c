@@ -216,6 +216,13 @@ static void print_nodes(const RankInfo *all) {
     printf("\n");
 }
 
+/* Print whose constants divide the blocks: rank 0's, and those of ranks that have others. */
+static void print_division(const RankInfo *all) {
+    for (int r = 0; r < all[0].info.size && all[0].info.tuning[0]; r++)
+        if (!r || strcmp(all[r].info.tuning, all[0].info.tuning) != 0)
+            printf("%sdivision of blocks, rank %d: %s\n", r ? "" : "\n", r, all[r].info.tuning);
+}
+
 static bool print_topology(World *world, const Options *o, EpGroupInfo *info) {
     RankInfo mine = {.host = ""};
     RankInfo *all = bench_alloc((size_t)world->size, sizeof(RankInfo), "the ranks");
@@ -229,6 +236,7 @@ static bool print_topology(World *world, const Options *o, EpGroupInfo *info) {
         for (int r = 0; r < world->size; r++)
             print_rank(r, &all[r]);
         if (world->size > 1) print_nodes(all);
+        print_division(all);
     }
     *info = mine.info;
     free(all);
