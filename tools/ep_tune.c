@@ -49,7 +49,7 @@ static bool complete(void *options) {
 
 /* ---- knobs --------------------------------------------------------------------------------- */
 
-enum { FEW = 1, MANY = 2, MANY_SMS = 64, MOST_NAMES = 10 };
+enum { FEW = 1, MANY = 2, LATENCY = 4, MANY_SMS = 64, MOST_NAMES = 10 };
 #define CALLS(call) (1 << (call))
 #define COPIES CALLS(CELL_DISPATCH)
 #define SUMS CALLS(CELL_COMBINE)
@@ -89,6 +89,9 @@ static const Knob knobs[] = {
     {"tokens claimed by all blocks", COPIES | SUMS, MANY, {"most_claimed"}},
     {"copies under way", COPIES, MANY, {"copies.active"}},
     {"sums under way", SUMS, MANY, {"sums.active"}},
+    {"latency mode: the part that sends copies", COPIES, LATENCY, {"latency_dispatch_sent"}},
+    {"latency mode: the part that sends sums", SUMS, LATENCY, {"latency_combine_sent"}},
+    {"likewise of few terms", SUMS, LATENCY, {"latency_few_sent"}},
 };
 enum { NUM_KNOBS = sizeof(knobs) / sizeof(knobs[0]) };
 
@@ -117,9 +120,13 @@ static int list_cells(const TuneRank *r, int calls, int budgets, Cell *out) {
             /* A GPU of few multiprocessors has none of the other kind. */
             if (!(calls >> c & 1) || !(budgets & kind)) continue;
             for (int s = 0; s < NUM_SHAPES; s++)
-                out[count++] = (Cell){(CellCall)c, s, b, false};
-            if (c == CELL_DISPATCH) out[count++] = (Cell){(CellCall)c, 0, b, true};
+                out[count++] = (Cell){(CellCall)c, s, b, false, false};
+            if (c == CELL_DISPATCH) out[count++] = (Cell){(CellCall)c, 0, b, true, false};
         }
+    /* Latency mode has no backward. */
+    for (int c = CELL_DISPATCH; c <= CELL_COMBINE && (budgets & LATENCY); c++)
+        for (int s = 0; s < NUM_SHAPES && (calls >> c & 1); s++)
+            out[count++] = (Cell){(CellCall)c, s, r->num_budgets - 1, false, true};
     return count;
 }
 
@@ -258,10 +265,11 @@ static bool measure_memory(Search *s) {
 static bool measure_wire(Search *s) {
     TuneRank *r = s->r;
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    Cell cells[2] = {{CELL_DISPATCH, 0, r->num_budgets - 1, false},
-                     {CELL_COMBINE, 0, r->num_budgets - 1, false}};
+    Cell cells[2] = {{CELL_DISPATCH, 0, r->num_budgets - 1, false, false},
+                     {CELL_COMBINE, 0, r->num_budgets - 1, false, false}};
     double ratios[2], us[2], ranks = r->world->size;
-    if (!world_all(r->world, bench_ok(ep_group_query(s->base.group, &info), "ep_group_query")))
+    if (!world_all(r->world,
+                   bench_ok(ep_group_query(s->base.of[0].group, &info), "ep_group_query")))
         return false;
     if (ranks < 2 || info.num_nodes > 1) return true;
     if (!trial_compare(&s->base, &s->base, cells, 2, ratios, us)) return false;
@@ -277,11 +285,11 @@ static bool start(Search *s) {
     TuneRank *r = s->r;
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     bool refused;
-    s->num_cells = list_cells(r, COPIES | SUMS | FACTORS, FEW | MANY, s->cells);
+    s->num_cells = list_cells(r, COPIES | SUMS | FACTORS, FEW | MANY | LATENCY, s->cells);
     if (!trial_open(r, NULL, s->cells, s->num_cells, &refused, &s->base)) return false;
-    bool ok = bench_ok(ep_group_tuning(s->base.group, s->table.text, sizeof(s->table.text)),
+    bool ok = bench_ok(ep_group_tuning(s->base.of[0].group, s->table.text, sizeof(s->table.text)),
                        "ep_group_tuning") &&
-              bench_ok(ep_group_query(s->base.group, &info), "ep_group_query");
+              bench_ok(ep_group_query(s->base.of[0].group, &info), "ep_group_query");
     if (r->world->rank == 0)
         printf("# ep_tune, libep " VERSION_FORMAT ": %d GPUs, %s; starts from: %s\n",
                VERSION_NUMBERS, r->world->size, info.gpu, info.tuning);
@@ -292,20 +300,25 @@ static bool start(Search *s) {
 
 /* Print how the new table compares with the first one, as a mean for each call and budget. */
 static void report(const Search *s, const double *ratios) {
-    static const char *const names[] = {"dispatch", "combine", "combine_backward"};
+    static const char *const names[] = {"dispatch", "combine", "combine_backward",
+                                        "latency dispatch", "latency combine"};
     const TuneRank *r = s->r;
     printf("# tables tried: %d, kept: %d\n#\n# new over first table%*s", s->tried, s->kept, 1, "");
     for (int b = 0; b < r->num_budgets; b++)
         printf(" %4d SMs", r->budgets[b]);
-    for (int c = 0; c < NUM_CELL_CALLS; c++) {
-        printf("\n%22s", names[c]);
-        for (int b = 0; b < r->num_budgets; b++) {
+    for (int row = 0; row < 5; row++) {
+        const bool latency = row >= NUM_CELL_CALLS;
+        printf("\n%22s", names[row]);
+        for (int b = latency ? r->num_budgets - 1 : 0; b < r->num_budgets; b++) {
             double some[MOST_CELLS];
             int count = 0;
-            for (int i = 0; i < s->num_cells; i++)
-                if ((int)s->cells[i].call == c && s->cells[i].budget == b)
+            for (int i = 0; i < s->num_cells; i++) {
+                const Cell *cell = &s->cells[i];
+                if ((int)cell->call == row % NUM_CELL_CALLS && cell->budget == b &&
+                    cell->latency == latency)
                     some[count++] = ratios[i];
-            printf(" %8.3f", mean_of(some, count));
+            }
+            printf("%*s%8.3f", 1 + 9 * (latency ? b : 0), "", mean_of(some, count));
         }
     }
     printf("\n");

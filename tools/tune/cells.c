@@ -11,7 +11,7 @@
  * differently among the models of tools/models.txt. */
 const Shape tune_shapes[NUM_SHAPES] = {{7168, 8}, {2048, 10}, {5120, 1}, {4096, 22}};
 
-enum { EXPERTS = 256, WIDEST = 7168, MOST_TOP_K = 22 };
+enum { EXPERTS = 256, WIDEST = 7168, MOST_TOP_K = 22, FEW_TOKENS = 128 };
 
 /* ---- buffers ------------------------------------------------------------------------------- */
 
@@ -60,7 +60,7 @@ static int64_t room_bytes(const TuneRank *r) {
 
 static bool allocate(TuneRank *r) {
     const int64_t t = r->o->tokens, slots = t * MOST_TOP_K * 5 / 4 + 4096;
-    r->slots = slots;
+    r->few_tokens = t < FEW_TOKENS ? t : FEW_TOKENS;
     for (int s = 0; s < NUM_SHAPES; s++)
         if (!route(r, s)) return false;
     return (r->slot_weights = device_memory(r, slots * 4)) &&
@@ -96,28 +96,88 @@ void tune_close(TuneRank *r) {
     if (r->stream) cudaStreamDestroy(r->stream);
 }
 
-/* ---- groups -------------------------------------------------------------------------------- */
+/* ---- calls --------------------------------------------------------------------------------- */
 
 static EpTensor matrix(void *data, int64_t rows, int64_t columns) {
     return ep_tensor_2d(data, EP_TYPE_BF16, rows, columns);
 }
 
-/* Create a handle and prepare it. */
-static bool open_handle(Trial *t, int shape, int budget) {
+static bool call(Trial *t, const Cell *cell) {
     TuneRank *r = t->r;
+    const TrialGroup *g = &t->of[cell->latency];
+    const Shape *shape = &tune_shapes[cell->shape];
+    EpHandle *handle = g->handles[cell->shape][cell->budget];
+    int64_t rows = g->recv_rows[cell->shape];
+    EpTensor tokens = matrix(r->tokens, g->tokens, shape->hidden);
+    EpTensor out = matrix(r->out, g->tokens, shape->hidden);
+    EpTensor received = matrix(cell->staged ? r->staged : g->received, rows, shape->hidden);
+    EpTensor expert_out = matrix(r->rows, rows, shape->hidden);
+    EpTensor weights = ep_tensor_1d(r->slot_weights, EP_TYPE_FP32, rows);
+    EpTensor grads = ep_tensor_1d(r->slot_grads, EP_TYPE_FP32, rows);
+    if (cell->call == CELL_DISPATCH)
+        return bench_ok(ep_dispatch(handle, NULL, NULL, &tokens, NULL, NULL, r->stream, &received,
+                                    NULL, NULL, NULL),
+                        "ep_dispatch");
+    if (cell->call == CELL_COMBINE)
+        return bench_ok(ep_combine(handle, NULL, &expert_out, NULL, NULL, r->stream, &out),
+                        "ep_combine");
+    return bench_ok(ep_combine_backward(handle, NULL, &tokens, &weights, &expert_out, r->stream,
+                                        &received, &grads),
+                    "ep_combine_backward");
+}
+
+/* ---- groups -------------------------------------------------------------------------------- */
+
+/* Create a handle and its plan, which in latency mode a dispatch makes. */
+static bool open_handle(Trial *t, const Cell *cell) {
+    TuneRank *r = t->r;
+    TrialGroup *g = &t->of[cell->latency];
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
-    EpHandle **handle = &t->handles[shape][budget];
+    EpHandle **handle = &g->handles[cell->shape][cell->budget];
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    config.num_sms = r->budgets[budget];
-    EpTensor idx =
-        ep_tensor_2d(r->topk_idx[shape], EP_TYPE_INT32, r->o->tokens, tune_shapes[shape].top_k);
-    bool ok = bench_ok(ep_handle_create(t->group, &config, handle), "ep_handle_create") &&
-              bench_ok(ep_prepare(*handle, NULL, &idx, NULL, r->stream, NULL), "ep_prepare") &&
-              cuda_ok(cudaStreamSynchronize(r->stream), "cudaStreamSynchronize") &&
-              bench_ok(ep_handle_info(*handle, &info), "ep_handle_info");
-    t->recv_rows[shape] = info.recv_rows;
-    return ok && (info.recv_rows * tune_shapes[shape].hidden * 2 <= room_bytes(r) ||
+    config.num_sms = r->budgets[cell->budget];
+    EpTensor idx = ep_tensor_2d(r->topk_idx[cell->shape], EP_TYPE_INT32, g->tokens,
+                                tune_shapes[cell->shape].top_k);
+    bool ok = bench_ok(ep_handle_create(g->group, &config, handle), "ep_handle_create") &&
+              bench_ok(ep_prepare(*handle, NULL, &idx, NULL, r->stream, NULL), "ep_prepare");
+    if (cell->latency) {
+        Cell dispatch = *cell;
+        dispatch.call = CELL_DISPATCH;
+        return ok && call(t, &dispatch);
+    }
+    if (!ok) return false;
+    ok = cuda_ok(cudaStreamSynchronize(r->stream), "cudaStreamSynchronize") &&
+         bench_ok(ep_handle_info(*handle, &info), "ep_handle_info");
+    g->recv_rows[cell->shape] = info.recv_rows;
+    return ok && (info.recv_rows * tune_shapes[cell->shape].hidden * 2 <= room_bytes(r) ||
                   bench_fail("the routing is too uneven for the receive buffer"));
+}
+
+/* All handles of latency mode have the worst case's rows of a token with the most experts. */
+static bool open_group(Trial *t, bool latency, bool *refused) {
+    TuneRank *r = t->r;
+    TrialGroup *g = &t->of[latency];
+    int64_t rows = 0, most = room_bytes(r) / (WIDEST * 2);
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    g->tokens = latency ? r->few_tokens : r->o->tokens;
+    config.num_experts = EXPERTS;
+    config.max_tokens = (int32_t)g->tokens, config.max_top_k = MOST_TOP_K;
+    config.max_row_bytes = WIDEST * 2, config.alignment = 1;
+    config.backend = EP_BACKEND_CUDA;
+    if (latency) {
+        config.mode = EP_MODE_LATENCY, config.latency_sets = 1;
+        if (!bench_ok(ep_max_recv_rows(&config, r->world->size, r->world->rank,
+                                       EP_LAYOUT_EXPERT_MAJOR, 0, &rows),
+                      "ep_max_recv_rows"))
+            return false;
+        config.max_recv_rows = rows < most ? rows : most, config.overflow = EP_OVERFLOW_DROP;
+        for (int s = 0; s < NUM_SHAPES; s++)
+            g->recv_rows[s] = config.max_recv_rows;
+    }
+    EpStatus status = ep_group_create(&r->world->boot, &config, &g->group);
+    *refused = *refused || status == EP_ERR_SETTING;
+    return bench_ok(status, "ep_group_create") &&
+           bench_ok(ep_mem_alloc(g->group, (size_t)room_bytes(r), &g->received), "ep_mem_alloc");
 }
 
 /* Name the table to the library. Each process has a file of its own; ranks that are threads share
@@ -136,68 +196,41 @@ bool trial_open(TuneRank *r, const Table *table, const Cell *cells, int count, b
     *out = (Trial){.r = r};
     *refused = false;
     if (table && !name_table(r, table, path, sizeof(path))) return false;
-    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
-    config.num_experts = EXPERTS;
-    config.max_tokens = (int32_t)r->o->tokens, config.max_top_k = MOST_TOP_K;
-    config.max_row_bytes = WIDEST * 2, config.alignment = 1;
-    config.backend = EP_BACKEND_CUDA;
-    EpStatus status = ep_group_create(&r->world->boot, &config, &out->group);
-    *refused = status == EP_ERR_SETTING;
-    bool ok = bench_ok(status, "ep_group_create");
+    bool ok = true;
+    for (int i = 0; ok && i < count; i++) {
+        TrialGroup *g = &out->of[cells[i].latency];
+        if (!g->group) ok = open_group(out, cells[i].latency, refused);
+        if (ok && !g->handles[cells[i].shape][cells[i].budget]) ok = open_handle(out, &cells[i]);
+    }
     if (path[0]) unlink(path);
-    ok = ok &&
-         bench_ok(ep_mem_alloc(out->group, (size_t)room_bytes(r), &out->received), "ep_mem_alloc");
-    for (int i = 0; ok && i < count; i++)
-        if (!out->handles[cells[i].shape][cells[i].budget])
-            ok = open_handle(out, cells[i].shape, cells[i].budget);
     if (world_all(r->world, ok)) return true;
     trial_close(out);
     return false;
 }
 
 void trial_close(Trial *t) {
-    if (t->group) ep_group_destroy(t->group);
-    t->group = NULL;
+    for (int i = 0; i < 2; i++) {
+        if (t->of[i].group) ep_group_destroy(t->of[i].group);
+        t->of[i].group = NULL;
+    }
 }
 
 /* ---- times --------------------------------------------------------------------------------- */
 
-static bool call(Trial *t, const Cell *cell) {
-    TuneRank *r = t->r;
-    const Shape *shape = &tune_shapes[cell->shape];
-    EpHandle *handle = t->handles[cell->shape][cell->budget];
-    int64_t rows = t->recv_rows[cell->shape];
-    EpTensor tokens = matrix(r->tokens, r->o->tokens, shape->hidden);
-    EpTensor out = matrix(r->out, r->o->tokens, shape->hidden);
-    EpTensor received = matrix(cell->staged ? r->staged : t->received, rows, shape->hidden);
-    EpTensor expert_out = matrix(r->rows, rows, shape->hidden);
-    EpTensor weights = ep_tensor_1d(r->slot_weights, EP_TYPE_FP32, rows);
-    EpTensor grads = ep_tensor_1d(r->slot_grads, EP_TYPE_FP32, rows);
-    if (cell->call == CELL_DISPATCH)
-        return bench_ok(ep_dispatch(handle, NULL, NULL, &tokens, NULL, NULL, r->stream, &received,
-                                    NULL, NULL, NULL),
-                        "ep_dispatch");
-    if (cell->call == CELL_COMBINE)
-        return bench_ok(ep_combine(handle, NULL, &expert_out, NULL, NULL, r->stream, &out),
-                        "ep_combine");
-    return bench_ok(ep_combine_backward(handle, NULL, &tokens, &weights, &expert_out, r->stream,
-                                        &received, &grads),
-                    "ep_combine_backward");
-}
-
-/* Time a chain of calls on this rank, in microseconds for each. The first one is not timed: there
- * the ranks meet. */
+/* Time a chain of calls on this rank, a longer one in latency mode, whose calls are short, in
+ * microseconds for each. The first one is not timed: there the ranks meet. */
 static bool time_chain_of(Trial *t, const Cell *cell, double *us) {
     TuneRank *r = t->r;
+    const int64_t length = r->o->chain * (cell->latency ? r->o->chain : 1);
     float ms = 0;
     bool ok = call(t, cell) && cuda_ok(cudaEventRecord(r->begin, r->stream), "cudaEventRecord");
-    for (int64_t i = 0; ok && i < r->o->chain; i++)
+    for (int64_t i = 0; ok && i < length; i++)
         ok = call(t, cell);
     ok = ok && cuda_ok(cudaEventRecord(r->end, r->stream), "cudaEventRecord") &&
          cuda_ok(cudaStreamSynchronize(r->stream), "cudaStreamSynchronize") &&
-         bench_ok(ep_group_status(t->group, NULL), "ep_group_status") &&
+         bench_ok(ep_group_status(t->of[cell->latency].group, NULL), "ep_group_status") &&
          cuda_ok(cudaEventElapsedTime(&ms, r->begin, r->end), "cudaEventElapsedTime");
-    *us = (double)ms * 1e3 / (double)r->o->chain;
+    *us = (double)ms * 1e3 / (double)length;
     return ok;
 }
 

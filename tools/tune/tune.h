@@ -45,8 +45,9 @@ typedef enum CellCall {
 typedef struct Cell {
     CellCall call;
     int shape;
-    int budget;  /**< index of TuneRank.budgets */
-    bool staged; /**< a dispatch whose rows pass through the staging buffer */
+    int budget;   /**< index of TuneRank.budgets */
+    bool staged;  /**< a dispatch whose rows pass through the staging buffer */
+    bool latency; /**< in latency mode, of few tokens, with all multiprocessors */
 } Cell;
 
 enum { NUM_SHAPES = 4, MOST_BUDGETS = 6, MOST_CELLS = 96 };
@@ -65,8 +66,8 @@ typedef struct TuneRank {
     int sms;
     int budgets[MOST_BUDGETS]; /**< multiprocessors, ascending */
     int num_budgets;
-    int64_t slots;    /**< room of the receive buffers, in rows of the widest shape */
-    void *blocks[16]; /**< device memory */
+    int64_t few_tokens; /**< of latency mode */
+    void *blocks[16];   /**< device memory */
     int num_blocks;
     int32_t *topk_idx[NUM_SHAPES];
     float *slot_weights, *slot_grads;
@@ -79,16 +80,22 @@ typedef struct TuneRank {
 bool tune_open(TuneRank *r);
 void tune_close(TuneRank *r);
 
-/** A group that runs with a table, and its handles, which have been prepared. */
-typedef struct Trial {
-    TuneRank *r;
-    EpGroup *group;
+/** A group of a trial: of many tokens in throughput mode, or of few in latency mode. */
+typedef struct TrialGroup {
+    EpGroup *group; /**< NULL: no cell needs it */
+    int64_t tokens;
     void *received; /**< memory that peers reach */
     EpHandle *handles[NUM_SHAPES][MOST_BUDGETS];
     int64_t recv_rows[NUM_SHAPES];
+} TrialGroup;
+
+/** Groups that run with a table, and their handles, which have been prepared. */
+typedef struct Trial {
+    TuneRank *r;
+    TrialGroup of[2]; /**< of throughput mode, of latency mode */
 } Trial;
 
-/** Collective: create a group with the table, or with the settings as they are if it is NULL, and
+/** Collective: create groups with the table, or with the settings as they are if it is NULL, and
  *  the handles that the cells need. *refused becomes whether libep refuses the table. */
 bool trial_open(TuneRank *r, const Table *table, const Cell *cells, int count, bool *refused,
                 Trial *out);
