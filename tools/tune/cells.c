@@ -181,12 +181,17 @@ static bool open_group(Trial *t, bool latency, bool *refused) {
 }
 
 /* Name the table to the library. Each process has a file of its own; ranks that are threads share
- * the environment, so one of them sets it while the others wait. The file goes once it is read. */
+ * the environment, so one of them sets it while the others wait. The name stays, since threads of
+ * NCCL may read the environment: only the first table sets it. The file goes once it is read. */
 static bool name_table(TuneRank *r, const Table *table, char *path, size_t bytes) {
     World *world = r->world;
     bool mine = !world->threads || world->rank == 0, ok = true;
     snprintf(path, bytes, "%s.%d.tmp", r->o->output, world->threads ? 0 : world->rank);
-    if (mine) ok = table_write(table, path) && setenv("LIBEP_TUNING", path, 1) == 0;
+    if (mine) {
+        const char *named = getenv("LIBEP_TUNING");
+        ok = table_write(table, path) &&
+             ((named && strcmp(named, path) == 0) || setenv("LIBEP_TUNING", path, 1) == 0);
+    }
     return world_all(world, ok);
 }
 
