@@ -27,6 +27,9 @@
     X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                    \
       "multiprocessors that operations of the cuda backend may use; auto: all, on several "  \
       "nodes all but 32, or a quarter")                                                      \
+    X(shared_bytes, int64_t, "LIBEP_SHARED_BYTES", "count", "auto",                          \
+      "most shared memory of a block of the cuda backend; auto: all that the GPU has; to "   \
+      "test smaller GPUs")                                                                   \
     X(weight_sms, int64_t, "LIBEP_WEIGHT_SMS", "count", "auto",                              \
       "most blocks of a kernel that moves weights on one node; auto: 64, of NCCL's 48, and " \
       "of kernels beside NCCL's the others; equal on all ranks")                             \

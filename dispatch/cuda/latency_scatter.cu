@@ -1596,7 +1596,8 @@ extern "C" int EP_VARIANT(ep_cuda_launch_latency_scatter)(const void *args, int 
     auto kernel = tiled ? latency_scatter_kernel<1, 0> : latency_scatter_kernel<0, 0>;
     if (a->t.ready.words)
         return ep_launch(counting, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
-    return ep_launch_early(kernel, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
+    return ep_launch_early(kernel, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a,
+                           a->route.group.early);
 }
 
 EP_VARIANT_END
