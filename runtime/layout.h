@@ -280,7 +280,7 @@ EP_HOST_DEVICE static inline uint64_t ep_copies_hash(int32_t physical, int32_t l
     return x ^ x >> 31;
 }
 
-#define EP_COPIES_HASH_BITS 48 /* that ranks compare; with none of them set it counts as 1 */
+#define EP_COPIES_HASH_BITS 32 /* that ranks compare; with none of them set it counts as 1 */
 
 EP_HOST_DEVICE static inline uint64_t ep_copies_hash_end(uint64_t sum) {
     uint64_t hash = sum & (((uint64_t)1 << EP_COPIES_HASH_BITS) - 1);
