@@ -40,6 +40,7 @@ EpStatus ep_group_place(EpGroup *group, const EpTensor *map, EpStream stream) {
     EP_TRY(ep_arg_type(&call, "map", map, EP_TYPE_INT32));
     EP_TRY(ep_arg_dim(&call, "map", map, 0, group->placement.num_experts,
                       "P, the group's num_physical"));
+    EP_TRY(ep_arg_alignment(&call, "map", map, sizeof(int32_t)));
     EP_TRY(ep_arg_memory(&call, group, "map", map));
     int before = ep_group_start(group, &(EpActivity){call.name, "group", 0, -1});
     EpStatus status = group->backend->place(group, map->data, stream);
