@@ -122,6 +122,10 @@ static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGro
     group->placement = ep_config_placement(config, size);
     group->first_expert = ep_placement_first(&group->placement, rank);
     group->num_local = ep_placement_count(&group->placement, rank);
+    group->copies = (EpCopySetup){.placement = group->placement,
+                                  .num_logical = config->num_experts,
+                                  .rank = rank,
+                                  .choice = config->choice};
     group->timeout = ep_config_timeout(config, settings);
     group->id = agreed->all[0].id;
     group->tag = (int32_t)(group->id & TAG_MASK);

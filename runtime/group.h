@@ -52,6 +52,7 @@ struct EpGroup {
     int32_t rank, size;
     EpPlacement placement;
     int32_t first_expert, num_local;
+    EpCopySetup copies; /* memory.of NULL: no placement. The backend's memory */
     EpNodes nodes;
     void *gathered; /* [size] of EP_RENDEZVOUS_BYTES; so a rendezvous allocates nothing */
     int32_t numa, cpus;
