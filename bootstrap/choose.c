@@ -2,6 +2,7 @@
 /* Chooses a group's backend: the one that the configuration asks for, if all ranks can use it. */
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"
@@ -26,6 +27,7 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
     out->alone = ep_gpus_alone(all, b->size, b->rank);
     for (int32_t r = 0; r < b->size; r++)
         out->threads |= !ep_gpus_alone(all, b->size, r);
+    out->sm = gpu->capability;
     snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
     snprintf(out->gpu, sizeof(out->gpu), "%s, %s", gpu->name, gpu->bus);
     return 1;
@@ -68,6 +70,12 @@ static void warn_of_idle_gpus(const EpBootstrap *b, const EpGpuReport *reports, 
         EP_WARN("AUTO takes the host backend although a GPU is present: %s", why);
 }
 
+/* NCCL reads this variable likewise. */
+static int nccl_is_apart(void) {
+    const char *text = getenv("NCCL_P2P_DISABLE");
+    return text && atoi(text) != 0;
+}
+
 EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
                           const EpGroupConfig *config, const EpSettings *settings, int32_t *nodes,
                           EpGpuReport *reports, EpChoice *out) {
@@ -79,6 +87,7 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
     if (wish != EP_BACKEND_HOST) {
         EpGpuReport mine;
         ep_gpus_find(config, bootstrap->size, &mine);
+        mine.apart = settings->peers == EP_PEERS_NONE || nccl_is_apart();
         mine.may_share = settings->share_gpus == EP_SHARE_GPUS_YES;
         limit_shared(settings, &mine);
         EP_TRY(
