@@ -62,7 +62,7 @@ static EpStatus gather_reports(const EpCall *call, const EpBootstrap *b, const E
 /* A program that runs on CPUs beside a GPU is slow, and nothing else says so. Each process warns
  * once: its groups lack the same. */
 static void warn_of_idle_gpus(const EpBootstrap *b, const EpGpuReport *reports, const char *why) {
-    static int warned;
+    static int warned; /* relaxed: orders nothing */
     int present = 0;
     for (int32_t r = 0; r < b->size; r++)
         present |= reports[r].present;

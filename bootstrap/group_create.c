@@ -3,6 +3,7 @@
  * Creates and destroys groups. Creation is collective, and so is its failure: the ranks gather
  * every error before any rank goes on, so no rank is left waiting.
  */
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,11 +17,12 @@
 #define TAG_MASK 0x3fffu
 
 static uint64_t choose_id(void) {
-    static _Atomic uint32_t created;
+    static _Atomic uint32_t created; /* relaxed: only the number counts */
     uint64_t nonce = 0;
     if (getrandom(&nonce, sizeof(nonce), 0) != sizeof(nonce))
         nonce = (uint64_t)(uintptr_t)&nonce * 0x9e3779b97f4a7c15u;
-    return (nonce & ~(uint64_t)TAG_MASK) | (created++ & TAG_MASK);
+    return (nonce & ~(uint64_t)TAG_MASK) |
+           (atomic_fetch_add_explicit(&created, 1, memory_order_relaxed) & TAG_MASK);
 }
 
 /* ---- hello --------------------------------------------------------------------------------- */
