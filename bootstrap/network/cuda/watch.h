@@ -83,7 +83,7 @@ typedef struct EpCudaWatch {
     int has_messages, started;
     pthread_t thread;
     int stop;        /* EpWatchStop */
-    ncclComm_t comm; /* of all ranks */
+    ncclComm_t comm; /* of all ranks; NULL: there is none yet */
     int busy;        /* whether the group's thread is in NCCL */
     int looks;       /* whether the watcher is, which ends soon */
     int ending;      /* whether the thread aborts the communicator, or has done so */
