@@ -232,7 +232,7 @@ static EpStatus report_late(const EpGroup *group, const EpLoss *loss, const char
     if (loss->blamed < 0)
         return ep_fail(EP_ERR_TIMEOUT,
                        "rank %d: %s: expected an exchange over NCCL to end within %g s, and all "
-                       "ranks are in it",
+                       "ranks are in it; NCCL wants it captured in graphs on all or on none",
                        group->rank, phase, group->timeout);
     return ep_fail(EP_ERR_TIMEOUT,
                    "rank %d: %s: rank %d did not arrive within %g s (waiting for data by NCCL)%s%s",

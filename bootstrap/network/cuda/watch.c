@@ -264,8 +264,12 @@ static int32_t find_late(const EpCudaWatch *w) {
 }
 
 static void look_at_exchange(EpCudaWatch *w) {
-    if (!is_late(w, GRACE_SECONDS)) return;
+    if (!is_late(w, GRACE_SECONDS)) {
+        w->unexplained = 0;
+        return;
+    }
     int32_t blamed = find_late(w);
+    if (blamed < 0 && !gave_time(&w->unexplained)) return; /* a rank of this node may be absent */
     lose_late(w, blamed >= 0 ? blamed : w->rank, blamed);
 }
 

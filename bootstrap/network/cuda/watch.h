@@ -95,6 +95,7 @@ typedef struct EpCudaWatch {
     double beat, next_beat;
     double since;        /* nothing has moved */
     double disagrees;    /* since when this rank has found that it does; 0: it does not */
+    double unexplained;  /* since when it is late, and knows nobody to blame; 0: it is not */
     double nccl_fails;   /* since when NCCL reports an error; 0: it does not */
     double abort_hangs;  /* since when an abort has been on its way; 0: none is */
     EpWatchMarks *marks; /* pinned */
