@@ -229,7 +229,8 @@ $B/%.cu.o: %.cu $B/flags
 # tests/emulator/), without an installation of either. Rings are short, so that they wrap, and so is
 # the wait for NCCL.
 emulated_cflags = $(filter-out -O3,$(common_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
-                  -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
+                  -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_WHOLE_SUM_BYTES=3000 \
+                  -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
                   -Itests/emulator/include -Iinclude -I.
 define emulate_kernels
 @mkdir -p $(@D)

@@ -21,7 +21,7 @@
       "staging memory per rank and group on the host backend; equal on all ranks")           \
     X(node_chunk, int64_t, "LIBEP_NODE_CHUNK", "bytes", "32M",                               \
       "cuda backend on several nodes: most that a rank sends at a time; equal on all ranks") \
-    X(node_latency, int64_t, "LIBEP_NODE_LATENCY", "tokens", "0",                            \
+    X(node_latency, int64_t, "LIBEP_NODE_LATENCY", "tokens", "128",                          \
       "several nodes: AUTO is latency mode where max_tokens is at most this; equal on all "  \
       "ranks")                                                                               \
     X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                    \
