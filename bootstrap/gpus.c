@@ -42,6 +42,12 @@ static int check_gpu(const EpGpu *gpu, int32_t device, int64_t shared_bytes, Rea
                       "%s, %s)",
                       EP_LEAST_CAPABILITY / 10, EP_LEAST_CAPABILITY % 10, gpu->capability / 10,
                       gpu->capability % 10, device, gpu->name, gpu->bus);
+    if (!gpu->code)
+        return refuse(
+            reason,
+            "expected a build with code for GPUs of compute capability %d.%d, as releases "
+            "are, got one without (device %d, %s, %s)",
+            gpu->capability / 10, gpu->capability % 10, device, gpu->name, gpu->bus);
     if (gpu->shared_bytes < shared_bytes)
         return refuse(reason,
                       "expected a GPU whose blocks have %lld bytes of shared memory, which rows of "

@@ -17,6 +17,7 @@ typedef struct EpGpu {
     char bus[20];           /**< PCI bus id: "0000:17:00.0" */
     char name[40];
     int32_t capability;       /**< 90 is 9.0 */
+    int32_t code;             /**< capability that its code was compiled for: see ep_cuda_code */
     int32_t num_sms;          /**< multiprocessors */
     int32_t shared_bytes;     /**< shared memory that a block may have */
     uint32_t reaches;         /**< bit d: it can load and store memory of device d */

@@ -21,12 +21,15 @@
       "staging memory per rank and group on the host backend; equal on all ranks")           \
     X(node_chunk, int64_t, "LIBEP_NODE_CHUNK", "bytes", "32M",                               \
       "cuda backend on several nodes: most that a rank sends at a time; equal on all ranks") \
-    X(node_latency, int64_t, "LIBEP_NODE_LATENCY", "tokens", "0",                            \
+    X(node_latency, int64_t, "LIBEP_NODE_LATENCY", "tokens", "128",                          \
       "several nodes: AUTO is latency mode where max_tokens is at most this; equal on all "  \
       "ranks")                                                                               \
     X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                    \
       "multiprocessors that operations of the cuda backend may use; auto: all, on several "  \
       "nodes all but 32, or a quarter")                                                      \
+    X(shared_bytes, int64_t, "LIBEP_SHARED_BYTES", "count", "auto",                          \
+      "most shared memory of a block of the cuda backend; auto: all that the GPU has; to "   \
+      "test smaller GPUs")                                                                   \
     X(weight_sms, int64_t, "LIBEP_WEIGHT_SMS", "count", "auto",                              \
       "most blocks of a kernel that moves weights on one node; auto: 64, of NCCL's 48, and " \
       "of kernels beside NCCL's the others; equal on all ranks")                             \

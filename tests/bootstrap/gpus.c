@@ -25,10 +25,12 @@ static const TextField gpu_fields[] = {
     TEXT_FIELD(EpGpu, uuid, ""),    TEXT_FIELD(EpGpu, name, ""),
     TEXT_FIELD(EpGpu, num_sms, ""), TEXT_FIELD(EpGpu, capability, ""),
     TEXT_FIELD(EpGpu, fabric, ""),  TEXT_FIELD(EpGpu, shared_bytes, ""),
-    TEXT_FIELD(EpGpu, clique, ""),  TEXT_FIELD(EpGpu, reaches, "")};
+    TEXT_FIELD(EpGpu, clique, ""),  TEXT_FIELD(EpGpu, reaches, ""),
+    TEXT_FIELD(EpGpu, code, "")};
 
 static EpGpu make_gpu(int number) {
-    EpGpu gpu = {.capability = 90, .num_sms = 132, .shared_bytes = 232448, .reaches = ~0u};
+    EpGpu gpu = {
+        .capability = 90, .code = 90, .num_sms = 132, .shared_bytes = 232448, .reaches = ~0u};
     snprintf((char *)gpu.uuid, sizeof(gpu.uuid), "%d", number);
     snprintf(gpu.bus, sizeof(gpu.bus), "0000:%02x:00.0", number);
     snprintf(gpu.name, sizeof(gpu.name), "H200");
@@ -132,9 +134,13 @@ static const MachineRow rows[] = {
     {"3 4 1.count=0 1.reason=no_driver", NULL, {"rank 1: no_driver"}},
     {"1 0 0.reason=no_driver", NULL, {"no_driver"}},
     {"2 4 1.wanted=4", NULL, {"rank 1", "a device of 0 .. 3", "got 4"}},
-    {"2 2 *.1.capability=80 1.1.name=A100",
+    {"2 2 *.*.capability=80 *.*.name=A100", "01", {0}},
+    {"2 2 *.1.capability=75 1.1.name=T4",
      NULL,
-     {"rank 1: expected", "capability 9.0", "got 8.0", "device 1, A100", "0000:01:00.0"}},
+     {"rank 1: expected", "capability 8.0", "got 7.5", "device 1, T4", "0000:01:00.0"}},
+    {"2 2 *.1.code=0 1.1.name=A100",
+     NULL,
+     {"rank 1: expected a build", "capability 9.0", "device 1, A100", "0000:01:00.0"}},
     {"2 2 *.*.shared_bytes=59999", NULL, {"rank 0", "60000 bytes of shared", "got 59999 bytes"}},
     {"3 3 *.2.name=PCIe", NULL, {"one kind", "H200", "rank 0", "PCIe", "rank 2"}},
     {"2 2 *.1.num_sms=114", NULL, {"one kind", "132 multiprocessors", "114"}},

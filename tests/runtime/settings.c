@@ -71,6 +71,7 @@ static const Malformed malformed[] = {
     {"LIBEP_STAGE_BYTES", "-5"},
     {"LIBEP_STAGE_BYTES", "12Q"},
     {"LIBEP_WEIGHT_SMS", "some"},
+    {"LIBEP_SHARED_BYTES", "99KB"},
     {"LIBEP_STAGE_BYTES", "4KB"},
     {"LIBEP_STAGE_BYTES", "lots"},
     {"LIBEP_STAGE_BYTES", "99999999999999G"},
