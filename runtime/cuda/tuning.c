@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "runtime/cuda/code.h"
+
 #define INITIAL(member, value, least, most, unit, how) .member = value,
 const EpTuning ep_tuning_hopper = {EP_TUNING_MAP(INITIAL)};
 #undef INITIAL
@@ -71,6 +73,7 @@ EpStatus ep_tuning_open(const EpGroup *group, EpTuningLinks links, EpTuned *out)
     int known, fits = 0;
     out->key = key_of(group, links);
     out->constants = *ep_tuning_find(&out->key, &known);
+    if (group->choice.code < EP_EARLY_CODE) known = 0; /* rows were measured with newer code */
     describe_key(&out->key, machine, sizeof(machine));
     if (path[0]) EP_TRY(ep_tuning_read(path, &out->key, &out->constants, &fits));
     if (fits) {
