@@ -42,7 +42,8 @@ __device__ __forceinline__ void take_map(const EpCopySetup &s, const int32_t *ma
     }
     build_copies(s);
     if (threadIdx.x == 0 && count)
-        report_bad(errors, (unsigned long long)count, (unsigned)~lowest, map[~lowest], 0);
+        report_bad(errors, (unsigned long long)count, (unsigned)~lowest, 0,
+                   [&](int64_t at) { return map[at]; });
 }
 
 #endif
