@@ -66,23 +66,16 @@ __device__ __forceinline__ int place_index(const EpPrepareArgs &a, const Index &
 /* Report bad indices to the host: their count, and the first one. The host may be reading the
  * report before, so this one goes beside it. The fence orders it before the number of reports. By
  * one thread; routings of a group follow each other, so there is one writer at a time. */
-template <typename Load>
-__device__ inline void report_bad(EpCudaAsyncErrors *to, unsigned long long count,
-                                  unsigned long long entry, int top_k, Load load_index_of) {
-    volatile EpCudaAsyncErrors *errors = to;
+__device__ inline void report_bad_indices(const EpPrepareArgs &a, unsigned long long count,
+                                          unsigned long long entry) {
+    volatile EpCudaAsyncErrors *errors = a.errors;
     unsigned long long number = errors->bad_reports + 1;
     volatile EpCudaBadIndices *report = &errors->bad[number % 2];
     report->total = errors->bad[(number - 1) % 2].total + count;
-    report->entry = entry, report->top_k = top_k;
-    report->index = load_index_of((int64_t)entry);
+    report->entry = entry, report->top_k = a.top_k;
+    report->index = load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry);
     __threadfence_system();
     errors->bad_reports = number;
-}
-
-__device__ inline void report_bad_indices(const EpPrepareArgs &a, unsigned long long count,
-                                          unsigned long long entry) {
-    report_bad(a.errors, count, entry, a.top_k,
-               [&](int64_t at) { return load_integer(a.topk_idx, a.idx_is_int64, at); });
 }
 
 /* Report the bad indices that all blocks have found. By one thread of the last block. */
