@@ -71,7 +71,7 @@ static EpStatus place_and_wait(EpGroup *group, const Case *c) {
 StepTest(handles_placement, maps_differ, 3, DIFFERS) {
     Case c = step->world->c;
     c.map_seed = step->rank == 2;
-    CHECK_REFUSED(place_and_wait(step->group, &c), EP_ERR_ORDER, "place", "hash of the map differs");
+    CHECK_REFUSED(place_and_wait(step->group, &c), EP_ERR_ORDER, "place: hash of the map differs");
     CHECK_REFUSED(place_experts(step->group, &c), EP_ERR_ORDER, "hash of the map differs");
 }
 

@@ -50,7 +50,7 @@ bool placement_read(const char *path, Options *options) {
 
 /* ---- the choice ---------------------------------------------------------------------------- */
 
-/* How near a place is to a rank: 2: on it, 1: on its node, 0: elsewhere, or if that is no matter. */
+/* How near a place is to a rank: 2: on it; 1: on its node; 0: elsewhere, or it does not matter. */
 static int nearness(const Case *c, const Routing *placed, int place, int rank) {
     int owner = routing_owner(placed, place);
     if (c->options->choice == EP_CHOICE_SPREAD) return 0;

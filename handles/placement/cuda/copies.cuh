@@ -31,7 +31,8 @@ __device__ __forceinline__ void build_copies(const EpCopySetup &s) {
 
 /** Report bad entries of a map as report_bad_indices does those of a routing; `top_k` 0 tells them
  * apart. Operations of a group follow each other, so there is one writer at a time. */
-__device__ inline void report_bad_entries(EpCudaAsyncErrors *to, int count, int first, int logical) {
+__device__ inline void report_bad_entries(EpCudaAsyncErrors *to, int count, int first,
+                                          int logical) {
     volatile EpCudaAsyncErrors *errors = to;
     unsigned long long number = errors->bad_reports + 1;
     volatile EpCudaBadIndices *report = &errors->bad[number % 2];
