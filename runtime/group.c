@@ -86,6 +86,22 @@ EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out) {
     return EP_OK;
 }
 
+EpStatus ep_group_tuning(const EpGroup *group, char *text, size_t bytes) {
+    EpCall call = {"ep_group_tuning", -1};
+    EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
+    call.rank = group->rank;
+    if (!text) return ep_refuse(&call, EP_ERR_NULL, "text", "expected a pointer, got NULL");
+    if (!group->backend->write_tuning)
+        return ep_refuse(&call, EP_ERR_UNSUPPORTED, "group",
+                         "expected one of the cuda backend, whose blocks are divided");
+    size_t length = group->backend->write_tuning(group, NULL, 0);
+    if (length >= bytes)
+        return ep_refuse(&call, EP_ERR_BUFFER_SIZE, "bytes", "expected at least %zu, got %zu",
+                         length + 1, bytes);
+    (void)group->backend->write_tuning(group, text, bytes);
+    return EP_OK;
+}
+
 EpStatus ep_group_relay(const EpGroup *group, int32_t node, int32_t *rank) {
     EpCall call = {"ep_group_relay", -1};
     EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));

@@ -510,7 +510,7 @@ EP_HOST_DEVICE static inline int64_t ep_padding_end(const EpPlanShape *s, const 
 
 #define EP_CUDA_MAX_RANKS 72 /* on a node */
 
-#define EP_LEAST_CAPABILITY 90 /* 9.0: bulk copies between shared memory and peers */
+#define EP_LEAST_CAPABILITY 80 /* 8.0: copies to shared memory that complete an mbarrier */
 
 #define EP_SCATTER_STATIC_BYTES 10240 /* room for the variables that the kernel declares */
 #define EP_GATHER_STATIC_BYTES 7168

@@ -11,6 +11,7 @@
 #include "bootstrap/cuda/setup.h"
 #include "bootstrap/memory/cuda/cuda_memory.h"
 #include "bootstrap/network/cuda/network.h"
+#include "runtime/cuda/code.h"
 
 #define PEERS_BYTES (sizeof(char *) * EP_WINDOW_NUMBERS * EP_CUDA_MAX_RANKS)
 
@@ -53,10 +54,8 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
 static EpStatus read_device(EpGroup *group, EpCuda *cuda) {
     cuda->ordinal = group->choice.device;
     EP_TRY(ep_cuda_check(group, "cudaSetDevice", cudaSetDevice(cuda->ordinal)));
-    EP_TRY(ep_cuda_check(group, "cudaDeviceGetAttribute",
-                         cudaDeviceGetAttribute(&cuda->shared_bytes,
-                                                cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                                cuda->ordinal)));
+    cuda->shared_bytes = group->choice.shared_bytes;
+    cuda->device.early = group->choice.code >= EP_EARLY_CODE;
     return ep_cuda_check(
         group, "cudaDeviceGetAttribute",
         cudaDeviceGetAttribute(&cuda->pageable, cudaDevAttrPageableMemoryAccess, cuda->ordinal));
@@ -89,9 +88,10 @@ EpStatus ep_cuda_open(EpGroup *group) {
     EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
     EP_TRY(ep_cuda_choose_lines(group));
     EP_TRY(ep_cuda_watch_open(group));
-    EP_INFO("cuda backend: device %d, %d blocks, window of %lld bytes, rings of %d records",
-            cuda->ordinal, cuda->device.blocks, (long long)cuda->own.bytes,
-            cuda->device.layout.depth);
+    EP_INFO("cuda backend: device %d, code of capability %d.%d, %d blocks with %d bytes of shared "
+            "memory, window of %lld bytes, rings of %d records",
+            cuda->ordinal, group->choice.code / 10, group->choice.code % 10, cuda->device.blocks,
+            cuda->shared_bytes, (long long)cuda->own.bytes, cuda->device.layout.depth);
     return EP_OK;
 }
 

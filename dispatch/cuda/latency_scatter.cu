@@ -1599,7 +1599,8 @@ static int launch_kernel(const EpLatencyScatterArgs *a, int blocks, void *stream
         tiled ? latency_scatter_kernel<1, 0, PLACED> : latency_scatter_kernel<0, 0, PLACED>;
     if (a->t.ready.words)
         return ep_launch(counting, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
-    return ep_launch_early(kernel, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
+    return ep_launch_early(kernel, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a,
+                           a->route.group.early);
 }
 
 extern "C" int EP_VARIANT(ep_cuda_open_latency_scatter)(int shared_bytes) {

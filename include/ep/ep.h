@@ -558,16 +558,30 @@ typedef struct EpGroupInfo {
     char between[48];          /**< how nodes do: "NCCL 2.28.9"; "" on one node */
     int32_t num_physical;      /**< P; without a placement E */
     EpCopyChoice choice;
+    char tuning[128];          /**< whose constants divide this rank's blocks: built in, a guess, or
+                                    the file of LIBEP_TUNING; "" on the host backend */
 } EpGroupInfo;
 
 #define EP_GROUP_INFO_INIT                                                                 \
     {                                                                                      \
         sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0, -1, 0, "", "", \
-            EP_MODE_AUTO, 0, "", "", 0, EP_CHOICE_NEAR                                     \
+            EP_MODE_AUTO, 0, "", "", 0, EP_CHOICE_NEAR, ""                                 \
     }
 
 /** Read the facts about a group. Local. */
 EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out);
+
+#define EP_TUNING_BYTES 16384
+
+/**
+ * Write the constants by which this rank's kernels divide their blocks, as LIBEP_TUNING reads them,
+ * with a comment on each and a final 0. They are this rank's own and change no result. Local.
+ *
+ * text          [bytes]: EP_TUNING_BYTES suffice
+ *
+ * EP_ERR_UNSUPPORTED: the host backend, which has none. EP_ERR_BUFFER_SIZE: too few bytes.
+ */
+EpStatus ep_group_tuning(const EpGroup *group, char *text, size_t bytes);
 
 /**
  * On several nodes of GPUs: the rank of a node to which this rank sends what that node needs, and

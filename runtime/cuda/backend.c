@@ -63,9 +63,15 @@ static EpStatus load_kernels(const EpGroup *group) {
     return ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather(bytes));
 }
 
+static EpTuningLinks links_of(const EpGroup *group) {
+    if (group->nodes.sizes.ranks == 1) return EP_LINKS_NONE;
+    return ep_cuda(group)->linked ? EP_LINKS_NVLINK : EP_LINKS_PEER;
+}
+
 static EpStatus open_own(EpGroup *group) {
     size_t bytes = (size_t)ep_cuda_workspace_bytes(&group->config);
     EpCuda *cuda = ep_cuda(group);
+    EP_TRY(ep_tuning_open(group, links_of(group), &cuda->tuned));
     size_t counters = (size_t)counter_bytes(group->latency_sets);
     EP_TRY(ep_cuda_open_copies(group));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&cuda->workspace, bytes)));
@@ -75,6 +81,11 @@ static EpStatus open_own(EpGroup *group) {
     EP_TRY(ep_cuda_check(group, "cudaStreamCreate",
                          cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking)));
     return load_kernels(group);
+}
+
+static size_t write_tuning(const EpGroup *group, char *text, size_t bytes) {
+    const EpTuned *tuned = &ep_cuda(group)->tuned;
+    return ep_tuning_write(&tuned->constants, &tuned->key, text, bytes);
 }
 
 static EpStatus open(EpGroup *group) {
@@ -153,6 +164,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .release_window = ep_cuda_release_window,
                                       .locate_window = ep_cuda_locate_window,
                                       .describe = ep_cuda_describe,
+                                      .write_tuning = write_tuning,
                                       .plan_bytes = ep_cuda_plan_bytes,
                                       .open_plan = ep_cuda_open_plan,
                                       .close_plan = ep_cuda_close_plan,
@@ -167,6 +179,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .publish = ep_cuda_publish,
                                       .scatter = ep_cuda_scatter,
                                       .gather = ep_cuda_gather,
+                                      .open_weight = ep_cuda_weight_open,
                                       .gather_weight = ep_cuda_weight_gather,
                                       .reduce_weight = ep_cuda_weight_reduce,
                                       .reduce_amax = ep_cuda_weight_amax,

@@ -259,6 +259,7 @@ typedef struct EpCudaGroup {
     int32_t rank, size;     /**< on this node: several nodes' ranks are numbered on each */
     const int32_t *members; /**< device [size]: each one's number in the group; NULL: the same */
     uint32_t digest;        /**< of the operation under way */
+    int32_t early;          /**< whether kernels may be launched early: see ep_launch_early */
     uint64_t facts;         /**< of ep_prepare: see EpArrival */
     int32_t num_experts;
     int32_t partitions;  /**< of the rank's tokens in prepare, each the work of one block */

@@ -75,7 +75,7 @@ static void graph_step_run(GraphStep *graph, int step, int times) {
 /* ---- one graph ----------------------------------------------------------------------------- */
 
 /* In every tenth step a rank makes the calls without the graph, while the others replay it; on
- * several nodes all ranks, since NCCL may want its calls alike. */
+ * several nodes all ranks, since NCCL wants its calls alike. */
 static void replay(const EpBootstrap *bootstrap, Case c) {
     EpGroup *group = open_group(bootstrap, &c);
     GraphStep graph;
@@ -176,6 +176,48 @@ RankTest(gpu_graphs, counters_in_phases_on_nodes_4, 4, COUNT(ON_NODES(BATCHED, 1
 RankTest(gpu_graphs, placed_on_nodes_4, 4, PLACED(ON_NODES(FLAT, 0), 0));
 RankTest(gpu_replays, on_nodes_4, 4, replay(bootstrap, ON_NODES(BATCHED, 0)));
 RankTest(gpu_replays, phases_on_nodes_4, 4, replay(bootstrap, ON_NODES(EXPERT_MAJOR, 1)));
+
+/* ---- ranks that do not replay ---------------------------------------------------------------- */
+
+/* Replay once on all ranks. Then the last rank stays away, and the others name it. It comes when
+ * they have given up. Or the last node makes the calls without the graph (`calls`), and no rank waits
+ * longer than the deadline. */
+static void replay_in_part(const EpBootstrap *bootstrap, Case c, int calls) {
+    enum { DEADLINE = 3, LATE = 60 };
+    int absent = bootstrap->size - 1, odd = bootstrap->rank >= (calls ? bootstrap->size / 2 : absent);
+    EpFinding found = EP_FINDING_INIT;
+    GraphStep graph;
+    be_quiet();
+    c.timeout = DEADLINE;
+    EpGroup *group = open_group(bootstrap, &c);
+    graph_step_open(&graph, group, &c, bootstrap->rank);
+    graph_step_capture(&graph);
+    meet(bootstrap);
+    graph_step_run(&graph, 1, 1);
+    meet(bootstrap);
+    double begin = seconds_now();
+    if (odd && !calls) meet(bootstrap);
+    if (odd && calls)
+        device_step_issue(&graph.gpu, device_step_all(&c));
+    else
+        CHECK_CUDA(cudaGraphLaunch(graph.exec, graph.gpu.stream));
+    CHECK_CUDA(cudaStreamSynchronize(graph.gpu.stream));
+    EpStatus status = ep_group_status(group, &found);
+    CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status, ep_last_error());
+    CHECK(odd || calls || found.peer == absent, "%s", ep_last_error());
+    CHECK(seconds_now() - begin < LATE, "it took %.1f s", seconds_now() - begin);
+    if (!odd || calls) meet(bootstrap);
+    ep_group_destroy(group);
+    graph_step_close(&graph);
+}
+
+RankTest(gpu_graphs, absent_on_nodes_4, 4, replay_in_part(bootstrap, ON_NODES(BATCHED, 0), 0));
+RankTest(gpu_graphs, absent_from_phases_on_nodes_4, 4,
+         replay_in_part(bootstrap, ON_NODES(EXPERT_MAJOR, 1), 0));
+/* NCCL does not promise that it finds this. The emulated one waits. */
+#ifdef TESTS_EMULATED
+RankTest(gpu_graphs, of_one_node_4, 4, replay_in_part(bootstrap, ON_NODES(FLAT, 0), 1));
+#endif
 
 /* ---- several graphs by turns ----------------------------------------------------------------- */
 

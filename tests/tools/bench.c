@@ -70,7 +70,6 @@ static const BadOptions bad_options[] = {
     {"--quant nvfp4 --hidden 48", "multiple of 32"},
     {"--baseline --quant fp8", "--quant none"},
     {"--placement balance:0", "balance:N with N places"},
-    {"--placement balance:260", "multiple of num_ranks"},
     {"--placement /dev/null", "another begin"},
     {"--placement no/such", "balance:N or a file"},
     {"--placement balance:256 --case sums", "--case step without"},
