@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Several blocks copy each message. The last one to end, of all blocks, gives the heads: its fence
- * is behind those of the others. It waits for nobody.
+ * is behind those of the others. It waits for nobody, so blocks of the kernel that receives may
+ * start beside it, as behind other kernels of latency mode.
  */
 #define EP_SEVERAL_NODES 1
 #include "handles/nodes/cuda/forward.h"
@@ -76,6 +77,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     int other = (int)blockIdx.x % others, part = (int)blockIdx.x / others;
     const char *from = l.own + l.layout.landing + other * l.layout.message_bytes;
     LatencyOp op;
+    if (l.releases) ep_grid_release();
     EpCudaPlan none = {};
     EpLoadedHeader header = {};
     header.failed = ep_failed(g);

@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-#include "bootstrap/network/cuda/network.h"
+#include "bootstrap/network/cuda/exchange.h"
 #include "runtime/config.h"
 
 /* ---- tables -------------------------------------------------------------------------------- */
@@ -99,23 +99,16 @@ static Messages weights_of(const EpLatency *l) {
 /* Exchange messages, with the ranks' stamps. The places are sent whether they are filled or not. */
 static EpStatus exchange(EpGroup *group, const EpLatency *l, Messages m,
                          const EpCudaStream *stream) {
-    const EpCuda *cuda = ep_cuda(group);
-    const EpCudaRelay *r = cuda->relay;
-    const EpNccl *nccl = cuda->nccl;
-    size_t bytes = (size_t)m.bytes, stamp = sizeof(*r->stamp);
-    EP_TRY(ep_cuda_network_enter(group, stream));
-    (void)nccl->ncclGroupStart();
+    const EpCudaRelay *r = ep_cuda(group)->relay;
+    EpExchange x;
+    EP_TRY(ep_exchange_begin(&x, group, stream, stream->stream));
     for (int32_t i = 0; i < l->nodes.num_others; i++) {
-        const char *out = l->own + m.out + i * m.stride;
-        char *in = l->own + m.in + i * m.stride;
-        int32_t peer = r->peers[i];
-        (void)nccl->ncclSend(r->stamp, stamp, ncclUint8, peer, cuda->network, stream->stream);
-        (void)nccl->ncclSend(out, bytes, ncclUint8, peer, cuda->network, stream->stream);
-        (void)nccl->ncclRecv(r->stamps[0] + i, stamp, ncclUint8, peer, cuda->network,
-                             stream->stream);
-        (void)nccl->ncclRecv(in, bytes, ncclUint8, peer, cuda->network, stream->stream);
+        ep_exchange_send(&x, r->peers[i], r->stamp, sizeof(*r->stamp));
+        ep_exchange_send(&x, r->peers[i], l->own + m.out + i * m.stride, (size_t)m.bytes);
+        ep_exchange_receive(&x, r->peers[i], r->stamps[0] + i, sizeof(*r->stamp));
+        ep_exchange_receive(&x, r->peers[i], l->own + m.in + i * m.stride, (size_t)m.bytes);
     }
-    return ep_cuda_network_settle(group, "ncclGroupEnd", nccl->ncclGroupEnd());
+    return ep_exchange_end(&x);
 }
 
 static int launch(const EpNodesKernel *k, const EpCudaStream *stream) {
