@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     uint4 head = make_uint4(0, 0, 0, 0);
     if (warp == 2) head = step_unpack(step_load(from));
     if (warp == 2 && lane == 0) rows = min(max((int)head.w, 0), l.layout.node_rows);
-    ep_compare_stamps(l.nodes.marks, &header);
+    latency_compare_stamps(l, 0, &header);
     int agrees = ep_begin_operation_as(g, none, header, 0);
     if (agrees && (a.stats.peer_rows || a.stats.peer_bytes))
         count_rows(a, from, rows, part * LATENCY_WARPS + warp,
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
                   rows * l.nodes.record_steps * (EP_STEP_BYTES / 16), part,
                   ((int)gridDim.x - other + others - 1) / others);
     } else {
-        ep_report_stamps(g, l.nodes.marks);
+        latency_report_stamps(g, l, 0);
     }
     ep_fence_sys();
     __syncthreads();

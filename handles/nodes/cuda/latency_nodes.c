@@ -61,7 +61,6 @@ void ep_latency_nodes_describe(const EpGroup *group, EpPhase phase, int32_t toke
     const EpCudaRelay *r = ep_cuda(group)->relay;
     EpLatencyNodes *nodes = &latency->nodes;
     EpMarkArgs args = {.marks = {.own = r->stamp,
-                                 .theirs = r->stamps[0],
                                  .peers = r->device_peers,
                                  .num_peers = nodes->num_others,
                                  .last = 1}};
@@ -92,21 +91,22 @@ static Messages rows_of(const EpLatency *l) {
 
 static Messages weights_of(const EpLatency *l) {
     const EpBufferLayout *b = &l->layout;
-    int64_t bytes = b->node_rows * (int64_t)b->weight_bytes;
-    return (Messages){b->weights_out, b->weights_in, bytes, bytes};
+    return (Messages){b->weights_out, b->weights_in, ep_weights_stride(b),
+                      b->node_rows * (int64_t)b->weight_bytes};
 }
 
-/* Exchange messages, with the ranks' stamps. The places are sent whether they are filled or not. */
+/* Exchange messages and the stamps before them: NCCL takes messages between two ranks one after
+ * another. The places are sent whether they are filled or not. */
 static EpStatus exchange(EpGroup *group, const EpLatency *l, Messages m,
                          const EpCudaStream *stream) {
     const EpCudaRelay *r = ep_cuda(group)->relay;
+    const int64_t stamp = sizeof(EpStamp);
+    const size_t bytes = (size_t)(stamp + m.bytes);
     EpExchange x;
     EP_TRY(ep_exchange_begin(&x, group, stream, stream->stream));
     for (int32_t i = 0; i < l->nodes.num_others; i++) {
-        ep_exchange_send(&x, r->peers[i], r->stamp, sizeof(*r->stamp));
-        ep_exchange_send(&x, r->peers[i], l->own + m.out + i * m.stride, (size_t)m.bytes);
-        ep_exchange_receive(&x, r->peers[i], r->stamps[0] + i, sizeof(*r->stamp));
-        ep_exchange_receive(&x, r->peers[i], l->own + m.in + i * m.stride, (size_t)m.bytes);
+        ep_exchange_send(&x, r->peers[i], l->own + m.out - stamp + i * m.stride, bytes);
+        ep_exchange_receive(&x, r->peers[i], l->own + m.in - stamp + i * m.stride, bytes);
     }
     return ep_exchange_end(&x);
 }
