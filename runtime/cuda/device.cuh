@@ -710,7 +710,7 @@ __device__ __forceinline__ int ep_stamps_match(const EpStamp &a, const EpStamp &
            a.generation == b.generation;
 }
 
-/** Returns whether all stamps that have come, theirs(i), are as this rank's own. By a whole warp. */
+/** Returns whether all stamps that have come, theirs(i), are as this rank's. By a whole warp. */
 template <typename Theirs>
 __device__ __forceinline__ int ep_stamps_agree(const EpMarks &m, Theirs theirs) {
     const EpStamp own = *m.own;

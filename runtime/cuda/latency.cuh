@@ -385,8 +385,8 @@ __device__ __forceinline__ LatencyEntry *latency_entry(void) {
     return &entry;
 }
 
-/** Several nodes: as ep_compare_stamps and ep_report_stamps, of the stamps before messages that have
- *  come, of rows or of weights. */
+/** Several nodes: as ep_compare_stamps and ep_report_stamps, of the stamps before messages that
+ * have come, of rows or of weights. */
 __device__ __forceinline__ const EpStamp *landed_stamp(const EpLatency &l, int i, int of_weights) {
     return message_stamp(l, of_weights ? l.layout.weights_in : l.layout.landing, i, of_weights);
 }

@@ -92,7 +92,7 @@ typedef struct EpBufferLayout {
                            entry: [2 * sets, others, node_rows, K] records of entries */
     int64_t outgoing, landing; /**< [others] messages that NCCL sends and receives. A stamp is right
                                     before each of them */
-    int64_t message_bytes;           /**< from one to the next */
+    int64_t message_bytes;     /**< from one to the next */
     int64_t weights_out, weights_in; /**< likewise, [node_rows] topk_weights, as `weights`; sums by
                                           entry: 0 */
     int32_t message_heads; /**< bytes before a message's first place: a head for each rank of the

@@ -112,11 +112,11 @@ DISAGREE(sizes_in_latency_mode, "mode=latency capacity=100", BOTH(ROUTED, "top_k
          BOTH(STEP_COMBINE, "weights_at_combine=1", .by_turns = 1),
          BOTH(STEP_COMBINE_PHASES, "weights_at_combine=1", .by_turns = 1));
 /* The same where each rank is a node. */
-#define ON_NODES(name, changes)                                                              \
-    RankTest(runtime_disagree, name##_on_nodes, RANKS, {                                     \
-        needs_latency();                                                                     \
-        set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "0,1,2");                                  \
-        disagree_each(bootstrap, changes " nodes=012", name##_rows, LENGTH(name##_rows));    \
+#define ON_NODES(name, changes)                                                           \
+    RankTest(runtime_disagree, name##_on_nodes, RANKS, {                                  \
+        needs_latency();                                                                  \
+        set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "0,1,2");                               \
+        disagree_each(bootstrap, changes " nodes=012", name##_rows, LENGTH(name##_rows)); \
     })
 ON_NODES(operations_in_latency_mode, "mode=latency");
 ON_NODES(sizes_in_latency_mode, "mode=latency capacity=100");

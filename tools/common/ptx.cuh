@@ -2,8 +2,9 @@
 #ifndef COMMON_PTX_CUH
 #define COMMON_PTX_CUH
 
-/** Besides runtime/cuda/ptx.cuh, words of 32 bits that others look at, copies of a matrix, clusters,
- *  and the matrix units of sm_90a: one instruction each, and on the host what they need. */
+/** Besides runtime/cuda/ptx.cuh, words of 32 bits that others look at, copies of a matrix,
+ * clusters, and the matrix units of sm_90a: one instruction each, and on the host what they need.
+ */
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -49,9 +50,8 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void *from) {
 
 /** Arrive when all copies that the thread has started are made. */
 __device__ __forceinline__ void copies_arrive(uint64_t *arrival) {
-    asm volatile(
-        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ep_smem(arrival))
-        : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ep_smem(arrival))
+                 : "memory");
 }
 
 /** A matrix of bytes in memory, of which a load takes a box of 128 columns. */

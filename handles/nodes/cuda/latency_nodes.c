@@ -60,10 +60,9 @@ void ep_latency_nodes_describe(const EpGroup *group, EpPhase phase, int32_t toke
                                EpLatency *latency) {
     const EpCudaRelay *r = ep_cuda(group)->relay;
     EpLatencyNodes *nodes = &latency->nodes;
-    EpMarkArgs args = {.marks = {.own = r->stamp,
-                                 .peers = r->device_peers,
-                                 .num_peers = nodes->num_others,
-                                 .last = 1}};
+    EpMarkArgs args = {
+        .marks = {
+            .own = r->stamp, .peers = r->device_peers, .num_peers = nodes->num_others, .last = 1}};
     ep_cuda_watch_describe(group, &args);
     nodes->marks = args.marks;
     nodes->record_steps = (int32_t)steps;
