@@ -92,12 +92,16 @@ NVCC ?= $(CUDA_HOME)/bin/nvcc
 # Kernels are compiled for sm_90, on which they are tested, and in releases for others, too. GPUs of
 # 8.x run code of 8.0, and those of 12.x code of 12.0. Another GPU compiles the PTX of 9.0 when it
 # first loads them. CODE=80: code of 8.0 alone, for GPUs of 9.0, too, so that it can be tested.
-release_codes := 80 100 103 120
-release_arch := $(foreach c,$(release_codes),-gencode arch=compute_$c,code=sm_$c)
+# Tools have code of 9.0 there as elsewhere: what they measure libep by stays the same.
+code_of = -gencode arch=compute_$1,code=sm_$(or $2,$1)
+release_arch := $(foreach c,80 100 103 120,$(call code_of,$c)) -compress-mode=size
 standard_arch := -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
-NVCC_ARCH ?= $(if $(CODE),-gencode arch=compute_$(CODE),code=[sm_$(CODE),sm_90],$(standard_arch))
+old_for_90 := $(call code_of,$(CODE),90)
+NVCC_ARCH ?= $(if $(CODE),$(call code_of,$(CODE)) $(old_for_90),$(standard_arch))
+tools_arch = $(if $(CODE),$(subst $(old_for_90),$(call code_of,90),$(NVCC_ARCH)),$(NVCC_ARCH))
 # Matrix units of sm_90 need code for it alone. Tools ask for the capability before they use them.
-nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),-arch=sm_90a,$(NVCC_ARCH))
+nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),-arch=sm_90a,\
+                $(if $(call is,tools/%),$(tools_arch),$(NVCC_ARCH)))
 $(if $(filter 1,$(if $(RELEASE),$(CUDA))),\
     $(if $(findstring sm_103,$(shell $(NVCC) --list-gpu-code)),,\
         $(error RELEASE=1: expected an nvcc that knows sm_103 (CUDA 12.9 or newer), got $(NVCC))))
