@@ -18,7 +18,8 @@
 #
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
 # sanitizers into folders of their own, ARCH=aarch64 for Arm hosts (docs/arm.md), RELEASE=1 (also
-# with install and wheel) for all GPUs and machines that releases serve; CC, CFLAGS, LDFLAGS as usual.
+# with install and wheel) for all GPUs and machines that releases serve, CODE=80 with code of
+# capability 8.0 alone, to test it on newer GPUs; CC, CFLAGS, LDFLAGS as usual.
 
 MAKEFLAGS += --no-builtin-rules
 VERSION := $(shell sed -n 's/^.define EP_VERSION_\(MAJOR\|MINOR\|PATCH\) //p' include/ep/ep.h \
@@ -53,7 +54,7 @@ pkg_config_path := $(SYSROOT)/usr/lib/$(triplet)/pkgconfig
 PKG_CONFIG := PKG_CONFIG_SYSROOT_DIR=$(SYSROOT) PKG_CONFIG_LIBDIR=$(pkg_config_path) pkg-config
 endif
 PKG_CONFIG ?= pkg-config
-B := build$(variant)$(if $(RELEASE),-release)
+B := build$(variant)$(if $(RELEASE),-release)$(if $(CODE),-sm_$(CODE))
 Q := $(if $(V),,@)
 say = $(if $(V),,@printf '  %-7s %s\n' $(1) $(2);)
 
@@ -86,15 +87,18 @@ nccl_include := $(patsubst %/nccl_device.h,%,\
                     $(firstword $(wildcard $(addsuffix /nccl_device.h,$(nccl_places)))))
 CUDA := $(if $(sanitize),0,$(or $(CUDA),$(if $(and $(CUDA_HOME),$(nccl_include)),1,0)))
 NVCC ?= $(CUDA_HOME)/bin/nvcc
-# Kernels are compiled for sm_90, on which they are tested, and in releases for sm_100, on which they
-# have not run. Another GPU compiles the newest PTX that it can when it first loads them.
-release_arch := -gencode arch=compute_100,code=[sm_100,compute_100]
-NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
-# Matrix units of sm_90 need code for it alone.
-nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),$(subst 90aa,90a,$(subst 90,90a,$(NVCC_ARCH))),$(NVCC_ARCH))
+# Kernels are compiled for sm_90, on which they are tested, and in releases for others, too. GPUs of
+# 8.x run code of 8.0, and those of 12.x code of 12.0. Another GPU compiles the PTX of 9.0 when it
+# first loads them. CODE=80: code of 8.0 alone, for GPUs of 9.0, too, so that it can be tested.
+release_codes := 80 100 103 120
+release_arch := $(foreach c,$(release_codes),-gencode arch=compute_$c,code=sm_$c)
+standard_arch := -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
+NVCC_ARCH ?= $(if $(CODE),-gencode arch=compute_$(CODE),code=[sm_$(CODE),sm_90],$(standard_arch))
+# Matrix units of sm_90 need code for it alone. Tools ask for the capability before they use them.
+nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),-arch=sm_90a,$(NVCC_ARCH))
 $(if $(filter 1,$(if $(RELEASE),$(CUDA))),\
-    $(if $(findstring sm_100,$(shell $(NVCC) --list-gpu-code)),,\
-        $(error RELEASE=1: expected an nvcc that knows sm_100 (CUDA 12.8 or newer), got $(NVCC))))
+    $(if $(findstring sm_103,$(shell $(NVCC) --list-gpu-code)),,\
+        $(error RELEASE=1: expected an nvcc that knows sm_103 (CUDA 12.9 or newer), got $(NVCC))))
 ifeq ($(CUDA),1)
 cuda_cflags := -DEP_WITH_CUDA=1 -isystem $(CUDA_HOME)/include -isystem $(nccl_include)
 cuda_libs := $(if $(ARCH),,-L$(CUDA_HOME)/lib64) -lcudart_static -ldl -lrt
@@ -223,7 +227,8 @@ $B/%.cu.o: %.cu $B/flags
 # tests/emulator/), without an installation of either. Rings are short, so that they wrap, and so is
 # the wait for NCCL.
 emulated_cflags = $(filter-out -O3,$(common_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
-                  -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
+                  -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_WHOLE_SUM_BYTES=3000 \
+                  -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
                   -Itests/emulator/include -Iinclude -I.
 define emulate_kernels
 @mkdir -p $(@D)
