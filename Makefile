@@ -41,17 +41,7 @@ else ifdef TSAN
 variant := -tsan
 sanitize := -fsanitize=thread
 else ifdef ARCH
-# For another processor: Debian's compiler, and libraries in a folder that tools/sysroot makes.
-variant := -$(ARCH)
-SYSROOT := $(shell SYSROOT='$(SYSROOT)' CUDA=$(CUDA) tools/sysroot $(ARCH))
-$(if $(filter SKIP:,$(SYSROOT)),$(error ARCH=$(ARCH): $(SYSROOT:SKIP:=)))
-triplet := $(ARCH)-linux-gnu
-override CC := $(triplet)-gcc --sysroot=$(SYSROOT)
-nvcc_target = -ccbin $(triplet)-g++ -Xcompiler --sysroot=$(SYSROOT) \
-              $(addprefix -isystem $(CUDA_HOME)/include,/ /cccl)
-AR := $(triplet)-ar
-pkg_config_path := $(SYSROOT)/usr/lib/$(triplet)/pkgconfig
-PKG_CONFIG := PKG_CONFIG_SYSROOT_DIR=$(SYSROOT) PKG_CONFIG_LIBDIR=$(pkg_config_path) pkg-config
+include tools/cross.mk
 endif
 PKG_CONFIG ?= pkg-config
 B := build$(variant)$(if $(RELEASE),-release)$(if $(CODE),-sm_$(CODE))
