@@ -112,7 +112,7 @@ static int adopt_communicator(const EpNccl *nccl, const EpGroupConfig *config, E
     if (result == ncclSuccess) result = nccl->ncclCommCuDevice(config->nccl_comm, &device);
     if (result != ncclSuccess) {
         snprintf(out->reason, sizeof(out->reason), "config.nccl_comm: %s",
-                 nccl->ncclGetErrorString(result));
+                 ep_nccl_explain(nccl, result));
         return 0;
     }
     if (out->wanted != EP_DEFAULT && out->wanted != device) {

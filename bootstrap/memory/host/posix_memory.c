@@ -188,6 +188,20 @@ static void *refuse_file(Sharing *s, int error) {
     return NULL;
 }
 
+/* Ranks whose machines have one name and boot id count as one node, containers among them. */
+static void *refuse_opening(Sharing *s, int32_t rank, int error) {
+    if (s->creations[rank].fd >= 0)
+        snprintf(s->why_not, sizeof(s->why_not),
+                 "%.40s: containers with one host name must share processes or a large /dev/shm",
+                 strerror(error));
+    else if (error == ENOENT)
+        snprintf(s->why_not, sizeof(s->why_not),
+                 "its object is not in /dev/shm here: containers with one host name must share it");
+    else
+        return refuse_file(s, error);
+    return NULL;
+}
+
 /* Map the file if it has a segment's size: beyond the end of a shorter one, a load is a SIGBUS. */
 static void *map_checked(Sharing *s, int fd) {
     struct stat file;
@@ -207,7 +221,7 @@ static void *map_checked(Sharing *s, int fd) {
 static int map_segment(Sharing *s, int32_t rank, int *error) {
     int fd = open_segment(s, rank);
     *error = fd < 0 ? errno : 0;
-    void *memory = fd < 0 ? refuse_file(s, *error) : map_checked(s, fd);
+    void *memory = fd < 0 ? refuse_opening(s, rank, *error) : map_checked(s, fd);
     if (fd >= 0) close(fd);
     s->posix->mapped[rank] = memory;
     if (!memory) return 0;
