@@ -47,7 +47,7 @@ HostRankedTest(mpi_nodes, containers, 2, 30, "GPUs of a group share a node") {
         mount("", "/dev/shm", "tmpfs", 0, NULL))
         check_left_out("needs the right to mount");
     CHECK_NO_GROUP(bootstrap, &config, EP_ERR_SYSTEM, "cannot map the shared memory of rank",
-                   "containers of one host name must share /dev/shm");
+                   "containers with one host name must share it");
     snprintf(name, sizeof(name), "container%d", bootstrap->rank);
     CHECK(sethostname(name, strlen(name)) == 0, "no host name");
     run_each_layout(bootstrap, "01");
