@@ -83,7 +83,7 @@ NVCC ?= $(CUDA_HOME)/bin/nvcc
 # first loads them. CODE=80: code of 8.0 alone, for GPUs of 9.0, too, so that it can be tested.
 # Tools have code of 9.0 there as elsewhere: what they measure libep by stays the same.
 code_of = -gencode arch=compute_$1,code=sm_$(or $2,$1)
-release_arch := $(foreach c,80 100 103 120,$(call code_of,$c))
+release_arch := $(foreach c,80 100 103 120,$(call code_of,$c)) -compress-mode=size
 standard_arch := -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
 old_for_90 := $(call code_of,$(CODE),90)
 NVCC_ARCH ?= $(if $(CODE),$(call code_of,$(CODE)) $(old_for_90),$(standard_arch))
