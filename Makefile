@@ -40,7 +40,18 @@ sanitize := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fra
 else ifdef TSAN
 variant := -tsan
 sanitize := -fsanitize=thread
+else ifdef ARCH
+# For another processor: Debian's compiler, and libraries in a folder that tools/sysroot makes.
+variant := -$(ARCH)
+SYSROOT := $(shell SYSROOT='$(SYSROOT)' tools/sysroot $(ARCH))
+$(if $(filter SKIP:,$(SYSROOT)),$(error ARCH=$(ARCH): $(SYSROOT:SKIP:=)))
+triplet := $(ARCH)-linux-gnu
+override CC := $(triplet)-gcc --sysroot=$(SYSROOT)
+AR := $(triplet)-ar
+pkg_config_path := $(SYSROOT)/usr/lib/$(triplet)/pkgconfig
+PKG_CONFIG := PKG_CONFIG_SYSROOT_DIR=$(SYSROOT) PKG_CONFIG_LIBDIR=$(pkg_config_path) pkg-config
 endif
+PKG_CONFIG ?= pkg-config
 B := build$(variant)$(if $(RELEASE),-release)$(if $(CODE),-sm_$(CODE))
 Q := $(if $(V),,@)
 say = $(if $(V),,@printf '  %-7s %s\n' $(1) $(2);)
@@ -55,15 +66,15 @@ warnings := -Wall -Wextra -Wno-missing-field-initializers -Wshadow -Wstrict-prot
 common_cflags = -std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno \
               -fno-trapping-math $(warnings) $(sanitize) -MMD -MP $(CFLAGS)
 ldflags = -pthread $(sanitize) $(LDFLAGS)
-mpi_cflags = $(shell pkg-config --cflags ompi 2>/dev/null || mpicc --showme:compile)
-mpi_libs = $(shell pkg-config --libs ompi 2>/dev/null || mpicc --showme:link)
-hwloc_libs = $(shell pkg-config --libs hwloc)
-openblas = $(if $(filter-out 0,$(OPENBLAS)),$(shell pkg-config --exists openblas && echo 1))
-openblas_cflags = $(if $(openblas),-DMOE_WITH_OPENBLAS=1 $(shell pkg-config --cflags openblas))
-openblas_libs = $(if $(openblas),$(shell pkg-config --libs openblas))
+mpi_cflags = $(shell $(PKG_CONFIG) --cflags ompi 2>/dev/null || mpicc --showme:compile)
+mpi_libs = $(shell $(PKG_CONFIG) --libs ompi 2>/dev/null || mpicc --showme:link)
+hwloc_libs = $(shell $(PKG_CONFIG) --libs hwloc)
+openblas = $(if $(filter-out 0,$(OPENBLAS)),$(shell $(PKG_CONFIG) --exists openblas && echo 1))
+openblas_cflags = $(if $(openblas),-DMOE_WITH_OPENBLAS=1 $(shell $(PKG_CONFIG) --cflags openblas))
+openblas_libs = $(if $(openblas),$(shell $(PKG_CONFIG) --libs openblas))
 # Sanitizers see the tool's own loops, but not into OpenBLAS.
 OPENBLAS ?= $(if $(variant),0,1)
-criterion_libs = $(shell pkg-config --libs criterion)
+criterion_libs = $(shell $(PKG_CONFIG) --libs criterion)
 
 # ---- CUDA: on if nvcc and NCCL's headers are found, unless CUDA=0 -------------------------------
 
@@ -223,7 +234,8 @@ $B/%.cu.o: %.cu $B/flags
 # tests/emulator/), without an installation of either. Rings are short, so that they wrap, and so is
 # the wait for NCCL.
 emulated_cflags = $(filter-out -O3,$(common_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
-                  -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
+                  -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_WHOLE_SUM_BYTES=3000 \
+                  -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
                   -Itests/emulator/include -Iinclude -I.
 define emulate_kernels
 @mkdir -p $(@D)
@@ -363,38 +375,7 @@ check-nccl-ep: $(nccl_ep_so) $(emulated_nccl_ep)
 check-nccl-ep-te: $(nccl_ep_so)
 	tests/bindings/nccl_ep/check-te $B
 
-# ---- Python -------------------------------------------------------------------------------------
-
-# The Python package: links to its sources and libraries, its version, and the headers in ctypes.
-python: $L/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
-	$Qrm -rf $B/python && mkdir -p $(addprefix $B/python/libep/,jax lib nccl_ep/lib torch)
-	$Qcp -rs '$(CURDIR)/bindings/python/.' $B/python
-	$Qcp -rs $(addprefix '$(CURDIR)'/bindings/,deep_ep flashinfer sglang vllm) $B/python/libep
-	$Qfor each in jax torch; do ln -s '$(CURDIR)'/bindings/$$each/*.py $B/python/libep/$$each; done
-	$Qln -s '$(CURDIR)/LICENSE' $B/python/LICENSE
-	$Qln -s '$(CURDIR)/$L/libep.so.$(SOVERSION)' '$(CURDIR)/$(torch_so)' $B/python/libep/lib
-	$Qln -s '$(CURDIR)/$(nccl_ep_so).0' $B/python/libep/nccl_ep/lib
-	$(if $(JAXLIB_INCLUDE),$Qln -s '$(CURDIR)/$(jax_so)' $B/python/libep/lib)
-	$Qprintf '# Made from ep.h.\n__version__ = "%s"\n' $(VERSION) >$B/python/libep/_version.py
-	$QCC='$(CC)' bindings/python/make-abi include >$B/python/libep/_abi.py
-
-# The second make sees the headers that the first has downloaded.
-wheel:
-	bindings/jax/environment $B
-	$(if $(RELEASE),bindings/python/portable $B)
-	@$(MAKE) --no-print-directory PORTABLE=$(RELEASE) python
-	bindings/python/wheel $B
-
-# The package itself, with libep.jax and libep.torch: three at a time with -j.
-check-python: check-package check-jax check-torch
-check-package: $(tools)
-check-package check-jax check-torch check-released: check-%: wheel
-	tests/bindings/$(*:package=python)/check $B $(CHECK_ARGS)
-
-check-python-gpu:
-	@$(MAKE) --no-print-directory python \
-	    JAXLIB_INCLUDE=$$(python3 -c 'import jax; print(jax.ffi.include_dir())' 2>/dev/null)
-	tests/bindings/check-gpu $B $(CHECK_ARGS)
+include bindings/python/rules.mk
 
 # ---- installing ---------------------------------------------------------------------------------
 
@@ -423,7 +404,7 @@ dist:
 	@echo '$B/libep-$(VERSION).tar.gz: $(shell git rev-parse --short HEAD)'
 
 clean:
-	rm -rf build build-asan build-tsan build-release build-sm_*
+	rm -rf build build-*
 
 format:
 	clang-format -i $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')

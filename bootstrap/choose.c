@@ -2,6 +2,7 @@
 /* Chooses a group's backend: the one that the configuration asks for, if all ranks can use it. */
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"
@@ -26,6 +27,7 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
     out->alone = ep_gpus_alone(all, b->size, b->rank);
     for (int32_t r = 0; r < b->size; r++)
         out->threads |= !ep_gpus_alone(all, b->size, r);
+    out->sm = gpu->capability;
     snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
     snprintf(out->gpu, sizeof(out->gpu), "%s, %s", gpu->name, gpu->bus);
     return 1;
@@ -53,12 +55,18 @@ static EpStatus gather_reports(const EpCall *call, const EpBootstrap *b, const E
 /* A program that runs on CPUs beside a GPU is slow, and nothing else says so. Each process warns
  * once: its groups lack the same. */
 static void warn_of_idle_gpus(const EpBootstrap *b, const EpGpuReport *reports, const char *why) {
-    static int warned;
+    static int warned; /* relaxed: orders nothing */
     int present = 0;
     for (int32_t r = 0; r < b->size; r++)
         present |= reports[r].present;
     if (present && b->rank == 0 && !__atomic_exchange_n(&warned, 1, __ATOMIC_RELAXED))
         EP_WARN("AUTO takes the host backend although a GPU is present: %s", why);
+}
+
+/* NCCL reads this variable likewise. */
+static int nccl_is_apart(void) {
+    const char *text = getenv("NCCL_P2P_DISABLE");
+    return text && atoi(text) != 0;
 }
 
 EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
@@ -72,6 +80,7 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
     if (wish != EP_BACKEND_HOST) {
         EpGpuReport mine;
         ep_gpus_find(config, settings, bootstrap->size, &mine);
+        mine.apart = settings->peers == EP_PEERS_NONE || nccl_is_apart();
         EP_TRY(
             gather_reports(call, bootstrap, &mine, reports, ep_config_timeout(config, settings)));
         memcpy(domains, nodes, (size_t)bootstrap->size * sizeof(*nodes));

@@ -23,7 +23,7 @@ void ep_cuda_measure(const EpGroupConfig *config, const EpNodeSizes *nodes,
     *private_bytes = (int64_t)(sizeof(EpCuda) + sizeof(EpCudaState) + sizeof(EpCudaAsyncErrors) +
                                sizeof(EpCudaFailure) + 2 * sizeof(EpCudaNote)) +
                      8LL * ep_cuda_partitions(ep_cuda_blocks(config, nodes, settings)) *
-                         EP_COUNT_STRIDE((int64_t)config->num_experts, nodes->ranks) +
+                         EP_COUNT_STRIDE((int64_t)ep_physical_experts(config), nodes->ranks) +
                      (int64_t)PEERS_BYTES + ep_cuda_adopting_bytes(config, nodes->ranks);
 }
 
@@ -31,7 +31,7 @@ void ep_cuda_measure(const EpGroupConfig *config, const EpNodeSizes *nodes,
 
 static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
     EpCudaGroup *g = &cuda->device;
-    size_t stride = (size_t)EP_COUNT_STRIDE((int64_t)group->config.num_experts, g->size);
+    size_t stride = (size_t)EP_COUNT_STRIDE((int64_t)g->num_experts, g->size);
     size_t counts = 8 * (size_t)g->partitions * stride;
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->state, sizeof(*g->state))));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->partition_counts, counts)));
@@ -68,7 +68,7 @@ static EpStatus open_device(EpGroup *group) {
     group->backend_state = cuda;
     EpCudaGroup *g = &cuda->device;
     g->rank = group->nodes.rank, g->size = group->nodes.sizes.ranks;
-    g->num_experts = group->config.num_experts;
+    g->num_experts = group->placement.num_experts;
     g->layout = ep_window_layout(&group->config, &group->nodes.sizes);
     g->most_blocks = ep_cuda_multiprocessors();
     g->blocks = ep_cuda_blocks(&group->config, &group->nodes.sizes, &group->settings);

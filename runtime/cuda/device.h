@@ -205,7 +205,7 @@ EP_HOST_DEVICE static inline int ep_same_call(uint32_t a, uint32_t b) {
 typedef struct EpCudaBadIndices {
     unsigned long long total; /**< such entries since the group was created */
     unsigned long long entry; /**< the lowest one of this routing */
-    long long index, top_k;   /**< its index; K of this routing */
+    long long index, top_k;   /**< its index; K of this routing, 0: of a map of ep_group_place */
 } EpCudaBadIndices;
 
 /**

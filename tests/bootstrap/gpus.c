@@ -20,6 +20,7 @@ static const TextField rank_fields[] = {
     TEXT_FIELD(EpGpuReport, count, ""),    TEXT_FIELD(EpGpuReport, current, ""),
     TEXT_FIELD(EpGpuReport, wanted, ""),   TEXT_FIELD(EpGpuReport, process, ""),
     TEXT_FIELD(EpGpuReport, reason, ""),   TEXT_FIELD(EpGpuReport, may_share, ""),
+    TEXT_FIELD(EpGpuReport, apart, ""),
     TEXT_FIELD(EpGpuReport, nccl_host, "")};
 static const TextField gpu_fields[] = {
     TEXT_FIELD(EpGpu, uuid, ""),    TEXT_FIELD(EpGpu, name, ""),
@@ -142,6 +143,11 @@ static const MachineRow rows[] = {
     {"2 2 *.1.num_sms=114", NULL, {"one kind", "132 multiprocessors", "114"}},
     {"2 1 nodes=01 1.0.uuid=4 1.0.num_sms=78", NULL, {"GPUs of one kind", "rank 1"}},
     {"4 4 3.3.reaches=-3", "0123 domains 0001", {0}},
+    /* Where peer access is forbidden each GPU is a domain, seen or not. */
+    {"4 4 *.apart=1", "0123 domains 0123", {0}},
+    {"4 4 1.apart=1", "0123 domains 0100", {0}},
+    {"2 1 1.0.uuid=1 1.apart=1", "00 domains 01", {0}},
+    {"4 2 *.apart=1 *.may_share=1", NULL, {"ranks 0 and 2", "NCCL_HOSTID of every rank"}},
     /* If a process does not see its peers' GPUs, opening the window finds out. */
     {"2 1 1.0.uuid=1 *.0.reaches=0", "00", {0}},
     {"4 2 nodes=0011 2.0.uuid=4 2.1.uuid=5 3.0.uuid=4 3.1.uuid=5", "0101 domains 0011", {0}},

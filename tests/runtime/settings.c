@@ -83,6 +83,7 @@ static const Malformed malformed[] = {
     {"LIBEP_BIND", "GPU"},
     {"LIBEP_CHECK", "1"},
     {"LIBEP_CHECK", "everything"},
+    {"LIBEP_PEERS", "some"},
     {"LIBEP_TOPOLOGY", "x"},
     {"LIBEP_TOPOLOGY", "-2"},
     {"LIBEP_TOPOLOGY", "0"},
