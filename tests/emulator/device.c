@@ -89,7 +89,7 @@ const char *cudaGetErrorString(cudaError_t error) {
 /* ---- devices ---- */
 
 cudaError_t cudaDriverGetVersion(int *version) {
-    *version = VERSION;
+    *version = setting("EMULATED_DRIVER", VERSION);
     return cudaSuccess;
 }
 
@@ -99,6 +99,8 @@ cudaError_t cudaRuntimeGetVersion(int *version) {
 }
 
 cudaError_t cudaGetDeviceCount(int *out) {
+    if (setting("EMULATED_DRIVER", VERSION) < VERSION)
+        return emulated_error(cudaErrorInsufficientDriver);
     *out = count();
     return *out ? cudaSuccess : emulated_error(cudaErrorNoDevice);
 }
