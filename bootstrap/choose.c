@@ -33,13 +33,6 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
     return 1;
 }
 
-/* Offer no more shared memory than the setting allows. */
-static void limit_shared(const EpSettings *settings, EpGpuReport *mine) {
-    for (int32_t d = 0; d < mine->count && settings->shared_bytes != EP_COUNT_AUTO; d++)
-        mine->gpu[d].shared_bytes =
-            (int32_t)ep_min(mine->gpu[d].shared_bytes, settings->shared_bytes);
-}
-
 /* Gather the ranks' reports. Their strings are terminated, their counts are checked. */
 static EpStatus gather_reports(const EpCall *call, const EpBootstrap *b, const EpGpuReport *mine,
                                EpGpuReport *all, double timeout) {
@@ -86,10 +79,8 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
     int32_t domains[EP_MAX_RANKS];
     if (wish != EP_BACKEND_HOST) {
         EpGpuReport mine;
-        ep_gpus_find(config, bootstrap->size, &mine);
+        ep_gpus_find(config, settings, bootstrap->size, &mine);
         mine.apart = settings->peers == EP_PEERS_NONE || nccl_is_apart();
-        mine.may_share = settings->share_gpus == EP_SHARE_GPUS_YES;
-        limit_shared(settings, &mine);
         EP_TRY(
             gather_reports(call, bootstrap, &mine, reports, ep_config_timeout(config, settings)));
         memcpy(domains, nodes, (size_t)bootstrap->size * sizeof(*nodes));

@@ -5,14 +5,16 @@
 #include <stdio.h>
 #include <string.h>
 
-void ep_gpus_find(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out) {
+void ep_gpus_find(const EpGroupConfig *config, const EpSettings *settings, int32_t num_ranks,
+                  EpGpuReport *out) {
     const EpBackendOps *cuda = ep_backend_ops(EP_BACKEND_CUDA);
-    if (cuda) {
-        cuda->find_gpus(config, num_ranks, out);
-        return;
-    }
     *out = (EpGpuReport){.wanted = config->device};
     snprintf(out->reason, sizeof(out->reason), "this build has no cuda backend");
+    if (cuda) cuda->find_gpus(config, num_ranks, out);
+    out->may_share = settings->share_gpus == EP_SHARE_GPUS_YES;
+    for (int32_t d = 0; d < out->count && settings->shared_bytes != EP_COUNT_AUTO; d++)
+        out->gpu[d].shared_bytes =
+            (int32_t)ep_min(out->gpu[d].shared_bytes, settings->shared_bytes);
 }
 
 /** Buffer for a sentence. */
@@ -72,10 +74,10 @@ static int32_t chosen_device(const EpGpuReport *report) {
     return report->wanted == EP_DEFAULT ? report->current : report->wanted;
 }
 
-int ep_gpus_usable_here(const EpGroupConfig *config, int32_t num_ranks, char *reason,
-                        size_t reason_bytes) {
+int ep_gpus_usable_here(const EpGroupConfig *config, const EpSettings *settings, int32_t num_ranks,
+                        char *reason, size_t reason_bytes) {
     EpGpuReport report;
-    ep_gpus_find(config, num_ranks, &report);
+    ep_gpus_find(config, settings, num_ranks, &report);
     return check_rank(&report, chosen_device(&report), ep_cuda_least_shared(config, num_ranks),
                       (Reason){reason, reason_bytes});
 }

@@ -19,7 +19,7 @@ typedef struct EpGpu {
     int32_t capability;       /**< 90 is 9.0 */
     int32_t code;             /**< capability that its code was compiled for: see ep_cuda_code */
     int32_t num_sms;          /**< multiprocessors */
-    int32_t shared_bytes;     /**< shared memory that a block may have */
+    int32_t shared_bytes;     /**< that a block may have; LIBEP_SHARED_BYTES limits it */
     uint32_t reaches;         /**< bit d: it can load and store memory of device d */
     unsigned char fabric[16]; /**< the NVLink fabric that joins it to GPUs of other machines; zero:
                                    none */
@@ -42,12 +42,13 @@ typedef struct EpGpuReport {
 } EpGpuReport;
 
 /** Report this process's GPUs. Also checks the driver and, for several ranks, NCCL. */
-void ep_gpus_find(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out);
+void ep_gpus_find(const EpGroupConfig *config, const EpSettings *settings, int32_t num_ranks,
+                  EpGpuReport *out);
 
 /** Returns 1 if the GPU that this process would use can serve a rank; else 0, and `reason` says
  *  why. */
-int ep_gpus_usable_here(const EpGroupConfig *config, int32_t num_ranks, char *reason,
-                        size_t reason_bytes);
+int ep_gpus_usable_here(const EpGroupConfig *config, const EpSettings *settings, int32_t num_ranks,
+                        char *reason, size_t reason_bytes);
 
 /** Assign a device to each rank: devices[size]. ep.h states the rule, at EpGroupConfig. */
 void ep_gpus_assign(const EpGpuReport *all, int32_t size, int32_t *devices);

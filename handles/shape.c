@@ -330,8 +330,8 @@ static const EpBackendOps *choose_backend(const EpGroupConfig *config, int32_t n
         return NULL;
     }
     char why_not[192] = "";
-    int usable =
-        wish != EP_BACKEND_HOST && ep_gpus_usable_here(config, num_ranks, why_not, sizeof(why_not));
+    int usable = wish != EP_BACKEND_HOST &&
+                 ep_gpus_usable_here(config, settings, num_ranks, why_not, sizeof(why_not));
     return ep_backend_ops(ep_backend_decide(wish, usable, why_not, m->reason, sizeof(m->reason)));
 }
 

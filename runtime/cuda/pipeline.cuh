@@ -411,25 +411,31 @@ __device__ __forceinline__ void pipeline_await_stage(Pipeline *p, uint32_t holde
         pipeline_wait(p->barrier[holder % 2 ? ITEM_FREED : ITEM_COMPUTED], item);
 }
 
-/* Load an item by code of 8.0, whose first stage is number `at`: all lanes together, one load after
- * another. Each lane has an arrival that follows its own loads, and lane 0 one more. That one
- * orders all else that the warp knows of the item, since lanes meet before it. By all lanes, each
- * of which has waited for stages. */
-__device__ __forceinline__ void load_vectors(Pipeline *p, const Stages &s, int j, int at,
+/* Load item n by code of 8.0: all lanes together, one load after another. `at` is the number of its
+ * first stage. Each lane waits for each stage itself. It has an arrival that follows its own loads,
+ * and lane 0 one more. That one orders all else that the warp knows of the item, since lanes meet
+ * before it. By all lanes. */
+__device__ __forceinline__ void load_vectors(Pipeline *p, const Stages &s, uint32_t n, int at,
                                              const WorkItem &item, PipelineWork work) {
+    int j = n % PIPELINE_ENTRIES, lane = threadIdx.x % 32, stages = p->shape.stages;
+    int inputs = pipeline_input_stages(item, work);
     const char *const *from = p->from.begin() + j * p->shape.width;
-    __syncwarp();
     for (int i = 0; i < item.loads; i++) {
+        int stage = at + i < stages ? at + i : at + i - stages;
         const char *source = from[i];
-        uint32_t to = stage_of(s, s.begin + at * s.bytes, i);
+        pipeline_await_stage(p, p->holder[stage], n);
+        __syncwarp(); /* all lanes know the last holder */
+        if (lane == 0) p->holder[stage] = STAGE_HOLDER(n, i >= inputs);
         uint32_t skipped = pipeline_is_packed(item, i, work) ? pipeline_packed_offset(item) : 0;
+        uint32_t to = s.begin + stage * s.bytes + skipped;
         uint32_t bytes = source ? (uint32_t)item.bytes - skipped : 0;
 #pragma unroll 4
-        for (uint32_t b = threadIdx.x % 32 * 16; b < bytes; b += 32 * 16)
-            ep_async_load(to + skipped + b, source + b);
+        for (uint32_t b = lane * 16; b < bytes; b += 32 * 16)
+            ep_async_load(to + b, source + b);
     }
     ep_async_arrive(&p->barrier[ITEM_LOADED][j]);
-    if (threadIdx.x % 32) return;
+    __syncwarp();
+    if (lane) return;
     p->first[j] = s.begin + at * s.bytes;
     ep_mbarrier_arrive(&p->barrier[ITEM_LOADED][j]);
 }
@@ -450,22 +456,21 @@ __device__ __forceinline__ void pipeline_load(Pipeline *p, PipelineWork work) {
         WorkItem item = p->item[j];
         if (item.loads == PIPELINE_END) return pipeline_load_end(p, n);
         int inputs = pipeline_input_stages(item, work);
-        for (int i = lane; i < item.loads; i += 32) {
+        if (!EP_HAS_BULK) load_vectors(p, s, n, at, item, work);
+        for (int i = lane; i < item.loads && EP_HAS_BULK; i += 32) {
             int stage = at + i < stages ? at + i : at + i - stages;
             const char *source = from[j * width + i];
             pipeline_await_stage(p, p->holder[stage], n);
             p->holder[stage] = STAGE_HOLDER(n, i >= inputs);
             uint32_t skipped = pipeline_is_packed(item, i, work) ? pipeline_packed_offset(item) : 0;
-            if (EP_HAS_BULK && source)
+            if (source)
                 ep_bulk_load(s.begin + stage * s.bytes + skipped, source,
                              (uint32_t)item.bytes - skipped, full + j * 8);
         }
-        if (!EP_HAS_BULK) {
-            load_vectors(p, s, j, at, item, work);
-        } else if (lane == 0) {
+        if (lane == 0 && EP_HAS_BULK) {
             p->first[j] = s.begin + at * s.bytes;
             ep_mbarrier_expect(&p->barrier[ITEM_LOADED][j], pipeline_loaded_bytes(item, work));
-        } else {
+        } else if (EP_HAS_BULK) {
             ep_mbarrier_arrive(&p->barrier[ITEM_LOADED][j]);
         }
         at += item.loads;

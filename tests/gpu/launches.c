@@ -31,7 +31,10 @@ ThreadTest(gpu_launches, num_sms, 1) {
 ThreadTest(gpu_launches, shared_bytes, 1) {
     EpGroupConfig config = group_config(1);
     EpGroup *group = NULL;
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     setenv("LIBEP_SHARED_BYTES", "10K", 1);
+    CHECK_OK(ep_group_memory(&config, 1, &memory));
+    CHECK(!memory.feasible && strstr(memory.reason, "got 10240 bytes"), "%s", memory.reason);
     CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED,
                   "bytes of shared memory", "got 10240 bytes");
     CHECK(!group, "an output was written");
