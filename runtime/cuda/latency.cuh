@@ -640,6 +640,16 @@ __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &
     return __all_sync(~0u, same);
 }
 
+/** Several nodes: wait until the other ranks of this node have begun this operation, as their heads
+ *  say. So they have read what NCCL has brought in a whole operation before. A rank that does not
+ *  come fails this one, and its stamps say so. By a block. */
+[[maybe_unused]] static __device__ __noinline__ void await_node(const EpCudaGroup &g,
+                                                                const EpLatency &l, uint64_t flag) {
+#pragma unroll 1
+    for (int r = (int)(threadIdx.x / 32); r < g.size; r += LATENCY_WARPS)
+        if (r != g.rank) (void)take_head(g, l, r, r, 1, flag, 0, [](int, const uint4 &) {});
+}
+
 /* ---- records of a dispatch ----------------------------------------------------------------- */
 
 /* Entry k of a record's header, whose units lie in a warp's lanes: its word, and its weight if
