@@ -17,8 +17,9 @@
 #   make clean, make format
 #
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
-# sanitizers into folders of their own, RELEASE=1 (also with install and wheel) for all GPUs and
-# machines that releases serve; CC, CFLAGS, LDFLAGS as usual.
+# sanitizers into folders of their own, ARCH=aarch64 for Arm hosts (docs/arm.md), RELEASE=1 (also
+# with install and wheel) for all GPUs and machines that releases serve, CODE=80 with code of
+# capability 8.0 alone, to test it on newer GPUs; CC, CFLAGS, LDFLAGS as usual.
 
 MAKEFLAGS += --no-builtin-rules
 VERSION := $(shell sed -n 's/^.define EP_VERSION_\(MAJOR\|MINOR\|PATCH\) //p' include/ep/ep.h \
@@ -39,8 +40,11 @@ sanitize := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fra
 else ifdef TSAN
 variant := -tsan
 sanitize := -fsanitize=thread
+else ifdef ARCH
+include tools/cross.mk
 endif
-B := build$(variant)$(if $(RELEASE),-release)
+PKG_CONFIG ?= pkg-config
+B := build$(variant)$(if $(RELEASE),-release)$(if $(CODE),-sm_$(CODE))
 Q := $(if $(V),,@)
 say = $(if $(V),,@printf '  %-7s %s\n' $(1) $(2);)
 
@@ -54,15 +58,15 @@ warnings := -Wall -Wextra -Wno-missing-field-initializers -Wshadow -Wstrict-prot
 common_cflags = -std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno \
               -fno-trapping-math $(warnings) $(sanitize) -MMD -MP $(CFLAGS)
 ldflags = -pthread $(sanitize) $(LDFLAGS)
-mpi_cflags = $(shell pkg-config --cflags ompi 2>/dev/null || mpicc --showme:compile)
-mpi_libs = $(shell pkg-config --libs ompi 2>/dev/null || mpicc --showme:link)
-hwloc_libs = $(shell pkg-config --libs hwloc)
-openblas = $(if $(filter-out 0,$(OPENBLAS)),$(shell pkg-config --exists openblas && echo 1))
-openblas_cflags = $(if $(openblas),-DMOE_WITH_OPENBLAS=1 $(shell pkg-config --cflags openblas))
-openblas_libs = $(if $(openblas),$(shell pkg-config --libs openblas))
+mpi_cflags = $(shell $(PKG_CONFIG) --cflags ompi 2>/dev/null || mpicc --showme:compile)
+mpi_libs = $(shell $(PKG_CONFIG) --libs ompi 2>/dev/null || mpicc --showme:link)
+hwloc_libs = $(shell $(PKG_CONFIG) --libs hwloc)
+openblas = $(if $(filter-out 0,$(OPENBLAS)),$(shell $(PKG_CONFIG) --exists openblas && echo 1))
+openblas_cflags = $(if $(openblas),-DMOE_WITH_OPENBLAS=1 $(shell $(PKG_CONFIG) --cflags openblas))
+openblas_libs = $(if $(openblas),$(shell $(PKG_CONFIG) --libs openblas))
 # Sanitizers see the tool's own loops, but not into OpenBLAS.
 OPENBLAS ?= $(if $(variant),0,1)
-criterion_libs = $(shell pkg-config --libs criterion)
+criterion_libs = $(shell $(PKG_CONFIG) --libs criterion)
 
 # ---- CUDA: on if nvcc and NCCL's headers are found, unless CUDA=0 -------------------------------
 
@@ -71,24 +75,27 @@ CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(firstword $(shell command -v nvcc) \
 nccl_places := $(addsuffix /include,$(NCCL_HOME) $(CUDA_HOME) /usr/local /usr)
 nccl_include := $(patsubst %/nccl_device.h,%,\
                     $(firstword $(wildcard $(addsuffix /nccl_device.h,$(nccl_places)))))
-ifeq ($(variant),)
-CUDA ?= $(if $(and $(CUDA_HOME),$(nccl_include)),1,0)
-else
-CUDA := 0
-endif
+CUDA := $(if $(sanitize),0,$(or $(CUDA),$(if $(and $(CUDA_HOME),$(nccl_include)),1,0)))
 NVCC ?= $(CUDA_HOME)/bin/nvcc
-# Kernels are compiled for sm_90, on which they are tested, and in releases for sm_100, on which they
-# have not run. Another GPU compiles the newest PTX that it can when it first loads them.
-release_arch := -gencode arch=compute_100,code=[sm_100,compute_100]
-NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
-# Matrix units of sm_90 need code for it alone.
-nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),$(subst 90aa,90a,$(subst 90,90a,$(NVCC_ARCH))),$(NVCC_ARCH))
+# Kernels are compiled for sm_90, on which they are tested, and in releases for others, too. GPUs of
+# 8.x run code of 8.0, and those of 12.x code of 12.0. Another GPU compiles the PTX of 9.0 when it
+# first loads them. CODE=80: code of 8.0 alone, for GPUs of 9.0, too, so that it can be tested.
+# Tools have code of 9.0 there as elsewhere: what they measure libep by stays the same.
+code_of = -gencode arch=compute_$1,code=sm_$(or $2,$1)
+release_arch := $(foreach c,80 100 103 120,$(call code_of,$c)) -compress-mode=size
+standard_arch := -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
+old_for_90 := $(call code_of,$(CODE),90)
+NVCC_ARCH ?= $(if $(CODE),$(call code_of,$(CODE)) $(old_for_90),$(standard_arch))
+tools_arch = $(if $(CODE),$(subst $(old_for_90),$(call code_of,90),$(NVCC_ARCH)),$(NVCC_ARCH))
+# Matrix units of sm_90 need code for it alone. Tools ask for the capability before they use them.
+nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),-arch=sm_90a,\
+                $(if $(call is,tools/%),$(tools_arch),$(NVCC_ARCH)))
 $(if $(filter 1,$(if $(RELEASE),$(CUDA))),\
-    $(if $(findstring sm_100,$(shell $(NVCC) --list-gpu-code)),,\
-        $(error RELEASE=1: expected an nvcc that knows sm_100 (CUDA 12.8 or newer), got $(NVCC))))
+    $(if $(findstring sm_103,$(shell $(NVCC) --list-gpu-code)),,\
+        $(error RELEASE=1: expected an nvcc that knows sm_103 (CUDA 12.9 or newer), got $(NVCC))))
 ifeq ($(CUDA),1)
 cuda_cflags := -DEP_WITH_CUDA=1 -isystem $(CUDA_HOME)/include -isystem $(nccl_include)
-cuda_libs := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
+cuda_libs := $(if $(ARCH),,-L$(CUDA_HOME)/lib64) -lcudart_static -ldl -lrt
 endif
 
 # ---- sources: folders are searched, so files and folders may move -------------------------------
@@ -106,6 +113,7 @@ nccl_ep := $(call in,bindings/nccl_ep)
 bench := tools/ep_bench.c $(call in,tools/bench tools/common)
 info := tools/ep_info.c tools/bench/routing.c tools/bench/trace.c $(call in,tools/info tools/common)
 moe := tools/ep_moe.c $(call in,tools/moe tools/common)
+tune := tools/ep_tune.c $(call in,tools/tune tools/common)
 overlap := tools/ep_overlap.c $(call in,tools/overlap tools/common)
 tests_c := $(filter-out tests/gpu/% tests/emulator/% tests/bindings/nccl_ep/%,$(call in,tests))
 host_only := $(wildcard $(shell sed '/^\#/d' tests/gpu/host_only))
@@ -140,11 +148,11 @@ torch_so := $L/libep_torch.so
 JAXLIB_INCLUDE ?= $(firstword $(wildcard $B/python-jax/lib/python3*/site-packages/jaxlib/include))
 package_files := $(patsubst tools/package/%.in,$B/%,$(wildcard tools/package/*.in))
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(nccl_ep_so) $(package_files)
-tools := $B/ep_bench $B/ep_info $B/ep_moe $(if $(filter 1,$(CUDA)),$B/ep_overlap)
+tools := $B/ep_bench $B/ep_info $B/ep_moe $(if $(filter 1,$(CUDA)),$B/ep_overlap $B/ep_tune)
 tests := $B/tests/ep_tests
 gpu_tests := $B/tests/ep_gpu_tests
 emulated_tests := $B/tests/ep_emulated_tests
-emulated := $(emulated_tests) $(addprefix $B/emulated/,ep_moe ep_bench ep_overlap)
+emulated := $(emulated_tests) $(addprefix $B/emulated/,ep_moe ep_bench ep_info ep_overlap ep_tune)
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
         check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-package \
@@ -201,9 +209,9 @@ $B/emulated/$(basename $(rowmath))_%.o: $(rowmath) $B/flags
 define compile_kernels
 @mkdir -p $(@D)
 $(call say,NVCC,$@)
-$Q$(NVCC) $(nvcc_arch) $(on_nodes) -O3 -std=c++17 -fmad=false -Iinclude -I. -I$(nccl_include) \
-    -MMD -MP $(if $(WERROR),-Werror all-warnings) \
-    -Xcompiler -fPIC,-pthread,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
+$Q$(NVCC) $(nvcc_target) $(nvcc_arch) $(on_nodes) -O3 -std=c++17 -fmad=false -Iinclude -I. \
+    -I$(nccl_include) -MMD -MP $(if $(WERROR),-Werror all-warnings) \
+    -Xcompiler -fPIC,-pthread,-ffp-contract=off,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
 endef
 $B/%_nodes.cu.o: %.cu $B/flags
 	$(compile_kernels)
@@ -278,6 +286,7 @@ $B/ep_bench: $(call objects,,$(call built,$(bench)))
 $B/ep_info: $(call objects,,$(info))
 $B/ep_moe: $(call objects,,$(call built,$(moe)))
 $B/ep_overlap: $(call objects,,$(overlap))
+$B/ep_tune: $(call objects,,$(tune))
 $(tools): $B/libep.so $B/libep_mpi.so
 	$(call link,$(tool_rpath) -L$B -lep_mpi -lep $(mpi_libs) \
 	    $(if $(filter %/ep_moe,$@),$(openblas_libs)) $(cuda_libs) -lm)
@@ -288,8 +297,8 @@ $(gpu_tests): $(call objects,gpu/,$(gpu_tests_c))
 $(tests) $(gpu_tests): $(call objects,,$(nccl_ep)) $B/libep_mpi.a $B/libep.a
 	$(call link,$(mpi_libs) $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm)
 
-# Programs with emulated GPUs inside: the tests, the drop-in library and three tools. Ranks of the
-# tools are threads: loops serve instead of cuBLAS, and no baseline, which takes MPI.
+# Programs with emulated GPUs inside: the tests, the drop-in library and tools. Ranks of the tools
+# are threads: loops serve instead of cuBLAS, and no baseline, which takes MPI.
 emulator_c := $(filter-out tests/emulator/tests/%,$(call in,tests/emulator))
 emulator := $(call objects,emulated/,$(lib) $(emulator_c))
 emulated_nccl_ep := $B/emulated/libnccl_ep.so
@@ -297,7 +306,9 @@ $(emulated_tests): $(call objects,emulated/,$(nccl_ep) $(gpu_tests_c) $(call in,
 $B/emulated/ep_moe: $(call objects,emulated/,$(moe))
 $B/emulated/ep_bench: $(call objects,emulated/,\
                           $(filter-out %/baseline.cu %/baseline_nccl.c,$(bench)))
+$B/emulated/ep_info: $(call objects,emulated/,$(info))
 $B/emulated/ep_overlap: $(call objects,emulated/,$(overlap))
+$B/emulated/ep_tune: $(call objects,emulated/,$(tune))
 $(emulated): $(emulator) $(call objects,,$(mpi_c))
 	$(call link,$(if $(filter %/ep_bench,$@),$(no_baseline)) $(mpi_libs) $(hwloc_libs) \
 	    $(criterion_libs) -lm,$(CXX))
@@ -355,38 +366,7 @@ check-nccl-ep: $(nccl_ep_so) $(emulated_nccl_ep)
 check-nccl-ep-te: $(nccl_ep_so)
 	tests/bindings/nccl_ep/check-te $B
 
-# ---- Python -------------------------------------------------------------------------------------
-
-# The Python package: links to its sources and libraries, its version, and the headers in ctypes.
-python: $L/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
-	$Qrm -rf $B/python && mkdir -p $(addprefix $B/python/libep/,jax lib nccl_ep/lib torch)
-	$Qcp -rs '$(CURDIR)/bindings/python/.' $B/python
-	$Qcp -rs $(addprefix '$(CURDIR)'/bindings/,deep_ep flashinfer sglang vllm) $B/python/libep
-	$Qfor each in jax torch; do ln -s '$(CURDIR)'/bindings/$$each/*.py $B/python/libep/$$each; done
-	$Qln -s '$(CURDIR)/LICENSE' $B/python/LICENSE
-	$Qln -s '$(CURDIR)/$L/libep.so.$(SOVERSION)' '$(CURDIR)/$(torch_so)' $B/python/libep/lib
-	$Qln -s '$(CURDIR)/$(nccl_ep_so).0' $B/python/libep/nccl_ep/lib
-	$(if $(JAXLIB_INCLUDE),$Qln -s '$(CURDIR)/$(jax_so)' $B/python/libep/lib)
-	$Qprintf '# Made from ep.h.\n__version__ = "%s"\n' $(VERSION) >$B/python/libep/_version.py
-	$QCC='$(CC)' bindings/python/make-abi include >$B/python/libep/_abi.py
-
-# The second make sees the headers that the first has downloaded.
-wheel:
-	bindings/jax/environment $B
-	$(if $(RELEASE),bindings/python/portable $B)
-	@$(MAKE) --no-print-directory PORTABLE=$(RELEASE) python
-	bindings/python/wheel $B
-
-# The package itself, with libep.jax and libep.torch: three at a time with -j.
-check-python: check-package check-jax check-torch
-check-package: $(tools)
-check-package check-jax check-torch check-released: check-%: wheel
-	tests/bindings/$(*:package=python)/check $B $(CHECK_ARGS)
-
-check-python-gpu:
-	@$(MAKE) --no-print-directory python \
-	    JAXLIB_INCLUDE=$$(python3 -c 'import jax; print(jax.ffi.include_dir())' 2>/dev/null)
-	tests/bindings/check-gpu $B $(CHECK_ARGS)
+include bindings/python/rules.mk
 
 # ---- installing ---------------------------------------------------------------------------------
 
@@ -415,7 +395,7 @@ dist:
 	@echo '$B/libep-$(VERSION).tar.gz: $(shell git rev-parse --short HEAD)'
 
 clean:
-	rm -rf build build-asan build-tsan build-release
+	rm -rf build build-*
 
 format:
 	clang-format -i $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')

@@ -3,6 +3,7 @@
  * Creates and destroys groups. Creation is collective, and so is its failure: the ranks gather
  * every error before any rank goes on, so no rank is left waiting.
  */
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,11 +18,12 @@
 #define TAG_MASK 0x3fffu
 
 static uint64_t choose_id(void) {
-    static _Atomic uint32_t created;
+    static _Atomic uint32_t created; /* relaxed: only the number counts */
     uint64_t nonce = 0;
     if (getrandom(&nonce, sizeof(nonce), 0) != sizeof(nonce))
         nonce = (uint64_t)(uintptr_t)&nonce * 0x9e3779b97f4a7c15u;
-    return (nonce & ~(uint64_t)TAG_MASK) | (created++ & TAG_MASK);
+    return (nonce & ~(uint64_t)TAG_MASK) |
+           (atomic_fetch_add_explicit(&created, 1, memory_order_relaxed) & TAG_MASK);
 }
 
 /* ---- hello --------------------------------------------------------------------------------- */
@@ -123,6 +125,10 @@ static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGro
     group->placement = ep_config_placement(config, size);
     group->first_expert = ep_placement_first(&group->placement, rank);
     group->num_local = ep_placement_count(&group->placement, rank);
+    group->copies = (EpCopySetup){.placement = group->placement,
+                                  .num_logical = config->num_experts,
+                                  .rank = rank,
+                                  .choice = config->choice};
     group->timeout = ep_config_timeout(config, settings);
     group->id = agreed->all[0].id;
     group->tag = (int32_t)(group->id & TAG_MASK);

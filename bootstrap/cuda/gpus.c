@@ -4,10 +4,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "bootstrap/cuda/nvml.h"
 #include "bootstrap/cuda/setup.h"
+#include "runtime/cuda/code.h"
 
 static void explain_driver(EpGpuReport *out) {
     int driver = 0, runtime = 0;
@@ -59,6 +61,7 @@ static cudaError_t describe(int32_t device, int32_t count, EpGpu *out) {
     memcpy(out->uuid, p.uuid.bytes, sizeof(out->uuid));
     snprintf(out->name, sizeof(out->name), "%.39s", p.name);
     out->capability = 10 * p.major + p.minor;
+    out->code = ep_cuda_code(out->capability);
     out->num_sms = p.multiProcessorCount;
     out->shared_bytes = (int32_t)p.sharedMemPerBlockOptin;
     for (int32_t d = 0; d < count && error == cudaSuccess; d++) {
@@ -109,7 +112,7 @@ static int adopt_communicator(const EpNccl *nccl, const EpGroupConfig *config, E
     if (result == ncclSuccess) result = nccl->ncclCommCuDevice(config->nccl_comm, &device);
     if (result != ncclSuccess) {
         snprintf(out->reason, sizeof(out->reason), "config.nccl_comm: %s",
-                 nccl->ncclGetErrorString(result));
+                 ep_nccl_explain(nccl, result));
         return 0;
     }
     if (out->wanted != EP_DEFAULT && out->wanted != device) {
@@ -129,10 +132,19 @@ static int check_nccl(const EpGroupConfig *config, int32_t num_ranks, EpGpuRepor
     return !config->nccl_comm || adopt_communicator(nccl, config, out);
 }
 
+/* Returns a number of this process that no other one of the machine has: in containers processes
+ * may have the same id. */
+static int32_t process_number(void) {
+    struct stat space;
+    uint32_t number = (uint32_t)getpid();
+    if (stat("/proc/self/ns/pid", &space) == 0) number ^= (uint32_t)space.st_ino * 0x9e3779b9u;
+    return (int32_t)number;
+}
+
 void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out) {
     int count = 0;
     const char *host = getenv("NCCL_HOSTID");
-    *out = (EpGpuReport){.wanted = config->device, .process = (int32_t)getpid()};
+    *out = (EpGpuReport){.wanted = config->device, .process = process_number()};
     snprintf(out->nccl_host, sizeof(out->nccl_host), "%s", host ? host : "");
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {

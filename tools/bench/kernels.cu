@@ -95,7 +95,7 @@ struct Chunk {
 };
 
 /* This block's next chunk. Chunks rotate over the targets, so that all links are busy. */
-__device__ static Chunk next_chunk(const PushArgs &args, int *item) {
+[[maybe_unused]] __device__ static Chunk next_chunk(const PushArgs &args, int *item) {
     for (; *item < args.items; *item += gridDim.x) {
         int target = *item % args.count, number = *item / args.count;
         int64_t at = (int64_t)number * PUSH_CHUNK, rest = args.bytes[target] - at;
@@ -107,7 +107,7 @@ __device__ static Chunk next_chunk(const PushArgs &args, int *item) {
     return {nullptr, nullptr, 0};
 }
 
-__device__ static void load_chunk(Chunk chunk, char *stage, uint64_t *arrival) {
+[[maybe_unused]] __device__ static void load_chunk(Chunk chunk, char *stage, uint64_t *arrival) {
     ep_mbarrier_expect(arrival, chunk.bytes);
     ep_bulk_load(ep_smem(stage), chunk.from, chunk.bytes, ep_smem(arrival));
 }
@@ -121,6 +121,7 @@ __device__ static void load_chunk(Chunk chunk, char *stage, uint64_t *arrival) {
  */
 template <int STAGES>
 static __global__ void __launch_bounds__(32) push(const __grid_constant__ PushArgs args) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     constexpr int LAG = STAGES / 2;
     extern __shared__ __align__(128) char stages[];
     __shared__ uint64_t arrivals[STAGES];
@@ -149,6 +150,7 @@ static __global__ void __launch_bounds__(32) push(const __grid_constant__ PushAr
         loaded++;
     }
     ep_bulk_wait<0>();
+#endif
 }
 
 template <int STAGES>
@@ -169,7 +171,16 @@ static int32_t count_items(const PushArgs *args, int piece) {
     return (int32_t)((longest + piece - 1) / piece) * args->count;
 }
 
+static bool has_bulk_copies(void) {
+    int device = 0, major = 0;
+    return cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+               cudaSuccess &&
+           major >= 9;
+}
+
 cudaError_t kernel_push(const PushArgs *args, int blocks, int stages, cudaStream_t stream) {
+    if (!has_bulk_copies()) return kernel_store(args, blocks, stream);
     PushArgs full = *args;
     full.items = count_items(args, PUSH_CHUNK);
     if (stages == 8) return launch_push<8>(full, blocks, stream);

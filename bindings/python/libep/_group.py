@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from _thread import allocate_lock, get_ident
-from ctypes import byref, c_int32, c_size_t, c_void_p, sizeof
+from ctypes import byref, c_int32, c_size_t, c_void_p, create_string_buffer, sizeof
 from time import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import _abi, _process
-from ._abi import Backend, Blocks, Mode, Quant, ScaleOrder, Status
+from ._abi import Backend, Blocks, CopyChoice, Mode, Quant, ScaleOrder, Status
 from ._bootstrap import Bootstrap
 from ._config import group_config
 from ._library import EpError, OfProcess, check, library, public_name
@@ -47,6 +47,9 @@ class GroupInfo(NamedTuple):
     mode: Mode
     within: str
     between: str
+    num_physical: int
+    choice: CopyChoice
+    tuning: str
 
 
 class GroupMemory(NamedTuple):
@@ -232,12 +235,20 @@ class Group(Shared):
             backend=Backend(info.backend),
             bound=bool(info.bound),
             mode=Mode(info.mode),
+            choice=CopyChoice(info.choice),
             gpu=info.gpu.decode(),
             reason=info.reason.decode(),
             within=info.within.decode(),
             between=info.between.decode(),
+            tuning=info.tuning.decode(),
         )
         return GroupInfo(**values)
+
+    def tuning(self) -> str:
+        """Return the constants by which kernels divide their blocks, as LIBEP_TUNING reads them."""
+        text = create_string_buffer(_abi.TUNING_BYTES)
+        self.call(library.ep_group_tuning, self.require(), text, len(text))
+        return text.value.decode()
 
     def relay(self, node: int) -> int:
         """On several nodes of GPUs, the rank of a node to which this rank sends. Local."""
@@ -270,6 +281,16 @@ class Group(Shared):
             reason=memory.reason.decode(),
         )
         return GroupMemory(**values)
+
+    # ---- placement ----------------------------------------------------------------------------
+
+    def place(self, map: TensorLike, *, stream: int = 0) -> None:
+        """Place the experts anew, in a group with num_physical. Collective. See ep_group_place.
+
+        map  INT32 [num_physical]: the expert that each place holds, or -1; equal on all ranks. It
+             is read when the stream gets there.
+        """
+        self.call(library.ep_group_place, self.require(), read(map, "map"), stream)
 
     # ---- memory that peers reach --------------------------------------------------------------
 

@@ -19,7 +19,7 @@
 static EpStatus check(const EpGroup *group, const char *call, ncclResult_t result) {
     if (result == ncclSuccess) return EP_OK;
     return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: %s", group->rank, call,
-                   ep_cuda(group)->nccl->ncclGetErrorString(result));
+                   ep_nccl_explain(ep_cuda(group)->nccl, result));
 }
 
 double ep_cuda_comm_timeout(const EpGroup *group) {

@@ -254,7 +254,7 @@ static EpStatus report(const EpGroup *group, const EpLoss *loss, const char *pha
         return ep_fail_digests(group->rank, loss->own, loss->peer, loss->other);
     if (loss->kind == EP_LOSS_LATE) return report_late(group, loss, phase);
     return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: NCCL: %s", group->rank, phase,
-                   ep_cuda(group)->nccl->ncclGetErrorString(loss->result));
+                   ep_nccl_explain(ep_cuda(group)->nccl, loss->result));
 }
 
 void ep_cuda_watch_poll(EpGroup *group) {

@@ -225,7 +225,7 @@ static void look_at_group(EpCudaWatch *w) {
         look_at_abort(w, abort);
         return;
     }
-    int failed = abort->failed, aborted = abort->requested;
+    int failed = abort->failed, aborted = ep_abort_requested(abort);
     w->refusals_told = w->refusals;
     w->told.kind = w->departs ? EP_NOTE_DEPARTED : EP_NOTE_REFUSED;
     memcpy(w->told.why, w->refusal, sizeof(w->told.why));

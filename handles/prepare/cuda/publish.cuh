@@ -47,10 +47,20 @@ __device__ __forceinline__ Index load_index(const EpPrepareArgs &a, int64_t entr
     return index;
 }
 
+/* PLACED, of kernels: the group has a placement. Then indices are of logical experts. */
+template <int PLACED>
 __device__ __forceinline__ int expert_of(const EpPrepareArgs &a, const Index &index) {
     int high = a.idx_is_int64 ? index.high : index.low >> 31;
-    int is_valid = high == 0 && (uint32_t)index.low < (uint32_t)a.group.num_experts;
+    int experts = PLACED ? a.copies.num_logical : a.group.num_experts;
+    int is_valid = high == 0 && (uint32_t)index.low < (uint32_t)experts;
     return high < 0 ? NO_EXPERT : is_valid ? index.low : BAD_EXPERT;
+}
+
+/* Returns the physical expert that a token's index names. */
+template <int PLACED>
+__device__ __forceinline__ int place_index(const EpPrepareArgs &a, const Index &index, int token) {
+    int expert = expert_of<PLACED>(a, index);
+    return PLACED && expert >= 0 ? ep_copy_of(&a.copies, expert, token) : expert;
 }
 
 /* Report bad indices to the host: their count, and the first one. The host may be reading the

@@ -61,8 +61,8 @@ struct cudaPointerAttributes {
 
 enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount = 16,
-    cudaDevAttrPageableMemoryAccess = 88,
-    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrPageableMemoryAccess = 88
 };
 
 struct cudaDeviceProp {
