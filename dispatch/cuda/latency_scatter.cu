@@ -24,9 +24,6 @@
 #include "dispatch/cuda/latency_scatter.h"
 
 #include "handles/prepare/cuda/publish.cuh"
-#if EP_SEVERAL_NODES
-#include "handles/nodes/cuda/forward.cuh"
-#endif
 #include "runtime/cuda/latency.cuh"
 #include "runtime/cuda/rows.cuh"
 

@@ -220,6 +220,13 @@ EP_HOST_DEVICE static inline int32_t ep_head_of(EpRankPlace at, int32_t ranks) {
     return (at.other + 1) * ranks + at.number;
 }
 
+/** What counting a dispatch's relayed rows takes. */
+typedef struct EpRelayedRows {
+    EpStatistics stats;
+    EpOwners owners;
+    int32_t top_k, expert_bits, carries_weights; /**< of records */
+} EpRelayedRows;
+
 /** The arguments that the latency-mode kernels of dispatch and combine share. */
 typedef struct EpLatency {
     EpBufferLayout layout;

@@ -7,7 +7,7 @@
 #define EP_SEVERAL_NODES 1
 #include "handles/nodes/cuda/forward.h"
 
-#include "handles/nodes/cuda/forward.cuh"
+#include "runtime/cuda/latency.cuh"
 
 using namespace several_nodes;
 

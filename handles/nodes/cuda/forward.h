@@ -17,13 +17,6 @@
 
 #include "runtime/cuda/latency.h"
 
-/** What counting a dispatch's relayed rows takes. */
-typedef struct EpRelayedRows {
-    EpStatistics stats;
-    EpOwners owners;
-    int32_t top_k, expert_bits, carries_weights; /**< of records */
-} EpRelayedRows;
-
 typedef struct EpForwardArgs {
     EpCudaGroup group;
     EpLatency latency;
