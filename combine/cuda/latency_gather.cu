@@ -1446,6 +1446,10 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
         }
         if (!alive) break;
     }
+    if (blockIdx.x == 0) {
+        await_node(a.group, l, flag);
+        __syncthreads();
+    }
     latency_seal_stamps(a.group, l);
 }
 

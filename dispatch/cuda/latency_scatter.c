@@ -87,15 +87,16 @@ static EpStatus scatter_on_nodes(EpHandle *handle, const EpScatter *s, const EpC
         l.send = (EpNodesKernel){ep_cuda_launch_latency_scatter_nodes, &send, blocks};
         l.group = &send.route.group, l.latency = &send.latency;
         l.forward = (EpForwardArgs){.gives_heads = 1,
-                                    .stats = s->stats,
-                                    .owners = send.route.owners,
-                                    .top_k = send.route.top_k,
-                                    .expert_bits = send.record.expert_bits,
-                                    .carries_weights = s->t.carries_weights};
+                                    .relayed = {.stats = s->stats,
+                                                .owners = send.route.owners,
+                                                .top_k = send.route.top_k,
+                                                .expert_bits = send.record.expert_bits,
+                                                .carries_weights = s->t.carries_weights}};
     }
     if (s->phase != EP_PHASE_SEND) {
         int blocks = describe(handle, s, EP_PHASE_RECEIVE, &receive);
         receive.latency.nodes.begins = 0;
+        receive.latency.nodes.reads_landing = s->phase == EP_PHASE_BOTH;
         l.receive = (EpNodesKernel){ep_cuda_launch_latency_scatter_nodes, &receive, blocks};
     }
     return ep_latency_nodes_launch(handle, &l);

@@ -1207,8 +1207,7 @@ __device__ __forceinline__ int kept_in_block(const EpLatencyScatterArgs &a, int 
     if (!s.has_rows && s.num_local)
         kept = kept_in_slab(a, rows, s.is_fixed ? section : slab_of(a, first));
     if (s.has_rows && s.is_fixed && keeps)
-        kept = common_rows(rows, section * all + source_rows(a)[section],
-                           (section + 1) * all);
+        kept = common_rows(rows, section * all + source_rows(a)[section], (section + 1) * all);
     if (!s.is_fixed) kept += common_rows(rows, keeps ? end : max(end, a.t.out_capacity), all);
     return kept;
 }
@@ -1251,9 +1250,9 @@ __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a
     int source = r.source;
     if (EP_SEVERAL_NODES) {
         EpRankPlace at = rank_place(l, source);
-        if (at.other >= 0)
-            return message_place(l, latency_messages(l, l.window[at.number], flag), at.other,
-                                 r.token);
+        char *window = l.window[at.number], *messages = window + l.layout.landing;
+        if (!l.nodes.reads_landing) messages = latency_messages(l, window, flag);
+        if (at.other >= 0) return message_place(l, messages, at.other, r.token);
         source = at.number;
     }
     return latency_record(l, l.own, source, a.route.group.size, r.token, flag);
@@ -1519,6 +1518,29 @@ __device__ __noinline__ void report_blocks(const EpLatencyScatterArgs &a) {
         EpAwaited{g.rank, EP_PLAN_BLOCKS, 0, (uint32_t)most_of_any(a), (uint32_t)a.t.block_rows});
 }
 
+/* Several nodes: give the heads of messages that have come, whose rows stay where they are, and
+ * count these. Other ranks wait for the heads, so the first block gives them, which runs whatever
+ * holds the GPU. By all threads of a block. */
+__device__ __forceinline__ void take_landed(const EpLatencyScatterArgs &a, const LatencyRole &role,
+                                            uint64_t flag) {
+#if EP_SEVERAL_NODES
+    const EpCudaGroup &g = a.route.group;
+    const EpLatency &l = a.latency;
+    int warp = (int)(threadIdx.x / 32), others = l.nodes.num_others;
+    if (role.block == 0) ep_fence_sys(); /* what NCCL has stored is read behind the heads */
+#pragma unroll 1
+    for (int i = warp; i < others * g.size && role.block == 0; i += LATENCY_WARPS)
+        forward_head(g, l, i / g.size, i % g.size, flag);
+    if (!a.route.stats.peer_rows && !a.route.stats.peer_bytes) return;
+    EpRelayedRows relayed = {a.route.stats, a.route.owners, a.route.top_k, a.record.expert_bits,
+                             a.t.carries_weights};
+#pragma unroll 1
+    for (int o = 0; o < others; o++)
+        count_landed(g, l, relayed, o, warp * role.blocks + role.block,
+                     role.blocks * LATENCY_WARPS);
+#endif
+}
+
 /* Receive this rank's rows. By all threads of a block. The last block publishes the routing. If
  * flat rows are lost, the block that finishes last does so at the end. */
 template <int TILED, int READY>
@@ -1527,6 +1549,7 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
     uint64_t flag = op.flag;
     int blocks = max(1, role.blocks - 1), flat = a.route.shape.has_rows;
     if (counts(role)) latency_measure_heads(a.route.group, a.latency, a.route.stats, flag);
+    if (EP_SEVERAL_NODES && a.latency.nodes.reads_landing) take_landed(a, role, flag);
     ReceiveState state = begin_receiving(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
     if (a.t.block_rows && most_of_any(a) > a.t.block_rows) return report_blocks(a);
@@ -1577,6 +1600,11 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     if (role.sends && a.route.shape.merges) merge_duplicates(a);
     if (EP_SEVERAL_NODES && role.sends) find_needs(a);
     if (role.sends) send_all<TILED>(a, op);
+    if (EP_SEVERAL_NODES && role.sends && blockIdx.x == 0) {
+        await_node(g, l, op.flag);
+        __syncthreads();
+        latency_seal_stamps(g, l);
+    }
     uint32_t ticket = latency_ticket(l, op);
     if (role.receives) receive<TILED, READY>(a, role, op);
     latency_pass(g, l, op, ticket);
@@ -1599,8 +1627,9 @@ static int launch_kernel(const EpLatencyScatterArgs *a, int blocks, void *stream
         tiled ? latency_scatter_kernel<1, 0, PLACED> : latency_scatter_kernel<0, 0, PLACED>;
     if (a->t.ready.words)
         return ep_launch(counting, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
+    int follows_nccl = EP_SEVERAL_NODES && a->latency.nodes.reads_landing; /* not a kernel alone */
     return ep_launch_early(kernel, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a,
-                           a->route.group.early);
+                           a->route.group.early && !follows_nccl);
 }
 
 extern "C" int EP_VARIANT(ep_cuda_open_latency_scatter)(int shared_bytes) {

@@ -209,7 +209,7 @@ typedef struct EpLatencyNodes {
     int32_t num_others;        /**< 0: one node */
     int32_t begins;            /**< the operation's first kernel */
     int32_t keeps_turn;        /**< a send phase that the same call receives */
-    int32_t reads_landing;     /**< a combine that receives: messages are where NCCL has put them */
+    int32_t reads_landing;     /**< a kernel that receives: messages are where NCCL has put them */
     int32_t record_steps;      /**< of a place, in this operation */
     EpMarks marks;             /**< of the exchange; send phase: for ep_mark_begin */
     uint32_t *forwarded;       /**< device: blocks of the kernel that forwards which have ended */
@@ -219,6 +219,13 @@ typedef struct EpLatencyNodes {
 EP_HOST_DEVICE static inline int32_t ep_head_of(EpRankPlace at, int32_t ranks) {
     return (at.other + 1) * ranks + at.number;
 }
+
+/** What counting a dispatch's relayed rows takes. */
+typedef struct EpRelayedRows {
+    EpStatistics stats;
+    EpOwners owners;
+    int32_t top_k, expert_bits, carries_weights; /**< of records */
+} EpRelayedRows;
 
 /** The arguments that the latency-mode kernels of dispatch and combine share. */
 typedef struct EpLatency {

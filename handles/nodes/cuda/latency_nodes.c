@@ -147,8 +147,7 @@ static EpStatus launch_all(const EpHandle *handle, const EpNodesLaunch *l, EpCud
     if (phase == EP_PHASE_SEND && !stream.captures) EP_TRY(move_on(group, &stream, at));
     EP_TRY(ep_cuda_check(group, "kernel launch", launch(&l->relay, at)));
     EP_TRY(exchange(group, l->latency, rows_of(l->latency), at));
-    if (l->forward.gives_heads || phase == EP_PHASE_SEND)
-        EP_TRY(ep_cuda_check(group, "kernel launch", forward(l, at)));
+    if (phase == EP_PHASE_SEND) EP_TRY(ep_cuda_check(group, "kernel launch", forward(l, at)));
     return ep_cuda_check(group, "kernel launch", launch(&l->receive, at));
 }
 

@@ -5,23 +5,23 @@
 /**
  * Latency mode on several nodes of GPUs: the host's part.
  *
- *     dispatch   send ── exchange ── forward ── receive
+ *     dispatch   send ── exchange ── receive
  *     combine    send ── relay ── exchange ── receive
  *                weights ── exchange ── spread, before that: topk_weights at the tokens' ranks
  *
  * Kernels send within the node as on one node, and fill a message of a fixed size for each other
  * node. NCCL exchanges the messages, between ranks of equal number, in one group of calls. So
- * nothing waits on the host, and all of it can be captured. A dispatch's messages are copied to
- * where the node's ranks read them, in the operation's own buffer (forward.h); a combine's relays
- * add up what their node's ranks have for a row before they send it. The receiving kernel is
- * that of one node's receive phase: it waits for ranks of its node alone.
+ * nothing waits on the host, and all of it can be captured. A combine's relays add up what their
+ * node's ranks have for a row before they send it. The receiving kernel is that of one node's
+ * receive phase: it waits for ranks of its node alone. It reads messages where NCCL has put them. Of
+ * a send phase a kernel copies them to the operation's own buffer before (forward.h).
  *
  * A whole operation runs on the caller's stream. A send phase leaves what follows its first kernel
- * to a stream of the group, unless it is captured. A combine's receive phase reads what is copied
- * to the operation's buffer, like a dispatch.
+ * to a stream of the group, unless it is captured.
  *
- * There is no circular wait. Operations are in one order on all ranks. Kernels that send wait for
- * nothing. A relay's kernel waits for these, an exchange for the relays' kernels of the same
+ * There is no circular wait. Operations are in one order on all ranks. One block of a kernel that
+ * sends waits until the ranks of its node have begun the operation; all others wait for nothing, and
+ * blocks that say that it has begun are the first ones. A relay's kernel waits for these, an exchange for the relays' kernels of the same
  * operation, and all of them precede on each rank what later operations send. So they end in the
  * order of operations, on whatever multiprocessors are free: a receiving kernel that holds them
  * waits for earlier ones alone.
