@@ -13,6 +13,8 @@ EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *setting
 const char *ep_backend_contradiction(const EpGroupConfig *config, EpBackend wish) {
     if (wish == EP_BACKEND_HOST && config->nccl_comm)
         return "the host backend has no use for an NCCL communicator";
+    if (wish == EP_BACKEND_CUDA && config->masks)
+        return "the cuda backend has no masks yet, and the group shall have them (config.masks)";
     return NULL;
 }
 

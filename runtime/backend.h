@@ -11,6 +11,7 @@
  */
 
 #include "runtime/abort.h"
+#include "runtime/mask.h"
 #include "runtime/movement.h"
 #include "runtime/nodes.h"
 #include "runtime/recorder.h"
@@ -102,6 +103,10 @@ typedef struct EpBackendOps {
      *  waits for this rank, with this sentence of EP_ABORT_BYTES bytes. Its operations have ended.
      */
     void (*depart)(EpGroup *group, const char *why);
+    /** Collective over the ranks in `alive`, in groups with masks: see ep_group_mask. The caller
+     *  sets group->alive afterwards. On failure the group is suspended or has failed. Optional
+     *  (NULL: no group has masks). */
+    EpStatus (*mask)(EpGroup *group, const EpMask *alive, EpStream stream);
     /** Wait until this rank's operations have finished. */
     EpStatus (*finish)(EpGroup *group);
     /** Collective, after all ranks have finished: make a window and, if it is `owned`, its zeroed

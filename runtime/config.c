@@ -67,6 +67,7 @@ static EpStatus check(const EpCall *call, const EpGroupConfig *c, int32_t num_ra
     EP_TRY(check_rows(call, c));
     EP_TRY(check_range(call, "config.max_recv_rows", c->max_recv_rows, 0, INT32_MAX));
     EP_TRY(check_range(call, "config.node_rows", c->node_rows, 0, c->max_tokens));
+    EP_TRY(check_range(call, "config.masks", c->masks, 0, 1));
     return check_choices(call, c);
 }
 

@@ -35,6 +35,16 @@ EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding) {
     return group->failed;
 }
 
+EpStatus ep_group_suspend(EpGroup *group, const EpFinding *finding) {
+    if (ep_abort_requested(&group->abort)) return ep_group_fail(group, finding);
+    group->failure = *finding;
+    keep_sentence(group);
+    group->suspended = finding->status;
+    EP_LOG_AT(group->ends ? EP_LOG_INFO : EP_LOG_WARN, "group suspended: %s",
+              group->failure_sentence);
+    return group->suspended;
+}
+
 /* Another thread has aborted the group, and no wait has noticed. */
 static EpStatus fail_aborted(EpGroup *group) {
     EpFinding finding = EP_FINDING_INIT;
@@ -45,7 +55,10 @@ static EpStatus fail_aborted(EpGroup *group) {
 
 EpStatus ep_group_usable(EpGroup *group) {
     if (group->failed != EP_OK) return ep_fail(group->failed, "%s", group->failure_sentence);
-    return ep_abort_requested(&group->abort) ? fail_aborted(group) : EP_OK;
+    if (ep_abort_requested(&group->abort)) return fail_aborted(group);
+    if (group->suspended == EP_OK) return EP_OK;
+    return ep_fail(group->suspended, "%s (operations are refused until ep_group_mask)",
+                   group->failure_sentence);
 }
 
 void ep_group_record(EpFinding *pending, const EpFinding *finding) {

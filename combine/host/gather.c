@@ -177,7 +177,8 @@ static void sum_rows(Gather *x, int32_t source, int64_t end) {
 
 static int is_next_row(const Gather *x, int32_t rank, int64_t token) {
     int32_t at = x->returned[rank];
-    return at < x->plan.send_begin[rank + 1] && x->plan.send_token[at] == token;
+    return at < x->plan.send_begin[rank + 1] && x->plan.send_token[at] == token &&
+           ep_exchange_is_alive(x->exchange, rank);
 }
 
 /* Store the values of a token's entries on `rank`. */
@@ -347,17 +348,19 @@ static EpRoundHeader expected_header(const Gather *x) {
 static EpStatus run_weights_round(Gather *x, int64_t end) {
     EpRoundHeader expected = expected_header(x);
     EP_TRY(ep_round_open(x->exchange, x->call->op, &expected, EP_ROUND_EACH));
-    for (int32_t i = 1; i < x->size; i++)
-        send_weights(x, ep_round_peer(x->rank, x->size, i), end);
+    for (int32_t i = 1; i < x->size; i++) {
+        int32_t peer = ep_round_peer(x->rank, x->size, i);
+        if (ep_exchange_is_alive(x->exchange, peer)) send_weights(x, peer, end);
+    }
     EP_TRY(ep_round_publish(x->exchange));
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
         const void *weights;
+        if (!ep_exchange_is_alive(x->exchange, peer)) continue;
         EP_TRY(ep_round_receive(x->exchange, peer, NULL, &weights));
         x->weights[peer] = weights;
     }
-    ep_round_close(x->exchange);
-    return EP_OK;
+    return ep_round_close(x->exchange);
 }
 
 static EpStatus run_round(Gather *x, int64_t begin) {
@@ -366,6 +369,7 @@ static EpStatus run_round(Gather *x, int64_t begin) {
     EP_TRY(ep_round_open(x->exchange, x->call->op, &expected, EP_ROUND_EACH));
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
+        if (!ep_exchange_is_alive(x->exchange, peer)) continue;
         if (x->g->by_entry)
             send_entries(x, peer, end);
         else
@@ -375,6 +379,7 @@ static EpStatus run_round(Gather *x, int64_t begin) {
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
         const void *records;
+        if (!ep_exchange_is_alive(x->exchange, peer)) continue;
         EP_TRY(ep_round_receive(x->exchange, peer, NULL, &records));
         x->back[peer] = records;
     }
@@ -382,8 +387,7 @@ static EpStatus run_round(Gather *x, int64_t begin) {
         finish_token(x, t);
     for (int32_t r = 0; r < x->size; r++)
         if (r != x->rank) ep_round_release(x->exchange, r);
-    ep_round_close(x->exchange);
-    return EP_OK;
+    return ep_round_close(x->exchange);
 }
 
 /* Zero the output rows past this step's tokens, which have no slots. */

@@ -132,7 +132,8 @@ static void stage(Scatter *x, int64_t begin, int64_t end) {
     int64_t own_end = ep_min(end, x->plan.header->num_tokens);
     stage_for_node(x, begin, own_end);
     for (int32_t r = 0; r < x->size; r++)
-        if (!ep_exchange_on_node(x->exchange, r)) pack_for_peer(x, r, end);
+        if (!ep_exchange_on_node(x->exchange, r) && ep_exchange_is_alive(x->exchange, r))
+            pack_for_peer(x, r, end);
 }
 
 /* ---- slots --------------------------------------------------------------------------------- */
@@ -251,19 +252,29 @@ static void take_rows(Scatter *x, int32_t peer, const char *records, int64_t beg
 
 /* ---- padding ------------------------------------------------------------------------------- */
 
-static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
+static void write_no_ids(const Scatter *x, int64_t begin, int64_t end) {
     const EpScatterTensors *s = x->s;
-    if (begin >= end) return;
-    int64_t values = x->has_rows && s->carries_weights ? x->top_k : 1;
-    size_t count = (size_t)(end - begin);
     for (int64_t i = begin * x->top_k; s->out_idx && i < end * x->top_k; i++)
         write_index(s->out_idx, s->idx_type, i, -1);
-    if (x->shape->tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
+}
+
+/* Write zeros to all that is not ids. */
+static void zero_rows(const Scatter *x, int64_t begin, int64_t end) {
+    const EpScatterTensors *s = x->s;
+    int64_t values = x->has_rows && s->carries_weights ? x->top_k : 1;
+    size_t count = (size_t)(end - begin);
     ep_row_zero(s->out_rows + begin * s->row_bytes, count * (size_t)s->row_bytes, x->stream);
     if (s->out_weights)
         memset(s->out_weights + begin * values, 0, count * (size_t)values * sizeof(float));
     for (int64_t slot = begin; s->scale_bytes && slot < end; slot++)
         fill_scales(x, slot, NULL);
+}
+
+static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    write_no_ids(x, begin, end);
+    /* Layouts with ids have no padding but the tail. */
+    if (x->shape->tail != EP_TAIL_IDS) zero_rows(x, begin, end);
 }
 
 /* Zero the slots behind each source's rows, in blocks of fixed size. */
@@ -288,6 +299,25 @@ static void zero_padding(const Scatter *x) {
     if (!shape->is_fixed && shape->tail) zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
 }
 
+/* ---- masked ranks -------------------------------------------------------------------------- */
+
+/* Zero the slots of a rank's rows. */
+static void zero_rows_of(const Scatter *x, int32_t rank) {
+    const EpPlan *plan = &x->plan;
+    for (int32_t row = plan->recv_begin[rank]; row < plan->recv_begin[rank + 1]; row++)
+        for (int32_t i = 0; i < plan->row_entries[row]; i++) {
+            int64_t at = position(x, plan->row_entry[row] + i);
+            write_no_ids(x, at, at + 1);
+            zero_rows(x, at, at + 1);
+        }
+}
+
+/* A plan may have rows of ranks that were masked later. */
+static void zero_masked_rows(const Scatter *x) {
+    for (int32_t r = 0; r < x->size; r++)
+        if (!ep_exchange_is_alive(x->exchange, r)) zero_rows_of(x, r);
+}
+
 /* ---- rounds -------------------------------------------------------------------------------- */
 
 static EpRoundHeader expected_header(const Scatter *x) {
@@ -309,17 +339,17 @@ static EpStatus run_round(Scatter *x, int64_t begin) {
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
         const void *records;
+        if (!ep_exchange_is_alive(x->exchange, peer)) continue;
         EP_TRY(ep_round_receive(x->exchange, peer, NULL, &records));
         take_rows(x, peer, records, begin, end);
         ep_round_release(x->exchange, peer);
     }
-    ep_round_close(x->exchange);
-    return EP_OK;
+    return ep_round_close(x->exchange);
 }
 
 /* Write the padding first, while late peers arrive. */
 static EpStatus run_rounds(Scatter *x) {
-    if (!x->staging) zero_padding(x);
+    if (!x->staging) zero_padding(x), zero_masked_rows(x);
     for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk)
         EP_TRY(run_round(x, begin));
     return ep_exchange_flush(x->exchange, x->call->op);

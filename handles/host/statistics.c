@@ -25,7 +25,7 @@ EpStatus ep_host_run(EpHandle *handle, const EpStatistics *stats, EpHostRun *run
 
 void ep_host_count_rows(const EpGroup *group, const EpStatistics *stats, const int32_t *begin) {
     for (int32_t r = 0; r < group->size; r++) {
-        int64_t rows = begin[r + 1] - begin[r];
+        int64_t rows = ep_mask_has(&group->alive, r) ? begin[r + 1] - begin[r] : 0;
         if (stats->peer_rows) stats->peer_rows[r] += rows;
         if (stats->peer_bytes) stats->peer_bytes[r] += rows * stats->row_bytes;
     }

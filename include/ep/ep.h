@@ -413,6 +413,8 @@ typedef struct EpGroupConfig {
                                   memory that peers reach: ep_group_memory counts it */
     int32_t node_rows;       /**< = room in a rank's message to another node, in tokens, at most
                                   max_tokens; 0: max_tokens. See below */
+    int32_t masks;           /**< = 1: ranks may be masked (ep_group_mask), and a missing rank only
+                                  suspends the group; 0: they may not. HOST alone, so AUTO is HOST */
 } EpGroupConfig;
 
 /*
@@ -456,7 +458,7 @@ typedef struct EpGroupConfig {
     {                                                                                         \
         sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,       \
             EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT, EP_DEFAULT, EP_DUPLICATES_KEEP, \
-            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0                                                 \
+            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0, 0                                              \
     }
 
 /**
@@ -496,6 +498,44 @@ void ep_group_destroy(EpGroup *group);
  * changes nothing.
  */
 EpStatus ep_group_abort(EpGroup *group, const char *sentence);
+
+/**
+ * Masks: a group with config.masks goes on without ranks that have failed.
+ *
+ * A *masked* rank takes no part. Its experts are "no expert": tokens that name them get no slot
+ * there, weights are not renormalised, and their gradients are 0. It sends and receives nothing,
+ * and nobody waits for it.
+ *
+ * In such a group a missing rank does not end the group. A wait that ends at the deadline, or finds
+ * that its rank has gone, leaves the group *suspended*: outputs of that operation are undefined, it
+ * returns EP_ERR_TIMEOUT, and so does every further operation until ep_group_mask. EpFinding.peer
+ * of ep_group_status names the rank. Other failures end the group, as elsewhere. ep_mem_alloc,
+ * ep_window_register and ep_window_adopt are EP_ERR_UNSUPPORTED.
+ *
+ * ep_group_mask makes `alive` the ranks that take part, from the next operation on. Every rank
+ * whose bit is set calls it, at the same place in the order of operations: living ones, and masked
+ * ones that shall be readmitted. The others are not asked. It waits for them, equalises what ranks
+ * count, and drops what is under way. It also ends a suspension. Pending send phases stay pending.
+ *
+ * Plans made before stay valid, if all ranks in `alive` have them. Their entries on masked ranks
+ * count as "no expert". Receive rows of masked ranks are zero rows, with weight 0 and ids -1.
+ *
+ * group   a live group, which may be suspended
+ * alive   [ceil(R / 32)] words: bit r % 32 of word r / 32 is rank r's. This rank's is set
+ * stream  ignored on the host backend
+ *
+ * EP_ERR_UNSUPPORTED: the group has no masks. EP_ERR_RANGE: this rank's bit is not set, or one past
+ * the ranks is. EP_ERR_ORDER: a rank has called it with another set; the sentence names a rank
+ * that differs. EP_ERR_TIMEOUT: a rank did not call it within the deadline. After these two the
+ * ranks that take part are the same as before, and the group is suspended: call it again. EpFinding
+ * names the rank. A rank that dies in the call may make it succeed on some ranks alone: they miss
+ * the others in the next operation, and their call again makes all alike.
+ */
+EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream);
+
+/** Read the ranks that take part, as ep_group_mask takes them: [ceil(R / 32)] words. Local. Without
+ *  config.masks all do. */
+EpStatus ep_group_alive(const EpGroup *group, uint32_t *alive);
 
 /** The memory that a configuration takes, and whether it is feasible. */
 typedef struct EpGroupMemory {

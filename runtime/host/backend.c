@@ -72,6 +72,17 @@ static void depart(EpGroup *group, const char *why) {
     ep_exchange_depart(ep_host(group)->exchange, why);
 }
 
+/* Rounds that wait for nobody lie behind: operations have finished when they return. */
+static EpStatus mask(EpGroup *group, const EpMask *alive, EpStream stream) {
+    (void)stream;
+    EpStatus status = ep_exchange_mask(ep_host(group)->exchange, alive);
+    if (status == EP_OK) return EP_OK;
+    char sentence[EP_SENTENCE_BYTES];
+    snprintf(sentence, sizeof(sentence), "%s", ep_last_error());
+    (void)ep_host_broken(group);
+    return ep_fail(status, "%s", sentence);
+}
+
 static EpStatus finish(EpGroup *group) {
     (void)group;
     return EP_OK;
@@ -103,6 +114,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .find_failed = find_failed,
                                       .refuse = refuse,
                                       .depart = depart,
+                                      .mask = mask,
                                       .finish = finish,
                                       .open_window = ep_host_open_window,
                                       .close_window = ep_host_close_window,

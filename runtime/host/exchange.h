@@ -60,6 +60,7 @@
 #include <stdatomic.h>
 
 #include "runtime/abort.h"
+#include "runtime/mask.h"
 #include "runtime/op.h"
 #include "runtime/status.h"
 
@@ -79,7 +80,61 @@ typedef struct EpRoundHeader {
 /** A counter with a cache line of its own, since different ranks store and poll counters. */
 typedef struct EpCounter {
     _Alignas(64) _Atomic uint64_t value;
+    _Atomic uint64_t seen; /**< in `released`: the ticket of that peer's ballot; see below */
 } EpCounter;
+
+/**
+ * Masks. A rank that is not in `alive` takes no part in rounds: nobody writes to it, reads from it
+ * or waits for it. The set changes in a *rendezvous of living ranks* (ep_exchange_mask), of those
+ * in the new set alone. It needs no round to be complete, since ranks may have given up anywhere:
+ *
+ *     cast     A rank publishes its ballot: a ticket of its own, the new set and its last round.
+ *     ready    It has read a ballot of each other rank with the same set. It publishes whose
+ *              tickets it has seen, and knows the round at which all begin: odd, and larger than
+ *              that of any of them.
+ *     done     All others are ready and have seen its ticket, or one of them is done. It sets its
+ *              counters to that round, and `base`, and takes part.
+ *
+ * A rank that gives up withdraws its ballot. Ranks that were ready then cast another one, with a
+ * new ticket, and go on waiting. So no rank is done unless all were ready at the same time. A rank
+ * that dies, or gives up, after it was ready may leave others done without it: they wait for it in
+ * their next operation, as for any rank that is gone.
+ *
+ * Numbers. There are rounds alone: `published`, `released` and the generation of plans are rounds.
+ * All ranks of the set continue at one round. It exceeds the last round of each by 16 or more, and
+ * a rank that is left behind gets no further than two rounds without them. So the round in a header
+ * tells the sets apart. Rounds only grow, so old values of counters mean "not yet".
+ *
+ * Memory order, on a node. The words of a ballot are atomic. Its state is stored with release
+ * behind them and loaded before and after them, so that a reader has them of one ballot. A ballot
+ * says that its rank is in no round: after reading all ballots of the set, ranks may fill their
+ * outboxes. Only a masked rank may still read there, one that was stopped in a round, say. Ranks
+ * store `base` before they fill, and a fence lies between. A reader looks at `base` after its last
+ * load of a round, behind a fence. It then knows that the data may be of later rounds, and fails.
+ * Until then, what it has read may be anything: so it bounds all indices. It writes to its own
+ * memory alone.
+ *
+ * Between nodes ballots are messages. A pair's messages arrive in order, and the old ones are
+ * dropped up to the last ballot. No request is canceled: what was sent to a masked rank, or posted
+ * to receive from it, stays until that rank is back. Nothing else uses its regions.
+ */
+typedef enum EpVoteState { EP_VOTE_NONE, EP_VOTE_CAST, EP_VOTE_READY } EpVoteState;
+
+/** A ballot, as it travels. */
+typedef struct EpVote {
+    uint64_t ticket, state;
+    uint64_t round; /**< the last of the voter */
+    uint64_t seen;  /**< the reader's ticket that it has seen, once it is ready */
+    uint64_t done;  /**< its last ticket that has succeeded; 0: none */
+    EpMask alive;
+} EpVote;
+
+/** The same in a control block. */
+typedef struct EpBallot {
+    _Alignas(64) _Atomic uint64_t word; /**< ticket << 2 | state */
+    _Atomic uint64_t round, done;
+    _Atomic uint32_t alive[EP_MASK_WORDS];
+} EpBallot;
 
 /** Start of every shared segment. */
 typedef struct EpControl {
@@ -89,6 +144,8 @@ typedef struct EpControl {
     char why[EP_ABORT_BYTES];   /**< of this rank's abort */
     char heard[EP_ABORT_BYTES]; /**< why the blamed rank went, of a rank that has heard it; "" */
     _Atomic uint64_t refusal[EP_ABORT_BYTES / 8]; /**< of this rank's last call; "": none */
+    EpBallot ballot;
+    EpCounter base;          /**< round at which this rank began with its set of living ranks */
     EpRoundHeader header[2]; /**< of even and odd rounds; not in the regions, which move by mode */
     EpCounter released[];    /**< [size]: last round of each peer that this rank has read */
 } EpControl;
@@ -102,6 +159,8 @@ typedef struct EpExchange EpExchange;
 int64_t ep_exchange_control_bytes(int32_t num_ranks);
 /** Returns the least staging bytes for which a region of EP_ROUND_EACH holds such a body. */
 int64_t ep_exchange_least_stage(int32_t num_ranks, int64_t body_bytes);
+/** Returns the bytes of the largest body that masks need. */
+int64_t ep_exchange_ballot_bytes(void);
 /**
  * Returns the bytes of each rank's shared segment. `most_remote`: the largest number of peers that
  * a rank has on other nodes. If it is 0, the outbox takes all staging bytes; otherwise half of
@@ -109,7 +168,7 @@ int64_t ep_exchange_least_stage(int32_t num_ranks, int64_t body_bytes);
  */
 int64_t ep_exchange_segment_bytes(int32_t num_ranks, int32_t most_remote, int64_t stage_bytes);
 /** Returns the private bytes other than inboxes. */
-int64_t ep_exchange_private_bytes(int32_t num_ranks);
+int64_t ep_exchange_private_bytes(int32_t num_ranks, int masks);
 
 typedef struct EpExchangeSetup {
     const EpBootstrap *bootstrap;
@@ -120,6 +179,7 @@ typedef struct EpExchangeSetup {
     int32_t tag;    /**< of this group's messages */
     double timeout; /**< seconds */
     int64_t spins;  /**< polls before a wait yields the CPU: see ep_wait_begin */
+    int masks;      /**< whether ranks may be masked */
 } EpExchangeSetup;
 
 /** Create an exchange. Returns NULL when out of memory. */
@@ -136,6 +196,13 @@ uint64_t ep_exchange_round(const EpExchange *x);
 int64_t ep_exchange_body_bytes(const EpExchange *x, EpRoundMode mode);
 int ep_exchange_on_node(const EpExchange *x, int32_t peer);
 int ep_exchange_has_peers_on_node(const EpExchange *x);
+
+/** Returns whether a rank takes part in rounds. */
+int ep_exchange_is_alive(const EpExchange *x, int32_t rank);
+
+/** Meet the other ranks of `alive`, and go on with them alone. On failure the set is what it was,
+ *  and the exchange has failed until a repetition succeeds. */
+EpStatus ep_exchange_mask(EpExchange *x, const EpMask *alive);
 
 /** From now on add the seconds of each wait for peer r to waited[r]; NULL: no longer. */
 void ep_exchange_measure(EpExchange *x, double *waited);
@@ -155,7 +222,8 @@ EpStatus ep_round_publish(EpExchange *x);
 EpStatus ep_round_receive(EpExchange *x, int32_t peer, const EpRoundHeader **header,
                           const void **body);
 void ep_round_release(EpExchange *x, int32_t peer);
-void ep_round_close(EpExchange *x);
+/** In a group with masks, fails if what was read in this round may be of another one. */
+EpStatus ep_round_close(EpExchange *x);
 /** After the last round of an operation: wait until all messages to other nodes have been sent, so
  *  that peers need not wait for this rank's next call to make progress. */
 EpStatus ep_exchange_flush(EpExchange *x, const EpOp *op);
@@ -184,6 +252,7 @@ void ep_exchange_depart(EpExchange *x, const char *why);
 /** Why the exchange failed: status (EP_OK: it has not), sentence and the peer concerned. */
 typedef struct EpExchangeFailure {
     EpStatus status;
+    int suspends; /**< 1: ep_exchange_mask may mend it */
     int32_t peer;
     int64_t expected, seen;
     const char *phase;

@@ -13,7 +13,8 @@ int64_t ep_host_stage_bytes(const EpGroupConfig *c, int32_t num_ranks, const EpS
     int64_t record = ep_config_record_bytes(c);
     int64_t route =
         4 * (EP_ROUTE_HEAD_WORDS + ep_placement_most(&placement) + ep_route_words(c->max_top_k));
-    int64_t least = ep_exchange_least_stage(num_ranks, ep_max(record, route));
+    int64_t ballot = c->masks ? ep_exchange_ballot_bytes() : 0;
+    int64_t least = ep_exchange_least_stage(num_ranks, ep_max(ballot, ep_max(record, route)));
     int64_t one_round = ep_exchange_least_stage(num_ranks, ep_max(record * c->max_tokens, route));
     /* Larger groups get room for about half of the rows that a step may send to other ranks. More
      * would save little time, and take more memory than a step sends. */
@@ -33,5 +34,5 @@ EpStatus ep_host_broken(EpGroup *group) {
     finding.expected = failure->expected, finding.seen = failure->seen;
     finding.count = 1;
     strncpy(finding.phase, failure->phase, sizeof(finding.phase) - 1);
-    return ep_group_fail(group, &finding);
+    return failure->suspends ? ep_group_suspend(group, &finding) : ep_group_fail(group, &finding);
 }
