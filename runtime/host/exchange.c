@@ -196,20 +196,26 @@ static int is_remote(const EpExchange *x, int32_t rank) {
     return !x->control[rank] && ep_mask_has(&x->alive, rank);
 }
 
-typedef enum Word { SENDING_NOTE, SENDING_REFUSAL } Word;
+/** Messages that are no round's. */
+typedef enum Word { SENDING_NOTE, SENDING_REFUSAL, SENDING_BALLOT } Word;
 
-/* Returns whether no peer is still being sent the last message of this kind. A masked one may be:
- * such messages are text alone, and it drops them. */
+static void **find_word_request(Remote *remote, Word word) {
+    return word == SENDING_NOTE      ? &remote->sending_note
+           : word == SENDING_REFUSAL ? &remote->sending_refusal
+                                     : &remote->sending_ballot;
+}
+
+/* Returns whether no peer is still being sent the last message of this kind. A masked one may be
+ * for ever: it drops the message, whatever its words have become. */
 static int has_sent(EpExchange *x, Word word) {
     const EpBootstrap *b = x->bootstrap;
     int left = 0;
     for (int32_t r = 0; r < x->size; r++) {
         int done = 1;
-        Remote *remote = &x->remote[r];
-        void **request = word == SENDING_NOTE ? &remote->sending_note : &remote->sending_refusal;
+        void **request = find_word_request(&x->remote[r], word);
         if (*request && ep_call_test(b, request, &done) != EP_OK) done = 0;
         if (done) *request = NULL;
-        left += !done;
+        left += !done && ep_mask_has(&x->alive, r);
     }
     return !left;
 }
@@ -529,10 +535,11 @@ static int is_voting(const EpExchange *x, int32_t peer) {
     if (x->control[peer]) {
         uint64_t word = atomic_load_explicit(&x->control[peer]->ballot.word, memory_order_acquire);
         vote.state = word & 3, vote.ticket = word >> 2;
+        vote.done = atomic_load_explicit(&x->control[peer]->ballot.done, memory_order_acquire);
     } else {
         vote = x->votes[peer];
     }
-    return vote.state != EP_VOTE_NONE && vote.ticket != x->past[peer];
+    return ep_exchange_is_voting(x, peer, &vote);
 }
 
 static EpStatus fail_voting(EpExchange *x, int32_t peer) {
@@ -648,6 +655,9 @@ EpStatus ep_round_open(EpExchange *x, const EpOp *op, const EpRoundHeader *heade
     x->round++;
     x->op = op, x->mode = mode, x->header = *header;
     x->header.round = x->round, x->header.op = op->code;
+    /* A request that has completed takes room until it is tested. */
+    for (Word word = SENDING_NOTE; x->spans_nodes && word <= SENDING_BALLOT; word++)
+        (void)has_sent(x, word);
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
         if (ep_mask_has(&x->alive, peer)) EP_TRY(wait_until_read(x, peer));

@@ -76,6 +76,13 @@ EpStatus ep_exchange_fail(EpExchange *x, EpStatus status, int32_t blamed, int64_
 /** Post a receive from a peer on another node into an inbox. */
 EpStatus ep_exchange_post(EpExchange *x, int32_t peer, int parity);
 
+/** Returns whether a peer that has said `vote` is in a rendezvous of living ranks. Its last ballot
+ *  stays behind when it is done. */
+static inline int ep_exchange_is_voting(const EpExchange *x, int32_t peer, const EpVote *vote) {
+    return vote->state != EP_VOTE_NONE && vote->ticket != x->past[peer] &&
+           vote->done != vote->ticket;
+}
+
 /** Keep what a message without an operation says: a ballot or a refusal. */
 void ep_exchange_take_word(EpExchange *x, int32_t peer, const EpRoundHeader *message);
 

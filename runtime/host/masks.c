@@ -48,7 +48,7 @@ static void cast(EpExchange *x) {
 }
 
 /* Returns the round at which the ranks of the set go on: odd, so that its successor's messages come
- * into the inboxes of even rounds. */
+ * into the inboxes of even rounds, where ballots came. */
 static uint64_t find_base(const EpExchange *x) {
     uint64_t most = x->own.round;
     for (int32_t r = 0; r < x->size; r++)
@@ -80,19 +80,21 @@ static void clear_failure(EpExchange *x) {
 
 /* ---- the others' --------------------------------------------------------------------------- */
 
-/* Read the ballot of a rank on this node. */
+/* Read the ballot of a rank on this node, again if it has changed meanwhile. */
 static void read_ballot(EpExchange *x, int32_t rank) {
     const EpControl *theirs = x->control[rank];
     const EpBallot *ballot = &theirs->ballot;
     EpVote *vote = &x->votes[rank];
-    uint64_t word = load(&ballot->word);
-    vote->ticket = word >> STATE_BITS, vote->state = word & ((1 << STATE_BITS) - 1);
-    vote->round = load(&ballot->round);
-    vote->seen = load(&theirs->released[x->rank].seen);
-    vote->done = load(&ballot->done);
-    for (int i = 0; i < EP_MASK_WORDS; i++)
-        vote->alive.word[i] = atomic_load_explicit(&ballot->alive[i], memory_order_acquire);
-    if (load(&ballot->word) != word) vote->state = EP_VOTE_NONE;
+    uint64_t word;
+    do {
+        word = load(&ballot->word);
+        vote->ticket = word >> STATE_BITS, vote->state = word & ((1 << STATE_BITS) - 1);
+        vote->round = load(&ballot->round);
+        vote->seen = load(&theirs->released[x->rank].seen);
+        vote->done = load(&ballot->done);
+        for (int i = 0; i < EP_MASK_WORDS; i++)
+            vote->alive.word[i] = atomic_load_explicit(&ballot->alive[i], memory_order_acquire);
+    } while (load(&ballot->word) != word);
 }
 
 /* Send a rank on another node this rank's ballot, if it has changed. One at a time is under way. */
@@ -121,22 +123,37 @@ static int has_next_round(const EpExchange *x, int32_t peer) {
            header->round == x->next_base + 1;
 }
 
+static void swap_inboxes(EpRemote *remote) {
+    char *inbox = remote->inbox[0];
+    void *receiving = remote->receiving[0];
+    remote->inbox[0] = remote->inbox[1], remote->inbox[1] = inbox;
+    remote->receiving[0] = remote->receiving[1], remote->receiving[1] = receiving;
+}
+
+/* Let the receive that ends first be that of the even inbox. Receives from before may be pending for
+ * either inbox, or both. */
+static EpStatus order_receives(EpExchange *x, int32_t peer) {
+    EpRemote *remote = &x->remote[peer];
+    int is_first = !remote->receiving[1] || remote->posted % 2 == 1;
+    if (remote->receiving[0] && !is_first) swap_inboxes(remote);
+    if (!remote->receiving[0] && remote->receiving[1]) swap_inboxes(remote);
+    remote->posted = 1;
+    if (remote->receiving[0]) return EP_OK;
+    ((EpRoundHeader *)remote->inbox[0])->op = 0;
+    return ep_exchange_post(x, peer, 0);
+}
+
 /* Read messages of a rank on another node up to its last ballot. What it has sent in rounds that it
- * has left is dropped. A receive from before may be pending for either inbox. */
+ * has left is dropped. */
 static EpStatus receive_ballots(EpExchange *x, int32_t peer) {
     EpRemote *remote = &x->remote[peer];
     int done = 1;
     while (done && !has_next_round(x, peer)) {
-        int parity = remote->receiving[1] && !remote->receiving[0];
-        EpRoundHeader *header = (EpRoundHeader *)remote->inbox[parity];
-        if (!remote->receiving[parity]) {
-            header->op = 0;
-            EP_TRY(ep_exchange_post(x, peer, parity));
-        }
-        EP_TRY(ep_call_test(x->bootstrap, &remote->receiving[parity], &done));
+        EP_TRY(order_receives(x, peer));
+        EP_TRY(ep_call_test(x->bootstrap, &remote->receiving[0], &done));
         if (!done) return EP_OK;
-        remote->receiving[parity] = NULL;
-        ep_exchange_take_word(x, peer, header);
+        remote->receiving[0] = NULL;
+        ep_exchange_take_word(x, peer, (const EpRoundHeader *)remote->inbox[0]);
     }
     return EP_OK;
 }
@@ -162,6 +179,7 @@ static EpStatus exchange_messages(EpExchange *x, int32_t peer) {
 typedef struct Look {
     int32_t gone;    /* cannot come */
     int32_t missing; /* has no ballot */
+    int32_t absent;  /* has had none since this rank's call */
     int32_t differs; /* has another set */
     int32_t changed; /* has another ballot than this rank was ready for */
     int32_t slow;    /* is not ready, or not for this rank's ballot */
@@ -180,26 +198,35 @@ static int is_gone(const EpExchange *x, int32_t rank) {
            (load(&x->control[rank]->failed.value) & (EP_ABORTED | EP_DEPARTED)) != 0;
 }
 
-static void look_at(EpExchange *x, int32_t rank, Look *look) {
+/* `came`: the ranks that have been seen with a ballot. */
+static void look_at(EpExchange *x, int32_t rank, EpMask *came, Look *look) {
     const EpVote *vote = &x->votes[rank];
     if (x->control[rank]) read_ballot(x, rank);
     if (!x->control[rank] && exchange_messages(x, rank) != EP_OK) look->gone = rank;
     if (is_gone(x, rank)) look->gone = rank;
     if (is_done(x, rank)) look->is_done = 1;
-    if (vote->state == EP_VOTE_NONE || vote->ticket == x->past[rank])
-        look->missing = rank;
-    else if (memcmp(&vote->alive, &x->own.alive, sizeof(EpMask)))
+    int has_ballot = ep_exchange_is_voting(x, rank, vote);
+    if (has_ballot) ep_mask_add(came, rank);
+    if (!has_ballot) look->missing = rank;
+    if (!ep_mask_has(came, rank)) look->absent = rank;
+    if (!has_ballot) return;
+    if (memcmp(&vote->alive, &x->own.alive, sizeof(EpMask)))
         look->differs = rank;
     else if (x->own.state == EP_VOTE_READY && vote->ticket != x->expected[rank])
         look->changed = rank;
     if (vote->state != EP_VOTE_READY || vote->seen != x->own.ticket) look->slow = rank;
 }
 
-static Look look_at_all(EpExchange *x) {
-    Look look = {-1, -1, -1, -1, -1, 0};
+static Look look_at_all(EpExchange *x, EpMask *came) {
+    Look look = {-1, -1, -1, -1, -1, -1, 0};
     for (int32_t r = 0; r < x->size; r++)
-        if (is_peer(x, r)) look_at(x, r, &look);
+        if (is_peer(x, r)) look_at(x, r, came, &look);
     return look;
+}
+
+/* Returns whom to blame at the deadline: rather a rank that never came than one that gave up. */
+static int32_t find_late(const Look *look) {
+    return look->absent >= 0 ? look->absent : look->missing >= 0 ? look->missing : look->slow;
 }
 
 /* The fence lies between the new base and what this rank stores in its outbox from now on. */
@@ -216,7 +243,7 @@ static void go_on(EpExchange *x) {
     for (int32_t r = 0; r < x->size; r++) {
         if (!is_peer(x, r)) continue;
         x->past[r] = x->expected[r];
-        x->remote[r].posted = x->round + 1; /* pending, or there */
+        x->remote[r].posted = x->round + (x->remote[r].receiving[1] ? 2 : 1); /* or received */
         store(&own->released[r].value, x->round);
     }
     store(&own->published.value, x->round);
@@ -272,10 +299,11 @@ static EpStatus fail_aborted(EpExchange *x) {
 /* Wait until the rendezvous has succeeded. */
 static EpStatus await_all(EpExchange *x) {
     double differs_since = 0;
+    EpMask came = {{0}};
     EpWait wait;
     ep_wait_begin(&wait, x->timeout, x->spins);
     for (;;) {
-        Look look = look_at_all(x);
+        Look look = look_at_all(x, &came);
         int is_ready = x->own.state == EP_VOTE_READY;
         int is_alike = look.missing < 0 && look.differs < 0 && look.changed < 0;
         if (look.is_done || (is_ready && is_alike && look.slow < 0)) return EP_OK;
@@ -288,7 +316,7 @@ static EpStatus await_all(EpExchange *x) {
         int is_late = !ep_wait_pause(&wait);
         if (look.differs >= 0 && (is_late || ep_clock() - differs_since > GRACE_SECONDS))
             return fail_differs(x, look.differs);
-        if (is_late) return fail_missing(x, look.missing >= 0 ? look.missing : look.slow);
+        if (is_late) return fail_missing(x, find_late(&look));
     }
 }
 

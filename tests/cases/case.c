@@ -116,6 +116,9 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, biases, NULL),
     TEXT_FIELD(Case, counters, NULL),
     TEXT_FIELD(Case, block_rows, NULL),
+    TEXT_FIELD(Case, masks, NULL),
+    TEXT_FIELD(Case, masked, NULL),
+    TEXT_FIELD(Case, masked_late, NULL),
     TEXT_FIELD(Case, all_weights, NULL),
     TEXT_FIELD(Case, seed, NULL),
 };
@@ -195,6 +198,10 @@ int cases_of(Case *cases, int most, const char *text) {
 const char *case_describe(const Case *c) {
     static _Thread_local char text[800];
     return text_of(c, fields, FIELDS, text, sizeof(text));
+}
+
+int case_is_masked(const Case *c, int rank) {
+    return c->masked[0] && c->masked[rank] == '1';
 }
 
 int case_node(const Case *c, int rank) {
@@ -293,6 +300,7 @@ EpGroupConfig case_group_config(const Case *c) {
     config.timeout_seconds = c->timeout;
     if (c->mode == EP_MODE_LATENCY || c->sets) config.latency_sets = c->sets ? c->sets : 4;
     config.node_rows = c->node_rows;
+    config.masks = c->masks;
     if (c->by_entry) config.sums = EP_SUMS_BY_ENTRY;
     if (c->merged) config.duplicates = EP_DUPLICATES_MERGE;
     return config;

@@ -32,6 +32,11 @@ int world_is_strange(const World *world, int token) {
     return world->c.strange && token % 3 == 1;
 }
 
+/* Returns whether a rank takes no part in prepare. */
+static int is_masked_before(const World *world, int rank) {
+    return case_is_masked(&world->c, rank) && !world->c.masked_late;
+}
+
 int world_live(const World *world, int rank, int token, int k) {
     const RankWorld *me = &world->rank[rank];
     const int64_t *named = me->index + (int64_t)token * world->c.top_k;
@@ -39,6 +44,7 @@ int world_live(const World *world, int rank, int token, int k) {
     for (int lower = 0; world->c.merged && lower < k; lower++)
         if (named[lower] == expert) return 0;
     return token < me->tokens && expert >= 0 && expert < world->c.experts &&
+           !is_masked_before(world, world_owner(&world->c, expert)) &&
            !(me->lost && me->lost[(int64_t)token * world->c.top_k + k]);
 }
 
@@ -76,6 +82,10 @@ static void fill_messages(World *world, int rank) {
         for (int t = 0; t < me->tokens; t++)
             if (needs_node(world, rank, t, node) && places-- <= 0) lose_token(world, rank, t, node);
     }
+}
+
+int world_has_token(const Row *row) {
+    return row->kind == ROW_FILLED && !row->masked;
 }
 
 int world_writes(const World *world, const Row *row) {
@@ -287,6 +297,16 @@ static void plan_allocate(World *world, int rank) {
         me->position[i].row = -1;
 }
 
+/* Mask ranks after prepare: rows from them, and a rank's entries on them, hold nothing any more. */
+static void mask_late(World *world, int rank) {
+    RankWorld *me = &world->rank[rank];
+    for (int64_t row = 0; row < me->buffer_rows; row++)
+        me->row[row].masked = case_is_masked(&world->c, me->row[row].source);
+    for (int64_t i = 0; i < (int64_t)me->rows * world->c.top_k; i++)
+        if (me->position[i].row >= 0 && case_is_masked(&world->c, me->position[i].rank))
+            me->position[i].row = -1;
+}
+
 World *world_new(const Case *c) {
     World *world = calloc(1, sizeof(*world));
     world->c = case_complete(*c);
@@ -296,6 +316,8 @@ World *world_new(const Case *c) {
     for (int r = 0; r < world->c.ranks; r++)
         inputs_make_tokens(world, r);
     for (int r = 0; r < world->c.ranks; r++)
+        if (is_masked_before(world, r)) world->rank[r].tokens = 0;
+    for (int r = 0; r < world->c.ranks; r++)
         fill_messages(world, r);
     for (int r = 0; r < world->c.ranks; r++)
         plan_allocate(world, r);
@@ -304,6 +326,7 @@ World *world_new(const Case *c) {
     for (int r = 0; r < world->c.ranks; r++) {
         world->rank[r].buffer_rows = buffer_rows(world, &world->rank[r]);
         count_sources(world, &world->rank[r]);
+        mask_late(world, r);
         inputs_spoil_weights(world, r);
         inputs_make_rows(world, r);
     }

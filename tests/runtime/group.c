@@ -27,6 +27,7 @@ static const TextField config_fields[] = {
     TEXT_FIELD(EpGroupConfig, duplicates, "|keep|merge"),
     TEXT_FIELD(EpGroupConfig, sums, "|rank|entry"),
     TEXT_FIELD(EpGroupConfig, node_rows, NULL),
+    TEXT_FIELD(EpGroupConfig, masks, NULL),
 };
 
 typedef struct Configured {
@@ -137,6 +138,7 @@ static const char *const differences[][5] = {
     {"duplicates", "keep", "merge", "EP_DUPLICATES_KEEP", "EP_DUPLICATES_MERGE"},
     {"sums", "rank", "entry", "EP_SUMS_BY_RANK", "EP_SUMS_BY_ENTRY"},
     {"node_rows", "0", "5", "got 9", "5 on rank 2"},
+    {"masks", "0", "1", "got 0", "1 on rank 2"},
 };
 
 ThreadTest(runtime_group, ranks_that_disagree, 3) {
