@@ -46,6 +46,7 @@ typedef struct Rank {
     int rank, collectives;
     int kill_before, kill_after; /* numbers of a collective, from 1; 0: never */
     double timeout;
+    double patience; /* seconds that a collective waits at least */
     int phase;         /* in which it is lost; -1: none */
     int step;          /* and the step, if the phase is an operation */
     int signal;        /* SIGKILL or SIGSTOP */
@@ -57,7 +58,7 @@ static EpStatus board_gather(void *context, const void *in, void *out, size_t by
                              double timeout) {
     Rank *self = context;
     int now = ++self->collectives;
-    double end = seconds_now() + timeout;
+    double end = seconds_now() + (timeout > self->patience ? timeout : self->patience);
     if (now == self->kill_before) kill(getpid(), SIGKILL);
     if (bytes > ROOM) return ep_set_last_error(EP_ERR_BOOTSTRAP, "too many bytes");
     memcpy(self->board->bytes[now % 2][self->rank], in, bytes);
@@ -422,7 +423,8 @@ static void run_masked_life(MaskedLife *life) {
     life->board->alive = ALL_RANKS;
     for (int r = 0; r < RANKS; r++) {
         life->rank[r].board = life->board, life->rank[r].rank = r;
-        life->rank[r].timeout = LIFE_DEADLINE, life->rank[r].nodes = life->nodes;
+        life->rank[r].timeout = 2 * LIFE_DEADLINE, life->rank[r].patience = MOST_SECONDS;
+        life->rank[r].nodes = life->nodes;
         life->child[r] = fork();
         if (life->child[r] == 0) live_masked(&life->rank[r], &life->c);
     }

@@ -63,6 +63,7 @@ class GroupFields(TypedDict, total=False):
     num_nodes: int  # = nodes that the ranks are on; another number is refused; 0: any (0)
     sums: Sums  # = BY_ENTRY: a token's rank adds all of its rows (BY_RANK)
     node_rows: int  # = room in a rank's message to another node, in tokens; 0: max_tokens (0)
+    masks: int  # = 1: ranks may be masked (Group.mask); host backend (0)
 
 
 class HandleFields(TypedDict, total=False):
