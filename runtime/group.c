@@ -115,6 +115,31 @@ EpStatus ep_group_relay(const EpGroup *group, int32_t node, int32_t *rank) {
     return EP_OK;
 }
 
+void ep_group_record_cuts(EpGroup *group, const EpMask *cut, const char *phase) {
+    for (int32_t r = 0; r < group->size; r++) {
+        EpFinding finding = EP_FINDING_INIT;
+        if (!ep_mask_has(cut, r) || ep_mask_has(&group->cut, r)) continue;
+        finding.status = EP_ERR_MASKED, finding.count = 1;
+        finding.rank = group->rank, finding.peer = r;
+        snprintf(finding.phase, sizeof(finding.phase), "%s", phase);
+        ep_group_record(&group->late, &finding);
+        ep_mask_add(&group->cut, r);
+        EP_LOG_AT(EP_LOG_WARN, "%s: rank %d was late, and is cut", phase, r);
+    }
+}
+
+/* Names all ranks that are cut: the new ones and, since their findings are gone, the others. */
+static EpStatus report_late(const EpGroup *group, const EpFinding *f) {
+    char ranks[256] = "";
+    for (int32_t r = 0, at = 0; r < group->size && at < (int32_t)sizeof(ranks) - 8; r++)
+        if (ep_mask_has(&group->cut, r))
+            at += snprintf(ranks + at, sizeof(ranks) - (size_t)at, "%s%d", at ? ", " : "", r);
+    return ep_fail(f->status,
+                   "rank %d: %s: late within %d us, so this rank goes on without them until "
+                   "ep_group_mask: ranks %s",
+                   f->rank, f->phase, group->config.late_us, ranks);
+}
+
 static EpStatus report_routing(const EpFinding *f) {
     return ep_fail(f->status,
                    "rank %d: ep_prepare: topk_idx: expected an expert below %lld, got %lld at "
@@ -157,6 +182,12 @@ EpStatus ep_group_status(EpGroup *group, EpFinding *out) {
     }
     if (group->routing.status != EP_OK) return take(&group->routing, out, report_routing);
     if (group->overflow.status != EP_OK) return take(&group->overflow, out, report_overflow);
+    if (group->late.status != EP_OK) {
+        status = report_late(group, &group->late);
+        if (out) ep_write_struct(out, &group->late);
+        group->late.status = EP_OK;
+        return status;
+    }
     if (out) ep_write_struct(out, &(EpFinding)EP_FINDING_INIT);
     return EP_OK;
 }

@@ -48,6 +48,7 @@ EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream) {
     ep_group_leave(group, before);
     if (status != EP_OK) return status;
     group->alive = mask;
+    group->cut = (EpMask){{0}}, group->late.status = EP_OK;
     group->suspended = EP_OK;
     return EP_OK;
 }
@@ -57,6 +58,27 @@ EpStatus ep_group_alive(const EpGroup *group, uint32_t *alive) {
     EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
     call.rank = group->rank;
     EP_TRY(check_words(&call, alive));
-    memcpy(alive, group->alive.word, (size_t)ep_mask_words(group->size) * sizeof(*alive));
+    for (int32_t i = 0; i < ep_mask_words(group->size); i++)
+        alive[i] = group->alive.word[i] & ~group->cut.word[i];
+    return EP_OK;
+}
+
+EpStatus ep_group_cut(EpGroup *group, int32_t rank, EpStream stream) {
+    EpCall call = {"ep_group_cut", -1};
+    EpMask cut = {{0}};
+    EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
+    call.rank = group->rank;
+    EP_TRY(ep_group_usable(group));
+    if (group->config.on_late != EP_LATE_MASK)
+        return ep_refuse(&call, EP_ERR_UNSUPPORTED, "group",
+                         "expected one with config.on_late = EP_LATE_MASK, got one without");
+    if (rank < 0 || rank >= group->size || rank == group->rank)
+        return ep_refuse(&call, EP_ERR_RANGE, "rank", "expected another rank's number below %d, got %d",
+                         group->size, rank);
+    if (!ep_mask_has(&group->alive, rank)) return EP_OK;
+    EP_TRY(group->backend->cut(group, rank, stream));
+    ep_mask_add(&cut, rank);
+    ep_group_record_cuts(group, &cut, "cut");
+    group->late.status = EP_OK; /* the caller knows */
     return EP_OK;
 }

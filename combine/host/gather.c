@@ -363,6 +363,30 @@ static EpStatus run_weights_round(Gather *x, int64_t end) {
     return ep_round_close(x->exchange);
 }
 
+/* Returns whether all sums that were read were whole. A rank of which they were not is cut. */
+static int settle(const Gather *x) {
+    int whole = 1;
+    for (int32_t r = 0; r < x->size; r++)
+        if (r != x->rank && ep_exchange_is_alive(x->exchange, r))
+            whole &= ep_round_settle(x->exchange, r);
+    return whole;
+}
+
+/* Sum the tokens of a round: again, without the rank, where one went on without this one. */
+static void finish_tokens(Gather *x, int64_t begin, int64_t end) {
+    int32_t returned[EP_MAX_RANKS];
+    const char *back[EP_MAX_RANKS];
+    size_t ranks = (size_t)x->size;
+    memcpy(returned, x->returned, ranks * sizeof(*returned));
+    memcpy(back, x->back, ranks * sizeof(*back));
+    do {
+        memcpy(x->returned, returned, ranks * sizeof(*returned));
+        memcpy(x->back, back, ranks * sizeof(*back));
+        for (int64_t t = begin; t < end; t++)
+            finish_token(x, t);
+    } while (!settle(x));
+}
+
 static EpStatus run_round(Gather *x, int64_t begin) {
     EpRoundHeader expected = expected_header(x);
     int64_t end = begin + x->chunk, own_end = ep_min(end, x->plan.header->num_tokens);
@@ -383,8 +407,7 @@ static EpStatus run_round(Gather *x, int64_t begin) {
         EP_TRY(ep_round_receive(x->exchange, peer, NULL, &records));
         x->back[peer] = records;
     }
-    for (int64_t t = begin; t < own_end; t++)
-        finish_token(x, t);
+    finish_tokens(x, begin, own_end);
     for (int32_t r = 0; r < x->size; r++)
         if (r != x->rank) ep_round_release(x->exchange, r);
     return ep_round_close(x->exchange);
@@ -485,5 +508,5 @@ static EpStatus run(EpHandle *handle, const void *call) {
 
 EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
     if (gather->phase == EP_PHASE_RECEIVE) return finish_sums(handle, gather);
-    return ep_host_run(handle, &gather->stats, run, gather);
+    return ep_host_run(handle, &gather->stats, run, gather, gather->op->name);
 }

@@ -45,6 +45,7 @@ typedef struct Scatter {
     char *quantised;                /* space for one record of this rank's own */
     int32_t sent[EP_MAX_RANKS];     /* rows already sent to each rank */
     int32_t received[EP_MAX_RANKS]; /* rows already read from each rank */
+    EpMask lost;                    /* the ranks whose rows do not come */
 } Scatter;
 
 /* The parts of one token, in the caller's tensors or in a record. */
@@ -225,8 +226,8 @@ static void stage_own_rows(Scatter *x) {
         write_record(x, plan->row_token[row], staged_record(x, row));
 }
 
-static void fill_staged_rows(Scatter *x) {
-    for (int32_t row = 0; row < x->plan.recv_begin[x->size]; row++) {
+static void fill_staged_rows(Scatter *x, int32_t rank) {
+    for (int32_t row = x->plan.recv_begin[rank]; row < x->plan.recv_begin[rank + 1]; row++) {
         Token t = token_of_record(x, staged_record(x, row));
         fill_row(x, row, &t);
     }
@@ -312,10 +313,24 @@ static void zero_rows_of(const Scatter *x, int32_t rank) {
         }
 }
 
-/* A plan may have rows of ranks that were masked later. */
-static void zero_masked_rows(const Scatter *x) {
+/* A plan may have rows of ranks that were masked or cut later. */
+static void find_lost(Scatter *x) {
+    x->lost = (EpMask){{0}};
     for (int32_t r = 0; r < x->size; r++)
-        if (!ep_exchange_is_alive(x->exchange, r)) zero_rows_of(x, r);
+        if (!ep_exchange_is_alive(x->exchange, r)) ep_mask_add(&x->lost, r);
+}
+
+static void zero_lost_rows(const Scatter *x) {
+    for (int32_t r = 0; r < x->size; r++)
+        if (ep_mask_has(&x->lost, r)) zero_rows_of(x, r);
+}
+
+/* Fill all slots in a receive phase. */
+static void fill_all_slots(Scatter *x) {
+    zero_padding(x);
+    zero_lost_rows(x);
+    for (int32_t r = 0; r < x->size; r++)
+        if (!ep_mask_has(&x->lost, r)) fill_staged_rows(x, r);
 }
 
 /* ---- rounds -------------------------------------------------------------------------------- */
@@ -341,18 +356,22 @@ static EpStatus run_round(Scatter *x, int64_t begin) {
         const void *records;
         if (!ep_exchange_is_alive(x->exchange, peer)) continue;
         EP_TRY(ep_round_receive(x->exchange, peer, NULL, &records));
+        if (!records) continue;
         take_rows(x, peer, records, begin, end);
-        ep_round_release(x->exchange, peer);
+        if (ep_round_settle(x->exchange, peer)) ep_round_release(x->exchange, peer);
     }
     return ep_round_close(x->exchange);
 }
 
 /* Write the padding first, while late peers arrive. */
 static EpStatus run_rounds(Scatter *x) {
-    if (!x->staging) zero_padding(x), zero_masked_rows(x);
+    if (!x->staging) zero_padding(x);
     for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk)
         EP_TRY(run_round(x, begin));
-    return ep_exchange_flush(x->exchange, x->call->op);
+    EP_TRY(ep_exchange_flush(x->exchange, x->call->op));
+    find_lost(x);
+    if (!x->staging) zero_lost_rows(x);
+    return EP_OK;
 }
 
 /* Bound of a quantised record. The row is at most half as long as its source, with at most a byte
@@ -412,9 +431,10 @@ static EpStatus run(EpHandle *handle, const void *call) {
     EpStatus status = EP_OK;
     if (scatter->phase != EP_PHASE_RECEIVE) {
         status = run_rounds(&x);
+        if (x.staging) host->lost[scatter->place.slot] = x.lost;
     } else {
-        zero_padding(&x);
-        fill_staged_rows(&x);
+        x.lost = host->lost[scatter->place.slot];
+        fill_all_slots(&x);
     }
     ep_stream_fence();
     if (status != EP_OK) return ep_host_broken(handle->group);
@@ -425,5 +445,5 @@ static EpStatus run(EpHandle *handle, const void *call) {
 }
 
 EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
-    return ep_host_run(handle, &scatter->stats, run, scatter);
+    return ep_host_run(handle, &scatter->stats, run, scatter, scatter->op->name);
 }

@@ -113,7 +113,8 @@ int ep_version(void);
     X(EP_ERR_UNSUPPORTED, 25, "not supported by this build, machine or backend")                \
     X(EP_ERR_BOOTSTRAP, 26, "the bootstrap reported a failure")                                 \
     X(EP_ERR_SYSTEM, 27, "a call to the operating system failed")                               \
-    X(EP_ERR_ABORTED, 28, "the group was aborted")
+    X(EP_ERR_ABORTED, 28, "the group was aborted")                                              \
+    X(EP_ERR_MASKED, 29, "a rank was late, and this rank goes on without it")
 
 /** What a call returned. */
 typedef enum EpStatus {
@@ -374,6 +375,12 @@ typedef enum EpSums {
                               on the way back. EXPERT_MAJOR and BATCHED only, without sum_quant */
 } EpSums;
 
+/** What an operation of latency mode does where a rank is late, in a group with masks. */
+typedef enum EpLate {
+    EP_LATE_FAIL = 1, /**< waits until the deadline, which suspends the group */
+    EP_LATE_MASK = 2  /**< cuts the rank after late_us, and completes: see ep_group_mask */
+} EpLate;
+
 /**
  * Configuration of a group. Fields marked = must have the same value on every rank. ep_group_create
  * compares them; EP_ERR_MISMATCH names the field, the ranks and both values.
@@ -415,6 +422,9 @@ typedef struct EpGroupConfig {
                                   max_tokens; 0: max_tokens. See below */
     int32_t masks;           /**< = 1: ranks may be masked (ep_group_mask), and a missing rank only
                                   suspends the group; 0: they may not. HOST alone, so AUTO is HOST */
+    EpLate on_late;          /**< = MASK needs `masks` */
+    int32_t late_us;         /**< = microseconds that an operation of latency mode waits for a rank,
+                                  >= 1 with EP_LATE_MASK; else not used */
 } EpGroupConfig;
 
 /*
@@ -458,7 +468,7 @@ typedef struct EpGroupConfig {
     {                                                                                         \
         sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,       \
             EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT, EP_DEFAULT, EP_DUPLICATES_KEEP, \
-            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0, 0                                              \
+            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0, 0, EP_LATE_FAIL, 0                             \
     }
 
 /**
@@ -520,6 +530,15 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  * Plans made before stay valid, if all ranks in `alive` have them. Their entries on masked ranks
  * count as "no expert". Receive rows of masked ranks are zero rows, with weight 0 and ids -1.
  *
+ * Late ranks. With on_late = EP_LATE_MASK an operation of latency mode waits late_us for a rank, or
+ * until the rank is found to have gone, and then *cuts* it. It completes without that rank, which
+ * counts as masked for this rank alone from then on. If the rank's routing had not come, its counts
+ * are 0. If it had, its slots stay and are counted, as zero rows with weight 0 and ids -1. Nothing
+ * of them returns. Each rank cuts by itself: the late one finds that
+ * it was cut, and cuts the other, too. ep_group_status reports cut ranks once, as EP_ERR_MASKED;
+ * the group goes on. Operations of throughput mode are refused with EP_ERR_TIMEOUT while a rank is
+ * cut. The next ep_group_mask makes the views of all ranks equal and ends all cuts.
+ *
  * group   a live group, which may be suspended
  * alive   [ceil(R / 32)] words: bit r % 32 of word r / 32 is rank r's. This rank's is set
  * stream  ignored on the host backend
@@ -533,9 +552,18 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  */
 EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream);
 
-/** Read the ranks that take part, as ep_group_mask takes them: [ceil(R / 32)] words. Local. Without
- *  config.masks all do. */
+/** Read the ranks that take part, as ep_group_mask takes them: [ceil(R / 32)] words. Ranks that this
+ *  rank has cut do not. Local. Without config.masks all do. */
 EpStatus ep_group_alive(const EpGroup *group, uint32_t *alive);
+
+/**
+ * Cut a rank by hand, as an operation of latency mode cuts one that is late: this rank goes on
+ * without it until ep_group_mask. Local; no call on the group is under way. A rank that is masked
+ * or cut stays so.
+ *
+ * EP_ERR_UNSUPPORTED: the group does not have EP_LATE_MASK. EP_ERR_RANGE: no other rank's number.
+ */
+EpStatus ep_group_cut(EpGroup *group, int32_t rank, EpStream stream);
 
 /** The memory that a configuration takes, and whether it is feasible. */
 typedef struct EpGroupMemory {

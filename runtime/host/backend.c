@@ -18,12 +18,18 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNode
     (void)nodes;
     ep_host_measure(config, num_ranks, settings, shared_bytes, private_bytes);
     *private_bytes +=
-        ep_config_latency_sets(config, EP_OFFERS_LATENCY) * ep_host_set_bytes(config, num_ranks);
+        ep_config_latency_sets(config, EP_OFFERS_LATENCY) * ep_host_set_bytes(config, num_ranks) +
+        ep_host_routes_bytes(config, num_ranks);
 }
 
 static EpStatus open(EpGroup *group) {
     EP_TRY(ep_host_open(group));
     EpHost *host = ep_host(group);
+    int64_t routes = ep_host_routes_bytes(&group->config, group->size);
+    host->routes = routes ? malloc((size_t)routes) : NULL;
+    if (routes && !host->routes)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
+                       group->rank);
     if (!group->latency_sets) return EP_OK;
     host->set_bytes = ep_host_set_bytes(&group->config, group->size);
     int64_t bytes = group->latency_sets * host->set_bytes;
@@ -37,7 +43,7 @@ static EpStatus open(EpGroup *group) {
 
 static void close(EpGroup *group, int together) {
     EpHost *host = ep_host(group);
-    if (host) free(host->sets);
+    if (host) free(host->sets), free(host->routes);
     ep_host_close(group, together);
 }
 
@@ -83,6 +89,12 @@ static EpStatus mask(EpGroup *group, const EpMask *alive, EpStream stream) {
     return ep_fail(status, "%s", sentence);
 }
 
+static EpStatus cut(EpGroup *group, int32_t rank, EpStream stream) {
+    (void)stream;
+    ep_exchange_cut(ep_host(group)->exchange, rank);
+    return EP_OK;
+}
+
 static EpStatus finish(EpGroup *group) {
     (void)group;
     return EP_OK;
@@ -115,6 +127,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .refuse = refuse,
                                       .depart = depart,
                                       .mask = mask,
+                                      .cut = cut,
                                       .finish = finish,
                                       .open_window = ep_host_open_window,
                                       .close_window = ep_host_close_window,

@@ -71,6 +71,7 @@ static int open_masks(EpExchange *x, int masks) {
     size_t size = (size_t)x->size;
     x->alive = ep_mask_of_all(x->size);
     x->masks = masks;
+    x->late = -1;
     if (!masks) return 1;
     x->votes = calloc(size, sizeof(*x->votes));
     x->expected = calloc(size, sizeof(*x->expected));
@@ -148,6 +149,33 @@ int ep_exchange_destroy(EpExchange *x, int together) {
     return sends > 0;
 }
 
+/* ---- who takes part ------------------------------------------------------------------------ */
+
+static int takes_part(const EpExchange *x, int32_t rank) {
+    return ep_mask_has(&x->alive, rank) && !ep_mask_has(&x->cut, rank);
+}
+
+double ep_exchange_set_late(EpExchange *x, double seconds) {
+    double before = x->late;
+    x->late = seconds;
+    return before;
+}
+
+int ep_exchange_cuts_late(const EpExchange *x) {
+    return x->late >= 0;
+}
+
+const EpMask *ep_exchange_cuts(const EpExchange *x) {
+    return &x->cut;
+}
+
+void ep_exchange_cut(EpExchange *x, int32_t rank) {
+    _Atomic uint64_t *word = &x->control[x->rank]->released[rank].cut;
+    ep_mask_add(&x->cut, rank);
+    atomic_store_explicit(word, 1 + x->base, memory_order_release);
+    EP_EXCHANGE_FENCE();
+}
+
 /* ---- failure ------------------------------------------------------------------------------- */
 
 const EpExchangeFailure *ep_exchange_failure(const EpExchange *x) {
@@ -193,7 +221,7 @@ static size_t write_note(const EpExchange *x, char *note, EpRoundHeader header, 
 
 /* Returns whether a rank takes part, on another node. */
 static int is_remote(const EpExchange *x, int32_t rank) {
-    return !x->control[rank] && ep_mask_has(&x->alive, rank);
+    return !x->control[rank] && takes_part(x, rank);
 }
 
 /** Messages that are no round's. */
@@ -215,7 +243,7 @@ static int has_sent(EpExchange *x, Word word) {
         void **request = find_word_request(&x->remote[r], word);
         if (*request && ep_call_test(b, request, &done) != EP_OK) done = 0;
         if (done) *request = NULL;
-        left += !done && ep_mask_has(&x->alive, r);
+        left += !done && takes_part(x, r);
     }
     return !left;
 }
@@ -264,7 +292,7 @@ int ep_exchange_abort(EpExchange *x, const char *why) {
 /* Returns a rank on this node that is aborted, or -1. */
 static int32_t find_aborted(const EpExchange *x) {
     int32_t r = 0;
-    while (r < x->size && (r == x->rank || !ep_mask_has(&x->alive, r) || !is_aborted(x, r)))
+    while (r < x->size && (r == x->rank || !takes_part(x, r) || !is_aborted(x, r)))
         r++;
     return r < x->size ? r : -1;
 }
@@ -324,11 +352,18 @@ void ep_exchange_depart(EpExchange *x, const char *why) {
 
 /* ---- messages between nodes ----------------------------------------------------------------- */
 
+/* A message fails: its peer may have ended. */
+static EpStatus fail_message(EpExchange *x, EpStatus status, int32_t peer) {
+    if (x->late < 0 || status != EP_ERR_PEER) return fail_exchange(x, status, peer, -1, -1);
+    ep_exchange_cut(x, peer);
+    return EP_OK;
+}
+
 static EpStatus test_request(EpExchange *x, int32_t peer, void **request) {
     int done = 0;
     if (!*request) return EP_OK;
     EpStatus status = ep_call_test(x->bootstrap, request, &done);
-    if (status != EP_OK) return fail_exchange(x, status, peer, -1, -1);
+    if (status != EP_OK) return fail_message(x, status, peer);
     if (done) *request = NULL;
     return EP_OK;
 }
@@ -373,7 +408,7 @@ static EpStatus try_receive(EpExchange *x, int32_t peer, int parity) {
 
 static EpStatus test_receive(EpExchange *x, int32_t peer, int parity) {
     EpStatus status = try_receive(x, peer, parity);
-    return status == EP_OK ? EP_OK : fail_exchange(x, status, peer, -1, -1);
+    return status == EP_OK ? EP_OK : fail_message(x, status, peer);
 }
 
 /* Test all pending messages. They may make progress only in such tests, so every wait calls this,
@@ -504,7 +539,7 @@ static int32_t find_word(const EpExchange *x, int32_t rank, char why[EP_ABORT_BY
  */
 int32_t ep_exchange_find_failed(EpExchange *x, int32_t *blamed, char why[EP_ABORT_BYTES]) {
     for (int32_t r = 0; r < x->size; r++) {
-        if (r == x->rank || !ep_mask_has(&x->alive, r)) continue;
+        if (r == x->rank || !takes_part(x, r)) continue;
         *blamed = x->control[r] ? find_word(x, r, why) : find_note(x, r, why);
         if (*blamed >= 0 && (why[0] || *blamed == x->rank)) return r;
     }
@@ -525,7 +560,8 @@ static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
     int looks = x->spins < 0 ? 4 * PAUSES_PER_TEST : PAUSES_PER_LOOK;
     if ((wait->pauses + 1) % looks) return EP_OK;
     int32_t r = find_aborted(x);
-    return r < 0 ? EP_OK : fail_gone(x, r);
+    if (r >= 0 && x->late >= 0) ep_exchange_cut(x, r);
+    return r < 0 || x->late >= 0 ? EP_OK : fail_gone(x, r);
 }
 
 /* Returns whether a peer is in a rendezvous of living ranks, and so in no round. */
@@ -572,35 +608,86 @@ static void end_measure(const EpExchange *x, int32_t peer, double start) {
     if (start > 0) x->waited[peer] += ep_clock() - start;
 }
 
+/* Returns whether a peer on this node has cut this rank. */
+static int has_cut(const EpExchange *x, int32_t peer) {
+    const EpCounter *word = &x->control[peer]->released[x->rank];
+    return atomic_load_explicit(&word->cut, memory_order_acquire) == 1 + x->base;
+}
+
+int ep_round_settle(EpExchange *x, int32_t peer) {
+    if (x->late < 0 || !x->control[peer]) return 1;
+    EP_EXCHANGE_FENCE();
+    if (!has_gone_on(x, peer) && !has_cut(x, peer)) return 1;
+    ep_exchange_cut(x, peer);
+    return 0;
+}
+
+/* Returns whether a peer that takes part is found to take part no longer, where late ones are cut.
+ * It is cut then. */
+static int finds_lost(EpExchange *x, int32_t peer) {
+    const EpControl *control = x->control[peer];
+    if (x->late < 0) return 0;
+    int is_lost = is_voting(x, peer) || (control && (load(&control->failed) != 0 ||
+                                                     has_gone_on(x, peer) || has_cut(x, peer)));
+    if (is_lost) ep_exchange_cut(x, peer);
+    return is_lost;
+}
+
+/* Begin a wait. Those of a part of a round end together, where late ranks are cut. */
+static void begin_wait(EpExchange *x, EpWait *wait) {
+    double seconds = x->timeout;
+    if (x->late >= 0) {
+        double now = ep_clock();
+        if (!x->late_end) x->late_end = now + (x->late < x->timeout ? x->late : x->timeout);
+        seconds = x->late_end > now ? x->late_end - now : 0;
+    }
+    ep_wait_begin(wait, seconds, x->spins);
+}
+
+/* Pause. Returns whether the wait goes on; `is_late`: it has ended, and nobody has been cut. */
+static int pause_wait(EpExchange *x, int32_t peer, EpWait *wait, int *is_late) {
+    int goes_on = ep_wait_pause(wait);
+    *is_late = !goes_on && x->late < 0;
+    if (!goes_on && x->late >= 0) ep_exchange_cut(x, peer);
+    return goes_on;
+}
+
 static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *counter,
                              uint64_t expected, const char *what) {
-    double start = begin_measure(x, load(counter) < expected);
+    if (load(counter) >= expected) return EP_OK;
+    double start = begin_measure(x, 1);
+    int is_late = 0;
     EpWait wait;
-    ep_wait_begin(&wait, x->timeout, x->spins);
-    while (load(counter) < expected) {
+    begin_wait(x, &wait);
+    while (load(counter) < expected && takes_part(x, peer)) {
         uint64_t failed = load(&x->control[peer]->failed);
-        int leaves = is_voting(x, peer);
-        if (has_gone_on(x, peer)) return fail_left_behind(x, peer);
-        if (failed && load(counter) < expected) return fail_gone(x, peer);
-        if (leaves && load(counter) < expected) return fail_voting(x, peer);
+        int leaves = is_voting(x, peer), gone_on = has_gone_on(x, peer);
+        if (load(counter) >= expected || finds_lost(x, peer)) break;
+        if (gone_on) return fail_left_behind(x, peer);
+        if (failed) return fail_gone(x, peer);
+        if (leaves) return fail_voting(x, peer);
         EP_TRY(check_aborts(x, &wait));
         EP_TRY(test_in_wait(x, peer, &wait));
-        if (!ep_wait_pause(&wait)) return fail_timeout(x, peer, what, expected, load(counter));
+        (void)pause_wait(x, peer, &wait, &is_late);
+        if (is_late) return fail_timeout(x, peer, what, expected, load(counter));
     }
     end_measure(x, peer, start);
     return EP_OK;
 }
 
 static EpStatus wait_request(EpExchange *x, int32_t peer, void **request, const char *what) {
-    double start = begin_measure(x, *request != NULL);
+    if (!*request) return EP_OK;
+    double start = begin_measure(x, 1);
+    int is_late = 0;
     EpWait wait;
-    ep_wait_begin(&wait, x->timeout, x->spins);
-    while (*request) {
+    begin_wait(x, &wait);
+    while (*request && takes_part(x, peer)) {
         EP_TRY(check_aborts(x, &wait));
         EP_TRY(test_in_wait(x, peer, &wait));
-        if (*request && is_voting(x, peer)) return fail_voting(x, peer);
-        if (*request && !ep_wait_pause(&wait))
-            return fail_timeout(x, peer, what, x->round, x->round - 1);
+        if (!*request || finds_lost(x, peer)) break;
+        if (is_voting(x, peer)) return fail_voting(x, peer);
+        (void)pause_wait(x, peer, &wait, &is_late);
+        if (is_late) return fail_timeout(x, peer, what, x->round, x->round - 1);
     }
     end_measure(x, peer, start);
     return EP_OK;
@@ -617,7 +704,7 @@ int ep_exchange_on_node(const EpExchange *x, int32_t peer) {
 }
 
 int ep_exchange_is_alive(const EpExchange *x, int32_t rank) {
-    return ep_mask_has(&x->alive, rank);
+    return takes_part(x, rank);
 }
 
 int ep_exchange_has_peers_on_node(const EpExchange *x) {
@@ -653,6 +740,7 @@ static EpStatus wait_until_read(EpExchange *x, int32_t peer) {
 EpStatus ep_round_open(EpExchange *x, const EpOp *op, const EpRoundHeader *header,
                        EpRoundMode mode) {
     x->round++;
+    x->late_end = 0;
     x->op = op, x->mode = mode, x->header = *header;
     x->header.round = x->round, x->header.op = op->code;
     /* A request that has completed takes room until it is tested. */
@@ -660,7 +748,7 @@ EpStatus ep_round_open(EpExchange *x, const EpOp *op, const EpRoundHeader *heade
         (void)has_sent(x, word);
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
-        if (ep_mask_has(&x->alive, peer)) EP_TRY(wait_until_read(x, peer));
+        if (takes_part(x, peer)) EP_TRY(wait_until_read(x, peer));
     }
     return post_receives(x);
 }
@@ -685,6 +773,7 @@ static EpStatus send_region(EpExchange *x, int32_t peer) {
 }
 
 EpStatus ep_round_publish(EpExchange *x) {
+    x->late_end = 0;
     x->control[x->rank]->header[x->round % BUFFERS] = x->header;
     for (int32_t r = 0; r < x->size; r++)
         if (is_remote(x, r)) memcpy(region(x, x->rank, r), &x->header, sizeof(x->header));
@@ -737,21 +826,41 @@ static EpStatus check_header(EpExchange *x, int32_t peer, const EpRoundHeader *t
     return EP_OK;
 }
 
+/* Find a peer's message, once it is there. */
+static const char *find_message(const EpExchange *x, int32_t peer, const EpRoundHeader **header) {
+    int parity = (int)(x->round % BUFFERS);
+    const char *message = x->control[peer] ? region(x, peer, x->rank) : x->remote[peer].inbox[parity];
+    *header = x->control[peer] ? &x->control[peer]->header[parity] : (const EpRoundHeader *)message;
+    return message;
+}
+
+/* Returns whether a message is none of this round, where late ranks are cut. */
+static int is_stray(const EpExchange *x, const EpRoundHeader *header) {
+    return x->late >= 0 && (header->op == EP_NOTE || header->round != x->round);
+}
+
+/* A peer that goes on without this rank may write its next header meanwhile, so look at a copy. */
 EpStatus ep_round_receive(EpExchange *x, int32_t peer, const EpRoundHeader **header,
                           const void **body) {
-    const char *message;
     const EpRoundHeader *theirs;
-    if (x->control[peer]) {
+    *body = NULL;
+    if (x->control[peer])
         EP_TRY(wait_counter(x, peer, &x->control[peer]->published, x->round, "arrive"));
-        message = region(x, peer, x->rank);
-        theirs = &x->control[peer]->header[x->round % BUFFERS];
-    } else {
-        Remote *remote = &x->remote[peer];
-        EP_TRY(wait_request(x, peer, &remote->receiving[x->round % BUFFERS], "arrive"));
-        message = remote->inbox[x->round % BUFFERS];
-        theirs = (const EpRoundHeader *)message;
+    else
+        EP_TRY(wait_request(x, peer, &x->remote[peer].receiving[x->round % BUFFERS], "arrive"));
+    if (!takes_part(x, peer)) return EP_OK;
+    const char *message = find_message(x, peer, &theirs);
+    EpRoundHeader copy = *theirs;
+    if (!ep_round_settle(x, peer)) return EP_OK;
+    if (is_stray(x, &copy)) {
+        ep_exchange_cut(x, peer);
+        return EP_OK;
     }
-    EP_TRY(check_header(x, peer, theirs));
+    if (x->masks && x->control[peer]) {
+        EP_EXCHANGE_FENCE();
+        if (has_gone_on(x, peer)) return fail_left_behind(x, peer);
+    }
+    EP_TRY(check_header(x, peer, x->masks && x->control[peer] ? &copy : theirs));
     if (header) *header = theirs;
     *body = message + LINE;
     return EP_OK;
@@ -762,17 +871,10 @@ void ep_round_release(EpExchange *x, int32_t peer) {
                           memory_order_release);
 }
 
-/* The fences of masks: see exchange.h. The thread sanitizer does not know fences. */
-#ifdef __SANITIZE_THREAD__
-#define READ_FENCE() (void)0
-#else
-#define READ_FENCE() atomic_thread_fence(memory_order_acquire)
-#endif
-
 EpStatus ep_round_close(EpExchange *x) {
-    if (x->masks) READ_FENCE();
-    for (int32_t r = 0; x->masks && r < x->size; r++)
-        if (x->control[r] && ep_mask_has(&x->alive, r) && has_gone_on(x, r))
+    if (x->masks) EP_EXCHANGE_FENCE();
+    for (int32_t r = 0; x->masks && x->late < 0 && r < x->size; r++)
+        if (x->control[r] && takes_part(x, r) && has_gone_on(x, r))
             return fail_left_behind(x, r);
     x->op = NULL;
     return EP_OK;

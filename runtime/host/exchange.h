@@ -80,7 +80,9 @@ typedef struct EpRoundHeader {
 /** A counter with a cache line of its own, since different ranks store and poll counters. */
 typedef struct EpCounter {
     _Alignas(64) _Atomic uint64_t value;
-    _Atomic uint64_t seen; /**< in `released`: the ticket of that peer's ballot; see below */
+    /* in `released`: */
+    _Atomic uint64_t seen; /**< the ticket of that peer's ballot; see below */
+    _Atomic uint64_t cut;  /**< 1 + `base` if this rank has cut that peer since; see below */
 } EpCounter;
 
 /**
@@ -113,6 +115,14 @@ typedef struct EpCounter {
  * load of a round, behind a fence. It then knows that the data may be of later rounds, and fails.
  * Until then, what it has read may be anything: so it bounds all indices. It writes to its own
  * memory alone.
+ *
+ * Cuts. A rank may cut another one until the next rendezvous (EpLate): by itself, in any round. It
+ * then does not wait for it, read from it or write for it, as if it were masked. It says so in a
+ * word of its control block, in the place of `base` above: a fence lies between that store and its
+ * next one to the outbox. The other rank looks at the word after its last load of a message, and
+ * drops what it has read (ep_round_settle). On another node it finds no message in time, and cuts,
+ * too. Rounds of both go on. So an operation that cuts must have as many rounds on all ranks,
+ * whomever they have cut: latency mode then has those of max_tokens.
  *
  * Between nodes ballots are messages. A pair's messages arrive in order, and the old ones are
  * dropped up to the last ballot. No request is canceled: what was sent to a masked rank, or posted
@@ -197,12 +207,21 @@ int64_t ep_exchange_body_bytes(const EpExchange *x, EpRoundMode mode);
 int ep_exchange_on_node(const EpExchange *x, int32_t peer);
 int ep_exchange_has_peers_on_node(const EpExchange *x);
 
-/** Returns whether a rank takes part in rounds. */
+/** Returns whether a rank takes part in rounds: it is neither masked nor cut. */
 int ep_exchange_is_alive(const EpExchange *x, int32_t rank);
 
 /** Meet the other ranks of `alive`, and go on with them alone. On failure the set is what it was,
  *  and the exchange has failed until a repetition succeeds. */
 EpStatus ep_exchange_mask(EpExchange *x, const EpMask *alive);
+
+/** From now on wait so many seconds for ranks, in each round, then cut those that are missing. < 0:
+ *  wait until the deadline, then fail. Returns what was set before. */
+double ep_exchange_set_late(EpExchange *x, double seconds);
+int ep_exchange_cuts_late(const EpExchange *x);
+/** Cut a rank. */
+void ep_exchange_cut(EpExchange *x, int32_t rank);
+/** Returns the ranks that this rank has cut. */
+const EpMask *ep_exchange_cuts(const EpExchange *x);
 
 /** From now on add the seconds of each wait for peer r to waited[r]; NULL: no longer. */
 void ep_exchange_measure(EpExchange *x, double *waited);
@@ -216,11 +235,14 @@ void *ep_round_region(EpExchange *x, int32_t peer);
 /** Set how many body bytes are sent to a peer on another node; 0 unless set in this round. */
 void ep_round_fill(EpExchange *x, int32_t peer, int64_t body_bytes);
 EpStatus ep_round_publish(EpExchange *x);
-/** Wait for a peer's message and check its header. `header` (may be NULL) and `body` become
+/** Wait for a peer's message and check its header. `body` becomes NULL if the peer is cut. `header` (may be NULL) and `body` become
  *  pointers into the peer's outbox or an inbox, valid until ep_round_release. A release marks the
  *  messages of earlier rounds, too: a reader may keep a message until it releases the next one. */
 EpStatus ep_round_receive(EpExchange *x, int32_t peer, const EpRoundHeader **header,
                           const void **body);
+/** Where ranks cut late ones, after the last load of a peer's message: returns whether it was whole.
+ *  If not, the peer is cut. */
+int ep_round_settle(EpExchange *x, int32_t peer);
 void ep_round_release(EpExchange *x, int32_t peer);
 /** In a group with masks, fails if what was read in this round may be of another one. */
 EpStatus ep_round_close(EpExchange *x);

@@ -51,6 +51,9 @@ struct EpExchange {
     /* masks */
     int masks;          /* whether the group has the option */
     EpMask alive;       /* the ranks that take part, this one included */
+    EpMask cut;         /* those of them that this rank has cut */
+    double late;        /* see ep_exchange_set_late */
+    double late_end;    /* of the waits of this part of a round; 0: none has begun */
     uint64_t base;      /* the round at which they began to */
     EpVote own;         /* what this rank says in its last rendezvous of living ranks */
     EpVote *votes;      /* [size]: what the others have said last, as far as is known */
@@ -65,6 +68,15 @@ struct EpExchange {
     EpRoundMode mode;
     EpExchangeFailure failure;
 };
+
+/* The fences of exchange.h: between a reader's last load of a round and its look at `base` or `cut`,
+ * and between a writer's store there and its next one to the outbox. The thread sanitizer does not
+ * know fences. */
+#ifdef __SANITIZE_THREAD__
+#define EP_EXCHANGE_FENCE() (void)0
+#else
+#define EP_EXCHANGE_FENCE() atomic_thread_fence(memory_order_seq_cst)
+#endif
 
 #define EP_BALLOT_BYTES (64 + (int64_t)sizeof(EpVote)) /* with its header */
 

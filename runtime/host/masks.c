@@ -229,17 +229,11 @@ static int32_t find_late(const Look *look) {
     return look->absent >= 0 ? look->absent : look->missing >= 0 ? look->missing : look->slow;
 }
 
-/* The fence lies between the new base and what this rank stores in its outbox from now on. */
-#ifdef __SANITIZE_THREAD__
-#define WRITE_FENCE() (void)0
-#else
-#define WRITE_FENCE() atomic_thread_fence(memory_order_seq_cst)
-#endif
-
 static void go_on(EpExchange *x) {
     EpControl *own = x->control[x->rank];
     x->base = x->round = x->next_base;
     x->alive = x->own.alive;
+    x->cut = (EpMask){{0}};
     for (int32_t r = 0; r < x->size; r++) {
         if (!is_peer(x, r)) continue;
         x->past[r] = x->expected[r];
@@ -248,7 +242,7 @@ static void go_on(EpExchange *x) {
     }
     store(&own->published.value, x->round);
     store(&own->base.value, x->round);
-    WRITE_FENCE();
+    EP_EXCHANGE_FENCE();
     x->own.done = x->own.ticket;
     store(&own->ballot.done, x->own.done);
     x->op = NULL, x->noted = 0, x->refused = 0;

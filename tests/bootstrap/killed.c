@@ -442,7 +442,8 @@ static void run_masked_life(MaskedLife *life) {
 
 static const char *const masked_cases[] = {
     "mode=throughput weighted=1", "mode=latency weighted=1", "mode=latency phases=1 layout=flat",
-    "mode=throughput layout=batched by_entry=1", "mode=throughput layout=rank-major hidden=256",
+    "mode=latency late_us=300000 phases=1", "mode=throughput layout=batched by_entry=1",
+    "mode=latency late_us=300000 layout=batched weighted=1", "mode=throughput layout=rank-major hidden=256",
 };
 
 /* Draw up to RANKS - 1 victims, and when each is lost: in a step, or while others meet. */

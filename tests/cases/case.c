@@ -119,6 +119,8 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, masks, NULL),
     TEXT_FIELD(Case, masked, NULL),
     TEXT_FIELD(Case, masked_late, NULL),
+    TEXT_FIELD(Case, late_us, NULL),
+    TEXT_FIELD(Case, cut_now, NULL),
     TEXT_FIELD(Case, all_weights, NULL),
     TEXT_FIELD(Case, seed, NULL),
 };
@@ -301,6 +303,8 @@ EpGroupConfig case_group_config(const Case *c) {
     if (c->mode == EP_MODE_LATENCY || c->sets) config.latency_sets = c->sets ? c->sets : 4;
     config.node_rows = c->node_rows;
     config.masks = c->masks;
+    config.late_us = c->late_us;
+    if (c->late_us) config.on_late = EP_LATE_MASK;
     if (c->by_entry) config.sums = EP_SUMS_BY_ENTRY;
     if (c->merged) config.duplicates = EP_DUPLICATES_MERGE;
     return config;

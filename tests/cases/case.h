@@ -85,6 +85,8 @@ typedef struct Case {
     int masks;       /**< the group has masks */
     char masked[24]; /**< a digit for each rank, as in "0100": 1 where it is masked; "": no rank */
     int masked_late; /**< after prepare */
+    int late_us;     /**< of the group, which then cuts ranks that are late */
+    int cut_now;     /**< `masked` ranks are cut in this step, whose plan counts rows to them */
     int all_weights; /**< rank-major rows get all K weights; ignored in other layouts */
     uint64_t seed;
 } Case;

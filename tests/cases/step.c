@@ -47,6 +47,15 @@ static int has_ended(const Step *step) {
     return step->ended && *step->ended != EP_OK;
 }
 
+/* Returns whether this rank has cut another one. */
+static int has_cut(const Step *step) {
+    uint32_t alive = 0, expected = 0;
+    for (int i = 0; i < step->world->c.ranks; i++)
+        expected |= (uint32_t)!case_is_masked(&step->world->c, i) << i;
+    CHECK_OK(ep_group_alive(step->group, &alive));
+    return alive != expected;
+}
+
 static void run_call(Run *r, StepOp op) {
     r->memory.counters = step_counters_new(r->step);
     EpStatus status = step_call(r->step, &r->memory, op, NULL);
@@ -54,6 +63,7 @@ static void run_call(Run *r, StepOp op) {
         *r->step->ended = status;
     else
         CHECK_OK(status);
+    if (r->step->ended && !has_ended(r->step) && has_cut(r->step)) *r->step->ended = EP_ERR_MASKED;
     if (has_ended(r->step))
         free(r->memory.counters);
     else

@@ -28,6 +28,8 @@ static const TextField config_fields[] = {
     TEXT_FIELD(EpGroupConfig, sums, "|rank|entry"),
     TEXT_FIELD(EpGroupConfig, node_rows, NULL),
     TEXT_FIELD(EpGroupConfig, masks, NULL),
+    TEXT_FIELD(EpGroupConfig, on_late, NULL),
+    TEXT_FIELD(EpGroupConfig, late_us, NULL),
 };
 
 typedef struct Configured {

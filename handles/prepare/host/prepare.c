@@ -94,7 +94,7 @@ static void sort_entry(Prepare *p, EpPlacement placement, int32_t token, int64_t
     if (expert < 0 || expert >= placement.num_experts) return;
     if (p->shape->merges && is_repeated(p, entry, expert)) return;
     int32_t owner = ep_placement_owner(&placement, (int32_t)expert);
-    if (!ep_mask_has(&p->group->alive, owner)) return;
+    if (!ep_exchange_is_alive(p->exchange, owner)) return;
     if (!has_place(p, p->group->nodes.of[owner], token)) {
         lose_entry(p, owner, token);
         return;
@@ -285,8 +285,20 @@ static EpRoundHeader expected_header(const Prepare *p) {
         .tokens = (int32_t)p->num_tokens};
 }
 
+/* Copy a message, since its writer may go on without this rank. Returns NULL if it has. */
+static const int32_t *keep_message(Prepare *p, int32_t peer, const void *body) {
+    const EpGroup *group = p->group;
+    int64_t stride = ep_host_route_bytes(&group->config, group->size);
+    int64_t words = head_words(p, group->rank) +
+                    p->shape->max_tokens * ep_route_words(p->routing->top_k);
+    char *copy = ep_host(group)->routes + peer * stride;
+    if (!ep_exchange_on_node(p->exchange, peer)) return body;
+    memcpy(copy, body, (size_t)words * sizeof(int32_t));
+    return ep_round_settle(p->exchange, peer) ? (const int32_t *)copy : NULL;
+}
+
 /* Wait for all messages of this round. `messages` [R]: their bodies, this rank's own included; NULL
- * from masked ranks. */
+ * from ranks that are masked or cut. */
 static EpStatus receive_all(Prepare *p, const int32_t **messages) {
     int32_t rank = p->group->rank, size = p->group->size;
     messages[rank] = ep_round_region(p->exchange, rank);
@@ -299,8 +311,10 @@ static EpStatus receive_all(Prepare *p, const int32_t **messages) {
         p->plan.rank_tokens[peer] = 0;
         if (!ep_exchange_is_alive(p->exchange, peer)) continue;
         EP_TRY(ep_round_receive(p->exchange, peer, &header, &body));
-        messages[peer] = body;
-        p->plan.rank_tokens[peer] = bounded(header->tokens, p->shape->max_tokens);
+        if (!body) continue;
+        int32_t tokens = bounded(header->tokens, p->shape->max_tokens);
+        messages[peer] = ep_exchange_cuts_late(p->exchange) ? keep_message(p, peer, body) : body;
+        if (messages[peer]) p->plan.rank_tokens[peer] = tokens;
     }
     return EP_OK;
 }
@@ -310,6 +324,8 @@ static void count_rounds(Prepare *p) {
     header->most_tokens = 0;
     for (int32_t r = 0; r < p->group->size; r++)
         header->most_tokens = ep_max(header->most_tokens, p->plan.rank_tokens[r]);
+    /* Ranks that have cut different ones still have as many rounds. */
+    if (ep_exchange_cuts_late(p->exchange)) header->most_tokens = p->shape->max_tokens;
     p->rounds = ep_max(1, (header->most_tokens + p->chunk - 1) / p->chunk);
 }
 
@@ -483,7 +499,7 @@ static EpStatus run(EpHandle *handle, const void *call) {
 }
 
 EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing) {
-    return ep_host_run(handle, &routing->stats, run, routing);
+    return ep_host_run(handle, &routing->stats, run, routing, routing->op->name);
 }
 
 EpStatus ep_host_publish(EpHandle *handle, const EpRouting *routing) {
