@@ -12,6 +12,7 @@ from ._abi import (
     EpGroupConfig,
     EpHandleConfig,
     ExpertIds,
+    Late,
     Layout,
     Mode,
     Overflow,
@@ -63,6 +64,8 @@ class GroupFields(TypedDict, total=False):
     num_nodes: int  # = nodes that the ranks are on; another number is refused; 0: any (0)
     sums: Sums  # = BY_ENTRY: a token's rank adds all of its rows (BY_RANK)
     node_rows: int  # = room in a rank's message to another node, in tokens; 0: max_tokens (0)
+    on_late: Late  # = MASK: latency mode cuts late ranks; needs masks (FAIL)
+    late_us: int  # = how long it waits for them (0)
     masks: int  # = 1: ranks may be masked (Group.mask); host backend (0)
 
 
@@ -96,6 +99,7 @@ _ENUMS: dict[str, type[IntEnum]] = {
     "grad_quant": Quant,
     "layout": Layout,
     "mode": Mode,
+    "on_late": Late,
     "overflow": Overflow,
     "padding": Padding,
     "plans": Plans,
