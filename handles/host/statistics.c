@@ -52,7 +52,9 @@ EpStatus ep_host_run(EpHandle *handle, const EpStatistics *stats, EpHostRun *run
     double before = ep_exchange_set_late(x, group->config.late_us * 1e-6); /* a dispatch prepares */
     EpStatus status = run_timed(handle, stats, run, call);
     (void)ep_exchange_set_late(x, before);
+    EpMask cut = group->cut;
     ep_group_record_cuts(group, ep_exchange_cuts(x), phase);
+    if (memcmp(&cut, &group->cut, sizeof(cut))) ep_host_choose_copies(group);
     return status;
 }
 

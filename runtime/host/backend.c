@@ -8,6 +8,8 @@
 #include "combine/host/gather.h"
 #include "dispatch/host/scatter.h"
 #include "handles/host/plan.h"
+#include "handles/placement/host/place.h"
+#include "handles/placement/place.h"
 #include "handles/prepare/host/count.h"
 #include "handles/prepare/host/routing_map.h"
 #include "handles/weights/host/weight.h"
@@ -17,6 +19,7 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNode
                     const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {
     (void)nodes;
     ep_host_measure(config, num_ranks, settings, shared_bytes, private_bytes);
+    *private_bytes += ep_config_copies_bytes(config, num_ranks);
     *private_bytes +=
         ep_config_latency_sets(config, EP_OFFERS_LATENCY) * ep_host_set_bytes(config, num_ranks) +
         ep_host_routes_bytes(config, num_ranks);
@@ -24,6 +27,8 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNode
 
 static EpStatus open(EpGroup *group) {
     EP_TRY(ep_host_open(group));
+    if (ep_config_has_copies(&group->config))
+        EP_TRY(ep_copies_create(group, &group->copies.memory));
     EpHost *host = ep_host(group);
     int64_t routes = ep_host_routes_bytes(&group->config, group->size);
     host->routes = routes ? malloc((size_t)routes) : NULL;
@@ -44,6 +49,7 @@ static EpStatus open(EpGroup *group) {
 static void close(EpGroup *group, int together) {
     EpHost *host = ep_host(group);
     if (host) free(host->sets), free(host->routes);
+    free(group->copies.memory.of);
     ep_host_close(group, together);
 }
 
@@ -78,10 +84,11 @@ static void depart(EpGroup *group, const char *why) {
     ep_exchange_depart(ep_host(group)->exchange, why);
 }
 
-/* Rounds that wait for nobody lie behind: operations have finished when they return. */
+/* Operations have finished when they return, so none is under way. */
 static EpStatus mask(EpGroup *group, const EpMask *alive, EpStream stream) {
     (void)stream;
     EpStatus status = ep_exchange_mask(ep_host(group)->exchange, alive);
+    if (status == EP_OK) ep_host_choose_copies(group);
     if (status == EP_OK) return EP_OK;
     char sentence[EP_SENTENCE_BYTES];
     snprintf(sentence, sizeof(sentence), "%s", ep_last_error());
@@ -92,6 +99,7 @@ static EpStatus mask(EpGroup *group, const EpMask *alive, EpStream stream) {
 static EpStatus cut(EpGroup *group, int32_t rank, EpStream stream) {
     (void)stream;
     ep_exchange_cut(ep_host(group)->exchange, rank);
+    ep_host_choose_copies(group);
     return EP_OK;
 }
 
@@ -137,6 +145,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .read_plan = ep_host_read_plan,
                                       .read_sources = ep_host_read_sources,
                                       .read_source_tokens = ep_host_read_source_tokens,
+                                      .place = ep_host_place,
                                       .prepare = ep_host_prepare,
                                       .publish = ep_host_publish,
                                       .scatter = ep_host_scatter,

@@ -38,6 +38,16 @@ int64_t ep_host_stage_bytes(const EpGroupConfig *c, int32_t num_ranks, const EpS
     return ep_round_up(ep_max(least, ep_min(most, useful)), 256);
 }
 
+void ep_host_choose_copies(EpGroup *group) {
+    const EpCopyMemory *copies = &group->copies.memory;
+    EpExchange *x = ep_host(group)->exchange;
+    if (!copies->of) return;
+    memset(copies->alive, 0, (size_t)ep_mask_words(group->size) * sizeof(*copies->alive));
+    for (int32_t r = 0; r < group->size; r++)
+        copies->alive[r / 32] |= (uint32_t)ep_exchange_is_alive(x, r) << r % 32;
+    ep_copies_build(&group->copies);
+}
+
 EpStatus ep_host_broken(EpGroup *group) {
     const EpExchangeFailure *failure = ep_exchange_failure(ep_host(group)->exchange);
     EpFinding finding = EP_FINDING_INIT;

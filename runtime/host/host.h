@@ -52,6 +52,9 @@ int64_t ep_host_routes_bytes(const EpGroupConfig *config, int32_t num_ranks);
 int64_t ep_host_stage_bytes(const EpGroupConfig *config, int32_t num_ranks,
                             const EpSettings *settings);
 
+/** In a group with a placement: let routing take copies of experts on ranks that take part. */
+void ep_host_choose_copies(EpGroup *group);
+
 /** Fail the group with the exchange's failure. Returns its status. */
 EpStatus ep_host_broken(EpGroup *group);
 

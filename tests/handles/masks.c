@@ -30,6 +30,7 @@ static Masked masked_open(const EpBootstrap *bootstrap, const Case *given) {
     m.step = (Step){.world = m.all, .rank = bootstrap->rank};
     m.step.group = open_group(bootstrap, &m.all->c);
     m.step.handle = open_handle(m.step.group, &m.all->c);
+    if (m.all->c.map != MAP_FIRST) CHECK_OK(place_experts(m.step.group, &m.all->c));
     check_note("case: %s", case_describe(&m.some->c));
     return m;
 }
@@ -106,6 +107,10 @@ BOTH_MODES(batched, "ranks=3 masked=010 layout=batched", "weighted=1 counters=1 
 BOTH_MODES(rank_major, "ranks=4 masked=0011 top_k=3 layout=rank-major", "zero_tail=ids biases=2");
 BOTH_MODES(alone, "ranks=3 masked=110 spread=full", "weighted=1");
 BOTH_MODES(on_nodes, "ranks=5 nodes=00111 masked=00100 top_k=4 spread=full", "weighted=1");
+BOTH_MODES(copies, "ranks=4 nodes=0011 masked=0100 experts=5 physical=11 map=random top_k=4",
+           "weighted=1 choice=spread");
+BOTH_MODES(near_copies, "ranks=3 masked=001 experts=6 physical=12 map=everywhere spread=full",
+           "counters=1");
 BOTH_MODES(by_entry, "ranks=4 nodes=0101 masked=0010 top_k=4", "by_entry=1 weights_at_combine=1");
 TextsTest(handles_masks, other_steps, run_without,
           "ranks=4 nodes=0011 masked=0001 spread=full experts=7 merged=1 duplicates=1 top_k=5",
@@ -327,6 +332,7 @@ static void run_cut_by_hand(Case c) {
 
 TextsTest(handles_masks, cut_by_hand, run_cut_by_hand,
           "ranks=3 masked=001 late_us=30000000 mode=latency weighted=1",
+          "ranks=3 masked=100 late_us=30000000 mode=latency physical=9 experts=4 map=random top_k=4",
           "ranks=4 nodes=0011 masked=0100 late_us=30000000 mode=latency phases=1 layout=flat");
 
 /* ---- ep_group_mask itself ---- */
