@@ -268,8 +268,12 @@ class Group(Shared):
             words[rank // 32] |= 1 << rank % 32
         self.call(library.ep_group_mask, self.require(), words, c_void_p(stream))
 
+    def cut(self, rank: int, stream: int = 0) -> None:
+        """Go on without a rank until the next mask(), on this rank alone. See ep_group_cut. Local."""
+        self.call(library.ep_group_cut, self.require(), rank, c_void_p(stream))
+
     def alive(self) -> list[int]:
-        """The ranks that take part. Local."""
+        """The ranks that take part, without those that this rank has cut. Local."""
         words = self._words()
         self.call(library.ep_group_alive, self.require(), words)
         return [rank for rank in range(self.size) if words[rank // 32] >> rank % 32 & 1]
