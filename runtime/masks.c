@@ -73,8 +73,8 @@ EpStatus ep_group_cut(EpGroup *group, int32_t rank, EpStream stream) {
         return ep_refuse(&call, EP_ERR_UNSUPPORTED, "group",
                          "expected one with config.on_late = EP_LATE_MASK, got one without");
     if (rank < 0 || rank >= group->size || rank == group->rank)
-        return ep_refuse(&call, EP_ERR_RANGE, "rank", "expected another rank's number below %d, got %d",
-                         group->size, rank);
+        return ep_refuse(&call, EP_ERR_RANGE, "rank",
+                         "expected another rank's number below %d, got %d", group->size, rank);
     if (!ep_mask_has(&group->alive, rank)) return EP_OK;
     EP_TRY(group->backend->cut(group, rank, stream));
     ep_mask_add(&cut, rank);

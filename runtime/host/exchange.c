@@ -307,7 +307,8 @@ void ep_exchange_give_up(EpExchange *x, int32_t blamed, const char *why) {
 /* Peers on other nodes get one message before each round: they read it when they wait for that. */
 static void send_refusal(EpExchange *x, const char *text) {
     const EpBootstrap *b = x->bootstrap;
-    if (!x->spans_nodes || x->noted || x->refused == x->round + 1 || !has_sent(x, SENDING_REFUSAL)) return;
+    if (!x->spans_nodes || x->noted || x->refused == x->round + 1) return;
+    if (!has_sent(x, SENDING_REFUSAL)) return;
     x->refused = x->round + 1;
     size_t bytes = write_note(x, x->refusal, (EpRoundHeader){.op = EP_REFUSED}, text);
     for (int32_t r = 0; r < x->size; r++)
@@ -829,7 +830,8 @@ static EpStatus check_header(EpExchange *x, int32_t peer, const EpRoundHeader *t
 /* Find a peer's message, once it is there. */
 static const char *find_message(const EpExchange *x, int32_t peer, const EpRoundHeader **header) {
     int parity = (int)(x->round % BUFFERS);
-    const char *message = x->control[peer] ? region(x, peer, x->rank) : x->remote[peer].inbox[parity];
+    const char *message =
+        x->control[peer] ? region(x, peer, x->rank) : x->remote[peer].inbox[parity];
     *header = x->control[peer] ? &x->control[peer]->header[parity] : (const EpRoundHeader *)message;
     return message;
 }

@@ -242,13 +242,14 @@ void *ep_round_region(EpExchange *x, int32_t peer);
 /** Set how many body bytes are sent to a peer on another node; 0 unless set in this round. */
 void ep_round_fill(EpExchange *x, int32_t peer, int64_t body_bytes);
 EpStatus ep_round_publish(EpExchange *x);
-/** Wait for a peer's message and check its header. `body` becomes NULL if the peer is cut. `header` (may be NULL) and `body` become
- *  pointers into the peer's outbox or an inbox, valid until ep_round_release. A release marks the
- *  messages of earlier rounds, too: a reader may keep a message until it releases the next one. */
+/** Wait for a peer's message and check its header. `body` becomes NULL if the peer is cut. Else
+ *  `header` (may be NULL) and `body` become pointers into the peer's outbox or an inbox, valid until
+ *  ep_round_release. A release marks the messages of earlier rounds, too: a reader may keep a
+ *  message until it releases the next one. */
 EpStatus ep_round_receive(EpExchange *x, int32_t peer, const EpRoundHeader **header,
                           const void **body);
-/** Where ranks cut late ones, after the last load of a peer's message: returns whether it was whole.
- *  If not, the peer is cut. */
+/** Where ranks cut late ones, after the last load of a peer's message: returns whether it was
+ *  whole. If not, the peer is cut. */
 int ep_round_settle(EpExchange *x, int32_t peer);
 void ep_round_release(EpExchange *x, int32_t peer);
 /** In a group with masks, fails if what was read in this round may be of another one. */

@@ -22,7 +22,7 @@ typedef struct EpRemote {
     char *inbox[EP_EXCHANGE_BUFFERS];     /* hold its messages */
     void *sending[EP_EXCHANGE_BUFFERS];   /* requests; NULL: none pending */
     void *receiving[EP_EXCHANGE_BUFFERS]; /* likewise */
-    uint64_t posted;                      /* the last round whose message a receive was posted for */
+    uint64_t posted;                      /* the last round that a receive was posted for */
     int64_t fill;                         /* body bytes of this round's message to it */
     void *sending_note, *sending_refusal, *sending_ballot;
     char *refusal; /* of its last call; NULL: none so far, "": none */
@@ -69,9 +69,9 @@ struct EpExchange {
     EpExchangeFailure failure;
 };
 
-/* The fences of exchange.h: between a reader's last load of a round and its look at `base` or `cut`,
- * and between a writer's store there and its next one to the outbox. The thread sanitizer does not
- * know fences. */
+/* The fences of exchange.h: between a reader's last load of a round and its look at `base` or
+ * `cut`, and between a writer's store there and its next one to the outbox. The thread sanitizer
+ * does not know fences. */
 #ifdef __SANITIZE_THREAD__
 #define EP_EXCHANGE_FENCE() (void)0
 #else

@@ -130,8 +130,8 @@ static void swap_inboxes(EpRemote *remote) {
     remote->receiving[0] = remote->receiving[1], remote->receiving[1] = receiving;
 }
 
-/* Let the receive that ends first be that of the even inbox. Receives from before may be pending for
- * either inbox, or both. */
+/* Let the receive that ends first be that of the even inbox. Receives from before may be pending
+ * for either inbox, or both. */
 static EpStatus order_receives(EpExchange *x, int32_t peer) {
     EpRemote *remote = &x->remote[peer];
     int is_first = !remote->receiving[1] || remote->posted % 2 == 1;

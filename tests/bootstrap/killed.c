@@ -443,14 +443,16 @@ static void run_masked_life(MaskedLife *life) {
 static const char *const masked_cases[] = {
     "mode=throughput weighted=1", "mode=latency weighted=1", "mode=latency phases=1 layout=flat",
     "mode=latency late_us=300000 phases=1", "mode=throughput layout=batched by_entry=1",
-    "mode=latency late_us=300000 layout=batched weighted=1", "mode=throughput layout=rank-major hidden=256",
+    "mode=latency late_us=300000 layout=batched weighted=1",
+    "mode=throughput layout=rank-major hidden=256",
 };
 
 /* Draw up to RANKS - 1 victims, and when each is lost: in a step, or while others meet. */
 static MaskedLife draw_masked_life(uint64_t seed, uint64_t number, int signal) {
     Random random = random_stream(seed, number, 7);
     MaskedLife life = {.nodes = topologies[random_below(&random, LENGTH(topologies))]};
-    int victims = 1 + (int)random_below(&random, RANKS - 1), first = (int)random_below(&random, RANKS);
+    int victims = 1 + (int)random_below(&random, RANKS - 1);
+    int first = (int)random_below(&random, RANKS);
     life.c = case_complete(case_of("ranks=%d experts=7 top_k=4 masks=1 seed=%d %s", RANKS,
                                    (int)(100 * number),
                                    masked_cases[number % LENGTH(masked_cases)]));

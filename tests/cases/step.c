@@ -80,7 +80,8 @@ static void run_end(Run *r) {
     }
     step_expect(r->step, r->ops, r->expected);
     for (StepOutput i = OUT_COUNTS; i < STEP_OUTPUTS; i++) {
-        if (r->got[i].base && !has_ended(r->step)) step_compare(r->step, i, &r->got[i], &r->expected[i]);
+        if (r->got[i].base && !has_ended(r->step))
+            step_compare(r->step, i, &r->got[i], &r->expected[i]);
         image_free(&r->got[i]);
         image_free(&r->expected[i]);
     }

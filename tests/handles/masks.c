@@ -260,8 +260,8 @@ static void late(const EpBootstrap *bootstrap, void *given) {
     }
     meet(&m);
     if (m.is_masked) {
-        /* On this node it sees that it was cut. What another node had sent before is there: routing,
-         * whose rows never come. */
+        /* On this node it sees that it was cut. What another node had sent before is there:
+         * routing, whose rows never come. */
         now = own->c, now.cut_now = 1, now.masked_late = m.c.nodes[0] != 0;
         World *first = world_new(&now);
         m.step.world = first;
@@ -332,7 +332,7 @@ static void run_cut_by_hand(Case c) {
 
 TextsTest(handles_masks, cut_by_hand, run_cut_by_hand,
           "ranks=3 masked=001 late_us=30000000 mode=latency weighted=1",
-          "ranks=3 masked=100 late_us=30000000 mode=latency physical=9 experts=4 map=random top_k=4",
+          "ranks=3 masked=100 late_us=30000000 mode=latency physical=9 experts=4 map=random",
           "ranks=4 nodes=0011 masked=0100 late_us=30000000 mode=latency phases=1 layout=flat");
 
 /* ---- ep_group_mask itself ---- */
