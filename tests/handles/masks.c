@@ -411,9 +411,11 @@ ThreadTest(handles_masks, refused, 2) {
     uint32_t own = 1u << bootstrap->rank, other = 3 - own, word = 0, beyond = 7;
     void *memory = NULL;
     _Alignas(4096) static char page[4096];
-    EpGroupConfig on_gpus = group_config(2);
-    on_gpus.masks = 1, on_gpus.backend = EP_BACKEND_CUDA;
-    CHECK_NO_GROUP(bootstrap, &on_gpus, EP_ERR_UNSUPPORTED, "the cuda backend has no masks yet");
+    EpGroupConfig config = group_config(2);
+    config.masks = 1, config.backend = EP_BACKEND_CUDA;
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_UNSUPPORTED, "the cuda backend has no masks yet");
+    config.backend = TEST_BACKEND, config.masks = bootstrap->rank;
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_MISMATCH, "config.masks", "0 on rank 0", "1 on");
     CHECK_REFUSED(ep_group_mask(NULL, &own, NULL), EP_ERR_NULL, "group");
     CHECK_REFUSED(ep_group_mask(plain, &own, NULL), EP_ERR_UNSUPPORTED, "config.masks");
     CHECK_REFUSED(ep_group_mask(group, NULL, NULL), EP_ERR_NULL, "alive");

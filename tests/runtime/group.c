@@ -144,7 +144,7 @@ static const char *const differences[][5] = {
     {"node_rows", "0", "5", "got 9", "5 on rank 2"},
     {"num_physical", "-1", "5", "got -1", "5 on rank 2"},
     {"choice", "1", "2", "got EP_CHOICE_NEAR", "EP_CHOICE_SPREAD on rank 2"},
-    {"masks", "0", "1", "got 0", "1 on rank 2"},
+    {"late_us", "0", "7", "got 0", "7 on rank 2"},
 };
 
 ThreadTest(runtime_group, ranks_that_disagree, 3) {
