@@ -117,6 +117,7 @@ static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGro
                        const EpSettings *settings, const Agreement *agreed) {
     int32_t size = bootstrap->size, rank = bootstrap->rank;
     ep_abort_open(&group->abort);
+    group->alive = ep_mask_of_all(size);
     group->aborted_peer = -1;
     group->bootstrap = *bootstrap;
     group->config = *config;
@@ -255,12 +256,14 @@ int ep_group_end(EpGroup *group) {
 }
 
 /* Peers may store into this rank's memory until they have finished too, so meet them in a barrier.
+ * Masked ranks would not come, and ranks of a group with masks store into no other rank's memory.
  * A rank that knows that the group has failed skips the barrier; poll first, since this rank may
  * not know it yet. Returns 1 if all ranks are there. */
 static int meet_to_destroy(EpGroup *group) {
     int finished = ep_group_end(group);
     ep_abort_set_phase(&group->abort, EP_ABORT_LEAVING);
-    return finished && is_usable(group) && ep_group_meet(group) == EP_OK;
+    int all = ep_mask_has_all(&group->alive, group->size);
+    return finished && all && is_usable(group) && ep_group_meet(group) == EP_OK;
 }
 
 void ep_group_destroy(EpGroup *group) {

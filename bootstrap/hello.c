@@ -32,6 +32,9 @@ static const struct {
                              {"LIBEP_NODE_CHUNK", EP_NUMBERS},
                              {"LIBEP_WEIGHT_SMS", EP_NUMBERS},
                              {"LIBEP_NODE_LATENCY", EP_NUMBERS},
+                             {"config.masks", EP_NUMBERS},
+                             {"config.on_late", EP_NAMES_LATE},
+                             {"config.late_us", EP_NUMBERS},
                              {"bootstrap.isend being given", EP_NUMBERS}};
 
 void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGroupConfig *c,
@@ -60,6 +63,9 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
                                              settings->node_chunk,
                                              settings->weight_sms,
                                              settings->node_latency,
+                                             c->masks,
+                                             c->on_late,
+                                             c->late_us,
                                              bootstrap->isend != NULL};
     memcpy(mine->field, values, sizeof(values));
     mine->topology_hash = settings->topology.hash;

@@ -114,7 +114,7 @@ void ep_group_accept(EpGroup *group) {
 
 void ep_group_refuse(EpGroup *group) {
     char text[EP_SENTENCE_BYTES];
-    if (group->failed != EP_OK || group->size == 1) return;
+    if (group->failed != EP_OK || group->suspended != EP_OK || group->size == 1) return;
     snprintf(text, sizeof(text), REFUSED "%.*s", EP_ABORT_BYTES, ep_last_error());
     set_refusal(group, text);
 }

@@ -11,6 +11,7 @@
  */
 
 #include "runtime/abort.h"
+#include "runtime/mask.h"
 #include "runtime/movement.h"
 #include "runtime/nodes.h"
 #include "runtime/recorder.h"
@@ -105,6 +106,12 @@ typedef struct EpBackendOps {
      *  waits for this rank, with this sentence of EP_ABORT_BYTES bytes. Its operations have ended.
      */
     void (*depart)(EpGroup *group, const char *why);
+    /** Collective over the ranks in `alive`, in groups with masks: see ep_group_mask. The caller
+     *  sets group->alive afterwards. On failure the group is suspended or has failed. Optional
+     *  (NULL: no group has masks). */
+    EpStatus (*mask)(EpGroup *group, const EpMask *alive, EpStream stream);
+    /** Local, where late ranks are cut: see ep_group_cut. Optional likewise. */
+    EpStatus (*cut)(EpGroup *group, int32_t rank, EpStream stream);
     /** Wait until this rank's operations have finished. */
     EpStatus (*finish)(EpGroup *group);
     /** Collective, after all ranks have finished: make a window and, if it is `owned`, its zeroed
@@ -184,7 +191,8 @@ extern const EpBackendOps ep_backend_host, ep_backend_cuda;
 #define EP_CUDA_OFFERS \
     (EP_OFFERS_LATENCY | EP_OFFERS_QUANT | EP_OFFERS_SCALE_COLUMNS | EP_OFFERS_SOURCE_COUNTS)
 
-/** Returns the backend that configuration and settings ask for: AUTO, HOST or CUDA. */
+/** Returns the backend that configuration and settings ask for: AUTO, HOST or CUDA. A group with
+ *  masks asks for HOST, which alone has them. */
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings);
 
 /** Returns why no machine can serve `wish` with this configuration, or NULL. */

@@ -58,6 +58,16 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
     return EP_OK;
 }
 
+static EpStatus check_masks(const EpCall *call, const EpGroupConfig *c) {
+    EP_TRY(check_range(call, "config.masks", c->masks, 0, 1));
+    EP_TRY(check_range(call, "config.on_late", c->on_late, EP_LATE_FAIL, EP_LATE_MASK));
+    if (c->on_late == EP_LATE_FAIL) return EP_OK;
+    if (!c->masks)
+        return ep_refuse(call, EP_ERR_RANGE, "config.masks",
+                         "expected 1, since config.on_late is EP_LATE_MASK, got 0");
+    return check_range(call, "config.late_us", c->late_us, 1, INT32_MAX);
+}
+
 static EpStatus check(const EpCall *call, const EpGroupConfig *c, int32_t num_ranks) {
     EP_TRY(check_range(call, "num_ranks", num_ranks, 1, EP_MAX_RANKS));
     EP_TRY(check_range(call, "config.num_experts", c->num_experts, 1, EP_MAX_EXPERTS));
@@ -70,6 +80,7 @@ static EpStatus check(const EpCall *call, const EpGroupConfig *c, int32_t num_ra
     EP_TRY(check_range(call, "config.node_rows", c->node_rows, 0, c->max_tokens));
     if (c->num_physical != EP_DEFAULT)
         EP_TRY(check_range(call, "config.num_physical", c->num_physical, 1, EP_MAX_EXPERTS));
+    EP_TRY(check_masks(call, c));
     return check_choices(call, c);
 }
 

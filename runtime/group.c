@@ -35,6 +35,16 @@ EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding) {
     return group->failed;
 }
 
+EpStatus ep_group_suspend(EpGroup *group, const EpFinding *finding) {
+    if (ep_abort_requested(&group->abort)) return ep_group_fail(group, finding);
+    group->failure = *finding;
+    keep_sentence(group);
+    group->suspended = finding->status;
+    EP_LOG_AT(group->ends ? EP_LOG_INFO : EP_LOG_WARN, "group suspended: %s",
+              group->failure_sentence);
+    return group->suspended;
+}
+
 /* Another thread has aborted the group, and no wait has noticed. */
 static EpStatus fail_aborted(EpGroup *group) {
     EpFinding finding = EP_FINDING_INIT;
@@ -45,7 +55,10 @@ static EpStatus fail_aborted(EpGroup *group) {
 
 EpStatus ep_group_usable(EpGroup *group) {
     if (group->failed != EP_OK) return ep_fail(group->failed, "%s", group->failure_sentence);
-    return ep_abort_requested(&group->abort) ? fail_aborted(group) : EP_OK;
+    if (ep_abort_requested(&group->abort)) return fail_aborted(group);
+    if (group->suspended == EP_OK) return EP_OK;
+    return ep_fail(group->suspended, "%s (operations are refused until ep_group_mask)",
+                   group->failure_sentence);
 }
 
 void ep_group_record(EpFinding *pending, const EpFinding *finding) {
@@ -120,6 +133,31 @@ EpStatus ep_group_relay(const EpGroup *group, int32_t node, int32_t *rank) {
     return EP_OK;
 }
 
+void ep_group_record_cuts(EpGroup *group, const EpMask *cut, const char *phase) {
+    for (int32_t r = 0; r < group->size; r++) {
+        EpFinding finding = EP_FINDING_INIT;
+        if (!ep_mask_has(cut, r) || ep_mask_has(&group->cut, r)) continue;
+        finding.status = EP_ERR_MASKED, finding.count = 1;
+        finding.rank = group->rank, finding.peer = r;
+        snprintf(finding.phase, sizeof(finding.phase), "%s", phase);
+        ep_group_record(&group->late, &finding);
+        ep_mask_add(&group->cut, r);
+        EP_LOG_AT(EP_LOG_WARN, "%s: rank %d was late, and is cut", phase, r);
+    }
+}
+
+/* Names all ranks that are cut: the new ones and, since their findings are gone, the others. */
+static EpStatus report_late(const EpGroup *group, const EpFinding *f) {
+    char ranks[256] = "";
+    for (int32_t r = 0, at = 0; r < group->size && at < (int32_t)sizeof(ranks) - 8; r++)
+        if (ep_mask_has(&group->cut, r))
+            at += snprintf(ranks + at, sizeof(ranks) - (size_t)at, "%s%d", at ? ", " : "", r);
+    return ep_fail(f->status,
+                   "rank %d: %s: late within %d us, so this rank goes on without them until "
+                   "ep_group_mask: ranks %s",
+                   f->rank, f->phase, group->config.late_us, ranks);
+}
+
 static EpStatus report_routing(const EpFinding *f) {
     if (f->k < 0)
         return ep_fail(f->status,
@@ -168,6 +206,12 @@ EpStatus ep_group_status(EpGroup *group, EpFinding *out) {
     }
     if (group->routing.status != EP_OK) return take(&group->routing, out, report_routing);
     if (group->overflow.status != EP_OK) return take(&group->overflow, out, report_overflow);
+    if (group->late.status != EP_OK) {
+        status = report_late(group, &group->late);
+        if (out) ep_write_struct(out, &group->late);
+        group->late.status = EP_OK;
+        return status;
+    }
     if (out) ep_write_struct(out, &(EpFinding)EP_FINDING_INIT);
     return EP_OK;
 }

@@ -79,6 +79,10 @@ struct EpGroup {
     EpStatus failed;               /* EP_OK, or why every call is refused */
     EpFinding failure;
     char failure_sentence[EP_SENTENCE_BYTES];
+    EpMask alive;       /* the ranks that take part */
+    EpMask cut;         /* those that this rank has cut since */
+    EpFinding late;     /* pending: some of them, which ep_group_status has not reported */
+    EpStatus suspended; /* EP_OK, or why operations are refused until ep_group_mask: `failure` */
     EpRecorder recorder;
 };
 
@@ -101,6 +105,12 @@ static inline void ep_group_leave(const EpGroup *group, int before) {
 /** Mark the group as failed for good. Keeps the finding and this thread's last sentence; returns
  *  the finding's status. If the group was aborted before, that is the failure. */
 EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding);
+
+/** The same of a group with masks, until ep_group_mask. Returns the finding's status. */
+EpStatus ep_group_suspend(EpGroup *group, const EpFinding *finding);
+
+/** Record that this rank has cut these ranks, some of them before. */
+void ep_group_record_cuts(EpGroup *group, const EpMask *cut, const char *phase);
 
 /** Set the sentence of an aborted group, and return EP_ERR_ABORTED. `phase`: what waited, or "". */
 EpStatus ep_group_fail_aborted(const EpGroup *group, const char *phase);

@@ -35,6 +35,8 @@ static const Enumerator enumerators[] = {ENUMERATOR(EP_NAMES_QUANT, EP_QUANT_NON
                                          ENUMERATOR(EP_NAMES_SUMS, EP_SUMS_BY_ENTRY),
                                          ENUMERATOR(EP_NAMES_CHOICE, EP_CHOICE_NEAR),
                                          ENUMERATOR(EP_NAMES_CHOICE, EP_CHOICE_SPREAD),
+                                         ENUMERATOR(EP_NAMES_LATE, EP_LATE_FAIL),
+                                         ENUMERATOR(EP_NAMES_LATE, EP_LATE_MASK),
                                          ENUMERATOR(EP_NAMES_TENSOR_KIND, EP_TENSOR_WEIGHT),
                                          ENUMERATOR(EP_NAMES_TENSOR_KIND, EP_TENSOR_EXPERT_WEIGHT),
                                          ENUMERATOR(EP_NAMES_AMAX, EP_AMAX_TENSOR),

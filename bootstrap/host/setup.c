@@ -21,7 +21,7 @@ void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
                      int64_t *shared_bytes, int64_t *private_bytes) {
     *shared_bytes =
         ep_exchange_control_bytes(num_ranks) + ep_host_stage_bytes(config, num_ranks, settings);
-    *private_bytes = (int64_t)sizeof(EpHost) + ep_exchange_private_bytes(num_ranks);
+    *private_bytes = (int64_t)sizeof(EpHost) + ep_exchange_private_bytes(num_ranks, config->masks);
 }
 
 /* Count the ranks of the node that has the fewest, and of this rank's node. */
@@ -76,7 +76,8 @@ static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, 
                              .segments = segments,
                              .most_remote = group->size - least,
                              .tag = group->tag,
-                             .timeout = group->timeout};
+                             .timeout = group->timeout,
+                             .masks = group->config.masks};
     setup.stage_bytes = ep_host_stage_bytes(&group->config, group->size, &group->settings);
     setup.spins = choose_spins(group, here);
     int64_t bytes = ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);

@@ -16,7 +16,8 @@
 
 #include "bootstrap/bootstrap.h"
 
-/** Begin a call about windows: check that the group can be used, and set the call's rank. */
+/** Begin a call about windows: check that the group can be used and have any, and set the call's
+ *  rank. */
 EpStatus ep_window_enter(EpCall *call, EpGroup *group);
 
 /** Check that memory does not overlap the group's other windows. */

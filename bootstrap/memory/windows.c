@@ -26,11 +26,19 @@ typedef struct Descriptor {
 
 /* Check that the group can be used. A rank that is refused here skips the rendezvous, so its peers
  * wait for it until their timeout. */
-EpStatus ep_window_enter(EpCall *call, EpGroup *group) {
+static EpStatus enter(EpCall *call, EpGroup *group) {
     EP_TRY(ep_object_check(call, "group", group, EP_OBJECT_GROUP));
     call->rank = group->rank;
     group->backend->poll(group);
     return ep_group_usable(group);
+}
+
+EpStatus ep_window_enter(EpCall *call, EpGroup *group) {
+    EP_TRY(enter(call, group));
+    if (!group->config.masks) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "group",
+                     "expected one without config.masks, since a masked rank could still write to "
+                     "such memory, got one with them");
 }
 
 /* ---- rendezvous ---------------------------------------------------------------------------- */
@@ -198,8 +206,9 @@ static EpStatus destroy(EpGroup *group, const EpCall *call, Code code, Code crea
 
 EpStatus ep_mem_free(EpGroup *group, void *memory) {
     EpCall call = {names[MEM_FREE], -1};
+    if (!memory) return enter(&call, group);
     EP_TRY(ep_window_enter(&call, group));
-    return memory ? destroy(group, &call, MEM_FREE, MEM_ALLOC, memory) : EP_OK;
+    return destroy(group, &call, MEM_FREE, MEM_ALLOC, memory);
 }
 
 EpStatus ep_window_deregister(EpGroup *group, void *memory) {

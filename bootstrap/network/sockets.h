@@ -19,7 +19,7 @@
 
 #include "runtime/group.h"
 
-#define EP_SOCKET_QUEUE 4 /* most messages of a connection under way in one direction */
+#define EP_SOCKET_QUEUE 8 /* most messages of a connection under way in one direction */
 
 /** A message under way. */
 typedef struct EpTransfer {

@@ -177,7 +177,8 @@ static void sum_rows(Gather *x, int32_t source, int64_t end) {
 
 static int is_next_row(const Gather *x, int32_t rank, int64_t token) {
     int32_t at = x->returned[rank];
-    return at < x->plan.send_begin[rank + 1] && x->plan.send_token[at] == token;
+    return at < x->plan.send_begin[rank + 1] && x->plan.send_token[at] == token &&
+           ep_exchange_is_alive(x->exchange, rank);
 }
 
 /* Store the values of a token's entries on `rank`. */
@@ -347,17 +348,43 @@ static EpRoundHeader expected_header(const Gather *x) {
 static EpStatus run_weights_round(Gather *x, int64_t end) {
     EpRoundHeader expected = expected_header(x);
     EP_TRY(ep_round_open(x->exchange, x->call->op, &expected, EP_ROUND_EACH));
-    for (int32_t i = 1; i < x->size; i++)
-        send_weights(x, ep_round_peer(x->rank, x->size, i), end);
+    for (int32_t i = 1; i < x->size; i++) {
+        int32_t peer = ep_round_peer(x->rank, x->size, i);
+        if (ep_exchange_is_alive(x->exchange, peer)) send_weights(x, peer, end);
+    }
     EP_TRY(ep_round_publish(x->exchange));
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
         const void *weights;
+        if (!ep_exchange_is_alive(x->exchange, peer)) continue;
         EP_TRY(ep_round_receive(x->exchange, peer, NULL, &weights));
         x->weights[peer] = weights;
     }
-    ep_round_close(x->exchange);
-    return EP_OK;
+    return ep_round_close(x->exchange);
+}
+
+/* Returns whether all sums that were read were whole. A rank of which they were not is cut. */
+static int settle(const Gather *x) {
+    int whole = 1;
+    for (int32_t r = 0; r < x->size; r++)
+        if (r != x->rank && ep_exchange_is_alive(x->exchange, r))
+            whole &= ep_round_settle(x->exchange, r);
+    return whole;
+}
+
+/* Sum the tokens of a round: again, without the rank, where one went on without this one. */
+static void finish_tokens(Gather *x, int64_t begin, int64_t end) {
+    int32_t returned[EP_MAX_RANKS];
+    const char *back[EP_MAX_RANKS];
+    size_t ranks = (size_t)x->size;
+    memcpy(returned, x->returned, ranks * sizeof(*returned));
+    memcpy(back, x->back, ranks * sizeof(*back));
+    do {
+        memcpy(x->returned, returned, ranks * sizeof(*returned));
+        memcpy(x->back, back, ranks * sizeof(*back));
+        for (int64_t t = begin; t < end; t++)
+            finish_token(x, t);
+    } while (!settle(x));
 }
 
 static EpStatus run_round(Gather *x, int64_t begin) {
@@ -366,6 +393,7 @@ static EpStatus run_round(Gather *x, int64_t begin) {
     EP_TRY(ep_round_open(x->exchange, x->call->op, &expected, EP_ROUND_EACH));
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
+        if (!ep_exchange_is_alive(x->exchange, peer)) continue;
         if (x->g->by_entry)
             send_entries(x, peer, end);
         else
@@ -375,15 +403,14 @@ static EpStatus run_round(Gather *x, int64_t begin) {
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
         const void *records;
+        if (!ep_exchange_is_alive(x->exchange, peer)) continue;
         EP_TRY(ep_round_receive(x->exchange, peer, NULL, &records));
         x->back[peer] = records;
     }
-    for (int64_t t = begin; t < own_end; t++)
-        finish_token(x, t);
+    finish_tokens(x, begin, own_end);
     for (int32_t r = 0; r < x->size; r++)
         if (r != x->rank) ep_round_release(x->exchange, r);
-    ep_round_close(x->exchange);
-    return EP_OK;
+    return ep_round_close(x->exchange);
 }
 
 /* Zero the output rows past this step's tokens, which have no slots. */
@@ -481,5 +508,5 @@ static EpStatus run(EpHandle *handle, const void *call) {
 
 EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
     if (gather->phase == EP_PHASE_RECEIVE) return finish_sums(handle, gather);
-    return ep_host_run(handle, &gather->stats, run, gather);
+    return ep_host_run(handle, &gather->stats, run, gather, gather->op->name);
 }

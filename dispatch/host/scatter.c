@@ -45,6 +45,7 @@ typedef struct Scatter {
     char *quantised;                /* space for one record of this rank's own */
     int32_t sent[EP_MAX_RANKS];     /* rows already sent to each rank */
     int32_t received[EP_MAX_RANKS]; /* rows already read from each rank */
+    EpMask lost;                    /* the ranks whose rows do not come */
 } Scatter;
 
 /* The parts of one token, in the caller's tensors or in a record. */
@@ -132,7 +133,8 @@ static void stage(Scatter *x, int64_t begin, int64_t end) {
     int64_t own_end = ep_min(end, x->plan.header->num_tokens);
     stage_for_node(x, begin, own_end);
     for (int32_t r = 0; r < x->size; r++)
-        if (!ep_exchange_on_node(x->exchange, r)) pack_for_peer(x, r, end);
+        if (!ep_exchange_on_node(x->exchange, r) && ep_exchange_is_alive(x->exchange, r))
+            pack_for_peer(x, r, end);
 }
 
 /* ---- slots --------------------------------------------------------------------------------- */
@@ -224,8 +226,8 @@ static void stage_own_rows(Scatter *x) {
         write_record(x, plan->row_token[row], staged_record(x, row));
 }
 
-static void fill_staged_rows(Scatter *x) {
-    for (int32_t row = 0; row < x->plan.recv_begin[x->size]; row++) {
+static void fill_staged_rows(Scatter *x, int32_t rank) {
+    for (int32_t row = x->plan.recv_begin[rank]; row < x->plan.recv_begin[rank + 1]; row++) {
         Token t = token_of_record(x, staged_record(x, row));
         fill_row(x, row, &t);
     }
@@ -251,19 +253,29 @@ static void take_rows(Scatter *x, int32_t peer, const char *records, int64_t beg
 
 /* ---- padding ------------------------------------------------------------------------------- */
 
-static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
+static void write_no_ids(const Scatter *x, int64_t begin, int64_t end) {
     const EpScatterTensors *s = x->s;
-    if (begin >= end) return;
-    int64_t values = x->has_rows && s->carries_weights ? x->top_k : 1;
-    size_t count = (size_t)(end - begin);
     for (int64_t i = begin * x->top_k; s->out_idx && i < end * x->top_k; i++)
         write_index(s->out_idx, s->idx_type, i, -1);
-    if (x->shape->tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
+}
+
+/* Write zeros to all that is not ids. */
+static void zero_rows(const Scatter *x, int64_t begin, int64_t end) {
+    const EpScatterTensors *s = x->s;
+    int64_t values = x->has_rows && s->carries_weights ? x->top_k : 1;
+    size_t count = (size_t)(end - begin);
     ep_row_zero(s->out_rows + begin * s->row_bytes, count * (size_t)s->row_bytes, x->stream);
     if (s->out_weights)
         memset(s->out_weights + begin * values, 0, count * (size_t)values * sizeof(float));
     for (int64_t slot = begin; s->scale_bytes && slot < end; slot++)
         fill_scales(x, slot, NULL);
+}
+
+static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    write_no_ids(x, begin, end);
+    /* Layouts with ids have no padding but the tail. */
+    if (x->shape->tail != EP_TAIL_IDS) zero_rows(x, begin, end);
 }
 
 /* Zero the slots behind each source's rows, in blocks of fixed size. */
@@ -288,6 +300,39 @@ static void zero_padding(const Scatter *x) {
     if (!shape->is_fixed && shape->tail) zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
 }
 
+/* ---- masked ranks -------------------------------------------------------------------------- */
+
+/* Zero the slots of a rank's rows. */
+static void zero_rows_of(const Scatter *x, int32_t rank) {
+    const EpPlan *plan = &x->plan;
+    for (int32_t row = plan->recv_begin[rank]; row < plan->recv_begin[rank + 1]; row++)
+        for (int32_t i = 0; i < plan->row_entries[row]; i++) {
+            int64_t at = position(x, plan->row_entry[row] + i);
+            write_no_ids(x, at, at + 1);
+            zero_rows(x, at, at + 1);
+        }
+}
+
+/* A plan may have rows of ranks that were masked or cut later. */
+static void find_lost(Scatter *x) {
+    x->lost = (EpMask){{0}};
+    for (int32_t r = 0; r < x->size; r++)
+        if (!ep_exchange_is_alive(x->exchange, r)) ep_mask_add(&x->lost, r);
+}
+
+static void zero_lost_rows(const Scatter *x) {
+    for (int32_t r = 0; r < x->size; r++)
+        if (ep_mask_has(&x->lost, r)) zero_rows_of(x, r);
+}
+
+/* Fill all slots in a receive phase. */
+static void fill_all_slots(Scatter *x) {
+    zero_padding(x);
+    zero_lost_rows(x);
+    for (int32_t r = 0; r < x->size; r++)
+        if (!ep_mask_has(&x->lost, r)) fill_staged_rows(x, r);
+}
+
 /* ---- rounds -------------------------------------------------------------------------------- */
 
 static EpRoundHeader expected_header(const Scatter *x) {
@@ -309,12 +354,13 @@ static EpStatus run_round(Scatter *x, int64_t begin) {
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
         const void *records;
+        if (!ep_exchange_is_alive(x->exchange, peer)) continue;
         EP_TRY(ep_round_receive(x->exchange, peer, NULL, &records));
+        if (!records) continue;
         take_rows(x, peer, records, begin, end);
-        ep_round_release(x->exchange, peer);
+        if (ep_round_settle(x->exchange, peer)) ep_round_release(x->exchange, peer);
     }
-    ep_round_close(x->exchange);
-    return EP_OK;
+    return ep_round_close(x->exchange);
 }
 
 /* Write the padding first, while late peers arrive. */
@@ -322,7 +368,10 @@ static EpStatus run_rounds(Scatter *x) {
     if (!x->staging) zero_padding(x);
     for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk)
         EP_TRY(run_round(x, begin));
-    return ep_exchange_flush(x->exchange, x->call->op);
+    EP_TRY(ep_exchange_flush(x->exchange, x->call->op));
+    find_lost(x);
+    if (!x->staging) zero_lost_rows(x);
+    return EP_OK;
 }
 
 /* Bound of a quantised record. The row is at most half as long as its source, with at most a byte
@@ -382,9 +431,10 @@ static EpStatus run(EpHandle *handle, const void *call) {
     EpStatus status = EP_OK;
     if (scatter->phase != EP_PHASE_RECEIVE) {
         status = run_rounds(&x);
+        if (x.staging) host->lost[scatter->place.slot] = x.lost;
     } else {
-        zero_padding(&x);
-        fill_staged_rows(&x);
+        x.lost = host->lost[scatter->place.slot];
+        fill_all_slots(&x);
     }
     ep_stream_fence();
     if (status != EP_OK) return ep_host_broken(handle->group);
@@ -395,5 +445,5 @@ static EpStatus run(EpHandle *handle, const void *call) {
 }
 
 EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
-    return ep_host_run(handle, &scatter->stats, run, scatter);
+    return ep_host_run(handle, &scatter->stats, run, scatter, scatter->op->name);
 }

@@ -5,8 +5,25 @@
 
 #include "handles/handle.h"
 
-EpStatus ep_host_run(EpHandle *handle, const EpStatistics *stats, EpHostRun *run,
-                     const void *call) {
+/* Returns EP_OK unless a rank is cut: operations of throughput mode have as many rounds as the
+ * routing of all ranks needs, on which ranks that have cut others do not agree. */
+static EpStatus refuse_cuts(EpGroup *group) {
+    EpFinding finding = EP_FINDING_INIT;
+    int32_t r = 0;
+    while (r < group->size && !ep_mask_has(&group->cut, r))
+        r++;
+    if (r == group->size) return EP_OK;
+    finding.status = EP_ERR_TIMEOUT, finding.rank = group->rank, finding.peer = r;
+    finding.count = 1;
+    ep_fail(EP_ERR_TIMEOUT,
+            "rank %d: throughput mode: expected no rank that latency mode has cut, got rank %d",
+            group->rank, r);
+    ep_exchange_give_up(ep_host(group)->exchange, r, "");
+    return ep_group_suspend(group, &finding);
+}
+
+static EpStatus run_timed(EpHandle *handle, const EpStatistics *stats, EpHostRun *run,
+                          const void *call) {
     const EpGroup *group = handle->group;
     double waited[EP_MAX_RANKS];
     if (!stats->peer_wait && !stats->peer_longest_wait) return run(handle, call);
@@ -23,9 +40,28 @@ EpStatus ep_host_run(EpHandle *handle, const EpStatistics *stats, EpHostRun *run
     return status;
 }
 
+EpStatus ep_host_run(EpHandle *handle, const EpStatistics *stats, EpHostRun *run, const void *call,
+                     const char *phase) {
+    EpGroup *group = handle->group;
+    EpExchange *x = ep_host(group)->exchange;
+    if (group->config.on_late != EP_LATE_MASK) return run_timed(handle, stats, run, call);
+    if (!ep_handle_is_latency(handle)) {
+        EP_TRY(refuse_cuts(group));
+        return run_timed(handle, stats, run, call);
+    }
+    double before = ep_exchange_set_late(x, group->config.late_us * 1e-6); /* a dispatch prepares */
+    EpStatus status = run_timed(handle, stats, run, call);
+    (void)ep_exchange_set_late(x, before);
+    EpMask cut = group->cut;
+    ep_group_record_cuts(group, ep_exchange_cuts(x), phase);
+    if (memcmp(&cut, &group->cut, sizeof(cut))) ep_host_choose_copies(group);
+    return status;
+}
+
 void ep_host_count_rows(const EpGroup *group, const EpStatistics *stats, const int32_t *begin) {
     for (int32_t r = 0; r < group->size; r++) {
-        int64_t rows = begin[r + 1] - begin[r];
+        int takes_part = ep_exchange_is_alive(ep_host(group)->exchange, r);
+        int64_t rows = takes_part ? begin[r + 1] - begin[r] : 0;
         if (stats->peer_rows) stats->peer_rows[r] += rows;
         if (stats->peer_bytes) stats->peer_bytes[r] += rows * stats->row_bytes;
     }

@@ -10,8 +10,10 @@
 /** An operation of the host backend. `call` describes it: EpRouting, EpScatter or EpGather. */
 typedef EpStatus EpHostRun(EpHandle *handle, const void *call);
 
-/** Run an operation. If its waits are asked for, measure them, and add them unless it fails. */
-EpStatus ep_host_run(EpHandle *handle, const EpStatistics *stats, EpHostRun *run, const void *call);
+/** Run an operation. If its waits are asked for, measure them, and add them unless it fails. In
+ *  latency mode it cuts ranks that are late, where the group says so. */
+EpStatus ep_host_run(EpHandle *handle, const EpStatistics *stats, EpHostRun *run, const void *call,
+                     const char *phase);
 
 /** Add begin[r + 1] - begin[r] rows for each rank r. */
 void ep_host_count_rows(const EpGroup *group, const EpStatistics *stats, const int32_t *begin);

@@ -113,7 +113,8 @@ int ep_version(void);
     X(EP_ERR_UNSUPPORTED, 25, "not supported by this build, machine or backend")                \
     X(EP_ERR_BOOTSTRAP, 26, "the bootstrap reported a failure")                                 \
     X(EP_ERR_SYSTEM, 27, "a call to the operating system failed")                               \
-    X(EP_ERR_ABORTED, 28, "the group was aborted")
+    X(EP_ERR_ABORTED, 28, "the group was aborted")                                              \
+    X(EP_ERR_MASKED, 29, "a rank was late, and this rank goes on without it")
 
 /** What a call returned. */
 typedef enum EpStatus {
@@ -381,6 +382,12 @@ typedef enum EpSums {
                               on the way back. EXPERT_MAJOR and BATCHED only, without sum_quant */
 } EpSums;
 
+/** What an operation of latency mode does where a rank is late, in a group with masks. */
+typedef enum EpLate {
+    EP_LATE_FAIL = 1, /**< waits until the deadline, which suspends the group */
+    EP_LATE_MASK = 2  /**< cuts the rank after late_us, and completes: see ep_group_mask */
+} EpLate;
+
 /**
  * Configuration of a group. Fields marked = must have the same value on every rank. ep_group_create
  * compares them; EP_ERR_MISMATCH names the field, the ranks and both values.
@@ -424,6 +431,11 @@ typedef struct EpGroupConfig {
     int32_t num_physical;    /**< = P, the places that hold copies of experts, 1 .. EP_MAX_EXPERTS;
                                   EP_DEFAULT: the group has no placement: see ep_group_place */
     EpCopyChoice choice;     /**< = which copy of an expert a token takes, with num_physical */
+    int32_t masks;           /**< = 1: ranks may be masked (ep_group_mask), and a missing rank only
+                                  suspends the group; 0: they may not. HOST alone, so AUTO is HOST */
+    EpLate on_late;          /**< = MASK needs `masks` */
+    int32_t late_us;         /**< = microseconds that an operation of latency mode waits for a rank,
+                                  >= 1 with EP_LATE_MASK; else not used */
 } EpGroupConfig;
 
 /*
@@ -467,7 +479,7 @@ typedef struct EpGroupConfig {
     {                                                                                         \
         sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,       \
             EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT, EP_DEFAULT, EP_DUPLICATES_KEEP, \
-            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0, EP_DEFAULT, EP_CHOICE_NEAR                     \
+            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0, EP_DEFAULT, EP_CHOICE_NEAR, 0, EP_LATE_FAIL, 0 \
     }
 
 /**
@@ -507,6 +519,62 @@ void ep_group_destroy(EpGroup *group);
  * changes nothing.
  */
 EpStatus ep_group_abort(EpGroup *group, const char *sentence);
+
+/**
+ * Masks: a group with config.masks goes on without ranks that have failed.
+ *
+ * A *masked* rank takes no part. Its experts are "no expert": tokens that name them get no slot
+ * there, weights are not renormalised, and their gradients are 0. It sends and receives nothing,
+ * and nobody waits for it.
+ *
+ * In such a group a missing rank does not end the group. A wait that ends at the deadline, or finds
+ * that its rank has gone, leaves the group *suspended*: outputs of that operation are undefined, it
+ * returns EP_ERR_TIMEOUT, and so does every further operation until ep_group_mask. EpFinding.peer
+ * of ep_group_status names the rank. Other failures end the group, as elsewhere. ep_mem_alloc,
+ * ep_window_register and ep_window_adopt are EP_ERR_UNSUPPORTED.
+ *
+ * ep_group_mask makes `alive` the ranks that take part, from the next operation on. Every rank
+ * whose bit is set calls it, at the same place in the order of operations: living ones, and masked
+ * ones that shall be readmitted. The others are not asked. It waits for them, equalises what ranks
+ * count, and drops what is under way. It also ends a suspension. Pending send phases stay pending.
+ *
+ * Plans made before stay valid, if all ranks in `alive` have them. Their entries on masked ranks
+ * count as "no expert". Receive rows of masked ranks are zero rows, with weight 0 and ids -1.
+ *
+ * Late ranks. With on_late = EP_LATE_MASK an operation of latency mode waits late_us for a rank, or
+ * until the rank is found to have gone, and then *cuts* it. It completes without that rank, which
+ * counts as masked for this rank alone from then on. If the rank's routing had not come, its counts
+ * are 0. If it had, its slots stay and are counted, as zero rows with weight 0 and ids -1. Nothing
+ * of them returns. Each rank cuts by itself: the late one finds that
+ * it was cut, and cuts the other, too. ep_group_status reports cut ranks once, as EP_ERR_MASKED;
+ * the group goes on. Operations of throughput mode are refused with EP_ERR_TIMEOUT while a rank is
+ * cut. The next ep_group_mask makes the views of all ranks equal and ends all cuts.
+ *
+ * group   a live group, which may be suspended
+ * alive   [ceil(R / 32)] words: bit r % 32 of word r / 32 is rank r's. This rank's is set
+ * stream  ignored on the host backend
+ *
+ * EP_ERR_UNSUPPORTED: the group has no masks. EP_ERR_RANGE: this rank's bit is not set, or one past
+ * the ranks is. EP_ERR_ORDER: a rank has called it with another set; the sentence names a rank
+ * that differs. EP_ERR_TIMEOUT: a rank did not call it within the deadline. After these two the
+ * ranks that take part are the same as before, and the group is suspended: call it again. EpFinding
+ * names the rank. A rank that dies in the call may make it succeed on some ranks alone: they miss
+ * the others in the next operation, and their call again makes all alike.
+ */
+EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream);
+
+/** Read the ranks that take part, as ep_group_mask takes them: [ceil(R / 32)] words. Ranks that this
+ *  rank has cut do not. Local. Without config.masks all do. */
+EpStatus ep_group_alive(const EpGroup *group, uint32_t *alive);
+
+/**
+ * Cut a rank by hand, as an operation of latency mode cuts one that is late: this rank goes on
+ * without it until ep_group_mask. Local; no call on the group is under way. A rank that is masked
+ * or cut stays so.
+ *
+ * EP_ERR_UNSUPPORTED: the group does not have EP_LATE_MASK. EP_ERR_RANGE: no other rank's number.
+ */
+EpStatus ep_group_cut(EpGroup *group, int32_t rank, EpStream stream);
 
 /** The memory that a configuration takes, and whether it is feasible. */
 typedef struct EpGroupMemory {

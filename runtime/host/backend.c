@@ -21,7 +21,8 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNode
     ep_host_measure(config, num_ranks, settings, shared_bytes, private_bytes);
     *private_bytes += ep_config_copies_bytes(config, num_ranks);
     *private_bytes +=
-        ep_config_latency_sets(config, EP_OFFERS_LATENCY) * ep_host_set_bytes(config, num_ranks);
+        ep_config_latency_sets(config, EP_OFFERS_LATENCY) * ep_host_set_bytes(config, num_ranks) +
+        ep_host_routes_bytes(config, num_ranks);
 }
 
 static EpStatus open(EpGroup *group) {
@@ -29,6 +30,11 @@ static EpStatus open(EpGroup *group) {
     if (ep_config_has_copies(&group->config))
         EP_TRY(ep_copies_create(group, &group->copies.memory));
     EpHost *host = ep_host(group);
+    int64_t routes = ep_host_routes_bytes(&group->config, group->size);
+    host->routes = routes ? malloc((size_t)routes) : NULL;
+    if (routes && !host->routes)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
+                       group->rank);
     if (!group->latency_sets) return EP_OK;
     host->set_bytes = ep_host_set_bytes(&group->config, group->size);
     int64_t bytes = group->latency_sets * host->set_bytes;
@@ -42,7 +48,7 @@ static EpStatus open(EpGroup *group) {
 
 static void close(EpGroup *group, int together) {
     EpHost *host = ep_host(group);
-    if (host) free(host->sets);
+    if (host) free(host->sets), free(host->routes);
     free(group->copies.memory.of);
     ep_host_close(group, together);
 }
@@ -78,6 +84,25 @@ static void depart(EpGroup *group, const char *why) {
     ep_exchange_depart(ep_host(group)->exchange, why);
 }
 
+/* Operations have finished when they return, so none is under way. */
+static EpStatus mask(EpGroup *group, const EpMask *alive, EpStream stream) {
+    (void)stream;
+    EpStatus status = ep_exchange_mask(ep_host(group)->exchange, alive);
+    if (status == EP_OK) ep_host_choose_copies(group);
+    if (status == EP_OK) return EP_OK;
+    char sentence[EP_SENTENCE_BYTES];
+    snprintf(sentence, sizeof(sentence), "%s", ep_last_error());
+    (void)ep_host_broken(group);
+    return ep_fail(status, "%s", sentence);
+}
+
+static EpStatus cut(EpGroup *group, int32_t rank, EpStream stream) {
+    (void)stream;
+    ep_exchange_cut(ep_host(group)->exchange, rank);
+    ep_host_choose_copies(group);
+    return EP_OK;
+}
+
 static EpStatus finish(EpGroup *group) {
     (void)group;
     return EP_OK;
@@ -109,6 +134,8 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .find_failed = find_failed,
                                       .refuse = refuse,
                                       .depart = depart,
+                                      .mask = mask,
+                                      .cut = cut,
                                       .finish = finish,
                                       .open_window = ep_host_open_window,
                                       .close_window = ep_host_close_window,

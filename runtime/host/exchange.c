@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "runtime/host/exchange.h"
+#include "runtime/host/exchange_state.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,53 +9,14 @@
 #include "runtime/object.h"
 #include "runtime/wait.h"
 
-_Static_assert(sizeof(EpRoundHeader) == 64, "regions start with one cache line for a header");
-
 #define LINE 64
-#define BUFFERS 2    /* of the outbox, and of each inbox: for even and odd rounds */
-#define NOTE (-1)    /* in place of an operation's code: the writer has given up */
-#define REFUSED (-2) /* the writer's call was refused, and its next message follows */
+#define BUFFERS EP_EXCHANGE_BUFFERS
 #define PAUSES_PER_LOOK 1024
 #define PAUSES_PER_TEST 8 /* of all messages, in a crowd */
 
-/** A peer on another node. Arrays: for even and odd rounds. */
-typedef struct Remote {
-    char *inbox[BUFFERS];     /* hold its messages */
-    void *sending[BUFFERS];   /* requests; NULL: none pending */
-    void *receiving[BUFFERS]; /* likewise */
-    uint64_t posted;          /* the last round whose message a receive was posted for */
-    int64_t fill;             /* body bytes of this round's message to it */
-    void *sending_note, *sending_refusal;
-    char *refusal; /* of its last call; NULL: none so far, "": none */
-} Remote;
+typedef EpRemote Remote;
 
-struct EpExchange {
-    const EpBootstrap *bootstrap;
-    const EpAbort *abort;
-    int32_t rank, size;
-    int32_t tag;
-    double timeout;
-    int64_t spins;
-    int64_t buffer_bytes;    /* of each of the outbox's buffers */
-    int64_t region_bytes[2]; /* by EpRoundMode, header included */
-    EpControl **control;     /* [size]: of each rank on the node, else NULL */
-    char *inboxes;           /* all inboxes, or NULL */
-    Remote *remote;          /* [size] */
-    char *note;              /* in a group that spans nodes */
-    int noted;               /* 1 once the note was sent */
-    char *refusal;           /* a message, in a group that spans nodes */
-    uint64_t refused;        /* the round before which it was sent */
-    int departs;             /* whether this rank destroys the group after a refused call */
-    int32_t peers_on_node;
-    int spans_nodes;
-    double *waited; /* see ep_exchange_measure */
-    /* the open round */
-    uint64_t round;
-    const EpOp *op;
-    EpRoundHeader header; /* what this rank publishes and expects of its peers */
-    EpRoundMode mode;
-    EpExchangeFailure failure;
-};
+_Static_assert(sizeof(EpRoundHeader) == LINE, "regions start with one cache line for a header");
 
 /* ---- sizes --------------------------------------------------------------------------------- */
 
@@ -76,9 +37,17 @@ int64_t ep_exchange_segment_bytes(int32_t num_ranks, int32_t most_remote, int64_
     return ep_exchange_control_bytes(num_ranks) + BUFFERS * buffer_bytes(most_remote, stage_bytes);
 }
 
-int64_t ep_exchange_private_bytes(int32_t num_ranks) {
+int64_t ep_exchange_ballot_bytes(void) {
+    return (int64_t)sizeof(EpVote);
+}
+
+/* Of masks, for each rank. */
+#define MASK_BYTES (int64_t)(sizeof(EpVote) + 2 * sizeof(uint64_t))
+
+int64_t ep_exchange_private_bytes(int32_t num_ranks, int masks) {
     return (int64_t)sizeof(EpExchange) +
-           num_ranks * (int64_t)(sizeof(EpControl *) + sizeof(Remote));
+           num_ranks * (int64_t)(sizeof(EpControl *) + sizeof(Remote)) +
+           (masks ? num_ranks * (MASK_BYTES + EP_BALLOT_BYTES) : 0);
 }
 
 /* ---- life ---------------------------------------------------------------------------------- */
@@ -95,6 +64,20 @@ static void divide_inboxes(EpExchange *x, int64_t bytes) {
     for (int32_t r = 0; r < x->size; r++)
         for (int parity = 0; parity < BUFFERS && !x->control[r]; parity++, next += bytes)
             x->remote[r].inbox[parity] = next;
+}
+
+/* Returns 0 when out of memory. */
+static int open_masks(EpExchange *x, int masks) {
+    size_t size = (size_t)x->size;
+    x->alive = ep_mask_of_all(x->size);
+    x->masks = masks;
+    x->late = -1;
+    if (!masks) return 1;
+    x->votes = calloc(size, sizeof(*x->votes));
+    x->expected = calloc(size, sizeof(*x->expected));
+    x->past = calloc(size, sizeof(*x->past));
+    if (x->spans_nodes) x->ballots = calloc(size, (size_t)EP_BALLOT_BYTES);
+    return x->votes && x->expected && x->past && (x->ballots || !x->spans_nodes);
 }
 
 EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
@@ -117,7 +100,8 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
     if (x->spans_nodes) x->note = calloc(1, LINE + EP_ABORT_BYTES);
     if (x->spans_nodes) x->refusal = calloc(1, LINE + EP_ABORT_BYTES);
     int has_messages = x->inboxes && x->note && x->refusal;
-    if (!x->control || !x->remote || (x->spans_nodes && !has_messages)) {
+    if (!open_masks(x, setup->masks) || !x->control || !x->remote ||
+        (x->spans_nodes && !has_messages)) {
         (void)ep_exchange_destroy(x, 0);
         return NULL;
     }
@@ -138,11 +122,12 @@ static void free_or_keep(void *memory, int messages) {
 }
 
 int ep_exchange_destroy(EpExchange *x, int together) {
-    int sends = 0, receives = 0, notes = 0, refusals = 0;
+    int sends = 0, receives = 0, notes = 0, refusals = 0, ballots = 0;
     if (!x) return 0;
     for (int32_t r = 0; x->remote && r < x->size; r++) {
         notes += cancel(x, &x->remote[r].sending_note);
         refusals += cancel(x, &x->remote[r].sending_refusal);
+        ballots += cancel(x, &x->remote[r].sending_ballot);
         free(x->remote[r].refusal);
     }
     for (int32_t r = 0; x->remote && r < x->size; r++)
@@ -154,10 +139,41 @@ int ep_exchange_destroy(EpExchange *x, int together) {
     free_or_keep(x->inboxes, receives && !together);
     free_or_keep(x->note, notes);
     free_or_keep(x->refusal, refusals);
+    free_or_keep(x->ballots, ballots);
+    free(x->votes);
+    free(x->expected);
+    free(x->past);
     free(x->remote);
     free(x->control);
     free(x);
     return sends > 0;
+}
+
+/* ---- who takes part ------------------------------------------------------------------------ */
+
+static int takes_part(const EpExchange *x, int32_t rank) {
+    return ep_mask_has(&x->alive, rank) && !ep_mask_has(&x->cut, rank);
+}
+
+double ep_exchange_set_late(EpExchange *x, double seconds) {
+    double before = x->late;
+    x->late = seconds;
+    return before;
+}
+
+int ep_exchange_cuts_late(const EpExchange *x) {
+    return x->late >= 0;
+}
+
+const EpMask *ep_exchange_cuts(const EpExchange *x) {
+    return &x->cut;
+}
+
+void ep_exchange_cut(EpExchange *x, int32_t rank) {
+    _Atomic uint64_t *word = &x->control[x->rank]->released[rank].cut;
+    ep_mask_add(&x->cut, rank);
+    atomic_store_explicit(word, 1 + x->base, memory_order_release);
+    EP_EXCHANGE_FENCE();
 }
 
 /* ---- failure ------------------------------------------------------------------------------- */
@@ -203,23 +219,52 @@ static size_t write_note(const EpExchange *x, char *note, EpRoundHeader header, 
     return (size_t)(LINE + bytes);
 }
 
+/* Returns whether a rank takes part, on another node. */
+static int is_remote(const EpExchange *x, int32_t rank) {
+    return !x->control[rank] && takes_part(x, rank);
+}
+
+/** Messages that are no round's. */
+typedef enum Word { SENDING_NOTE, SENDING_REFUSAL, SENDING_BALLOT } Word;
+
+static void **find_word_request(Remote *remote, Word word) {
+    return word == SENDING_NOTE      ? &remote->sending_note
+           : word == SENDING_REFUSAL ? &remote->sending_refusal
+                                     : &remote->sending_ballot;
+}
+
+/* Returns whether no peer is still being sent the last message of this kind. A masked one may be
+ * for ever: it drops the message, whatever its words have become. */
+static int has_sent(EpExchange *x, Word word) {
+    const EpBootstrap *b = x->bootstrap;
+    int left = 0;
+    for (int32_t r = 0; r < x->size; r++) {
+        int done = 1;
+        void **request = find_word_request(&x->remote[r], word);
+        if (*request && ep_call_test(b, request, &done) != EP_OK) done = 0;
+        if (done) *request = NULL;
+        left += !done && takes_part(x, r);
+    }
+    return !left;
+}
+
 /* Send the note to peers on other nodes: whom this rank blames and, if it knows, why that one went.
  * Whether it arrives is not waited for: this group is at its end. */
 static void send_notes(EpExchange *x, int32_t blamed, const char *why) {
     const EpBootstrap *b = x->bootstrap;
-    if (!x->spans_nodes || x->noted) return;
+    if (!x->spans_nodes || x->noted || !has_sent(x, SENDING_NOTE)) return;
     x->noted = 1;
-    size_t bytes = write_note(x, x->note, (EpRoundHeader){.op = NOTE, .fact = {blamed}}, why);
+    size_t bytes = write_note(x, x->note, (EpRoundHeader){.op = EP_NOTE, .fact = {blamed}}, why);
     for (int32_t r = 0; r < x->size; r++)
-        if (!x->control[r])
+        if (is_remote(x, r))
             (void)ep_call_isend(b, r, x->tag, x->note, bytes, &x->remote[r].sending_note);
 }
 
-/* Record the failure for good, and tell the peers. `why`: what is known of the rank to blame, or
- * "". Returns `status`. */
-static EpStatus fail_because(EpExchange *x, EpStatus status, int32_t blamed, int64_t expected,
-                             int64_t seen, const char *why) {
+EpStatus ep_exchange_fail(EpExchange *x, EpStatus status, int32_t blamed, int64_t expected,
+                          int64_t seen, const char *why) {
     EpExchangeFailure *failure = &x->failure;
+    failure->suspends = x->masks && (status == EP_ERR_TIMEOUT || status == EP_ERR_PEER);
+    if (failure->suspends) status = EP_ERR_TIMEOUT;
     failure->status = status, failure->peer = blamed, failure->phase = x->op->name;
     failure->expected = expected, failure->seen = seen;
     strcpy(failure->sentence, ep_last_error());
@@ -230,7 +275,7 @@ static EpStatus fail_because(EpExchange *x, EpStatus status, int32_t blamed, int
 
 static EpStatus fail_exchange(EpExchange *x, EpStatus status, int32_t blamed, int64_t expected,
                               int64_t seen) {
-    return fail_because(x, status, blamed, expected, seen, "");
+    return ep_exchange_fail(x, status, blamed, expected, seen, "");
 }
 
 static int is_aborted(const EpExchange *x, int32_t rank) {
@@ -247,7 +292,7 @@ int ep_exchange_abort(EpExchange *x, const char *why) {
 /* Returns a rank on this node that is aborted, or -1. */
 static int32_t find_aborted(const EpExchange *x) {
     int32_t r = 0;
-    while (r < x->size && (r == x->rank || !is_aborted(x, r)))
+    while (r < x->size && (r == x->rank || !takes_part(x, r) || !is_aborted(x, r)))
         r++;
     return r < x->size ? r : -1;
 }
@@ -259,28 +304,15 @@ void ep_exchange_give_up(EpExchange *x, int32_t blamed, const char *why) {
 
 /* ---- refused calls ------------------------------------------------------------------------- */
 
-/* Returns whether no peer is still being sent the last message of this kind. */
-static int has_sent_refusal(EpExchange *x) {
-    const EpBootstrap *b = x->bootstrap;
-    int left = 0;
-    for (int32_t r = 0; r < x->size; r++) {
-        int done = 1;
-        void **request = &x->remote[r].sending_refusal;
-        if (*request && ep_call_test(b, request, &done) != EP_OK) done = 0;
-        if (done) *request = NULL;
-        left += !done;
-    }
-    return !left;
-}
-
 /* Peers on other nodes get one message before each round: they read it when they wait for that. */
 static void send_refusal(EpExchange *x, const char *text) {
     const EpBootstrap *b = x->bootstrap;
-    if (!x->spans_nodes || x->noted || x->refused == x->round + 1 || !has_sent_refusal(x)) return;
+    if (!x->spans_nodes || x->noted || x->refused == x->round + 1) return;
+    if (!has_sent(x, SENDING_REFUSAL)) return;
     x->refused = x->round + 1;
-    size_t bytes = write_note(x, x->refusal, (EpRoundHeader){.op = REFUSED}, text);
+    size_t bytes = write_note(x, x->refusal, (EpRoundHeader){.op = EP_REFUSED}, text);
     for (int32_t r = 0; r < x->size; r++)
-        if (!x->control[r])
+        if (is_remote(x, r))
             (void)ep_call_isend(b, r, x->tag, x->refusal, bytes, &x->remote[r].sending_refusal);
 }
 
@@ -321,27 +353,45 @@ void ep_exchange_depart(EpExchange *x, const char *why) {
 
 /* ---- messages between nodes ----------------------------------------------------------------- */
 
+/* A message fails: its peer may have ended. */
+static EpStatus fail_message(EpExchange *x, EpStatus status, int32_t peer) {
+    if (x->late < 0 || status != EP_ERR_PEER) return fail_exchange(x, status, peer, -1, -1);
+    ep_exchange_cut(x, peer);
+    return EP_OK;
+}
+
 static EpStatus test_request(EpExchange *x, int32_t peer, void **request) {
     int done = 0;
     if (!*request) return EP_OK;
     EpStatus status = ep_call_test(x->bootstrap, request, &done);
-    if (status != EP_OK) return fail_exchange(x, status, peer, -1, -1);
+    if (status != EP_OK) return fail_message(x, status, peer);
     if (done) *request = NULL;
     return EP_OK;
 }
 
 /* Post the receive of a round's message, unless find_note has. */
 static EpStatus post_receive(EpExchange *x, int32_t peer, uint64_t round) {
-    const EpBootstrap *b = x->bootstrap;
     Remote *remote = &x->remote[peer];
     if (remote->posted == round) return EP_OK;
     remote->posted = round;
-    return ep_call_irecv(b, peer, x->tag, remote->inbox[round % BUFFERS],
-                         (size_t)x->region_bytes[EP_ROUND_EACH],
-                         &remote->receiving[round % BUFFERS]);
+    return ep_exchange_post(x, peer, (int)(round % BUFFERS));
 }
 
-/* Test a receive. A refusal is not the awaited message: that comes next, into the same inbox. */
+EpStatus ep_exchange_post(EpExchange *x, int32_t peer, int parity) {
+    Remote *remote = &x->remote[peer];
+    return ep_call_irecv(x->bootstrap, peer, x->tag, remote->inbox[parity],
+                         (size_t)x->region_bytes[EP_ROUND_EACH], &remote->receiving[parity]);
+}
+
+/* A rank keeps the latest ballot, since it may look at them in any order. */
+void ep_exchange_take_word(EpExchange *x, int32_t peer, const EpRoundHeader *message) {
+    const char *body = (const char *)message + LINE;
+    if (message->op == EP_REFUSED) take_refusal(&x->remote[peer], body);
+    if (message->op == EP_BALLOT && x->masks) memcpy(&x->votes[peer], body, sizeof(EpVote));
+}
+
+/* Test a receive. A refusal or a ballot is not the awaited message: that comes next, into the same
+ * inbox. */
 static EpStatus try_receive(EpExchange *x, int32_t peer, int parity) {
     const EpBootstrap *b = x->bootstrap;
     Remote *remote = &x->remote[peer];
@@ -352,15 +402,14 @@ static EpStatus try_receive(EpExchange *x, int32_t peer, int parity) {
     if (!done) return EP_OK;
     remote->receiving[parity] = NULL;
     if (remote->refusal && header->op > 0) remote->refusal[0] = 0;
-    if (header->op != REFUSED) return EP_OK;
-    take_refusal(remote, remote->inbox[parity] + LINE);
-    return ep_call_irecv(b, peer, x->tag, remote->inbox[parity],
-                         (size_t)x->region_bytes[EP_ROUND_EACH], &remote->receiving[parity]);
+    if (header->op != EP_REFUSED && header->op != EP_BALLOT) return EP_OK;
+    ep_exchange_take_word(x, peer, header);
+    return ep_exchange_post(x, peer, parity);
 }
 
 static EpStatus test_receive(EpExchange *x, int32_t peer, int parity) {
     EpStatus status = try_receive(x, peer, parity);
-    return status == EP_OK ? EP_OK : fail_exchange(x, status, peer, -1, -1);
+    return status == EP_OK ? EP_OK : fail_message(x, status, peer);
 }
 
 /* Test all pending messages. They may make progress only in such tests, so every wait calls this,
@@ -368,7 +417,7 @@ static EpStatus test_receive(EpExchange *x, int32_t peer, int parity) {
  * that in turn waits for the other one's message. */
 static EpStatus test_messages(EpExchange *x) {
     for (int32_t r = 0; r < x->size && x->spans_nodes; r++)
-        for (int parity = 0; parity < BUFFERS; parity++) {
+        for (int parity = 0; parity < BUFFERS && is_remote(x, r); parity++) {
             EP_TRY(test_request(x, r, &x->remote[r].sending[parity]));
             EP_TRY(test_receive(x, r, parity));
         }
@@ -404,7 +453,7 @@ static int32_t find_blamed_by(const EpExchange *x, int32_t rank, char why[EP_ABO
     }
     if (x->remote[rank].receiving[parity]) return -1;
     const EpRoundHeader *header = (const EpRoundHeader *)x->remote[rank].inbox[parity];
-    if (header->op != NOTE) return -1;
+    if (header->op != EP_NOTE) return -1;
     snprintf(why, EP_ABORT_BYTES, "%s", (const char *)header + LINE);
     return (int32_t)header->fact[0];
 }
@@ -437,13 +486,13 @@ static EpStatus fail_timeout(EpExchange *x, int32_t peer, const char *what, uint
     int32_t blamed = follow_blame(x, peer, why);
     if (blamed != peer) {
         ep_fail_peer(x->rank, x->op->name, peer, blamed, why);
-        return fail_because(x, EP_ERR_PEER, blamed, -1, -1, why);
+        return ep_exchange_fail(x, EP_ERR_PEER, blamed, -1, -1, why);
     }
     ep_fail(EP_ERR_TIMEOUT,
             "rank %d: %s: rank %d did not %s within %g s (expected round %llu, seen %llu)%s%s",
             x->rank, x->op->name, peer, what, x->timeout, (unsigned long long)expected,
             (unsigned long long)seen, refusal[0] ? "; " : "", refusal);
-    return fail_because(x, EP_ERR_TIMEOUT, peer, (int64_t)expected, (int64_t)seen, refusal);
+    return ep_exchange_fail(x, EP_ERR_TIMEOUT, peer, (int64_t)expected, (int64_t)seen, refusal);
 }
 
 /* A peer has given up because of a rank, perhaps itself. `heard`: what is known of that. */
@@ -452,7 +501,7 @@ static EpStatus fail_peer(EpExchange *x, int32_t peer, int32_t blamed, const cha
     snprintf(why, sizeof(why), "%s", heard);
     blamed = follow_blame(x, blamed, why);
     ep_fail_peer(x->rank, x->op->name, peer, blamed, why);
-    return fail_because(x, EP_ERR_PEER, blamed, -1, -1, why);
+    return ep_exchange_fail(x, EP_ERR_PEER, blamed, -1, -1, why);
 }
 
 /* A peer on this node says in its control block that it has given up. */
@@ -473,7 +522,7 @@ static int32_t find_note(EpExchange *x, int32_t rank, char why[EP_ABORT_BYTES]) 
     if (status == EP_OK) status = try_receive(x, rank, parity);
     why[0] = 0;
     if (status != EP_OK || x->remote[rank].receiving[parity]) return -1;
-    if (header->op != NOTE) return x->departs ? x->rank : -1;
+    if (header->op != EP_NOTE) return x->departs ? x->rank : -1;
     snprintf(why, EP_ABORT_BYTES, "%s", (const char *)header + LINE);
     return (int32_t)header->fact[0];
 }
@@ -491,7 +540,7 @@ static int32_t find_word(const EpExchange *x, int32_t rank, char why[EP_ABORT_BY
  */
 int32_t ep_exchange_find_failed(EpExchange *x, int32_t *blamed, char why[EP_ABORT_BYTES]) {
     for (int32_t r = 0; r < x->size; r++) {
-        if (r == x->rank) continue;
+        if (r == x->rank || !takes_part(x, r)) continue;
         *blamed = x->control[r] ? find_word(x, r, why) : find_note(x, r, why);
         if (*blamed >= 0 && (why[0] || *blamed == x->rank)) return r;
     }
@@ -507,12 +556,44 @@ static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
         char why[EP_ABORT_BYTES];
         ep_abort_compose(x->abort, x->abort->sentence, why);
         ep_fail(EP_ERR_ABORTED, "rank %d: %s: the group was aborted", x->rank, x->op->name);
-        return fail_because(x, EP_ERR_ABORTED, x->rank, -1, -1, why);
+        return ep_exchange_fail(x, EP_ERR_ABORTED, x->rank, -1, -1, why);
     }
     int looks = x->spins < 0 ? 4 * PAUSES_PER_TEST : PAUSES_PER_LOOK;
     if ((wait->pauses + 1) % looks) return EP_OK;
     int32_t r = find_aborted(x);
-    return r < 0 ? EP_OK : fail_gone(x, r);
+    if (r >= 0 && x->late >= 0) ep_exchange_cut(x, r);
+    return r < 0 || x->late >= 0 ? EP_OK : fail_gone(x, r);
+}
+
+/* Returns whether a peer is in a rendezvous of living ranks, and so in no round. */
+static int is_voting(const EpExchange *x, int32_t peer) {
+    EpVote vote = {.state = EP_VOTE_NONE};
+    if (!x->masks) return 0;
+    if (x->control[peer]) {
+        uint64_t word = atomic_load_explicit(&x->control[peer]->ballot.word, memory_order_acquire);
+        vote.state = word & 3, vote.ticket = word >> 2;
+        vote.done = atomic_load_explicit(&x->control[peer]->ballot.done, memory_order_acquire);
+    } else {
+        vote = x->votes[peer];
+    }
+    return ep_exchange_is_voting(x, peer, &vote);
+}
+
+static EpStatus fail_voting(EpExchange *x, int32_t peer) {
+    ep_fail(EP_ERR_TIMEOUT, "rank %d: %s: rank %d has left it to call ep_group_mask", x->rank,
+            x->op->name, peer);
+    return ep_exchange_fail(x, EP_ERR_TIMEOUT, peer, -1, -1, "");
+}
+
+/* Returns whether a peer on this node has a newer set of living ranks than this rank. */
+static int has_gone_on(const EpExchange *x, int32_t peer) {
+    return x->masks && load(&x->control[peer]->base) > x->base;
+}
+
+static EpStatus fail_left_behind(EpExchange *x, int32_t peer) {
+    ep_fail(EP_ERR_TIMEOUT, "rank %d: %s: rank %d has masked this rank", x->rank, x->op->name,
+            peer);
+    return ep_exchange_fail(x, EP_ERR_TIMEOUT, x->rank, -1, -1, "");
 }
 
 void ep_exchange_measure(EpExchange *x, double *waited) {
@@ -528,31 +609,86 @@ static void end_measure(const EpExchange *x, int32_t peer, double start) {
     if (start > 0) x->waited[peer] += ep_clock() - start;
 }
 
+/* Returns whether a peer on this node has cut this rank. */
+static int has_cut(const EpExchange *x, int32_t peer) {
+    const EpCounter *word = &x->control[peer]->released[x->rank];
+    return atomic_load_explicit(&word->cut, memory_order_acquire) == 1 + x->base;
+}
+
+int ep_round_settle(EpExchange *x, int32_t peer) {
+    if (x->late < 0 || !x->control[peer]) return 1;
+    EP_EXCHANGE_FENCE();
+    if (!has_gone_on(x, peer) && !has_cut(x, peer)) return 1;
+    ep_exchange_cut(x, peer);
+    return 0;
+}
+
+/* Returns whether a peer that takes part is found to take part no longer, where late ones are cut.
+ * It is cut then. */
+static int finds_lost(EpExchange *x, int32_t peer) {
+    const EpControl *control = x->control[peer];
+    if (x->late < 0) return 0;
+    int is_lost = is_voting(x, peer) || (control && (load(&control->failed) != 0 ||
+                                                     has_gone_on(x, peer) || has_cut(x, peer)));
+    if (is_lost) ep_exchange_cut(x, peer);
+    return is_lost;
+}
+
+/* Begin a wait. Those of a part of a round end together, where late ranks are cut. */
+static void begin_wait(EpExchange *x, EpWait *wait) {
+    double seconds = x->timeout;
+    if (x->late >= 0) {
+        double now = ep_clock();
+        if (!x->late_end) x->late_end = now + (x->late < x->timeout ? x->late : x->timeout);
+        seconds = x->late_end > now ? x->late_end - now : 0;
+    }
+    ep_wait_begin(wait, seconds, x->spins);
+}
+
+/* Pause. Returns whether the wait goes on; `is_late`: it has ended, and nobody has been cut. */
+static int pause_wait(EpExchange *x, int32_t peer, EpWait *wait, int *is_late) {
+    int goes_on = ep_wait_pause(wait);
+    *is_late = !goes_on && x->late < 0;
+    if (!goes_on && x->late >= 0) ep_exchange_cut(x, peer);
+    return goes_on;
+}
+
 static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *counter,
                              uint64_t expected, const char *what) {
-    double start = begin_measure(x, load(counter) < expected);
+    if (load(counter) >= expected) return EP_OK;
+    double start = begin_measure(x, 1);
+    int is_late = 0;
     EpWait wait;
-    ep_wait_begin(&wait, x->timeout, x->spins);
-    while (load(counter) < expected) {
+    begin_wait(x, &wait);
+    while (load(counter) < expected && takes_part(x, peer)) {
         uint64_t failed = load(&x->control[peer]->failed);
-        if (failed && load(counter) < expected) return fail_gone(x, peer);
+        int leaves = is_voting(x, peer), gone_on = has_gone_on(x, peer);
+        if (load(counter) >= expected || finds_lost(x, peer)) break;
+        if (gone_on) return fail_left_behind(x, peer);
+        if (failed) return fail_gone(x, peer);
+        if (leaves) return fail_voting(x, peer);
         EP_TRY(check_aborts(x, &wait));
         EP_TRY(test_in_wait(x, peer, &wait));
-        if (!ep_wait_pause(&wait)) return fail_timeout(x, peer, what, expected, load(counter));
+        (void)pause_wait(x, peer, &wait, &is_late);
+        if (is_late) return fail_timeout(x, peer, what, expected, load(counter));
     }
     end_measure(x, peer, start);
     return EP_OK;
 }
 
 static EpStatus wait_request(EpExchange *x, int32_t peer, void **request, const char *what) {
-    double start = begin_measure(x, *request != NULL);
+    if (!*request) return EP_OK;
+    double start = begin_measure(x, 1);
+    int is_late = 0;
     EpWait wait;
-    ep_wait_begin(&wait, x->timeout, x->spins);
-    while (*request) {
+    begin_wait(x, &wait);
+    while (*request && takes_part(x, peer)) {
         EP_TRY(check_aborts(x, &wait));
         EP_TRY(test_in_wait(x, peer, &wait));
-        if (*request && !ep_wait_pause(&wait))
-            return fail_timeout(x, peer, what, x->round, x->round - 1);
+        if (!*request || finds_lost(x, peer)) break;
+        if (is_voting(x, peer)) return fail_voting(x, peer);
+        (void)pause_wait(x, peer, &wait, &is_late);
+        if (is_late) return fail_timeout(x, peer, what, x->round, x->round - 1);
     }
     end_measure(x, peer, start);
     return EP_OK;
@@ -566,6 +702,10 @@ int64_t ep_exchange_body_bytes(const EpExchange *x, EpRoundMode mode) {
 
 int ep_exchange_on_node(const EpExchange *x, int32_t peer) {
     return x->control[peer] != NULL;
+}
+
+int ep_exchange_is_alive(const EpExchange *x, int32_t rank) {
+    return takes_part(x, rank);
 }
 
 int ep_exchange_has_peers_on_node(const EpExchange *x) {
@@ -583,7 +723,7 @@ static char *region(const EpExchange *x, int32_t writer, int32_t reader) {
 
 static EpStatus post_receives(EpExchange *x) {
     for (int32_t r = 0; r < x->size; r++) {
-        if (x->control[r]) continue;
+        if (!is_remote(x, r)) continue;
         EpStatus status = post_receive(x, r, x->round);
         if (status != EP_OK) return fail_exchange(x, status, r, -1, -1);
         x->remote[r].fill = 0;
@@ -601,10 +741,16 @@ static EpStatus wait_until_read(EpExchange *x, int32_t peer) {
 EpStatus ep_round_open(EpExchange *x, const EpOp *op, const EpRoundHeader *header,
                        EpRoundMode mode) {
     x->round++;
+    x->late_end = 0;
     x->op = op, x->mode = mode, x->header = *header;
     x->header.round = x->round, x->header.op = op->code;
-    for (int32_t i = 1; i < x->size; i++)
-        EP_TRY(wait_until_read(x, ep_round_peer(x->rank, x->size, i)));
+    /* A request that has completed takes room until it is tested. */
+    for (Word word = SENDING_NOTE; x->spans_nodes && word <= SENDING_BALLOT; word++)
+        (void)has_sent(x, word);
+    for (int32_t i = 1; i < x->size; i++) {
+        int32_t peer = ep_round_peer(x->rank, x->size, i);
+        if (takes_part(x, peer)) EP_TRY(wait_until_read(x, peer));
+    }
     return post_receives(x);
 }
 
@@ -628,13 +774,14 @@ static EpStatus send_region(EpExchange *x, int32_t peer) {
 }
 
 EpStatus ep_round_publish(EpExchange *x) {
+    x->late_end = 0;
     x->control[x->rank]->header[x->round % BUFFERS] = x->header;
     for (int32_t r = 0; r < x->size; r++)
-        if (!x->control[r]) memcpy(region(x, x->rank, r), &x->header, sizeof(x->header));
+        if (is_remote(x, r)) memcpy(region(x, x->rank, r), &x->header, sizeof(x->header));
     atomic_store_explicit(&x->control[x->rank]->published.value, x->round, memory_order_release);
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
-        if (!x->control[peer]) EP_TRY(send_region(x, peer));
+        if (is_remote(x, peer)) EP_TRY(send_region(x, peer));
     }
     return EP_OK;
 }
@@ -665,8 +812,9 @@ static EpStatus fail_other_operation(EpExchange *x, int32_t peer, const EpRoundH
 
 static EpStatus check_header(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
     const EpRoundHeader *mine = &x->header;
-    if (theirs->op == NOTE)
+    if (theirs->op == EP_NOTE)
         return fail_peer(x, peer, (int32_t)theirs->fact[0], (const char *)theirs + LINE);
+    if (x->masks && theirs->round != mine->round) return fail_left_behind(x, peer);
     if (theirs->op != mine->op) return fail_other_operation(x, peer, theirs);
     if (theirs->handle != mine->handle && theirs->handle && mine->handle)
         return fail_header(x, peer, "the handle's id", mine->handle, theirs->handle);
@@ -679,21 +827,42 @@ static EpStatus check_header(EpExchange *x, int32_t peer, const EpRoundHeader *t
     return EP_OK;
 }
 
+/* Find a peer's message, once it is there. */
+static const char *find_message(const EpExchange *x, int32_t peer, const EpRoundHeader **header) {
+    int parity = (int)(x->round % BUFFERS);
+    const char *message =
+        x->control[peer] ? region(x, peer, x->rank) : x->remote[peer].inbox[parity];
+    *header = x->control[peer] ? &x->control[peer]->header[parity] : (const EpRoundHeader *)message;
+    return message;
+}
+
+/* Returns whether a message is none of this round, where late ranks are cut. */
+static int is_stray(const EpExchange *x, const EpRoundHeader *header) {
+    return x->late >= 0 && (header->op == EP_NOTE || header->round != x->round);
+}
+
+/* A peer that goes on without this rank may write its next header meanwhile, so look at a copy. */
 EpStatus ep_round_receive(EpExchange *x, int32_t peer, const EpRoundHeader **header,
                           const void **body) {
-    const char *message;
     const EpRoundHeader *theirs;
-    if (x->control[peer]) {
+    *body = NULL;
+    if (x->control[peer])
         EP_TRY(wait_counter(x, peer, &x->control[peer]->published, x->round, "arrive"));
-        message = region(x, peer, x->rank);
-        theirs = &x->control[peer]->header[x->round % BUFFERS];
-    } else {
-        Remote *remote = &x->remote[peer];
-        EP_TRY(wait_request(x, peer, &remote->receiving[x->round % BUFFERS], "arrive"));
-        message = remote->inbox[x->round % BUFFERS];
-        theirs = (const EpRoundHeader *)message;
+    else
+        EP_TRY(wait_request(x, peer, &x->remote[peer].receiving[x->round % BUFFERS], "arrive"));
+    if (!takes_part(x, peer)) return EP_OK;
+    const char *message = find_message(x, peer, &theirs);
+    EpRoundHeader copy = *theirs;
+    if (!ep_round_settle(x, peer)) return EP_OK;
+    if (is_stray(x, &copy)) {
+        ep_exchange_cut(x, peer);
+        return EP_OK;
     }
-    EP_TRY(check_header(x, peer, theirs));
+    if (x->masks && x->control[peer]) {
+        EP_EXCHANGE_FENCE();
+        if (has_gone_on(x, peer)) return fail_left_behind(x, peer);
+    }
+    EP_TRY(check_header(x, peer, x->masks && x->control[peer] ? &copy : theirs));
     if (header) *header = theirs;
     *body = message + LINE;
     return EP_OK;
@@ -704,14 +873,19 @@ void ep_round_release(EpExchange *x, int32_t peer) {
                           memory_order_release);
 }
 
-void ep_round_close(EpExchange *x) {
+EpStatus ep_round_close(EpExchange *x) {
+    if (x->masks) EP_EXCHANGE_FENCE();
+    for (int32_t r = 0; x->masks && x->late < 0 && r < x->size; r++)
+        if (x->control[r] && takes_part(x, r) && has_gone_on(x, r))
+            return fail_left_behind(x, r);
     x->op = NULL;
+    return EP_OK;
 }
 
 EpStatus ep_exchange_flush(EpExchange *x, const EpOp *op) {
     x->op = op;
     for (int32_t r = 0; r < x->size; r++)
-        for (int parity = 0; parity < BUFFERS; parity++)
+        for (int parity = 0; parity < BUFFERS && is_remote(x, r); parity++)
             EP_TRY(wait_request(x, r, &x->remote[r].sending[parity], "receive"));
     x->op = NULL;
     return EP_OK;

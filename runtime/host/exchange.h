@@ -67,6 +67,7 @@
 #include <stdatomic.h>
 
 #include "runtime/abort.h"
+#include "runtime/mask.h"
 #include "runtime/op.h"
 #include "runtime/status.h"
 
@@ -86,7 +87,71 @@ typedef struct EpRoundHeader {
 /** A counter with a cache line of its own, since different ranks store and poll counters. */
 typedef struct EpCounter {
     _Alignas(64) _Atomic uint64_t value;
+    /* in `released`: */
+    _Atomic uint64_t seen; /**< the ticket of that peer's ballot; see below */
+    _Atomic uint64_t cut;  /**< 1 + `base` if this rank has cut that peer since; see below */
 } EpCounter;
+
+/**
+ * Masks. A rank that is not in `alive` takes no part in rounds: nobody writes to it, reads from it
+ * or waits for it. The set changes in a *rendezvous of living ranks* (ep_exchange_mask), of those
+ * in the new set alone. It needs no round to be complete, since ranks may have given up anywhere:
+ *
+ *     cast     A rank publishes its ballot: a ticket of its own, the new set and its last round.
+ *     ready    It has read a ballot of each other rank with the same set. It publishes whose
+ *              tickets it has seen, and knows the round at which all begin: odd, and larger than
+ *              that of any of them.
+ *     done     All others are ready and have seen its ticket, or one of them is done. It sets its
+ *              counters to that round, and `base`, and takes part.
+ *
+ * A rank that gives up withdraws its ballot. Ranks that were ready then cast another one, with a
+ * new ticket, and go on waiting. So no rank is done unless all were ready at the same time. A rank
+ * that dies, or gives up, after it was ready may leave others done without it: they wait for it in
+ * their next operation, as for any rank that is gone.
+ *
+ * Numbers. There are rounds alone: `published`, `released` and the generation of plans are rounds.
+ * All ranks of the set continue at one round. It exceeds the last round of each by 16 or more, and
+ * a rank that is left behind gets no further than two rounds without them. So the round in a header
+ * tells the sets apart. Rounds only grow, so old values of counters mean "not yet".
+ *
+ * Memory order, on a node. The words of a ballot are atomic. Its state is stored with release
+ * behind them and loaded before and after them, so that a reader has them of one ballot. A ballot
+ * says that its rank is in no round: after reading all ballots of the set, ranks may fill their
+ * outboxes. Only a masked rank may still read there, one that was stopped in a round, say. Ranks
+ * store `base` before they fill, and a fence lies between. A reader looks at `base` after its last
+ * load of a round, behind a fence. It then knows that the data may be of later rounds, and fails.
+ * Until then, what it has read may be anything: so it bounds all indices. It writes to its own
+ * memory alone.
+ *
+ * Cuts. A rank may cut another one until the next rendezvous (EpLate): by itself, in any round. It
+ * then does not wait for it, read from it or write for it, as if it were masked. It says so in a
+ * word of its control block, in the place of `base` above: a fence lies between that store and its
+ * next one to the outbox. The other rank looks at the word after its last load of a message, and
+ * drops what it has read (ep_round_settle). On another node it finds no message in time, and cuts,
+ * too. Rounds of both go on. So an operation that cuts must have as many rounds on all ranks,
+ * whomever they have cut: latency mode then has those of max_tokens.
+ *
+ * Between nodes ballots are messages. A pair's messages arrive in order, and the old ones are
+ * dropped up to the last ballot. No request is canceled: what was sent to a masked rank, or posted
+ * to receive from it, stays until that rank is back. Nothing else uses its regions.
+ */
+typedef enum EpVoteState { EP_VOTE_NONE, EP_VOTE_CAST, EP_VOTE_READY } EpVoteState;
+
+/** A ballot, as it travels. */
+typedef struct EpVote {
+    uint64_t ticket, state;
+    uint64_t round; /**< the last of the voter */
+    uint64_t seen;  /**< the reader's ticket that it has seen, once it is ready */
+    uint64_t done;  /**< its last ticket that has succeeded; 0: none */
+    EpMask alive;
+} EpVote;
+
+/** The same in a control block. */
+typedef struct EpBallot {
+    _Alignas(64) _Atomic uint64_t word; /**< ticket << 2 | state */
+    _Atomic uint64_t round, done;
+    _Atomic uint32_t alive[EP_MASK_WORDS];
+} EpBallot;
 
 /** Start of every shared segment. */
 typedef struct EpControl {
@@ -96,6 +161,8 @@ typedef struct EpControl {
     char why[EP_ABORT_BYTES];   /**< of this rank's abort */
     char heard[EP_ABORT_BYTES]; /**< why the blamed rank went, of a rank that has heard it; "" */
     _Atomic uint64_t refusal[EP_ABORT_BYTES / 8]; /**< of this rank's last call; "": none */
+    EpBallot ballot;
+    EpCounter base;          /**< round at which this rank began with its set of living ranks */
     EpRoundHeader header[2]; /**< of even and odd rounds; not in the regions, which move by mode */
     EpCounter released[];    /**< [size]: last round of each peer that this rank has read */
 } EpControl;
@@ -109,6 +176,8 @@ typedef struct EpExchange EpExchange;
 int64_t ep_exchange_control_bytes(int32_t num_ranks);
 /** Returns the least staging bytes for which a region of EP_ROUND_EACH holds such a body. */
 int64_t ep_exchange_least_stage(int32_t num_ranks, int64_t body_bytes);
+/** Returns the bytes of the largest body that masks need. */
+int64_t ep_exchange_ballot_bytes(void);
 /**
  * Returns the bytes of each rank's shared segment. `most_remote`: the largest number of peers that
  * a rank has on other nodes. If it is 0, the outbox takes all staging bytes; otherwise half of
@@ -116,7 +185,7 @@ int64_t ep_exchange_least_stage(int32_t num_ranks, int64_t body_bytes);
  */
 int64_t ep_exchange_segment_bytes(int32_t num_ranks, int32_t most_remote, int64_t stage_bytes);
 /** Returns the private bytes other than inboxes. */
-int64_t ep_exchange_private_bytes(int32_t num_ranks);
+int64_t ep_exchange_private_bytes(int32_t num_ranks, int masks);
 
 typedef struct EpExchangeSetup {
     const EpBootstrap *bootstrap;
@@ -127,6 +196,7 @@ typedef struct EpExchangeSetup {
     int32_t tag;    /**< of this group's messages */
     double timeout; /**< seconds */
     int64_t spins;  /**< polls before a wait yields the CPU: see ep_wait_begin */
+    int masks;      /**< whether ranks may be masked */
 } EpExchangeSetup;
 
 /** Create an exchange. Returns NULL when out of memory. */
@@ -144,6 +214,22 @@ int64_t ep_exchange_body_bytes(const EpExchange *x, EpRoundMode mode);
 int ep_exchange_on_node(const EpExchange *x, int32_t peer);
 int ep_exchange_has_peers_on_node(const EpExchange *x);
 
+/** Returns whether a rank takes part in rounds: it is neither masked nor cut. */
+int ep_exchange_is_alive(const EpExchange *x, int32_t rank);
+
+/** Meet the other ranks of `alive`, and go on with them alone. On failure the set is what it was,
+ *  and the exchange has failed until a repetition succeeds. */
+EpStatus ep_exchange_mask(EpExchange *x, const EpMask *alive);
+
+/** From now on wait so many seconds for ranks, in each round, then cut those that are missing. < 0:
+ *  wait until the deadline, then fail. Returns what was set before. */
+double ep_exchange_set_late(EpExchange *x, double seconds);
+int ep_exchange_cuts_late(const EpExchange *x);
+/** Cut a rank. */
+void ep_exchange_cut(EpExchange *x, int32_t rank);
+/** Returns the ranks that this rank has cut. */
+const EpMask *ep_exchange_cuts(const EpExchange *x);
+
 /** From now on add the seconds of each wait for peer r to waited[r]; NULL: no longer. */
 void ep_exchange_measure(EpExchange *x, double *waited);
 
@@ -156,13 +242,18 @@ void *ep_round_region(EpExchange *x, int32_t peer);
 /** Set how many body bytes are sent to a peer on another node; 0 unless set in this round. */
 void ep_round_fill(EpExchange *x, int32_t peer, int64_t body_bytes);
 EpStatus ep_round_publish(EpExchange *x);
-/** Wait for a peer's message and check its header. `header` (may be NULL) and `body` become
- *  pointers into the peer's outbox or an inbox, valid until ep_round_release. A release marks the
- *  messages of earlier rounds, too: a reader may keep a message until it releases the next one. */
+/** Wait for a peer's message and check its header. `body` becomes NULL if the peer is cut. Else
+ *  `header` (may be NULL) and `body` become pointers into the peer's outbox or an inbox, valid until
+ *  ep_round_release. A release marks the messages of earlier rounds, too: a reader may keep a
+ *  message until it releases the next one. */
 EpStatus ep_round_receive(EpExchange *x, int32_t peer, const EpRoundHeader **header,
                           const void **body);
+/** Where ranks cut late ones, after the last load of a peer's message: returns whether it was
+ *  whole. If not, the peer is cut. */
+int ep_round_settle(EpExchange *x, int32_t peer);
 void ep_round_release(EpExchange *x, int32_t peer);
-void ep_round_close(EpExchange *x);
+/** In a group with masks, fails if what was read in this round may be of another one. */
+EpStatus ep_round_close(EpExchange *x);
 /** After the last round of an operation: wait until all messages to other nodes have been sent, so
  *  that peers need not wait for this rank's next call to make progress. */
 EpStatus ep_exchange_flush(EpExchange *x, const EpOp *op);
@@ -191,6 +282,7 @@ void ep_exchange_depart(EpExchange *x, const char *why);
 /** Why the exchange failed: status (EP_OK: it has not), sentence and the peer concerned. */
 typedef struct EpExchangeFailure {
     EpStatus status;
+    int suspends; /**< 1: ep_exchange_mask may mend it */
     int32_t peer;
     int64_t expected, seen;
     const char *phase;

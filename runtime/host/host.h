@@ -18,6 +18,8 @@ typedef struct EpHost {
     void *memory; /* the shared segments, for share_free */
     char *sets;   /* buffers of latency mode; NULL: none */
     int64_t set_bytes;
+    EpMask lost[EP_MAX_LATENCY_SETS]; /* of each set: the ranks whose rows have not come */
+    char *routes;                     /* [size]: copies of routes, where late ranks are cut */
     EpDeviceOf device_of; /* NULL where no driver is, and so no memory that CPUs cannot load from */
 } EpHost;
 
@@ -40,9 +42,18 @@ static inline int64_t ep_route_words(int64_t top_k) {
  *  on the way (node_rows). L counts follow. */
 #define EP_ROUTE_HEAD_WORDS 3
 
+/** Returns the bytes of the largest message of routes of a whole step. */
+int64_t ep_host_route_bytes(const EpGroupConfig *config, int32_t num_ranks);
+
+/** Returns the bytes that copies of routes take; 0 where late ranks are not cut. */
+int64_t ep_host_routes_bytes(const EpGroupConfig *config, int32_t num_ranks);
+
 /** Returns the staging bytes per rank, from configuration and settings alone. */
 int64_t ep_host_stage_bytes(const EpGroupConfig *config, int32_t num_ranks,
                             const EpSettings *settings);
+
+/** In a group with a placement: let routing take copies of experts on ranks that take part. */
+void ep_host_choose_copies(EpGroup *group);
 
 /** Fail the group with the exchange's failure. Returns its status. */
 EpStatus ep_host_broken(EpGroup *group);

@@ -35,6 +35,10 @@ typedef struct Board {
     int entered[RANKS]; /* collectives that each rank has entered */
     char bytes[2][RANKS][ROOM];
     Report report[RANKS];
+    /* of groups with masks */
+    uint32_t alive;      /* as the test sees it */
+    int is_done[RANKS];  /* whether a rank has nothing left but to meet the others */
+    int recovered[RANKS];
 } Board;
 
 typedef struct Rank {
@@ -42,6 +46,7 @@ typedef struct Rank {
     int rank, collectives;
     int kill_before, kill_after; /* numbers of a collective, from 1; 0: never */
     double timeout;
+    double patience; /* seconds that a collective waits at least */
     int phase;         /* in which it is lost; -1: none */
     int step;          /* and the step, if the phase is an operation */
     int signal;        /* SIGKILL or SIGSTOP */
@@ -53,7 +58,7 @@ static EpStatus board_gather(void *context, const void *in, void *out, size_t by
                              double timeout) {
     Rank *self = context;
     int now = ++self->collectives;
-    double end = seconds_now() + timeout;
+    double end = seconds_now() + (timeout > self->patience ? timeout : self->patience);
     if (now == self->kill_before) kill(getpid(), SIGKILL);
     if (bytes > ROOM) return ep_set_last_error(EP_ERR_BOOTSTRAP, "too many bytes");
     memcpy(self->board->bytes[now % 2][self->rank], in, bytes);
@@ -293,3 +298,189 @@ static void lose_at_random_moments(int signal) {
 
 SoloCall(bootstrap_killed, at_random_moments, lose_at_random_moments(SIGKILL));
 SoloCall(bootstrap_killed, stopped_at_random_moments, lose_at_random_moments(SIGSTOP));
+
+/* ---- groups with masks: the others go on ---- */
+
+enum { RECOVERY = NUM_PHASES, ALL_RANKS = (1 << RANKS) - 1, MOST_SECONDS = 60 };
+
+static uint32_t alive_on(const Board *board) {
+    return __atomic_load_n(&board->alive, __ATOMIC_ACQUIRE);
+}
+
+/* Arm what shall lose this rank, if this is the moment. */
+static void pass(Rank *self, int phase, int step) {
+    (void)begin_phase(self, phase, step);
+    if (self->phase == phase && self->step == step) self->phase = -1;
+}
+
+static void give_up_life(Rank *self, const char *why) {
+    snprintf(self->board->report[self->rank].sentence, sizeof(self->board->report[0].sentence),
+             "%s", why);
+    _exit(1);
+}
+
+/* Meet the ranks that the test knows to be alive, as often as it takes. Returns them. */
+static uint32_t recover(Rank *self, EpGroup *group) {
+    double end = seconds_now() + MOST_SECONDS;
+    for (;;) {
+        uint32_t alive = alive_on(self->board);
+        EpStatus status = EP_ERR_TIMEOUT;
+        pass(self, RECOVERY, 0);
+        if (alive >> self->rank & 1)
+            status = ep_group_mask(group, &alive, NULL);
+        else
+            usleep(1000);
+        if (status == EP_OK) return alive;
+        if (status != EP_ERR_TIMEOUT && status != EP_ERR_ORDER) give_up_life(self, ep_last_error());
+        if (seconds_now() > end) give_up_life(self, ep_last_error());
+    }
+}
+
+static int are_done(const Board *board, uint32_t alive) {
+    for (int r = 0; r < RANKS; r++)
+        if (alive >> r & 1 && !__atomic_load_n(&board->is_done[r], __ATOMIC_ACQUIRE)) return 0;
+    return 1;
+}
+
+/* One step of the ranks that are alive. Returns whether it was complete. */
+static int run_masked_step(const Rank *self, EpGroup *group, Case c, uint32_t alive) {
+    EpStatus ended = EP_OK;
+    for (int r = 0; r < RANKS; r++)
+        c.masked[r] = alive >> r & 1 ? '0' : '1';
+    World *world = world_new(&c);
+    EpHandle *handle = open_handle(group, &world->c);
+    Step step = {group, handle, world, self->rank, NULL, &ended};
+    check_note("alive %x, case: %s", alive, case_describe(&world->c));
+    step_all(&step);
+    ep_handle_destroy(handle);
+    world_free(world);
+    return ended == EP_OK;
+}
+
+/* Make steps, and begin again with those that are left whenever a rank is missing or back. Steps
+ * count from the last time that the ranks met, so they agree on the next one. */
+static void live_masked(Rank *self, const Case *c) {
+    Board *board = self->board;
+    EpBootstrap b = board_bootstrap(self);
+    EpGroupConfig config = case_group_config(c);
+    EpGroup *group = NULL;
+    uint32_t alive = ALL_RANKS;
+    config.timeout_seconds = self->timeout;
+    setenv("LIBEP_TOPOLOGY", self->nodes, 1);
+    if (ep_group_create(&b, &config, &group) != EP_OK) give_up_life(self, ep_last_error());
+    for (int count = 0;;) {
+        Case now = *c;
+        now.seed += (uint64_t)count;
+        pass(self, OPERATIONS, count);
+        int is_whole = run_masked_step(self, group, now, alive);
+        if (check_failure()[0]) give_up_life(self, check_failure());
+        int is_last = is_whole && ++count == STEPS;
+        if (is_whole && !is_last && alive_on(board) == alive) continue;
+        __atomic_store_n(&board->is_done[self->rank], is_last, __ATOMIC_RELEASE);
+        alive = recover(self, group);
+        board->recovered[self->rank]++;
+        if (are_done(board, alive)) break;
+        count = 0;
+    }
+    ep_group_destroy(group);
+    _exit(0);
+}
+
+/* A life in which some ranks are killed, or stopped for a while. */
+typedef struct MaskedLife {
+    Case c;
+    Board *board;
+    Rank rank[RANKS];
+    pid_t child[RANKS];
+    double resume[RANKS], pause[RANKS]; /* when a stopped rank goes on; 0: not stopped */
+    const char *nodes;
+} MaskedLife;
+
+/* Look at a process. Returns whether it has ended. */
+static int watch(MaskedLife *life, int r) {
+    int status;
+    uint32_t bit = 1u << r;
+    if (life->resume[r] && seconds_now() > life->resume[r]) {
+        life->resume[r] = 0;
+        __atomic_fetch_or(&life->board->alive, bit, __ATOMIC_RELEASE);
+        kill(life->child[r], SIGCONT);
+    }
+    if (waitpid(life->child[r], &status, WNOHANG | WUNTRACED) <= 0) return 0;
+    __atomic_fetch_and(&life->board->alive, ~bit, __ATOMIC_RELEASE);
+    if (WIFSTOPPED(status)) life->resume[r] = seconds_now() + life->pause[r];
+    if (WIFSTOPPED(status)) return 0;
+    int is_lost = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+    CHECK(is_lost ? life->rank[r].signal == SIGKILL : WIFEXITED(status) && !WEXITSTATUS(status),
+          "rank %d ended with status %#x: %s", r, (unsigned)status,
+          life->board->report[r].sentence);
+    return 1;
+}
+
+static void run_masked_life(MaskedLife *life) {
+    double end = seconds_now() + 2 * MOST_SECONDS;
+    int ended[RANKS] = {0}, left = RANKS;
+    life->board = board_open();
+    life->board->alive = ALL_RANKS;
+    for (int r = 0; r < RANKS; r++) {
+        life->rank[r].board = life->board, life->rank[r].rank = r;
+        life->rank[r].timeout = 2 * LIFE_DEADLINE, life->rank[r].patience = MOST_SECONDS;
+        life->rank[r].nodes = life->nodes;
+        life->child[r] = fork();
+        if (life->child[r] == 0) live_masked(&life->rank[r], &life->c);
+    }
+    for (; left && seconds_now() < end; usleep(500))
+        for (int r = 0; r < RANKS; r++)
+            if (!ended[r] && watch(life, r)) ended[r] = 1, left--;
+    for (int r = 0; r < RANKS; r++)
+        if (!ended[r]) {
+            CHECK(false, "rank %d goes on for ever", r);
+            kill(life->child[r], SIGKILL);
+            waitpid(life->child[r], NULL, 0);
+        }
+    munmap(life->board, sizeof(Board));
+}
+
+static const char *const masked_cases[] = {
+    "mode=throughput weighted=1", "mode=latency weighted=1", "mode=latency phases=1 layout=flat",
+    "mode=latency late_us=300000 phases=1", "mode=throughput layout=batched by_entry=1",
+    "mode=latency late_us=300000 layout=batched weighted=1",
+    "mode=throughput layout=rank-major hidden=256",
+};
+
+/* Draw up to RANKS - 1 victims, and when each is lost: in a step, or while others meet. */
+static MaskedLife draw_masked_life(uint64_t seed, uint64_t number, int signal) {
+    Random random = random_stream(seed, number, 7);
+    MaskedLife life = {.nodes = topologies[random_below(&random, LENGTH(topologies))]};
+    int victims = 1 + (int)random_below(&random, RANKS - 1);
+    int first = (int)random_below(&random, RANKS);
+    life.c = case_complete(case_of("ranks=%d experts=7 top_k=4 masks=1 seed=%d %s", RANKS,
+                                   (int)(100 * number),
+                                   masked_cases[number % LENGTH(masked_cases)]));
+    for (int r = 0; r < RANKS; r++) {
+        Rank *rank = &life.rank[r];
+        if (life.nodes[0]) life.c.nodes[r] = life.nodes[2 * r];
+        rank->phase = -1;
+        if ((r - first + RANKS) % RANKS >= victims) continue;
+        rank->signal = signal;
+        rank->phase = r != first && random_below(&random, 2) ? RECOVERY : OPERATIONS;
+        rank->step = rank->phase == RECOVERY ? 0 : (int)random_below(&random, STEPS - 1);
+        rank->delay = (double)random_below(&random, 20000) * 1e-6;
+        life.pause[r] = (double)random_below(&random, 1000) * 1e-3;
+    }
+    return life;
+}
+
+static void lose_and_go_on(int signal) {
+    uint64_t seed = environment_number("LIBEP_TEST_SEED", 1);
+    uint64_t lives = environment_number("LIBEP_TEST_CASES", TESTS_SANITIZED ? 10 : 20);
+    be_quiet();
+    setenv("LIBEP_INTERFACE", "lo", 1);
+    for (uint64_t i = 0; i < lives && !check_failure()[0]; i++) {
+        MaskedLife life = draw_masked_life(seed, i, signal);
+        check_note("seed %d, number %d, nodes '%s'", (int)seed, (int)i, life.nodes);
+        run_masked_life(&life);
+    }
+}
+
+SoloCall(bootstrap_killed, others_go_on, lose_and_go_on(SIGKILL));
+SoloCall(bootstrap_killed, stopped_ones_come_back, lose_and_go_on(SIGSTOP));

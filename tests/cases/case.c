@@ -121,6 +121,11 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, biases, NULL),
     TEXT_FIELD(Case, counters, NULL),
     TEXT_FIELD(Case, block_rows, NULL),
+    TEXT_FIELD(Case, masks, NULL),
+    TEXT_FIELD(Case, masked, NULL),
+    TEXT_FIELD(Case, masked_late, NULL),
+    TEXT_FIELD(Case, late_us, NULL),
+    TEXT_FIELD(Case, cut_now, NULL),
     TEXT_FIELD(Case, all_weights, NULL),
     TEXT_FIELD(Case, seed, NULL),
 };
@@ -200,6 +205,10 @@ int cases_of(Case *cases, int most, const char *text) {
 const char *case_describe(const Case *c) {
     static _Thread_local char text[800];
     return text_of(c, fields, FIELDS, text, sizeof(text));
+}
+
+int case_is_masked(const Case *c, int rank) {
+    return c->masked[0] && c->masked[rank] == '1';
 }
 
 int case_physical(const Case *c) {
@@ -302,6 +311,9 @@ EpGroupConfig case_group_config(const Case *c) {
     config.timeout_seconds = c->timeout;
     if (c->mode == EP_MODE_LATENCY || c->sets) config.latency_sets = c->sets ? c->sets : 4;
     config.node_rows = c->node_rows;
+    config.masks = c->masks;
+    config.late_us = c->late_us;
+    if (c->late_us) config.on_late = EP_LATE_MASK;
     if (c->by_entry) config.sums = EP_SUMS_BY_ENTRY;
     if (c->merged) config.duplicates = EP_DUPLICATES_MERGE;
     if (c->physical) config.num_physical = c->physical, config.choice = c->choice;

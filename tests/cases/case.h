@@ -96,6 +96,11 @@ typedef struct Case {
     int counters;    /**< calls add to counters: 1: to all, 2 or 3: to every other one */
     int block_rows;  /**< dispatch stores ready words, and combine reads done words, of blocks of so
                           many rows; 0: neither */
+    int masks;       /**< the group has masks */
+    char masked[24]; /**< a digit for each rank, as in "0100": 1 where it is masked; "": no rank */
+    int masked_late; /**< after prepare */
+    int late_us;     /**< of the group, which then cuts ranks that are late */
+    int cut_now;     /**< `masked` ranks are cut in this step, whose plan counts rows to them */
     int all_weights; /**< rank-major rows get all K weights; ignored in other layouts */
     uint64_t seed;
 } Case;
@@ -119,6 +124,8 @@ int case_physical(const Case *c);
 
 /** Returns the lowest rank on the node of a rank. */
 int case_node(const Case *c, int rank);
+
+int case_is_masked(const Case *c, int rank);
 
 /** How receive tensors are divided into blocks. */
 typedef enum CaseBlocks {

@@ -222,6 +222,13 @@ void run_cases_on_threads(const Case *cases, int count) {
     free(list.cases);
 }
 
+void run_body_of(RankBody body, const Case *c) {
+    Case own = *c;
+    int pretends = pretend_nodes(c);
+    run_ranks(c->ranks, body, &own);
+    if (pretends) restore_nodes();
+}
+
 void run_case_on_threads(const Case *c) {
     run_cases_on_threads(c, 1);
 }

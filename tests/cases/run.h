@@ -24,6 +24,9 @@ void run_case_on_threads(const Case *c);
  * since creating one takes half a second on GPUs. */
 void run_cases_on_threads(const Case *cases, int count);
 
+/** Run a body on the ranks of a case, with its nodes. */
+void run_body_of(RankBody body, const Case *c);
+
 /** A test that makes this call, which runs cases: CasesTest(suite, name, call); */
 #define CasesTest(suite, name, call)    \
     Test(suite, name, .timeout = 300) { \

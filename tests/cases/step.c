@@ -43,10 +43,31 @@ static void run_copy(Run *r, StepInput first, StepInput last) {
     }
 }
 
+static int has_ended(const Step *step) {
+    return step->ended && *step->ended != EP_OK;
+}
+
+/* Returns whether this rank has cut another one. */
+static int has_cut(const Step *step) {
+    uint32_t alive = 0, expected = 0;
+    for (int i = 0; i < step->world->c.ranks; i++)
+        expected |= (uint32_t)!case_is_masked(&step->world->c, i) << i;
+    CHECK_OK(ep_group_alive(step->group, &alive));
+    return alive != expected;
+}
+
 static void run_call(Run *r, StepOp op) {
     r->memory.counters = step_counters_new(r->step);
-    CHECK_OK(step_call(r->step, &r->memory, op, NULL));
-    step_counters_check(r->step, op, 1, r->memory.counters);
+    EpStatus status = step_call(r->step, &r->memory, op, NULL);
+    if (r->step->ended && status == EP_ERR_TIMEOUT)
+        *r->step->ended = status;
+    else
+        CHECK_OK(status);
+    if (r->step->ended && !has_ended(r->step) && has_cut(r->step)) *r->step->ended = EP_ERR_MASKED;
+    if (has_ended(r->step))
+        free(r->memory.counters);
+    else
+        step_counters_check(r->step, op, 1, r->memory.counters);
     r->memory.counters = NULL;
 }
 
@@ -59,7 +80,8 @@ static void run_end(Run *r) {
     }
     step_expect(r->step, r->ops, r->expected);
     for (StepOutput i = OUT_COUNTS; i < STEP_OUTPUTS; i++) {
-        if (r->got[i].base) step_compare(r->step, i, &r->got[i], &r->expected[i]);
+        if (r->got[i].base && !has_ended(r->step))
+            step_compare(r->step, i, &r->got[i], &r->expected[i]);
         image_free(&r->got[i]);
         image_free(&r->expected[i]);
     }
@@ -82,7 +104,7 @@ static Run prepared(const Step *step) {
 
 static void check_prepared(Run *r) {
     run_end(r);
-    step_check_info(r->step);
+    if (!has_ended(r->step)) step_check_info(r->step);
 }
 
 void step_prepare(const Step *step) {
@@ -118,7 +140,7 @@ static void send_rows(const Step *step) {
 
 static void receive_rows(const Step *step) {
     make_call(step, STEP_DISPATCH_WAIT);
-    step_check_sources(step);
+    if (!has_ended(step)) step_check_sources(step);
 }
 
 static void dispatch_rows(const Step *step) {
@@ -127,7 +149,7 @@ static void dispatch_rows(const Step *step) {
         receive_rows(step);
     } else {
         dispatch_whole(step);
-        step_check_sources(step);
+        if (!has_ended(step)) step_check_sources(step);
     }
 }
 
@@ -235,6 +257,7 @@ static void check_overflow_finding(const Step *step, const EpFinding *found) {
 
 void step_check_status(const Step *step) {
     int64_t first = 0;
+    if (has_ended(step)) return;
     int expected = count_invalid(step, &first) > 0;
     expected += step_mine(step)->dropped > 0 && step->world->c.overflow == EP_OVERFLOW_ERROR;
     for (int i = 0; i < expected; i++) {

@@ -18,6 +18,8 @@ typedef struct Step {
     const World *world;
     int rank;
     const EpTensor *plan;     /**< that calls name; NULL: the handle's own */
+    EpStatus *ended; /**< EP_OK; a call that returns EP_ERR_TIMEOUT, or cuts a rank, sets it, and
+                          from then on nothing is compared. NULL: no call may */
     int block_rows, expected; /**< as in EpExtras; 0: what the case and the given words want */
 } Step;
 

@@ -22,7 +22,7 @@ static void expect_flat_entry(const World *world, int rank, int64_t row, int k, 
     int64_t cell = row * world->c.top_k + k;
     *weight = 0;
     set_index(world, &out->index, cell, -1);
-    if (what->kind != ROW_FILLED) return;
+    if (!world_has_token(what)) return;
     const RankWorld *from = &world->rank[what->source];
     int64_t entry = (int64_t)what->token * world->c.top_k + k;
     if (world->c.all_weights && case_layout(&world->c)->takes_all) *weight = from->weight[entry];
@@ -41,7 +41,7 @@ static void expect_weights(const World *world, int rank, int64_t row, ExpectedRo
         return;
     }
     float weight = 0;
-    if (what->kind == ROW_FILLED)
+    if (world_has_token(what))
         weight = world->rank[what->source].weight[(int64_t)what->token * world->c.top_k + what->k];
     memcpy(out->weights.data + row * 4, &weight, 4);
 }
@@ -49,7 +49,7 @@ static void expect_weights(const World *world, int rank, int64_t row, ExpectedRo
 static void expect_row(Image *image, int64_t row, size_t bytes, const Row *what,
                        const uint8_t *source) {
     uint8_t *to = image->data + (size_t)row * bytes;
-    if (what->kind == ROW_FILLED)
+    if (world_has_token(what))
         memcpy(to, source + (size_t)what->token * bytes, bytes);
     else
         memset(to, 0, bytes);
@@ -88,7 +88,7 @@ static void expect_sent_scales(const World *world, int rank, int64_t row, Image 
     size_t all = case_recv_scale_bytes(&world->c);
     const uint8_t *from = world->rank[what->source].sent_scale + (size_t)what->token * all;
     expect_scales(world, rank, row, (size_t)case_scales(&world->c), all,
-                  what->kind == ROW_FILLED ? from : NULL, image);
+                  world_has_token(what) ? from : NULL, image);
 }
 
 void expect_dispatch(const World *world, int rank, ExpectedRows *out) {
@@ -245,7 +245,7 @@ static void expect_quantised(const World *world, int rank, int64_t row, Image *r
     const Row *what = &world->rank[rank].row[row];
     const uint8_t *grads = world->rank[what->source].grad_out;
     uint8_t of_row[EP_MAX_ROW_BYTES / 16], *to = rows->data + (size_t)row * case_grad_bytes(c);
-    int is_filled = what->kind == ROW_FILLED;
+    int is_filled = world_has_token(what);
     if (is_filled)
         quant_row(c->grad_quant, 0, c->sum_type, grads + (size_t)what->token * case_sum_bytes(c),
                   c->hidden, to, of_row);
@@ -264,7 +264,7 @@ void expect_combine_backward(const World *world, int rank, Image *rows, Image *s
             expect_quantised(world, rank, row, rows, scales);
             continue;
         }
-        for (int h = 0; what->kind == ROW_FILLED && h < c->hidden; h++) {
+        for (int h = 0; world_has_token(what) && h < c->hidden; h++) {
             int64_t element = (int64_t)what->token * c->hidden + h;
             float g = number_get(world->rank[what->source].grad_out, c->sum_type, element);
             float value = c->weighted ? me->slot_weight[row] * g : g;
@@ -279,7 +279,7 @@ double expect_slot_gradient(const World *world, int rank, int64_t row, double *m
     const Row *what = &me->row[row];
     double sum = 0;
     *magnitude = 0;
-    for (int h = 0; what->kind == ROW_FILLED && h < c->hidden; h++) {
+    for (int h = 0; world_has_token(what) && h < c->hidden; h++) {
         int64_t element = (int64_t)what->token * c->hidden + h;
         double g = number_get(world->rank[what->source].grad_out, c->sum_type, element);
         double x = number_get(me->expert_out, c->sum_type, row * c->hidden + h);
@@ -308,6 +308,7 @@ static int is_needed(const World *world, int from, int token, int to, int node, 
 
 static int64_t count_needed(const World *world, int from, int to, int node, int slots) {
     int64_t rows = 0;
+    if (case_is_masked(&world->c, from) || case_is_masked(&world->c, to)) return 0;
     for (int t = 0; t < world->rank[from].tokens; t++)
         rows += is_needed(world, from, t, to, node, slots);
     return rows;

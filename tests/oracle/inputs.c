@@ -241,7 +241,7 @@ void inputs_make_rows(World *world, int rank) {
     memset(me->slot_weight, 0xff, (size_t)me->buffer_rows * sizeof(float));
     memset(me->grad_slot_weight, 0xff, (size_t)(me->buffer_rows * per_row) * sizeof(float));
     for (int64_t row = 0; row < me->buffer_rows; row++) {
-        if (me->row[row].kind != ROW_FILLED) continue;
+        if (!world_has_token(&me->row[row])) continue;
         uint8_t *numbers = me->expert_out + (size_t)row * case_sum_bytes(c);
         fill_numbers(numbers, c->sum_type, c->hidden, &random);
         if (world_is_strange(world, me->row[row].token))

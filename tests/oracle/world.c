@@ -47,6 +47,16 @@ int world_map(const Case *c, int place) {
     }
 }
 
+/* Returns whether a rank takes no part in prepare. */
+static int is_masked_before(const Case *c, int rank) {
+    return case_is_masked(c, rank) && !c->masked_late;
+}
+
+/* Returns whether a place holds a living copy of an expert. */
+static int holds(const Case *c, int place, int64_t expert) {
+    return world_map(c, place) == expert && !is_masked_before(c, world_owner(c, place));
+}
+
 /* How near a place is to a rank: on it, on its node, elsewhere. */
 static int nearness(const Case *c, int place, int rank) {
     int owner = world_owner(c, place);
@@ -58,13 +68,13 @@ static int nearness(const Case *c, int place, int rank) {
 static int64_t take_copy(const Case *c, int64_t expert, int rank, int token) {
     int best = -1, copies = 0;
     for (int p = 0; p < case_physical(c); p++)
-        if (world_map(c, p) == expert && nearness(c, p, rank) > best)
+        if (holds(c, p, expert) && nearness(c, p, rank) > best)
             best = nearness(c, p, rank), copies = 0;
     for (int p = 0; p < case_physical(c); p++)
-        copies += world_map(c, p) == expert && nearness(c, p, rank) == best;
+        copies += holds(c, p, expert) && nearness(c, p, rank) == best;
     int left = copies ? (rank + token) % copies : -1;
     for (int p = 0; p < case_physical(c) && copies; p++)
-        if (world_map(c, p) == expert && nearness(c, p, rank) == best && left-- == 0) return p;
+        if (holds(c, p, expert) && nearness(c, p, rank) == best && left-- == 0) return p;
     return -1;
 }
 
@@ -75,9 +85,11 @@ static void take_copies(World *world, int rank) {
     me->taken = calloc((size_t)entries + 1, sizeof(int64_t));
     for (int64_t i = 0; i < entries; i++) {
         int is_expert = me->index[i] >= 0 && me->index[i] < c->experts;
-        me->taken[i] = !is_expert    ? -1
-                       : c->physical ? take_copy(c, me->index[i], rank, (int)(i / c->top_k))
-                                     : me->index[i];
+        me->taken[i] = -1;
+        if (is_expert && c->physical)
+            me->taken[i] = take_copy(c, me->index[i], rank, (int)(i / c->top_k));
+        else if (is_expert && !is_masked_before(c, world_owner(c, me->index[i])))
+            me->taken[i] = me->index[i];
     }
 }
 
@@ -129,6 +141,10 @@ static void fill_messages(World *world, int rank) {
         for (int t = 0; t < me->tokens; t++)
             if (needs_node(world, rank, t, node) && places-- <= 0) lose_token(world, rank, t, node);
     }
+}
+
+int world_has_token(const Row *row) {
+    return row->kind == ROW_FILLED && !row->masked;
 }
 
 int world_writes(const World *world, const Row *row) {
@@ -340,6 +356,16 @@ static void plan_allocate(World *world, int rank) {
         me->position[i].row = -1;
 }
 
+/* Mask ranks after prepare: rows from them, and a rank's entries on them, hold nothing any more. */
+static void mask_late(World *world, int rank) {
+    RankWorld *me = &world->rank[rank];
+    for (int64_t row = 0; row < me->buffer_rows; row++)
+        me->row[row].masked = case_is_masked(&world->c, me->row[row].source);
+    for (int64_t i = 0; i < (int64_t)me->rows * world->c.top_k; i++)
+        if (me->position[i].row >= 0 && case_is_masked(&world->c, me->position[i].rank))
+            me->position[i].row = -1;
+}
+
 World *world_new(const Case *c) {
     World *world = calloc(1, sizeof(*world));
     world->c = case_complete(*c);
@@ -349,6 +375,8 @@ World *world_new(const Case *c) {
     for (int r = 0; r < world->c.ranks; r++)
         inputs_make_tokens(world, r);
     for (int r = 0; r < world->c.ranks; r++)
+        if (is_masked_before(&world->c, r)) world->rank[r].tokens = 0;
+    for (int r = 0; r < world->c.ranks; r++)
         take_copies(world, r), fill_messages(world, r);
     for (int r = 0; r < world->c.ranks; r++)
         plan_allocate(world, r);
@@ -357,6 +385,7 @@ World *world_new(const Case *c) {
     for (int r = 0; r < world->c.ranks; r++) {
         world->rank[r].buffer_rows = buffer_rows(world, &world->rank[r]);
         count_sources(world, &world->rank[r]);
+        mask_late(world, r);
         inputs_spoil_weights(world, r);
         inputs_make_rows(world, r);
     }

@@ -27,6 +27,7 @@ typedef enum RowKind {
 typedef struct Row {
     RowKind kind;
     int source, token, k;
+    int masked; /**< the source was masked after prepare */
 } Row;
 
 /** Inputs and plan of one rank. */
@@ -84,6 +85,9 @@ int world_is_strange(const World *world, int token);
 /** Returns whether entry (token, k) of a rank gets a slot: it names an expert of the group, and if
  * duplicates are merged, no entry of the token at a lower k names it. */
 int world_live(const World *world, int rank, int token, int k);
+
+/** Returns whether a row holds a token when rows move. */
+int world_has_token(const Row *row);
 
 /** Returns whether dispatch and combine backward write a row of the receive buffer. */
 int world_writes(const World *world, const Row *row);

@@ -29,6 +29,9 @@ static const TextField config_fields[] = {
     TEXT_FIELD(EpGroupConfig, node_rows, NULL),
     TEXT_FIELD(EpGroupConfig, num_physical, NULL),
     TEXT_FIELD(EpGroupConfig, choice, NULL),
+    TEXT_FIELD(EpGroupConfig, masks, NULL),
+    TEXT_FIELD(EpGroupConfig, on_late, NULL),
+    TEXT_FIELD(EpGroupConfig, late_us, NULL),
 };
 
 typedef struct Configured {
@@ -141,6 +144,7 @@ static const char *const differences[][5] = {
     {"node_rows", "0", "5", "got 9", "5 on rank 2"},
     {"num_physical", "-1", "5", "got -1", "5 on rank 2"},
     {"choice", "1", "2", "got EP_CHOICE_NEAR", "EP_CHOICE_SPREAD on rank 2"},
+    {"late_us", "0", "7", "got 0", "7 on rank 2"},
 };
 
 ThreadTest(runtime_group, ranks_that_disagree, 3) {

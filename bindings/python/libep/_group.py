@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from _thread import allocate_lock, get_ident
-from ctypes import byref, c_int32, c_size_t, c_void_p, create_string_buffer, sizeof
+from ctypes import byref, c_int32, c_size_t, c_uint32, c_void_p, create_string_buffer, sizeof
 from time import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +16,8 @@ from ._library import EpError, OfProcess, check, library, public_name
 from ._tensor import read, written
 
 if TYPE_CHECKING:
-    from typing import Callable, Optional, TypeVar
+    from ctypes import Array
+    from typing import Callable, Iterable, Optional, TypeVar
 
     from typing_extensions import Unpack
 
@@ -255,6 +256,33 @@ class Group(Shared):
         rank = c_int32()
         self.call(library.ep_group_relay, self.require(), node, byref(rank))
         return rank.value
+
+    def mask(self, alive: Iterable[int], stream: int = 0) -> None:
+        """Make these ranks the ones that take part, this rank among them. See ep_group_mask.
+
+        All of them call it, with the same ranks; the others are not asked. It ends a suspension: in
+        a group with `masks=1` a missing rank is an EpError with Status.TIMEOUT in this and all
+        later operations. An EpError of this call leaves the ranks as they were.
+        """
+        words = self._words()
+        for rank in alive:
+            if not 0 <= rank < self.size:
+                raise ValueError(f"expected ranks 0 .. {self.size - 1}, got {rank}")
+            words[rank // 32] |= 1 << rank % 32
+        self.call(library.ep_group_mask, self.require(), words, c_void_p(stream))
+
+    def cut(self, rank: int, stream: int = 0) -> None:
+        """Go on without a rank until the next mask(), on this rank alone. See ep_group_cut. Local."""
+        self.call(library.ep_group_cut, self.require(), rank, c_void_p(stream))
+
+    def alive(self) -> list[int]:
+        """The ranks that take part, without those that this rank has cut. Local."""
+        words = self._words()
+        self.call(library.ep_group_alive, self.require(), words)
+        return [rank for rank in range(self.size) if words[rank // 32] >> rank % 32 & 1]
+
+    def _words(self) -> Array[c_uint32]:
+        return (c_uint32 * ((self.size + 31) // 32))()
 
     def status(self) -> Finding:
         """Find what went wrong since the last query, without waiting. Status.OK: nothing.

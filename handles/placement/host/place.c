@@ -11,11 +11,13 @@ static EpStatus compare(EpExchange *x, int32_t rank, int32_t size, uint64_t hash
     EP_TRY(ep_round_open(x, &ep_op_placement, &header, EP_ROUND_EACH));
     EP_TRY(ep_round_publish(x));
     for (int32_t i = 1; i < size; i++) {
+        int32_t peer = ep_round_peer(rank, size, i);
         const void *body;
-        EP_TRY(ep_round_receive(x, ep_round_peer(rank, size, i), NULL, &body));
-        ep_round_release(x, ep_round_peer(rank, size, i));
+        if (!ep_exchange_is_alive(x, peer)) continue;
+        EP_TRY(ep_round_receive(x, peer, NULL, &body));
+        ep_round_release(x, peer);
     }
-    ep_round_close(x);
+    EP_TRY(ep_round_close(x));
     return ep_exchange_flush(x, &ep_op_placement);
 }
 

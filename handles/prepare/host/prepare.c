@@ -22,6 +22,7 @@ typedef struct Prepare {
     int64_t num_tokens;
     int64_t chunk;              /* tokens of each source in one round */
     uint64_t generation;        /* number of the first round, which is equal on all ranks */
+    int64_t most_entries;       /* that the plan holds */
     int64_t rounds;             /* 1 until all messages of the first have arrived */
     int32_t sent[EP_MAX_RANKS]; /* rows already sent to each rank */
     /* node_rows */
@@ -102,6 +103,7 @@ static void sort_entry(Prepare *p, EpPlacement placement, int32_t token, int64_t
     int32_t physical = place_entry(p, token, expert);
     if (physical < 0) return;
     int32_t owner = ep_placement_owner(&placement, physical);
+    if (!ep_exchange_is_alive(p->exchange, owner)) return;
     if (!has_place(p, p->group->nodes.of[owner], token)) {
         lose_entry(p, owner, token);
         return;
@@ -204,26 +206,39 @@ static void number_rows(Prepare *p) {
     }
 }
 
-/* Read the heads of the first round, which determine all sizes. */
+/* A rank that is masked reads what may be anything, until it notices: see runtime/host/exchange.h.
+ * So each number that it uses as a size or an index is bounded here. */
+static int32_t bounded(int64_t value, int64_t most) {
+    return (int32_t)ep_max(0, ep_min(value, most));
+}
+
+/* Read the heads of the first round, which determine all sizes. A masked rank has none. */
 static void read_heads(Prepare *p, const int32_t *const *messages) {
     const EpPlanShape *shape = p->shape;
     EpPlan *plan = &p->plan;
     size_t local = (size_t)shape->num_local;
     plan->recv_begin[0] = 0;
     for (int32_t r = 0; r < shape->num_ranks; r++) {
-        plan->recv_begin[r + 1] = plan->recv_begin[r] + messages[r][1];
-        memcpy(plan->source_counts + (size_t)r * local, messages[r] + EP_ROUTE_HEAD_WORDS,
-               local * sizeof(int32_t));
+        int32_t *counts = plan->source_counts + (size_t)r * local;
+        int32_t rows = messages[r] ? bounded(messages[r][1], shape->max_tokens) : 0;
+        plan->recv_begin[r + 1] = plan->recv_begin[r] + rows;
+        memset(counts, 0, local * sizeof(int32_t));
+        for (size_t e = 0; messages[r] && e < local; e++)
+            counts[e] = bounded(messages[r][EP_ROUTE_HEAD_WORDS + e],
+                                (int64_t)shape->max_tokens * p->routing->top_k);
     }
     ep_plan_lay_slabs(shape, plan);
     for (int32_t r = 0; r < shape->num_ranks; r++)
-        plan->header->dropped_slots += messages[r][2];
+        if (messages[r]) plan->header->dropped_slots += messages[r][2];
     number_rows(p);
 }
 
 /* Append an entry to the source's entries. */
-static void add_entry(EpPlan *plan, int32_t source, int64_t slot, int64_t k) {
-    int32_t at = plan->next_entry[source]++;
+static void add_entry(const Prepare *p, int32_t source, int64_t slot, int64_t k) {
+    const EpPlan *plan = &p->plan;
+    int32_t at = plan->next_entry[source];
+    if (at >= p->most_entries) return;
+    plan->next_entry[source]++;
     plan->entry_slot[at] = (int32_t)slot;
     plan->entry_k[at] = (uint8_t)k;
 }
@@ -232,9 +247,9 @@ static void add_entry(EpPlan *plan, int32_t source, int64_t slot, int64_t k) {
 static void fill_slots(Prepare *p, int32_t source, const int32_t *experts) {
     EpPlan *plan = &p->plan;
     for (int64_t j = 0; j < p->routing->top_k; j++) {
-        if (experts[j] < 0) continue;
+        if (experts[j] < 0 || experts[j] >= p->shape->num_local) continue;
         int64_t slot = plan->next_slot[(int64_t)source * p->shape->num_local + experts[j]]++;
-        if (slot < ep_slot_limit(p->shape, experts[j])) add_entry(plan, source, slot, j);
+        if (slot < ep_slot_limit(p->shape, experts[j])) add_entry(p, source, slot, j);
     }
 }
 
@@ -243,20 +258,22 @@ static void fill_row(Prepare *p, int32_t source, int32_t row, const int32_t *exp
     EpPlan *plan = &p->plan;
     int64_t k = p->routing->top_k;
     int32_t begin = plan->recv_begin[source];
-    if (row >= plan->header->recv_rows) return;
+    if (row >= plan->header->recv_rows || plan->next_entry[source] >= p->most_entries) return;
     int32_t slot = (int32_t)ep_block_begin(p->shape, source, begin) + row - begin;
     int32_t entry = plan->next_entry[source]++;
     plan->entry_slot[entry] = slot;
     memcpy(plan->entry_experts + entry * k, experts, (size_t)k * sizeof(int32_t));
     for (int64_t j = 0; j < k; j++)
-        if (experts[j] >= 0) plan->expert_counts[experts[j]]++;
+        if (experts[j] >= 0 && experts[j] < p->shape->num_local) plan->expert_counts[experts[j]]++;
 }
 
 /* Add the rows of one source's message of this round. */
 static void read_routes(Prepare *p, int32_t source, const int32_t *words) {
     EpPlan *plan = &p->plan;
     const int32_t *route = words + head_words(p, p->shape->rank);
-    for (int32_t i = 0; i < words[0]; i++, route += ep_route_words(p->routing->top_k)) {
+    int32_t left = plan->recv_begin[source + 1] - plan->next_row[source];
+    int32_t routes = bounded(words[0], ep_min(left, p->chunk));
+    for (int32_t i = 0; i < routes; i++, route += ep_route_words(p->routing->top_k)) {
         int32_t row = plan->next_row[source]++;
         plan->row_token[row] = route[0];
         plan->row_entry[row] = plan->next_entry[source];
@@ -279,7 +296,20 @@ static EpRoundHeader expected_header(const Prepare *p) {
         .tokens = (int32_t)p->num_tokens};
 }
 
-/* Wait for all messages of this round. `messages` [R]: their bodies, this rank's own included. */
+/* Copy a message, since its writer may go on without this rank. Returns NULL if it has. */
+static const int32_t *keep_message(Prepare *p, int32_t peer, const void *body) {
+    const EpGroup *group = p->group;
+    int64_t stride = ep_host_route_bytes(&group->config, group->size);
+    int64_t words = head_words(p, group->rank) +
+                    p->shape->max_tokens * ep_route_words(p->routing->top_k);
+    char *copy = ep_host(group)->routes + peer * stride;
+    if (!ep_exchange_on_node(p->exchange, peer)) return body;
+    memcpy(copy, body, (size_t)words * sizeof(int32_t));
+    return ep_round_settle(p->exchange, peer) ? (const int32_t *)copy : NULL;
+}
+
+/* Wait for all messages of this round. `messages` [R]: their bodies, this rank's own included; NULL
+ * from ranks that are masked or cut. */
 static EpStatus receive_all(Prepare *p, const int32_t **messages) {
     int32_t rank = p->group->rank, size = p->group->size;
     messages[rank] = ep_round_region(p->exchange, rank);
@@ -288,9 +318,14 @@ static EpStatus receive_all(Prepare *p, const int32_t **messages) {
         int32_t peer = ep_round_peer(rank, size, i);
         const EpRoundHeader *header;
         const void *body;
+        messages[peer] = NULL;
+        p->plan.rank_tokens[peer] = 0;
+        if (!ep_exchange_is_alive(p->exchange, peer)) continue;
         EP_TRY(ep_round_receive(p->exchange, peer, &header, &body));
-        messages[peer] = body;
-        p->plan.rank_tokens[peer] = header->tokens;
+        if (!body) continue;
+        int32_t tokens = bounded(header->tokens, p->shape->max_tokens);
+        messages[peer] = ep_exchange_cuts_late(p->exchange) ? keep_message(p, peer, body) : body;
+        if (messages[peer]) p->plan.rank_tokens[peer] = tokens;
     }
     return EP_OK;
 }
@@ -300,6 +335,8 @@ static void count_rounds(Prepare *p) {
     header->most_tokens = 0;
     for (int32_t r = 0; r < p->group->size; r++)
         header->most_tokens = ep_max(header->most_tokens, p->plan.rank_tokens[r]);
+    /* Ranks that have cut different ones still have as many rounds. */
+    if (ep_exchange_cuts_late(p->exchange)) header->most_tokens = p->shape->max_tokens;
     p->rounds = ep_max(1, (header->most_tokens + p->chunk - 1) / p->chunk);
 }
 
@@ -308,7 +345,7 @@ static EpStatus run_round(Prepare *p, int64_t round) {
     EpRoundHeader expected = expected_header(p);
     EP_TRY(ep_round_open(p->exchange, p->routing->op, &expected, EP_ROUND_EACH));
     for (int32_t r = 0; r < p->group->size; r++)
-        write_routes(p, r, (round + 1) * p->chunk);
+        if (ep_exchange_is_alive(p->exchange, r)) write_routes(p, r, (round + 1) * p->chunk);
     EP_TRY(ep_round_publish(p->exchange));
     EP_TRY(receive_all(p, messages));
     if (round == 0) {
@@ -316,11 +353,11 @@ static EpStatus run_round(Prepare *p, int64_t round) {
         read_heads(p, messages);
     }
     for (int32_t r = 0; r < p->group->size; r++) {
+        if (!messages[r]) continue;
         read_routes(p, r, messages[r]);
         if (r != p->group->rank) ep_round_release(p->exchange, r);
     }
-    ep_round_close(p->exchange);
-    return EP_OK;
+    return ep_round_close(p->exchange);
 }
 
 static EpStatus run_rounds(Prepare *p) {
@@ -461,6 +498,7 @@ static EpStatus run(EpHandle *handle, const void *call) {
     p.copies = ep_copy_table(&handle->group->copies);
     p.plan = ep_host_plan(handle, routing->plan);
     p.exchange = ep_host(handle->group)->exchange;
+    p.most_entries = ep_plan_max_entries(p.shape);
     EP_TRY(count_tokens(&p));
     p.plan.header->magic = 0;
     p.generation = ep_exchange_round(p.exchange) + 1;
@@ -473,7 +511,7 @@ static EpStatus run(EpHandle *handle, const void *call) {
 }
 
 EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing) {
-    return ep_host_run(handle, &routing->stats, run, routing);
+    return ep_host_run(handle, &routing->stats, run, routing, routing->op->name);
 }
 
 EpStatus ep_host_publish(EpHandle *handle, const EpRouting *routing) {

@@ -61,8 +61,7 @@ static EpStatus run_round(const Rounds *r, EpExchange *x, int64_t at, int64_t le
     if (r->finish) r->finish(r->context, at, length);
     for (int32_t i = 1; i < size; i++)
         ep_round_release(x, ep_round_peer(rank, size, i));
-    ep_round_close(x);
-    return EP_OK;
+    return ep_round_close(x);
 }
 
 static EpStatus run_rounds(const Rounds *r) {

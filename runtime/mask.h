@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_MASK_H
+#define EP_RUNTIME_MASK_H
+
+/**
+ * Sets of ranks: bit r % 32 of word r / 32 is rank r's.
+ */
+
+#include "ep/ep.h"
+
+#define EP_MASK_WORDS (EP_MAX_RANKS / 32)
+
+typedef struct EpMask {
+    uint32_t word[EP_MASK_WORDS];
+} EpMask;
+
+/** Returns the words that hold `num_ranks` bits. */
+static inline int32_t ep_mask_words(int32_t num_ranks) {
+    return (num_ranks + 31) / 32;
+}
+
+static inline int ep_mask_has(const EpMask *mask, int32_t rank) {
+    return mask->word[rank / 32] >> rank % 32 & 1;
+}
+
+static inline void ep_mask_add(EpMask *mask, int32_t rank) {
+    mask->word[rank / 32] |= 1u << rank % 32;
+}
+
+/** Returns the set of ranks 0 .. num_ranks - 1. */
+static inline EpMask ep_mask_of_all(int32_t num_ranks) {
+    EpMask mask = {{0}};
+    for (int32_t r = 0; r < num_ranks; r++)
+        ep_mask_add(&mask, r);
+    return mask;
+}
+
+/** Returns whether the set has all ranks 0 .. num_ranks - 1. */
+static inline int ep_mask_has_all(const EpMask *mask, int32_t num_ranks) {
+    int32_t r = 0;
+    while (r < num_ranks && ep_mask_has(mask, r))
+        r++;
+    return r == num_ranks;
+}
+
+#endif
