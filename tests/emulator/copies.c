@@ -86,6 +86,7 @@ void emulated_bulk_store(void *to, const void *from, uint32_t bytes) {
     Copies *c = mine();
     check(to, from, bytes);
     if (c->stores == MAX_COPIES) emulated_die("stores are not waited for");
+    emulated_progress();
     c->store[c->stores++] = (Store){to, from, bytes, threadIdx.x, c->group[threadIdx.x], NULL};
 }
 
