@@ -18,7 +18,8 @@
 #
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
 # sanitizers into folders of their own, RELEASE=1 (also with install and wheel) for all GPUs and
-# machines that releases serve; CC, CFLAGS, LDFLAGS as usual.
+# machines that releases serve, CODE=80 with code of capability 8.0 alone, to test it on newer GPUs;
+# CC, CFLAGS, LDFLAGS as usual.
 
 MAKEFLAGS += --no-builtin-rules
 VERSION := $(shell sed -n 's/^.define EP_VERSION_\(MAJOR\|MINOR\|PATCH\) //p' include/ep/ep.h \
@@ -39,8 +40,19 @@ sanitize := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fra
 else ifdef TSAN
 variant := -tsan
 sanitize := -fsanitize=thread
+else ifdef ARCH
+# For another processor: Debian's compiler, and libraries in a folder that tools/sysroot makes.
+variant := -$(ARCH)
+SYSROOT := $(shell SYSROOT='$(SYSROOT)' tools/sysroot $(ARCH))
+$(if $(filter SKIP:,$(SYSROOT)),$(error ARCH=$(ARCH): $(SYSROOT:SKIP:=)))
+triplet := $(ARCH)-linux-gnu
+override CC := $(triplet)-gcc --sysroot=$(SYSROOT)
+AR := $(triplet)-ar
+pkg_config_path := $(SYSROOT)/usr/lib/$(triplet)/pkgconfig
+PKG_CONFIG := PKG_CONFIG_SYSROOT_DIR=$(SYSROOT) PKG_CONFIG_LIBDIR=$(pkg_config_path) pkg-config
 endif
-B := build$(variant)$(if $(RELEASE),-release)
+PKG_CONFIG ?= pkg-config
+B := build$(variant)$(if $(RELEASE),-release)$(if $(CODE),-sm_$(CODE))
 Q := $(if $(V),,@)
 say = $(if $(V),,@printf '  %-7s %s\n' $(1) $(2);)
 
@@ -54,15 +66,15 @@ warnings := -Wall -Wextra -Wno-missing-field-initializers -Wshadow -Wstrict-prot
 common_cflags = -std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno \
               -fno-trapping-math $(warnings) $(sanitize) -MMD -MP $(CFLAGS)
 ldflags = -pthread $(sanitize) $(LDFLAGS)
-mpi_cflags = $(shell pkg-config --cflags ompi 2>/dev/null || mpicc --showme:compile)
-mpi_libs = $(shell pkg-config --libs ompi 2>/dev/null || mpicc --showme:link)
-hwloc_libs = $(shell pkg-config --libs hwloc)
-openblas = $(if $(filter-out 0,$(OPENBLAS)),$(shell pkg-config --exists openblas && echo 1))
-openblas_cflags = $(if $(openblas),-DMOE_WITH_OPENBLAS=1 $(shell pkg-config --cflags openblas))
-openblas_libs = $(if $(openblas),$(shell pkg-config --libs openblas))
+mpi_cflags = $(shell $(PKG_CONFIG) --cflags ompi 2>/dev/null || mpicc --showme:compile)
+mpi_libs = $(shell $(PKG_CONFIG) --libs ompi 2>/dev/null || mpicc --showme:link)
+hwloc_libs = $(shell $(PKG_CONFIG) --libs hwloc)
+openblas = $(if $(filter-out 0,$(OPENBLAS)),$(shell $(PKG_CONFIG) --exists openblas && echo 1))
+openblas_cflags = $(if $(openblas),-DMOE_WITH_OPENBLAS=1 $(shell $(PKG_CONFIG) --cflags openblas))
+openblas_libs = $(if $(openblas),$(shell $(PKG_CONFIG) --libs openblas))
 # Sanitizers see the tool's own loops, but not into OpenBLAS.
 OPENBLAS ?= $(if $(variant),0,1)
-criterion_libs = $(shell pkg-config --libs criterion)
+criterion_libs = $(shell $(PKG_CONFIG) --libs criterion)
 
 # ---- CUDA: on if nvcc and NCCL's headers are found, unless CUDA=0 -------------------------------
 
@@ -77,15 +89,18 @@ else
 CUDA := 0
 endif
 NVCC ?= $(CUDA_HOME)/bin/nvcc
-# Kernels are compiled for sm_90, on which they are tested, and in releases for sm_100, on which they
-# have not run. Another GPU compiles the newest PTX that it can when it first loads them.
-release_arch := -gencode arch=compute_100,code=[sm_100,compute_100]
-NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
-# Matrix units of sm_90 need code for it alone.
-nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),$(subst 90aa,90a,$(subst 90,90a,$(NVCC_ARCH))),$(NVCC_ARCH))
+# Kernels are compiled for sm_90, on which they are tested, and in releases for others, too. GPUs of
+# 8.x run code of 8.0, and those of 12.x code of 12.0. Another GPU compiles the PTX of 9.0 when it
+# first loads them. CODE=80: code of 8.0 alone, for GPUs of 9.0, too, so that it can be tested.
+release_codes := 80 100 103 120
+release_arch := $(foreach c,$(release_codes),-gencode arch=compute_$c,code=sm_$c)
+standard_arch := -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
+NVCC_ARCH ?= $(if $(CODE),-gencode arch=compute_$(CODE),code=[sm_$(CODE),sm_90],$(standard_arch))
+# Matrix units of sm_90 need code for it alone. Tools ask for the capability before they use them.
+nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),-arch=sm_90a,$(NVCC_ARCH))
 $(if $(filter 1,$(if $(RELEASE),$(CUDA))),\
-    $(if $(findstring sm_100,$(shell $(NVCC) --list-gpu-code)),,\
-        $(error RELEASE=1: expected an nvcc that knows sm_100 (CUDA 12.8 or newer), got $(NVCC))))
+    $(if $(findstring sm_103,$(shell $(NVCC) --list-gpu-code)),,\
+        $(error RELEASE=1: expected an nvcc that knows sm_103 (CUDA 12.9 or newer), got $(NVCC))))
 ifeq ($(CUDA),1)
 cuda_cflags := -DEP_WITH_CUDA=1 -isystem $(CUDA_HOME)/include -isystem $(nccl_include)
 cuda_libs := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
@@ -214,7 +229,8 @@ $B/%.cu.o: %.cu $B/flags
 # tests/emulator/), without an installation of either. Rings are short, so that they wrap, and so is
 # the wait for NCCL.
 emulated_cflags = $(filter-out -O3,$(common_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
-                  -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
+                  -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_WHOLE_SUM_BYTES=3000 \
+                  -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
                   -Itests/emulator/include -Iinclude -I.
 define emulate_kernels
 @mkdir -p $(@D)
@@ -354,38 +370,7 @@ check-nccl-ep: $(nccl_ep_so) $(emulated_nccl_ep)
 check-nccl-ep-te: $(nccl_ep_so)
 	tests/bindings/nccl_ep/check-te $B
 
-# ---- Python -------------------------------------------------------------------------------------
-
-# The Python package: links to its sources and libraries, its version, and the headers in ctypes.
-python: $L/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
-	$Qrm -rf $B/python && mkdir -p $(addprefix $B/python/libep/,jax lib nccl_ep/lib torch)
-	$Qcp -rs '$(CURDIR)/bindings/python/.' $B/python
-	$Qcp -rs $(addprefix '$(CURDIR)'/bindings/,deep_ep flashinfer sglang vllm) $B/python/libep
-	$Qfor each in jax torch; do ln -s '$(CURDIR)'/bindings/$$each/*.py $B/python/libep/$$each; done
-	$Qln -s '$(CURDIR)/LICENSE' $B/python/LICENSE
-	$Qln -s '$(CURDIR)/$L/libep.so.$(SOVERSION)' '$(CURDIR)/$(torch_so)' $B/python/libep/lib
-	$Qln -s '$(CURDIR)/$(nccl_ep_so).0' $B/python/libep/nccl_ep/lib
-	$(if $(JAXLIB_INCLUDE),$Qln -s '$(CURDIR)/$(jax_so)' $B/python/libep/lib)
-	$Qprintf '# Made from ep.h.\n__version__ = "%s"\n' $(VERSION) >$B/python/libep/_version.py
-	$QCC='$(CC)' bindings/python/make-abi include >$B/python/libep/_abi.py
-
-# The second make sees the headers that the first has downloaded.
-wheel:
-	bindings/jax/environment $B
-	$(if $(RELEASE),bindings/python/portable $B)
-	@$(MAKE) --no-print-directory PORTABLE=$(RELEASE) python
-	bindings/python/wheel $B
-
-# The package itself, with libep.jax and libep.torch: three at a time with -j.
-check-python: check-package check-jax check-torch
-check-package: $(tools)
-check-package check-jax check-torch check-released: check-%: wheel
-	tests/bindings/$(*:package=python)/check $B $(CHECK_ARGS)
-
-check-python-gpu:
-	@$(MAKE) --no-print-directory python \
-	    JAXLIB_INCLUDE=$$(python3 -c 'import jax; print(jax.ffi.include_dir())' 2>/dev/null)
-	tests/bindings/check-gpu $B $(CHECK_ARGS)
+include bindings/python/rules.mk
 
 # ---- installing ---------------------------------------------------------------------------------
 
@@ -414,7 +399,7 @@ dist:
 	@echo '$B/libep-$(VERSION).tar.gz: $(shell git rev-parse --short HEAD)'
 
 clean:
-	rm -rf build build-asan build-tsan build-release
+	rm -rf build build-*
 
 format:
 	clang-format -i $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')

@@ -63,7 +63,7 @@ int ep_location_same_node(const EpLocation *a, const EpLocation *b);
 
 /* ---- hello --------------------------------------------------------------------------------- */
 
-#define EP_HELLO_FIELDS 23
+#define EP_HELLO_FIELDS 25
 
 /**
  * What each rank sends to all others when a group is created. Every rank compares all hellos by the

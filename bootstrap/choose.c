@@ -2,6 +2,7 @@
 /* Chooses a group's backend: the one that the configuration asks for, if all ranks can use it. */
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"
@@ -22,12 +23,21 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
     out->assigned = all[b->rank].wanted == EP_DEFAULT && all[b->rank].current != out->device;
     out->shared = ep_gpus_shared(all, b->size, devices);
     out->nccl = ep_gpus_nccl(all, b->size, devices);
+    out->code = gpu->code, out->shared_bytes = gpu->shared_bytes;
     out->alone = ep_gpus_alone(all, b->size, b->rank);
     for (int32_t r = 0; r < b->size; r++)
         out->threads |= !ep_gpus_alone(all, b->size, r);
+    out->sm = gpu->capability;
     snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
     snprintf(out->gpu, sizeof(out->gpu), "%s, %s", gpu->name, gpu->bus);
     return 1;
+}
+
+/* Offer no more shared memory than the setting allows. */
+static void limit_shared(const EpSettings *settings, EpGpuReport *mine) {
+    for (int32_t d = 0; d < mine->count && settings->shared_bytes != EP_COUNT_AUTO; d++)
+        mine->gpu[d].shared_bytes =
+            (int32_t)ep_min(mine->gpu[d].shared_bytes, settings->shared_bytes);
 }
 
 /* Gather the ranks' reports. Their strings are terminated, their counts are checked. */
@@ -52,12 +62,18 @@ static EpStatus gather_reports(const EpCall *call, const EpBootstrap *b, const E
 /* A program that runs on CPUs beside a GPU is slow, and nothing else says so. Each process warns
  * once: its groups lack the same. */
 static void warn_of_idle_gpus(const EpBootstrap *b, const EpGpuReport *reports, const char *why) {
-    static int warned;
+    static int warned; /* relaxed: orders nothing */
     int present = 0;
     for (int32_t r = 0; r < b->size; r++)
         present |= reports[r].present;
     if (present && b->rank == 0 && !__atomic_exchange_n(&warned, 1, __ATOMIC_RELAXED))
         EP_WARN("AUTO takes the host backend although a GPU is present: %s", why);
+}
+
+/* NCCL reads this variable likewise. */
+static int nccl_is_apart(void) {
+    const char *text = getenv("NCCL_P2P_DISABLE");
+    return text && atoi(text) != 0;
 }
 
 EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
@@ -71,7 +87,9 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
     if (wish != EP_BACKEND_HOST) {
         EpGpuReport mine;
         ep_gpus_find(config, bootstrap->size, &mine);
+        mine.apart = settings->peers == EP_PEERS_NONE || nccl_is_apart();
         mine.may_share = settings->share_gpus == EP_SHARE_GPUS_YES;
+        limit_shared(settings, &mine);
         EP_TRY(
             gather_reports(call, bootstrap, &mine, reports, ep_config_timeout(config, settings)));
         memcpy(domains, nodes, (size_t)bootstrap->size * sizeof(*nodes));

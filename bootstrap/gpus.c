@@ -42,6 +42,12 @@ static int check_gpu(const EpGpu *gpu, int32_t device, int64_t shared_bytes, Rea
                       "%s, %s)",
                       EP_LEAST_CAPABILITY / 10, EP_LEAST_CAPABILITY % 10, gpu->capability / 10,
                       gpu->capability % 10, device, gpu->name, gpu->bus);
+    if (!gpu->code)
+        return refuse(
+            reason,
+            "expected a build with code for GPUs of compute capability %d.%d, as releases "
+            "are, got one without (device %d, %s, %s)",
+            gpu->capability / 10, gpu->capability % 10, device, gpu->name, gpu->bus);
     if (gpu->shared_bytes < shared_bytes)
         return refuse(reason,
                       "expected a GPU whose blocks have %lld bytes of shared memory, which rows of "
@@ -134,8 +140,9 @@ static int share_fabric(const EpGpu *a, const EpGpu *b) {
 /* A rank without a GPU is refused later. */
 static int are_joined(const EpGpuReport *all, const int32_t *devices, const int32_t *machines,
                       int pretended, int32_t r, int32_t s) {
-    int here = machines[r] == machines[s];
+    int here = machines[r] == machines[s], apart = all[r].apart || all[s].apart;
     if (!has_device(&all[r], devices[r]) || !has_device(&all[s], devices[s])) return here;
+    if (apart && !is_same_gpu(&all[r].gpu[devices[r]], &all[s].gpu[devices[s]])) return 0;
     if (here) return reaches(all, devices, r, s) && reaches(all, devices, s, r);
     return !pretended && share_fabric(&all[r].gpu[devices[r]], &all[s].gpu[devices[s]]);
 }
@@ -210,14 +217,14 @@ static int are_hosts(const EpGpuReport *a, const EpGpuReport *b) {
     return a->nccl_host[0] && b->nccl_host[0] && strcmp(a->nccl_host, b->nccl_host) != 0;
 }
 
-/* Check two ranks: either their GPUs differ, or both ranks may share one. Ranks of different nodes
- * meet over NCCL. */
-static int check_pair(const EpGpuReport *all, const int32_t *nodes, const int32_t *devices,
-                      int32_t r, int32_t s, Reason reason) {
+/* Check two ranks: either their GPUs differ, or both ranks may share one. On several nodes NCCL
+ * connects all ranks. */
+static int check_pair(const EpGpuReport *all, int several_nodes, const int32_t *devices, int32_t r,
+                      int32_t s, Reason reason) {
     const EpGpu *a = &all[r].gpu[devices[r]], *b = &all[s].gpu[devices[s]];
     if (!is_same_gpu(a, b)) return check_kinds(a, r, b, s, reason);
     if (!check_shared(all, a, r, s, reason)) return 0;
-    if (nodes[r] != nodes[s] && !are_hosts(&all[r], &all[s]))
+    if (several_nodes && !are_hosts(&all[r], &all[s]))
         return refuse(reason,
                       "expected a GPU for each rank of a group on several nodes, got one for ranks "
                       "%d and %d: %s, %s (to find mistakes, they may share where NCCL_HOSTID of "
@@ -252,8 +259,11 @@ int ep_gpus_agree(const EpGpuReport *all, int32_t size, const int32_t *nodes,
         if (!check_rank(&all[r], devices[r], shared_bytes, (Reason){why, sizeof(why)}))
             return size > 1 ? refuse(out, "rank %d: %s", r, why) : refuse(out, "%s", why);
     if (!check_node_sizes(nodes, size, out)) return 0;
+    int several_nodes = 0;
+    for (int32_t r = 1; r < size; r++)
+        several_nodes |= nodes[r] != nodes[0];
     for (int32_t r = 0; r < size; r++)
         for (int32_t s = 0; s < size; s++)
-            if (r != s && !check_pair(all, nodes, devices, r, s, out)) return 0;
+            if (r != s && !check_pair(all, several_nodes, devices, r, s, out)) return 0;
     return !ep_gpus_shared(all, size, devices) || check_processes(all, size, out);
 }

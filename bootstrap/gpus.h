@@ -17,6 +17,7 @@ typedef struct EpGpu {
     char bus[20];           /**< PCI bus id: "0000:17:00.0" */
     char name[40];
     int32_t capability;       /**< 90 is 9.0 */
+    int32_t code;             /**< capability that its code was compiled for: see ep_cuda_code */
     int32_t num_sms;          /**< multiprocessors */
     int32_t shared_bytes;     /**< shared memory that a block may have */
     uint32_t reaches;         /**< bit d: it can load and store memory of device d */
@@ -32,6 +33,8 @@ typedef struct EpGpuReport {
     int32_t wanted;    /**< device by the configuration or its communicator, or EP_DEFAULT */
     int32_t process;   /**< process id */
     int32_t present;   /**< a GPU is there, usable or not */
+    int32_t apart;     /**< its GPU counts as if it reached no other: LIBEP_PEERS=none, or
+                            NCCL_P2P_DISABLE=1, with which NCCL maps no memory of another GPU */
     int32_t may_share; /**< may share its GPU with other ranks: setting LIBEP_SHARE_GPUS */
     char reason[192];
     char nccl_host[64]; /**< NCCL_HOSTID: ranks that differ in it are on different hosts for NCCL */

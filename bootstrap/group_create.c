@@ -3,6 +3,7 @@
  * Creates and destroys groups. Creation is collective, and so is its failure: the ranks gather
  * every error before any rank goes on, so no rank is left waiting.
  */
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,17 +11,19 @@
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/gpus.h"
+#include "runtime/wait.h"
 
 /* A group's id identifies the handle memory that belongs to it. Its low bits are the tag of the
  * group's messages: rank 0 counts them, so that groups of one bootstrap have different tags. */
 #define TAG_MASK 0x3fffu
 
 static uint64_t choose_id(void) {
-    static _Atomic uint32_t created;
+    static _Atomic uint32_t created; /* relaxed: only the number counts */
     uint64_t nonce = 0;
     if (getrandom(&nonce, sizeof(nonce), 0) != sizeof(nonce))
         nonce = (uint64_t)(uintptr_t)&nonce * 0x9e3779b97f4a7c15u;
-    return (nonce & ~(uint64_t)TAG_MASK) | (created++ & TAG_MASK);
+    return (nonce & ~(uint64_t)TAG_MASK) |
+           (atomic_fetch_add_explicit(&created, 1, memory_order_relaxed) & TAG_MASK);
 }
 
 /* ---- hello --------------------------------------------------------------------------------- */
@@ -122,6 +125,10 @@ static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGro
     group->placement = ep_config_placement(config, size);
     group->first_expert = ep_placement_first(&group->placement, rank);
     group->num_local = ep_placement_count(&group->placement, rank);
+    group->copies = (EpCopySetup){.placement = group->placement,
+                                  .num_logical = config->num_experts,
+                                  .rank = rank,
+                                  .choice = config->choice};
     group->timeout = ep_config_timeout(config, settings);
     group->id = agreed->all[0].id;
     group->tag = (int32_t)(group->id & TAG_MASK);
@@ -155,6 +162,7 @@ static void free_group(EpGroup *group, int together) {
 static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap, const EpGroupConfig *config,
                       const EpSettings *settings, Agreement *agreed, EpGroup **out) {
     EpGroup *group = agreed->group;
+    double begin = ep_clock();
     agreed->group = NULL;
     fill_group(group, bootstrap, config, settings, agreed);
     EP_INFO("backend: %s%s%s", group->choice.reason, group->choice.gpu[0] ? "; GPU: " : "",
@@ -168,6 +176,8 @@ static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap, const Ep
     group->backend->measure(config, group->size, &group->nodes.sizes, settings, &shared, &private);
     group->library_bytes = shared + private + ep_group_own_bytes(group->size);
     ep_abort_set_phase(&group->abort, EP_ABORT_OPEN);
+    EP_INFO("a group of %d ranks%s opened in %.0f ms", group->size,
+            group->purpose == EP_FOR_WEIGHTS ? " for weights" : "", 1e3 * (ep_clock() - begin));
     *out = group;
     return EP_OK;
 }

@@ -24,7 +24,8 @@ typedef struct Message {
 } Message;
 
 /* Messages from one rank to another, in order. Both fields are stored under the receiver's mutex. A
- * receiver polls hundreds of peers, so it looks at `first` without the mutex. */
+ * receiver polls hundreds of peers, so it looks at `first` without the mutex. Relaxed is enough:
+ * before it reads a message it takes the mutex, which orders the message. */
 typedef struct Queue {
     _Atomic(Message *) first;
     Message *last;
@@ -285,6 +286,14 @@ static Queue *find_queue(const SharedState *state, int32_t to, int32_t from) {
     return queues ? &queues[from] : NULL;
 }
 
+static Message *first_of(const Queue *queue) {
+    return atomic_load_explicit(&queue->first, memory_order_relaxed);
+}
+
+static void set_first(Queue *queue, Message *message) {
+    atomic_store_explicit(&queue->first, message, memory_order_relaxed);
+}
+
 static EpStatus local_isend(void *context, int32_t peer, int32_t tag, const void *data,
                             size_t bytes, void **request) {
     const Local *self = context;
@@ -295,10 +304,10 @@ static EpStatus local_isend(void *context, int32_t peer, int32_t tag, const void
     *message = (Message){.tag = tag, .bytes = bytes};
     memcpy(message->data, data, bytes);
     pthread_mutex_lock(&inbox->mutex);
-    if (atomic_load(&queue->first))
+    if (first_of(queue))
         queue->last->next = message;
     else
-        atomic_store(&queue->first, message);
+        set_first(queue, message);
     queue->last = message;
     pthread_mutex_unlock(&inbox->mutex);
     *request = NULL; /* the message is copied: nothing to wait for */
@@ -318,14 +327,14 @@ static EpStatus local_irecv(void *context, int32_t peer, int32_t tag, void *data
 
 /* Remove the first message with a tag from a queue. Returns NULL if there is none. */
 static Message *take_message(Queue *queue, int32_t tag) {
-    Message *before = NULL, *message = atomic_load(&queue->first);
+    Message *before = NULL, *message = first_of(queue);
     while (message && message->tag != tag)
         before = message, message = message->next;
     if (!message) return NULL;
     if (before)
         before->next = message->next;
     else
-        atomic_store(&queue->first, message->next);
+        set_first(queue, message->next);
     if (queue->last == message) queue->last = before;
     return message;
 }
@@ -335,7 +344,7 @@ static EpStatus local_test(void *context, void **request, int *done) {
     Receive *receive = *request;
     pthread_mutex_t *mutex = &self->state->inbox[self->rank].mutex;
     Message *message = NULL;
-    if (receive && atomic_load(&receive->queue->first)) {
+    if (receive && first_of(receive->queue)) {
         pthread_mutex_lock(mutex);
         message = take_message(receive->queue, receive->tag);
         pthread_mutex_unlock(mutex);
@@ -365,8 +374,7 @@ static void local_cancel(void *context, void **request) {
 
 static void inbox_close(Inbox *inbox, int32_t size) {
     for (int32_t r = 0; inbox->from && r < size; r++)
-        for (Message *next, *message = atomic_load(&inbox->from[r].first); message;
-             message = next) {
+        for (Message *next, *message = first_of(&inbox->from[r]); message; message = next) {
             next = message->next;
             free(message);
         }

@@ -246,8 +246,10 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
                          const EpHandleConfig *config, EpHandleConfig *c, EpPlanShape *shape) {
     EP_TRY(read_config(call, group, config, c));
     EpPlacement placement = ep_config_placement(group, num_ranks);
-    EpPlanShape s = {
-        .num_ranks = num_ranks, .rank = rank, .num_experts = group->num_experts, .nodes = *nodes};
+    EpPlanShape s = {.num_ranks = num_ranks,
+                     .rank = rank,
+                     .num_experts = placement.num_experts,
+                     .nodes = *nodes};
     s.num_local = ep_placement_count(&placement, rank);
     s.max_tokens = group->max_tokens;
     s.max_top_k = (int32_t)inherit(c->top_k, group->max_top_k);

@@ -21,7 +21,7 @@ void ep_abort_set_phase(EpAbort *abort, EpAbortPhase phase) {
 
 int ep_abort_fail(EpAbort *abort) {
     pthread_mutex_lock(&abort->mutex);
-    int aborted = abort->requested;
+    int aborted = ep_abort_requested(abort);
     abort->failed = !aborted;
     pthread_mutex_unlock(&abort->mutex);
     return aborted;
@@ -83,7 +83,7 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence) {
     EpAbort *abort = &group->abort;
     pthread_mutex_lock(&abort->mutex);
     int closed = abort->phase == EP_ABORT_CLOSED;
-    if (!closed && !abort->failed && !abort->requested) {
+    if (!closed && !abort->failed && !ep_abort_requested(abort)) {
         copy_sentence(abort->sentence, sentence);
         __atomic_store_n(&abort->asked, 1, __ATOMIC_RELEASE);
         request(group);
@@ -103,7 +103,7 @@ static void set_refusal(EpGroup *group, const char *text) {
     pthread_mutex_lock(&abort->mutex);
     memset(abort->refusal, 0, sizeof(abort->refusal));
     if (text[0]) copy_sentence(abort->refusal, text);
-    if (!abort->requested) group->backend->refuse(group, abort->refusal);
+    if (!ep_abort_requested(abort)) group->backend->refuse(group, abort->refusal);
     pthread_mutex_unlock(&abort->mutex);
     ep_group_leave(group, before);
 }
@@ -138,7 +138,7 @@ void ep_group_depart(EpGroup *group) {
     if (!abort->refusal[0]) return;
     ep_abort_compose(abort, "it has destroyed the group", why);
     pthread_mutex_lock(&abort->mutex);
-    if (!abort->requested) group->backend->depart(group, why);
+    if (!ep_abort_requested(abort)) group->backend->depart(group, why);
     pthread_mutex_unlock(&abort->mutex);
 }
 

@@ -9,6 +9,10 @@
  * abort stores the sentence, has the backend tell the peers, and sets `requested`. The thread that
  * uses the group sees `requested` in its waits and at its next call, and then marks the group as
  * failed. Whichever comes first under the mutex counts: an abort, or another failure.
+ *
+ * Memory order. `asked` and `requested` are stored with release after the sentence, and loaded with
+ * acquire before it is read. Where the watcher stores `requested` for an abort that hangs, it has
+ * loaded `asked` before: so the group's thread sees the sentence through two such pairs.
  */
 
 #include <pthread.h>
@@ -28,7 +32,7 @@ typedef enum EpAbortPhase {
 
 typedef struct EpAbort {
     pthread_mutex_t mutex; /**< of the fields below; only those stored with release are read
-                                without it */
+                                without it, and `requested` is also stored without it */
     EpAbortPhase phase;    /**< set by the group's thread */
     int failed;            /**< whether the group has failed for another reason */
     int asked;             /**< whether an abort has stored its sentence, and tells the peers now;

@@ -69,6 +69,9 @@ typedef struct EpBackendOps {
     unsigned offers; /**< EP_OFFERS_...; the callers refuse features that are not among them */
     /** Set out->within and out->between. */
     void (*describe)(const EpGroup *group, EpGroupInfo *out);
+    /** Optional (NULL: there are none): write the constants of the division of blocks. Returns their
+     *  length, as snprintf does. */
+    size_t (*write_tuning)(const EpGroup *group, char *text, size_t bytes);
     /** Optional (NULL: the backend uses no GPU): report this process's GPUs. */
     void (*find_gpus)(const EpGroupConfig *config, int32_t num_ranks, struct EpGpuReport *out);
     /** Compute a group's memory in bytes per rank, from its configuration and nodes alone. */
@@ -138,12 +141,17 @@ typedef struct EpBackendOps {
     void (*drop)(EpHandle *handle);
     /** Optional (NULL: nothing is captured): set *captured to whether a stream is under capture. */
     EpStatus (*captures)(const EpGroup *group, EpStream stream, int32_t *captured);
+    /** Read a map [P] of ep_group_place, compare it among ranks and make the group's table. */
+    EpStatus (*place)(EpGroup *group, const int32_t *map, EpStream stream);
     EpStatus (*prepare)(EpHandle *handle, const EpRouting *routing);
     /** Copy numbers of a plan to routing->out. Local; after an operation that has checked the
      *  plan. */
     EpStatus (*publish)(EpHandle *handle, const EpRouting *routing);
     EpStatus (*scatter)(EpHandle *handle, const EpScatter *scatter);
     EpStatus (*gather)(EpHandle *handle, const EpGather *gather);
+    /** Optional (NULL: nothing to do). Collective: a weight was created. Let its groups connect as it
+     *  needs. */
+    EpStatus (*open_weight)(const struct EpWeight *weight);
     /** See handles/weights/weight.h and rows_quant.h. */
     EpStatus (*gather_weight)(const struct EpWeightGather *gather);
     EpStatus (*reduce_weight)(const struct EpWeightReduce *reduce);

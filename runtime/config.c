@@ -46,6 +46,7 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
     EP_TRY(check_range(call, "config.duplicates", c->duplicates, EP_DUPLICATES_KEEP,
                        EP_DUPLICATES_MERGE));
     EP_TRY(check_range(call, "config.sums", c->sums, EP_SUMS_BY_RANK, EP_SUMS_BY_ENTRY));
+    EP_TRY(check_range(call, "config.choice", c->choice, EP_CHOICE_NEAR, EP_CHOICE_SPREAD));
     if (c->latency_sets != EP_DEFAULT)
         EP_TRY(check_range(call, "config.latency_sets", c->latency_sets, 0, EP_MAX_LATENCY_SETS));
     EP_TRY(ep_config_check_sms(call, c->num_sms));
@@ -67,6 +68,8 @@ static EpStatus check(const EpCall *call, const EpGroupConfig *c, int32_t num_ra
     EP_TRY(check_rows(call, c));
     EP_TRY(check_range(call, "config.max_recv_rows", c->max_recv_rows, 0, INT32_MAX));
     EP_TRY(check_range(call, "config.node_rows", c->node_rows, 0, c->max_tokens));
+    if (c->num_physical != EP_DEFAULT)
+        EP_TRY(check_range(call, "config.num_physical", c->num_physical, 1, EP_MAX_EXPERTS));
     return check_choices(call, c);
 }
 
@@ -82,7 +85,14 @@ EpStatus ep_config_read(const EpCall *call, const EpGroupConfig *given, int32_t 
 }
 
 EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks) {
-    return (EpPlacement){config->num_experts, num_ranks};
+    return (EpPlacement){ep_physical_experts(config), num_ranks};
+}
+
+int64_t ep_config_copies_bytes(const EpGroupConfig *config, int32_t num_ranks) {
+    EpCopyMemory memory;
+    if (!ep_config_has_copies(config)) return 0;
+    return ep_copies_map(ep_config_placement(config, num_ranks), config->num_experts, NULL,
+                         &memory);
 }
 
 double ep_config_timeout(const EpGroupConfig *config, const EpSettings *settings) {

@@ -22,7 +22,16 @@ EpStatus ep_config_check_timeout(const EpCall *call, double seconds);
 /** Check config.num_sms of a group or a handle: EP_DEFAULT or at least 2. */
 EpStatus ep_config_check_sms(const EpCall *call, int32_t num_sms);
 
+/** Returns where the physical experts are. */
 EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks);
+
+/** Returns whether a group has a table of copies, and routes by it. */
+static inline int ep_config_has_copies(const EpGroupConfig *config) {
+    return config->num_physical != EP_DEFAULT;
+}
+
+/** Returns the bytes of a group's table of copies, 0 if it has none. */
+int64_t ep_config_copies_bytes(const EpGroupConfig *config, int32_t num_ranks);
 
 /** Features that a backend may lack: bits of EpBackendOps.offers. */
 #define EP_OFFERS_LATENCY 1u

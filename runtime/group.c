@@ -76,11 +76,29 @@ EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out) {
                         .mode =
                             ep_config_mode(group->config.mode, group->config.max_tokens,
                                            group->config.max_recv_rows > 0,
-                                           ep_backend_offers(group->backend, &group->nodes.sizes))};
+                                           ep_backend_offers(group->backend, &group->nodes.sizes)),
+                        .num_physical = group->placement.num_experts,
+                        .choice = group->config.choice};
     snprintf(info.gpu, sizeof(info.gpu), "%s", group->choice.gpu);
     snprintf(info.reason, sizeof(info.reason), "%s", group->choice.reason);
     group->backend->describe(group, &info);
     ep_write_struct(out, &info);
+    return EP_OK;
+}
+
+EpStatus ep_group_tuning(const EpGroup *group, char *text, size_t bytes) {
+    EpCall call = {"ep_group_tuning", -1};
+    EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
+    call.rank = group->rank;
+    if (!text) return ep_refuse(&call, EP_ERR_NULL, "text", "expected a pointer, got NULL");
+    if (!group->backend->write_tuning)
+        return ep_refuse(&call, EP_ERR_UNSUPPORTED, "group",
+                         "expected one of the cuda backend, whose blocks are divided");
+    size_t length = group->backend->write_tuning(group, NULL, 0);
+    if (length >= bytes)
+        return ep_refuse(&call, EP_ERR_BUFFER_SIZE, "bytes", "expected at least %zu, got %zu",
+                         length + 1, bytes);
+    (void)group->backend->write_tuning(group, text, bytes);
     return EP_OK;
 }
 
@@ -103,6 +121,12 @@ EpStatus ep_group_relay(const EpGroup *group, int32_t node, int32_t *rank) {
 }
 
 static EpStatus report_routing(const EpFinding *f) {
+    if (f->k < 0)
+        return ep_fail(f->status,
+                       "rank %d: ep_group_place: map: expected an expert below %lld or -1, got %lld "
+                       "at %lld (%lld such entries; treated as -1)",
+                       f->rank, (long long)f->expected, (long long)f->seen, (long long)f->token,
+                       (long long)f->count);
     return ep_fail(f->status,
                    "rank %d: ep_prepare: topk_idx: expected an expert below %lld, got %lld at "
                    "token %lld, k %lld (%lld such entries; treated as no expert)",

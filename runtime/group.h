@@ -31,6 +31,9 @@ typedef struct EpChoice {
     int32_t threads;  /* 1 if some process has several ranks */
     int32_t shared;   /* 1 if some ranks share a GPU, whose memory NCCL does not map */
     int32_t nccl;     /* 1 if NCCL can connect all ranks */
+    int32_t code;     /* capability that the device's code was compiled for: see ep_cuda_code */
+    int32_t shared_bytes; /* shared memory that a block on the device may have */
+    int32_t sm;       /* the device's compute capability: 90 is 9.0 */
     char bus[20];     /* the device's PCI bus id, "" on the host backend */
     char gpu[64];     /* the device's name and bus id, "" on the host backend */
     char reason[256]; /* why this backend and not the other */
@@ -50,6 +53,7 @@ struct EpGroup {
     int32_t rank, size;
     EpPlacement placement;
     int32_t first_expert, num_local;
+    EpCopySetup copies; /* memory.of NULL: no placement. The backend's memory */
     EpNodes nodes;
     void *gathered; /* [size] of EP_RENDEZVOUS_BYTES; so a rendezvous allocates nothing */
     int32_t numa, cpus;

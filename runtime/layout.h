@@ -73,13 +73,19 @@ EP_HOST_DEVICE static inline int32_t ep_remainder(int32_t n, EpDivisor d) {
 /* ---- expert placement ---------------------------------------------------------------------- */
 
 /**
- * Experts lie in contiguous blocks in rank order. The first E mod R ranks own one more. Only the
- * functions below know this rule, so that a placement map can replace it in one place.
+ * Physical experts lie in contiguous blocks in rank order. The first P mod R ranks own one more.
+ * Only the functions below know this rule. Which logical expert a physical one holds is another
+ * matter: see the copies below.
  */
 typedef struct EpPlacement {
-    int32_t num_experts;
+    int32_t num_experts; /**< P */
     int32_t num_ranks;
 } EpPlacement;
+
+/** Returns P. Without a placement physical experts are the logical ones. */
+static inline int32_t ep_physical_experts(const EpGroupConfig *config) {
+    return config->num_physical == EP_DEFAULT ? config->num_experts : config->num_physical;
+}
 
 EP_HOST_DEVICE static inline int32_t ep_placement_count(const EpPlacement *p, int32_t rank) {
     return p->num_experts / p->num_ranks + (rank < p->num_experts % p->num_ranks);
@@ -159,6 +165,128 @@ static inline void *ep_arena_array(EpArena *arena, int64_t count, size_t element
     return (void *)(arena->base + (uintptr_t)ep_arena_offset(arena, bytes));
 }
 
+/* ---- copies of experts --------------------------------------------------------------------- */
+
+/*
+ * A group with a placement has a table of this rank's own choices. For each logical expert it lists
+ * the living copies among which this rank's tokens choose, so EpCopyChoice is in the table and
+ * routing need not know it. Routing alone reads the table: it turns the caller's logical experts
+ * into physical ones. ep_group_place writes it, and whatever changes which ranks are alive.
+ */
+
+/** A logical expert's copies. */
+typedef struct EpCopies {
+    int32_t first; /**< count 1: the physical expert; more: where they begin in the list */
+    int32_t count; /**< 0: no living copy */
+} EpCopies;
+
+/** What routing reads. */
+typedef struct EpCopyTable {
+    const EpCopies *of;  /**< [E]; NULL: the group has no placement */
+    const int32_t *list; /**< [P] physical experts */
+    int32_t num_logical; /**< E */
+    int32_t rank;        /**< of the group */
+} EpCopyTable;
+
+/** Returns the physical expert that a token of this rank takes for logical expert 0 .. E - 1, or -1
+ *  if there is none. */
+EP_HOST_DEVICE static inline int32_t ep_copy_of(const EpCopyTable *t, int32_t logical,
+                                                int32_t token) {
+    EpCopies copies = t->of[logical];
+    if (copies.count <= 1) return copies.count ? copies.first : -1;
+    return t->list[copies.first + (int32_t)((uint32_t)(t->rank + token) % (uint32_t)copies.count)];
+}
+
+/** What a table is made from, and the table itself: arrays in one block of the backend's memory. */
+typedef struct EpCopyMemory {
+    EpCopies *of;
+    int32_t *list;
+    int32_t *logical_of; /**< [P] the map as it was checked: -1 for none */
+    int32_t *kind;       /**< [P] EpCopyKind */
+    int32_t *node_of;    /**< [R] */
+    uint32_t *alive;     /**< [ceil(R / 32)] bit r % 32 of word r / 32: whether rank r is alive */
+} EpCopyMemory;
+
+typedef struct EpCopySetup {
+    EpCopyMemory memory;
+    EpPlacement placement; /**< of physical experts */
+    int32_t num_logical, rank;
+    EpCopyChoice choice;
+} EpCopySetup;
+
+/** Where a physical expert is, seen from this rank. NEAR takes the highest kind that there is. */
+typedef enum EpCopyKind { EP_COPY_DEAD, EP_COPY_FAR, EP_COPY_ON_NODE, EP_COPY_HERE } EpCopyKind;
+
+/** Locate the arrays in a block of memory (NULL: none). Returns its bytes. */
+static inline int64_t ep_copies_map(EpPlacement placement, int32_t num_logical, void *memory,
+                                    EpCopyMemory *out) {
+    EpArena arena = {.base = (uintptr_t)memory, .unit = 64};
+    int32_t physical = placement.num_experts, ranks = placement.num_ranks;
+    out->of = (EpCopies *)ep_arena_array(&arena, num_logical, sizeof(*out->of));
+    out->list = (int32_t *)ep_arena_array(&arena, physical, sizeof(int32_t));
+    out->logical_of = (int32_t *)ep_arena_array(&arena, physical, sizeof(int32_t));
+    out->kind = (int32_t *)ep_arena_array(&arena, physical, sizeof(int32_t));
+    out->node_of = (int32_t *)ep_arena_array(&arena, ranks, sizeof(int32_t));
+    out->alive = (uint32_t *)ep_arena_array(&arena, (ranks + 31) / 32, sizeof(uint32_t));
+    return arena.bytes;
+}
+
+static inline EpCopyTable ep_copy_table(const EpCopySetup *s) {
+    EpCopyTable table = {s->memory.of, s->memory.list, s->num_logical, s->rank};
+    return table;
+}
+
+/** Set the kind of a physical expert. All kinds precede ep_copies_find. */
+EP_HOST_DEVICE static inline void ep_copies_set_kind(const EpCopySetup *s, int32_t physical) {
+    const EpCopyMemory *m = &s->memory;
+    int32_t owner = ep_placement_owner(&s->placement, physical);
+    EpCopyKind kind = owner == s->rank                             ? EP_COPY_HERE
+                      : m->node_of[owner] == m->node_of[s->rank] ? EP_COPY_ON_NODE
+                                                                   : EP_COPY_FAR;
+    if (m->logical_of[physical] < 0 || !(m->alive[owner / 32] >> owner % 32 & 1))
+        kind = EP_COPY_DEAD;
+    m->kind[physical] = kind;
+}
+
+/** Set the copies of a logical expert. Its part of the list lies behind those of lower ones. */
+EP_HOST_DEVICE static inline void ep_copies_find(const EpCopySetup *s, int32_t logical) {
+    const EpCopyMemory *m = &s->memory;
+    int32_t first = 0, nearest = EP_COPY_DEAD, count = 0, last = -1;
+    for (int32_t p = 0; p < s->placement.num_experts; p++) {
+        first += m->logical_of[p] >= 0 && m->logical_of[p] < logical;
+        if (m->logical_of[p] == logical && m->kind[p] > nearest) nearest = m->kind[p];
+    }
+    if (nearest > EP_COPY_FAR && s->choice == EP_CHOICE_SPREAD) nearest = EP_COPY_FAR;
+    for (int32_t p = 0; p < s->placement.num_experts && nearest; p++)
+        if (m->logical_of[p] == logical && m->kind[p] >= nearest) m->list[first + count++] = last = p;
+    m->of[logical].first = count == 1 ? last : first;
+    m->of[logical].count = count;
+}
+
+/** Make the table anew from the map and from who is alive. On GPUs the threads of a block do it. */
+static inline void ep_copies_build(const EpCopySetup *s) {
+    for (int32_t p = 0; p < s->placement.num_experts; p++)
+        ep_copies_set_kind(s, p);
+    for (int32_t e = 0; e < s->num_logical; e++)
+        ep_copies_find(s, e);
+}
+
+/** Returns what an entry of a map adds to the map's hash, which is their sum: so its order does not
+ *  matter. */
+EP_HOST_DEVICE static inline uint64_t ep_copies_hash(int32_t physical, int32_t logical) {
+    uint64_t x = ((uint64_t)(uint32_t)physical << 32 | (uint32_t)logical) + 0x9e3779b97f4a7c15ull;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+    return x ^ x >> 31;
+}
+
+#define EP_COPIES_HASH_BITS 32 /* that ranks compare; with none of them set it counts as 1 */
+
+EP_HOST_DEVICE static inline uint64_t ep_copies_hash_end(uint64_t sum) {
+    uint64_t hash = sum & (((uint64_t)1 << EP_COPIES_HASH_BITS) - 1);
+    return hash ? hash : 1;
+}
+
 /* ---- records ------------------------------------------------------------------------------- */
 
 /**
@@ -224,7 +352,7 @@ typedef struct EpNodeSizes {
 /** The numbers and settings that determine a plan's sizes. */
 typedef struct EpPlanShape {
     int32_t num_ranks, rank;
-    int32_t num_experts, num_local;
+    int32_t num_experts, num_local; /**< physical ones, P and L */
     int32_t max_tokens, max_top_k;
     EpLayout layout;    /**< the next three follow from it: see runtime/layouts.h */
     int32_t has_rows;   /**< a row has one slot, which holds all its entries; else each entry has a
@@ -380,7 +508,7 @@ EP_HOST_DEVICE static inline int64_t ep_padding_end(const EpPlanShape *s, const 
 
 #define EP_CUDA_MAX_RANKS 72 /* on a node */
 
-#define EP_LEAST_CAPABILITY 90 /* 9.0: bulk copies between shared memory and peers */
+#define EP_LEAST_CAPABILITY 80 /* 8.0: copies to shared memory that complete an mbarrier */
 
 #define EP_SCATTER_STATIC_BYTES 10240 /* room for the variables that the kernel declares */
 #define EP_GATHER_STATIC_BYTES 7168
@@ -391,7 +519,7 @@ EP_HOST_DEVICE static inline int64_t ep_padding_end(const EpPlanShape *s, const 
 #define EP_PREPARE_WARPS 32       /* of a block of ep_prepare */
 #define EP_RANK_TABLES_BYTES 3520 /* that a block of ep_prepare has for EP_CUDA_MAX_RANKS ranks */
 
-/** Returns the shared memory that a block of ep_prepare allocates for the group's E experts and R
+/** Returns the shared memory that a block of ep_prepare allocates for the group's P experts and R
  *  ranks: for each of them a byte for each warp and two integers. */
 static inline int64_t ep_cuda_prepare_shared(int32_t num_experts, int32_t num_ranks) {
     int64_t each = EP_PREPARE_WARPS + 2 * (int64_t)sizeof(int32_t);
@@ -404,7 +532,7 @@ static inline int64_t ep_cuda_least_shared(const EpGroupConfig *config, int32_t 
     int64_t fragment = ep_min(config->max_row_bytes, EP_LEAST_FRAGMENT_BYTES);
     int64_t stages = (1 + config->max_top_k) * (EP_WORK_TABLE_BYTES + fragment);
     return EP_STATIC_SHARED_BYTES +
-           ep_max(stages, ep_cuda_prepare_shared(config->num_experts, num_ranks));
+           ep_max(stages, ep_cuda_prepare_shared(ep_physical_experts(config), num_ranks));
 }
 
 #endif

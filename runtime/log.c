@@ -9,7 +9,7 @@
 
 #include "runtime/status.h"
 
-static _Atomic int log_level = EP_LOG_WARN;
+static _Atomic int log_level = EP_LOG_WARN; /* relaxed: orders nothing; the mutex has the file */
 static pthread_mutex_t log_mutex = PTHREAD_MUTEX_INITIALIZER;
 static FILE *log_file; /* NULL: stderr */
 static char log_path[4096];
@@ -17,7 +17,7 @@ static _Thread_local int log_rank = -1;
 
 void ep_log_configure(EpLogLevel level, const char *file) {
     pthread_mutex_lock(&log_mutex);
-    atomic_store(&log_level, level);
+    atomic_store_explicit(&log_level, level, memory_order_relaxed);
     if (strcmp(file, log_path) != 0) {
         if (log_file) fclose(log_file);
         log_file = file[0] ? fopen(file, "a") : NULL;

@@ -33,6 +33,8 @@ static const Enumerator enumerators[] = {ENUMERATOR(EP_NAMES_QUANT, EP_QUANT_NON
                                          ENUMERATOR(EP_NAMES_DUPLICATES, EP_DUPLICATES_MERGE),
                                          ENUMERATOR(EP_NAMES_SUMS, EP_SUMS_BY_RANK),
                                          ENUMERATOR(EP_NAMES_SUMS, EP_SUMS_BY_ENTRY),
+                                         ENUMERATOR(EP_NAMES_CHOICE, EP_CHOICE_NEAR),
+                                         ENUMERATOR(EP_NAMES_CHOICE, EP_CHOICE_SPREAD),
                                          ENUMERATOR(EP_NAMES_TENSOR_KIND, EP_TENSOR_WEIGHT),
                                          ENUMERATOR(EP_NAMES_TENSOR_KIND, EP_TENSOR_EXPERT_WEIGHT),
                                          ENUMERATOR(EP_NAMES_AMAX, EP_AMAX_TENSOR),

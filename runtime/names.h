@@ -17,6 +17,7 @@ typedef enum EpNames {
     EP_NAMES_OVERFLOW,
     EP_NAMES_DUPLICATES,
     EP_NAMES_SUMS,
+    EP_NAMES_CHOICE,
     EP_NAMES_TENSOR_KIND,
     EP_NAMES_AMAX,
     EP_NAMES_FORM /**< what ep_form_code returns */

@@ -20,7 +20,7 @@ void *ep_object_create(EpObjectKind kind, size_t bytes) {
 void ep_object_retire(EpObject *object) {
     EpObject *evicted = NULL;
     pthread_mutex_lock(&quarantine_mutex);
-    /* atomic, like its load: ep_group_abort may look at the object meanwhile */
+    /* atomic, like its load: see object.h */
     __atomic_store_n(&object->kind, EP_OBJECT_DEAD, __ATOMIC_RELAXED);
     object->next_dead = NULL;
     if (newest_dead)
@@ -58,8 +58,9 @@ void ep_keep_memory(void *memory) {
     static _Atomic(Kept *) kept;
     Kept *entry = memory ? malloc(sizeof(*entry)) : NULL;
     if (!entry) return;
-    *entry = (Kept){atomic_load(&kept), memory};
-    while (!atomic_compare_exchange_weak(&kept, &entry->next, entry)) {
+    *entry = (Kept){atomic_load_explicit(&kept, memory_order_relaxed), memory};
+    while (!atomic_compare_exchange_weak_explicit(&kept, &entry->next, entry, memory_order_release,
+                                                  memory_order_relaxed)) {
     }
 }
 

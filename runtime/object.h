@@ -6,6 +6,10 @@
  * Objects that callers hold pointers to. A destroyed object frees all that it owns, but its struct
  * stays readable in a quarantine until 256 others have been destroyed. So a call on a destroyed
  * handle returns EP_ERR_DESTROYED instead of undefined behaviour.
+ *
+ * Memory order. ep_group_abort may look at an object while another thread destroys it, so `kind` is
+ * atomic. Relaxed is enough: it only decides whether the call goes on. What the object holds is
+ * ordered by its caller, who hands it to other threads, and by mutexes.
  */
 
 #include "runtime/status.h"
@@ -35,7 +39,8 @@ EpStatus ep_object_check(const EpCall *call, const char *argument, const void *o
                          EpObjectKind kind);
 
 /** Keep memory to the end of the process, since a message that was given up may still use it. A
- *  list tells leak checkers that this is meant. NULL is allowed. */
+ *  list tells leak checkers that this is meant. Entries are pushed with release, and nothing takes
+ *  them. NULL is allowed. */
 void ep_keep_memory(void *memory);
 
 /**

@@ -62,6 +62,15 @@ const EpOp ep_op_weight_reduce = {8, "weight reduce", OF_WEIGHT("accumulate", EP
                                   EP_OP_FACTS};
 const EpOp ep_op_weight_amax = {9, "weight amax", OF_WEIGHT("scope", EP_NAMES_AMAX), EP_OP_FACTS};
 
+const EpOp ep_op_placement = {12,
+                              "place",
+                              {{"hash of the map", EP_NUMBERS},
+                               {"", EP_NUMBERS},
+                               {"", EP_NUMBERS},
+                               {"", EP_NUMBERS},
+                               {"", EP_NUMBERS}},
+                              EP_OP_FACTS};
+
 const EpOp *ep_op_find(int32_t code) {
     static const EpOp unknown = {.name = "?"};
     const EpOp *const ops[] = {&ep_op_prepare,           &ep_op_route,
@@ -69,7 +78,7 @@ const EpOp *ep_op_find(int32_t code) {
                                &ep_op_dispatch_backward, &ep_op_combine_backward,
                                &ep_op_weight_gather,     &ep_op_weight_reduce,
                                &ep_op_weight_amax,       &ep_op_route_send,
-                               &ep_op_combine_send};
+                               &ep_op_combine_send,      &ep_op_placement};
     for (size_t i = 0; i < sizeof(ops) / sizeof(*ops); i++)
         if (ops[i]->code == code) return ops[i];
     return &unknown;

@@ -21,12 +21,15 @@
       "staging memory per rank and group on the host backend; equal on all ranks")           \
     X(node_chunk, int64_t, "LIBEP_NODE_CHUNK", "bytes", "32M",                               \
       "cuda backend on several nodes: most that a rank sends at a time; equal on all ranks") \
-    X(node_latency, int64_t, "LIBEP_NODE_LATENCY", "tokens", "0",                            \
+    X(node_latency, int64_t, "LIBEP_NODE_LATENCY", "tokens", "128",                          \
       "several nodes: AUTO is latency mode where max_tokens is at most this; equal on all "  \
       "ranks")                                                                               \
     X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                    \
       "multiprocessors that operations of the cuda backend may use; auto: all, on several "  \
       "nodes all but 32, or a quarter")                                                      \
+    X(shared_bytes, int64_t, "LIBEP_SHARED_BYTES", "count", "auto",                          \
+      "most shared memory of a block of the cuda backend; auto: all that the GPU has; to "   \
+      "test smaller GPUs")                                                                   \
     X(weight_sms, int64_t, "LIBEP_WEIGHT_SMS", "count", "auto",                              \
       "most blocks of a kernel that moves weights on one node; auto: 64, of NCCL's 48, and " \
       "of kernels beside NCCL's the others; equal on all ranks")                             \
@@ -36,8 +39,13 @@
       "which tensors' memory the cuda backend validates before an operation")                \
     X(share_gpus, EpShareGpus, "LIBEP_SHARE_GPUS", "choice: no|yes", "no",                   \
       "yes: ranks in separate processes may share a GPU; for debugging, not for speed")      \
+    X(peers, EpPeers, "LIBEP_PEERS", "choice: auto|none", "auto",                            \
+      "none: GPUs count as if they did not reach each other's memory, so each is a node")    \
     X(lines, EpLines, "LIBEP_LINES", "choice: auto|whole|fenced", "auto",                    \
       "how rows of latency mode signal their arrival; auto: whole lines over NVLink")        \
+    X(tuning, EpSettingText, "LIBEP_TUNING", "file", "",                                     \
+      "cuda backend: constants of the division of blocks, as ep_tune writes them; a rank's " \
+      "own; empty: the built-in table")                                                      \
     X(sums, EpSums, "LIBEP_SUMS", "choice: rank|entry", "rank",                              \
       "libnccl_ep: entry makes its groups add all of a token's rows on the token's rank")    \
     X(spin, int64_t, "LIBEP_SPIN", "count", "auto",                                          \
@@ -60,6 +68,7 @@ typedef enum EpBind { EP_BIND_NONE, EP_BIND_GPU } EpBind;
 typedef enum EpCheck { EP_CHECK_NONE, EP_CHECK_ROWS, EP_CHECK_ALL } EpCheck;
 typedef enum EpShareGpus { EP_SHARE_GPUS_NO, EP_SHARE_GPUS_YES } EpShareGpus;
 
+typedef enum EpPeers { EP_PEERS_AUTO, EP_PEERS_NONE } EpPeers;
 typedef enum EpLines { EP_LINES_AUTO, EP_LINES_WHOLE, EP_LINES_FENCED } EpLines;
 
 typedef struct EpSettingText {

@@ -4,7 +4,8 @@
 
 /**
  * Polling with a timeout. A wait first spins, then yields its CPU, and after 0.2 s sleeps briefly
- * between polls, so that waiting ranks leave the CPUs to ranks with work.
+ * between polls, so that waiting ranks leave the CPUs to ranks with work. A pause orders no memory:
+ * what is polled is loaded with acquire.
  *
  *     EpWait wait;
  *     ep_wait_begin(&wait, timeout_seconds, spins);

@@ -70,6 +70,7 @@ static const Option specs[] = {
      "of a plan: sets of buffers of latency mode (4)"},
     {0, "settings-markdown", NULL, OPTION_FLAG(markdown), NULL, 0,
      "print only the table of settings, for docs/settings.md"},
+    OPTION_THREADS,
     OPTION_HELP,
 };
 
@@ -174,6 +175,21 @@ static void print_rank(int rank, const RankInfo *rank_info) {
            info->num_cpus, experts, gpu);
 }
 
+/* Say that GPUs of one machine are several nodes, and why, unless the nodes are pretended. */
+static void print_apart(const RankInfo *all) {
+    const EpGroupInfo *first = &all[0].info;
+    const char *topology = getenv("LIBEP_TOPOLOGY"), *peers = getenv("LIBEP_PEERS");
+    const char *disabled = getenv("NCCL_P2P_DISABLE");
+    bool apart = false;
+    bool forbidden = (peers && strcmp(peers, "none") == 0) || (disabled && atoi(disabled) != 0);
+    for (int r = 1; r < first->size; r++)
+        for (int s = 0; s < r; s++)
+            apart |= all[r].info.node != all[s].info.node && !strcmp(all[r].host, all[s].host);
+    if (!apart || first->backend != EP_BACKEND_CUDA || (topology && topology[0])) return;
+    printf("  GPUs of one machine that do not reach each other's memory are nodes of their own%s\n",
+           forbidden ? ": LIBEP_PEERS or NCCL_P2P_DISABLE forbids it" : "");
+}
+
 /* Print each node's ranks in a row: those of a column exchange what their nodes need of each other,
  * so they should share a rail of the network. */
 static void print_nodes(const RankInfo *all) {
@@ -181,6 +197,7 @@ static void print_nodes(const RankInfo *all) {
     printf("\nnodes: %s within a node", first->within);
     if (first->num_nodes > 1) printf(", %s between nodes", first->between);
     printf("\n");
+    print_apart(all);
     for (int node = 0; node < first->num_nodes && first->num_nodes > 1; node++) {
         printf("  node %d: rank", node);
         for (int r = 0; r < first->size; r++)
@@ -199,6 +216,13 @@ static void print_nodes(const RankInfo *all) {
     printf("\n");
 }
 
+/* Print whose constants divide the blocks: rank 0's, and those of ranks that have others. */
+static void print_division(const RankInfo *all) {
+    for (int r = 0; r < all[0].info.size && all[0].info.tuning[0]; r++)
+        if (!r || strcmp(all[r].info.tuning, all[0].info.tuning) != 0)
+            printf("%sdivision of blocks, rank %d: %s\n", r ? "" : "\n", r, all[r].info.tuning);
+}
+
 static bool print_topology(World *world, const Options *o, EpGroupInfo *info) {
     RankInfo mine = {.host = ""};
     RankInfo *all = bench_alloc((size_t)world->size, sizeof(RankInfo), "the ranks");
@@ -212,6 +236,7 @@ static bool print_topology(World *world, const Options *o, EpGroupInfo *info) {
         for (int r = 0; r < world->size; r++)
             print_rank(r, &all[r]);
         if (world->size > 1) print_nodes(all);
+        print_division(all);
     }
     *info = mine.info;
     free(all);
@@ -326,6 +351,7 @@ static bool run(World *world, const void *options) {
 static bool complete(void *options) {
     Options *o = options;
     bool starts = !o->markdown && !has_mesh(&o->mesh) && !is_plan(o);
+    if (o->run.threads) return option_check_threads(&o->run);
     o->run.threads = world_launched() && starts ? 0 : 1;
     return true;
 }

@@ -54,7 +54,7 @@ static bool run(World *world, const void *given) {
               (world->rank != 0 || !options.run.json_path || output_probe(options.run.json_path));
     if (!world_all(world, ok)) return false;
     if (options.layers > 1) return moe_stack_run(world, &options, &mesh, &report);
-    ok = layer_create(world, &options, &mesh, NULL, &layer) && run_layer(&report, &layer);
+    ok = layer_create(world, &options, &mesh, NULL, NULL, &layer) && run_layer(&report, &layer);
     /* Destroying may wait for the rank that is lost. The process ends now. */
     if (!world->broken) layer_destroy(&layer);
     return ok;

@@ -225,7 +225,8 @@ static bool open_streams(Rank *r) {
            cuda_ok(cudaEventCreate(&r->end), "event") && open_events(r) &&
            gpu_multiprocessors(&r->sms) &&
            (gpu_capability() == 90 ||
-            bench_fail("the GEMM: expected a GPU of compute capability 9.0, got another one")) &&
+            bench_fail("the GEMM: expected a GPU of compute capability 9.0, got %d.%d",
+                       gpu_capability() / 10, gpu_capability() % 10)) &&
            cuda_ok(overlap_open(), "overlap_open");
 }
 

@@ -105,7 +105,7 @@ class LibepCommunication(_moe_ep.MoEEpCommunication):  # type: ignore[misc, name
     def _create(self, meeting: Bootstrap) -> None:
         most, few = self.params.max_tokens_per_rank, self.config.latency_tokens
         if few:
-            # On several nodes AUTO is throughput mode.
+            # On several nodes AUTO is throughput mode above LIBEP_NODE_LATENCY.
             self._sides.append(self._make_side(meeting, min(few, most), Mode.AUTO))
         if most > few:
             self._sides.append(self._make_side(meeting, most, Mode.THROUGHPUT))

@@ -125,6 +125,7 @@ void ep_cuda_describe(const EpGroup *group, EpGroupInfo *out) {
              : group->choice.shared ? "CUDA IPC, shared GPUs"
              : cuda->linked         ? "NVLink"
                                     : "peer access, no NVLink");
+    snprintf(out->tuning, sizeof(out->tuning), "%s", cuda->tuned.source);
     if (group->nodes.sizes.nodes == 1) return;
     int version = cuda->nccl->version;
     snprintf(out->between, sizeof(out->between), "NCCL %d.%d.%d", version / 10000,

@@ -11,6 +11,7 @@
 #include "bootstrap/cuda/setup.h"
 #include "bootstrap/memory/cuda/cuda_memory.h"
 #include "bootstrap/network/cuda/network.h"
+#include "runtime/cuda/code.h"
 
 #define PEERS_BYTES (sizeof(char *) * EP_WINDOW_NUMBERS * EP_CUDA_MAX_RANKS)
 
@@ -22,7 +23,7 @@ void ep_cuda_measure(const EpGroupConfig *config, const EpNodeSizes *nodes,
     *private_bytes = (int64_t)(sizeof(EpCuda) + sizeof(EpCudaState) + sizeof(EpCudaAsyncErrors) +
                                sizeof(EpCudaFailure) + 2 * sizeof(EpCudaNote)) +
                      8LL * ep_cuda_partitions(ep_cuda_blocks(config, nodes, settings)) *
-                         EP_COUNT_STRIDE((int64_t)config->num_experts, nodes->ranks) +
+                         EP_COUNT_STRIDE((int64_t)ep_physical_experts(config), nodes->ranks) +
                      (int64_t)PEERS_BYTES + ep_cuda_adopting_bytes(config, nodes->ranks);
 }
 
@@ -30,7 +31,7 @@ void ep_cuda_measure(const EpGroupConfig *config, const EpNodeSizes *nodes,
 
 static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
     EpCudaGroup *g = &cuda->device;
-    size_t stride = (size_t)EP_COUNT_STRIDE((int64_t)group->config.num_experts, g->size);
+    size_t stride = (size_t)EP_COUNT_STRIDE((int64_t)g->num_experts, g->size);
     size_t counts = 8 * (size_t)g->partitions * stride;
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->state, sizeof(*g->state))));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->partition_counts, counts)));
@@ -53,10 +54,8 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
 static EpStatus read_device(EpGroup *group, EpCuda *cuda) {
     cuda->ordinal = group->choice.device;
     EP_TRY(ep_cuda_check(group, "cudaSetDevice", cudaSetDevice(cuda->ordinal)));
-    EP_TRY(ep_cuda_check(group, "cudaDeviceGetAttribute",
-                         cudaDeviceGetAttribute(&cuda->shared_bytes,
-                                                cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                                cuda->ordinal)));
+    cuda->shared_bytes = group->choice.shared_bytes;
+    cuda->device.early = group->choice.code >= EP_EARLY_CODE;
     return ep_cuda_check(
         group, "cudaDeviceGetAttribute",
         cudaDeviceGetAttribute(&cuda->pageable, cudaDevAttrPageableMemoryAccess, cuda->ordinal));
@@ -69,7 +68,7 @@ static EpStatus open_device(EpGroup *group) {
     group->backend_state = cuda;
     EpCudaGroup *g = &cuda->device;
     g->rank = group->nodes.rank, g->size = group->nodes.sizes.ranks;
-    g->num_experts = group->config.num_experts;
+    g->num_experts = group->placement.num_experts;
     g->layout = ep_window_layout(&group->config, &group->nodes.sizes);
     g->most_blocks = ep_cuda_multiprocessors();
     g->blocks = ep_cuda_blocks(&group->config, &group->nodes.sizes, &group->settings);
@@ -89,9 +88,10 @@ EpStatus ep_cuda_open(EpGroup *group) {
     EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
     EP_TRY(ep_cuda_choose_lines(group));
     EP_TRY(ep_cuda_watch_open(group));
-    EP_INFO("cuda backend: device %d, %d blocks, window of %lld bytes, rings of %d records",
-            cuda->ordinal, cuda->device.blocks, (long long)cuda->own.bytes,
-            cuda->device.layout.depth);
+    EP_INFO("cuda backend: device %d, code of capability %d.%d, %d blocks with %d bytes of shared "
+            "memory, window of %lld bytes, rings of %d records",
+            cuda->ordinal, group->choice.code / 10, group->choice.code % 10, cuda->device.blocks,
+            cuda->shared_bytes, (long long)cuda->own.bytes, cuda->device.layout.depth);
     return EP_OK;
 }
 

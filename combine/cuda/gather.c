@@ -20,12 +20,6 @@ static int64_t travelling_bytes(const EpGatherTensors *t) {
     return is_quantised(t) ? ep_packed_bytes(t->row_bytes / element_bytes(t)) : t->row_bytes;
 }
 
-#define LEAST_SENDING .42 /* of the blocks */
-#define MOST_SENDING .75
-#define LEAST_CHUNK 2 /* of all warps: one takes two rows in the time of one */
-
-static const EpGranularity LARGE_SUMS = {1, 6};
-
 /* Rows that travel as they are: a sender has an item for each rank, and a row for each entry. */
 static void set_entry_traffic(EpGatherArgs *args, EpSpread s, EpTraffic *t) {
     t->sent = 2 * s.other, t->received = s.own + s.other + args->t.num_biases + 1;
@@ -33,32 +27,34 @@ static void set_entry_traffic(EpGatherArgs *args, EpSpread s, EpTraffic *t) {
     ep_entry_times(s, args->t.row_bytes, t);
 }
 
-int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
+int ep_partition_gather(const EpTuning *tuning, EpGatherArgs *args, int32_t shared_bytes) {
     int32_t blocks = args->group.blocks;
     EpSpread s = ep_spread(&args->group, args->top_k);
     double sum = (double)travelling_bytes(&args->t) / (double)args->t.row_bytes;
-    EpTraffic traffic = {.sent = s.other + sum * s.ranks,
+    EpTraffic traffic = {.tuning = tuning,
+                         .sent = s.other + sum * s.ranks,
                          .received = s.own + sum * s.ranks + args->t.num_biases + 1,
-                         .least_send = LEAST_SENDING,
-                         .most_send = MOST_SENDING,
+                         .least_send = tuning->sums_sent.least,
+                         .most_send = tuning->sums_sent.most,
                          .ranks = s.ranks,
                          .scheduled = s.ranks,
                          .ordered = 1};
-    EpGranularity granularity = ep_granularity(blocks, travelling_bytes(&args->t), LARGE_SUMS);
+    EpGranularity granularity =
+        ep_granularity(tuning, blocks, travelling_bytes(&args->t), tuning->sums);
     if (args->t.by_entry)
         set_entry_traffic(args, s, &traffic);
     else
         ep_sum_times(blocks, s, args->t.row_bytes, travelling_bytes(&args->t),
                      args->t.carries_values, &traffic);
-    EpDivision division = ep_divide(blocks, args->top_k, args->t.row_bytes,
-                                    (int32_t)ep_max(LEAST_CHUNK, granularity.chunk), traffic);
+    int32_t chunk = (int32_t)ep_max((int64_t)tuning->least_chunk, granularity.chunk);
+    EpDivision division = ep_divide(blocks, args->top_k, args->t.row_bytes, chunk, traffic);
     int32_t loads = args->top_k + args->t.num_biases;
     EpWorkNeeds needs = {loads, loads, 1, granularity.active};
     args->chunk = division.claim;
     args->receivers = division.receivers, args->schedulers = division.schedulers;
     int64_t unit = is_quantised(&args->t) ? EP_PACKED_ELEMENTS * element_bytes(&args->t) : 16;
-    int fits = ep_shape_pipeline(shared_bytes - EP_GATHER_STATIC_BYTES, args->t.row_bytes, unit,
-                                 needs, &args->pipeline);
+    int fits = ep_shape_pipeline(tuning, shared_bytes - EP_GATHER_STATIC_BYTES, args->t.row_bytes,
+                                 unit, needs, &args->pipeline);
     if (is_quantised(&args->t))
         args->packed_stride =
             (int32_t)ep_packed_bytes(args->pipeline.stage_bytes / element_bytes(&args->t));
@@ -95,7 +91,7 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
                               kinds,    t->format.quant, t->block_rows};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 6);
     if (handle->shape.nodes.nodes > 1) return ep_cuda_gather_nodes(handle, g, &args);
-    if (!ep_partition_gather(&args, cuda->shared_bytes))
+    if (!ep_partition_gather(&cuda->tuned.constants, &args, cuda->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_gather,
                                                   .args = &args,

@@ -531,7 +531,7 @@ __device__ void send(const EpGatherArgs &a, Pipeline *p, Sending *s, const First
                                   blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
-    else if (pipeline_is_store_warp(warp) && lane == 0)
+    else if (pipeline_is_storing(warp, lane))
         pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, is_packed_form(FORM),
                        await_gate(&s->gate));
     else if (warp == SIGNAL_WARP)
@@ -827,7 +827,7 @@ __device__ void receive(const EpGatherArgs &a, Pipeline *p, const FirstClaim &fi
         schedule_tokens<FORM, DONE>(a, p, first_claim, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, passes_on<FORM>(a) ? WORK_MOVE : work);
-    else if (pipeline_is_store_warp(warp) && lane == 0)
+    else if (pipeline_is_storing(warp, lane))
         pipeline_store(p, warp - FIRST_STORE_WARP, passes_on<FORM>(a) ? WORK_MOVE : work, 0,
                        is_packed_form(FORM) && a.rounds, 0);
     else if (warp == SIGNAL_WARP)

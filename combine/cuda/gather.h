@@ -95,6 +95,8 @@ EP_HOST_DEVICE static inline int32_t ep_packed_scale(int32_t unit) {
 
 /* ---- launch -------------------------------------------------------------------------------- */
 
+struct EpTuning;
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -105,7 +107,7 @@ int ep_cuda_launch_gather(const void *args, int blocks, void *stream);
 
 /** Divide the work: sets receivers, schedulers, chunk and the pipeline's shape from the other
  * fields. Blocks have `shared_bytes` of shared memory. Returns 0 if that is too small. */
-int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes);
+int ep_partition_gather(const struct EpTuning *tuning, EpGatherArgs *args, int32_t shared_bytes);
 
 #ifdef __cplusplus
 }

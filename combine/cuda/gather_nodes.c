@@ -17,7 +17,7 @@ static EpStatus gather_chunk(Operation *o, EpChunkPlan kind, int32_t chunk, EpGa
     const EpGatherTensors *t = &args->t;
     ep_relay_take_chunk(&args->shape, &o->args->plan, kind, chunk, o->call->num_rows, &args->plan,
                         &args->group);
-    if (!ep_partition_gather(args, ep_cuda(group)->shared_bytes))
+    if (!ep_partition_gather(&ep_cuda(group)->tuned.constants, args, ep_cuda(group)->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
     args->group.digest = ep_relay_chunk_digest(o->args->group.digest, kind, chunk);
     return ep_relay_launch(&o->run, ep_cuda_launch_gather, args, args->group.blocks);

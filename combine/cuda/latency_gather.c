@@ -7,12 +7,12 @@
 #include "handles/nodes/cuda/latency_nodes.h"
 #include "runtime/log.h"
 
-/* Percent of the blocks that send while the others receive; found by experiment. Each row sent is
- * the sum of some slots: where these are few, fewer blocks keep up. */
-enum { SENDERS_PERCENT = 50, FEW_SENDERS_PERCENT = 38 };
-
-static int percent_of_senders(const EpGroup *group, int64_t top_k) {
-    return top_k < 3 * (int64_t)group->size ? FEW_SENDERS_PERCENT : SENDERS_PERCENT;
+/* Returns the percentage of the blocks that send while the others receive. Each row sent is the sum
+ * of some slots: where these are few, fewer blocks keep up. */
+static int percent_of_senders(const EpGroup *group, int by_entry, int64_t top_k) {
+    const EpTuning *tuning = &ep_cuda(group)->tuned.constants;
+    int few = !by_entry && (double)top_k < tuning->latency_few_terms * group->size;
+    return ep_latency_percent(few ? tuning->latency_few_sent : tuning->latency_combine_sent);
 }
 
 /* Divide the rows among the sending warps, and the tokens among the receiving warps. */
@@ -66,7 +66,7 @@ static int describe(const EpHandle *handle, const EpGather *g, EpPhase phase,
     if (latency->device.nodes.num_others)
         ep_latency_nodes_describe(group, g->phase, g->place.token, place_steps(&args),
                                   &args.latency);
-    int percent = g->t.by_entry ? SENDERS_PERCENT : percent_of_senders(group, g->top_k);
+    int percent = percent_of_senders(group, g->t.by_entry, g->top_k);
     int blocks = ep_latency_blocks(&args.group, phase, tokens, args.steps, percent, &args.latency);
     if (g->t.done.words) args.latency.releases = 0; /* who produces rows needs the room */
     args.stats = g->stats, args.counts = ep_counts_any(&g->stats);

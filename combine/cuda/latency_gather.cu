@@ -1554,7 +1554,7 @@ template <typename T>
 static int launch_relay(const EpLatencyGatherArgs &a, int blocks, void *stream) {
     auto kernel = a.t.format.bits ? latency_relay_kernel<T, 1> : latency_relay_kernel<T, 0>;
     if (a.t.by_entry) kernel = latency_relay_kernel<T, ENTRIES>;
-    return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
+    return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a, a.group.early);
 }
 
 extern "C" int ep_cuda_launch_latency_relay(const void *args, int blocks, void *stream) {
@@ -1594,7 +1594,7 @@ template <typename T> static int launch(const EpLatencyGatherArgs &a, int blocks
     int follows_nccl = EP_SEVERAL_NODES && a.latency.nodes.reads_landing; /* not a kernel alone */
     if (a.t.done.words || follows_nccl)
         return ep_launch(kernel, blocks, LATENCY_THREADS, 0, stream, a);
-    return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
+    return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a, a.group.early);
 }
 
 extern "C" int EP_VARIANT(ep_cuda_launch_latency_gather)(const void *args, int blocks,

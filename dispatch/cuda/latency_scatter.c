@@ -8,10 +8,13 @@
 #include "handles/cuda/handle.h"
 #include "handles/nodes/cuda/latency_nodes.h"
 
-/* Percent of the blocks that send while the others receive; found by experiment. Stores to other
- * GPUs fill the way out of a multiprocessor, and its loads queue behind them. A dispatch that
- * quantises needs all blocks to send; afterwards they receive. */
-#define SENDERS_PERCENT 40
+/* Returns the percentage of the blocks that send while the others receive. Stores to other GPUs
+ * fill the way out of a multiprocessor, and its loads queue behind them. A dispatch that quantises
+ * needs all blocks to send; afterwards they receive. */
+static int percent_of_senders(const EpGroup *group, int has_quant) {
+    return has_quant ? EP_ALL_SEND
+                     : ep_latency_percent(ep_cuda(group)->tuned.constants.latency_dispatch_sent);
+}
 
 /* Returns the shape of a token's record. */
 static EpRecordShape shape_record(const EpHandle *handle, const EpScatterTensors *t,
@@ -60,7 +63,7 @@ static int describe(EpHandle *handle, const EpScatter *s, EpPhase phase,
     args.route.stats = s->stats;
     int has_quant = s->t.format.bits != 0;
     int blocks = ep_latency_blocks(&route->group, phase, route->num_rows, args.record.steps,
-                                   has_quant ? EP_ALL_SEND : SENDERS_PERCENT, &args.latency);
+                                   percent_of_senders(group, has_quant), &args.latency);
     partition_receive(handle, blocks, &args);
     args.block_counters = ep_cuda(group)->block_counters + EP_MAX_BLOCK_WORDS;
     if (s->t.ready.words) args.latency.releases = 0; /* who waits for words needs the room */

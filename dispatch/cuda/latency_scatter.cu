@@ -117,6 +117,7 @@ __device__ __forceinline__ int32_t *flat_begin(const EpLatencyScatterArgs &a) {
 
 /* Load the experts of all this rank's entries into the workspace. Rows past the step's tokens are
  * included, since the number of tokens may not be known yet. */
+template <int PLACED>
 __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
     int entries = a.route.num_rows * a.route.top_k;
 #pragma unroll 1
@@ -130,15 +131,16 @@ __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
 #pragma unroll
         for (int j = 0; j < LOADED_AT_ONCE; j++)
             if (i + j * ENTRIES_THREADS < entries)
-                workspace_experts(a)[i + j * ENTRIES_THREADS] =
-                    (int16_t)expert_of(a.route, index[j]);
+                workspace_experts(a)[i + j * ENTRIES_THREADS] = (int16_t)place_index<PLACED>(
+                    a.route, index[j], (i + j * ENTRIES_THREADS) / a.route.top_k);
     }
 }
 
 /* Load what a block needs to send, before its first barrier. The first block, which counts entries,
  * clears the counts. */
+template <int PLACED>
 __device__ __forceinline__ void open_workspace(const EpLatencyScatterArgs &a) {
-    if (threadIdx.x >= ENTRIES_THREAD) load_entries(a);
+    if (threadIdx.x >= ENTRIES_THREAD) load_entries<PLACED>(a);
     if (threadIdx.x == TOKENS_THREAD) workspace()->tokens = count_tokens(a.route);
     if (blockIdx.x) return;
     int columns = a.route.group.num_experts + num_sources(a);
@@ -1550,9 +1552,9 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
     }
 }
 
-/* TILED: the kernels where ep_scatter_is_tiled; READY: where blocks of rows have words. Others do
- * not pay for that code. */
-template <int TILED, int READY>
+/* TILED: the kernels where ep_scatter_is_tiled; READY: where blocks of rows have words; PLACED:
+ * where the group has a placement. Others do not pay for that code. */
+template <int TILED, int READY, int PLACED>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_scatter_kernel(const __grid_constant__ EpLatencyScatterArgs a) {
     const EpCudaGroup &g = a.route.group;
@@ -1563,7 +1565,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_begin(l);
     int has_global = !TILED || ep_has_global(a.t.global_scale);
     if (role.sends && blockIdx.x) claims_begin(l);
-    if (role.sends) open_workspace(a);
+    if (role.sends) open_workspace<PLACED>(a);
     if (!latency_begin_operation(g, a.route.plan, l, &op) || !has_global) {
         if (TILED) ep_report_global(g, a.t.global_scale);
         latency_report(g, a.route.plan, l);
@@ -1580,23 +1582,37 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_pass(g, l, op, ticket);
 }
 
-extern "C" int EP_VARIANT(ep_cuda_open_latency_scatter)(int shared_bytes) {
-    int error = ep_open_kernel(latency_scatter_kernel<0, 0>, shared_bytes);
-    if (!error) error = ep_open_kernel(latency_scatter_kernel<0, 1>, shared_bytes);
-    if (!error) error = ep_open_kernel(latency_scatter_kernel<1, 0>, shared_bytes);
-    return error ? error : ep_open_kernel(latency_scatter_kernel<1, 1>, shared_bytes);
+template <int PLACED> static int open_kernels(int shared_bytes) {
+    int error = ep_open_kernel(latency_scatter_kernel<0, 0, PLACED>, shared_bytes);
+    if (!error) error = ep_open_kernel(latency_scatter_kernel<0, 1, PLACED>, shared_bytes);
+    if (!error) error = ep_open_kernel(latency_scatter_kernel<1, 0, PLACED>, shared_bytes);
+    return error ? error : ep_open_kernel(latency_scatter_kernel<1, 1, PLACED>, shared_bytes);
 }
 
 /* Words of blocks are read while the kernel runs, so it starts after all that is before it. */
+template <int PLACED>
+static int launch_kernel(const EpLatencyScatterArgs *a, int blocks, void *stream) {
+    int tiled = ep_scatter_is_tiled(&a->t);
+    auto counting =
+        tiled ? latency_scatter_kernel<1, 1, PLACED> : latency_scatter_kernel<0, 1, PLACED>;
+    auto kernel =
+        tiled ? latency_scatter_kernel<1, 0, PLACED> : latency_scatter_kernel<0, 0, PLACED>;
+    if (a->t.ready.words)
+        return ep_launch(counting, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
+    return ep_launch_early(kernel, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a,
+                           a->route.group.early);
+}
+
+extern "C" int EP_VARIANT(ep_cuda_open_latency_scatter)(int shared_bytes) {
+    int error = open_kernels<0>(shared_bytes);
+    return error ? error : open_kernels<1>(shared_bytes);
+}
+
 extern "C" int EP_VARIANT(ep_cuda_launch_latency_scatter)(const void *args, int blocks,
                                                           void *stream) {
     const EpLatencyScatterArgs *a = (const EpLatencyScatterArgs *)args;
-    int tiled = ep_scatter_is_tiled(&a->t);
-    auto counting = tiled ? latency_scatter_kernel<1, 1> : latency_scatter_kernel<0, 1>;
-    auto kernel = tiled ? latency_scatter_kernel<1, 0> : latency_scatter_kernel<0, 0>;
-    if (a->t.ready.words)
-        return ep_launch(counting, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
-    return ep_launch_early(kernel, blocks, LATENCY_THREADS, a->workspace.bytes, stream, *a);
+    return a->route.copies.of ? launch_kernel<1>(a, blocks, stream)
+                              : launch_kernel<0>(a, blocks, stream);
 }
 
 EP_VARIANT_END

@@ -10,52 +10,45 @@
 
 /* ---- work partition ------------------------------------------------------------------------ */
 
-/* Fractions of the blocks that send rows to be copied, or to be multiplied. */
-#define LEAST_SENDING .2
-#define MOST_SENDING .8
-#define LEAST_SENDING_FACTORS .1
-#define MOST_SENDING_FACTORS .25
-
-/* How finely blocks divide large rows. Receiving blocks claim as many tokens as sending ones. */
-static const EpGranularity SEND_COPIES = {2, 4}, SEND_FACTORS = {1, 8};
-#define RECEIVE_COPIES 8 /* work items under way */
-#define RECEIVE_FACTORS 4
 #define WHOLE_ROW_STAGES 9 /* a row of 8 experts and its products */
 
-static EpGranularity granularity(const EpScatterArgs *a, EpGranularity large) {
-    return ep_granularity(a->group.blocks, a->t.row_bytes, large);
+/* How finely blocks divide rows. Receiving blocks claim as many tokens as sending ones. */
+static EpGranularity granularity(const EpTuning *tuning, const EpScatterArgs *a, EpFineness large) {
+    return ep_granularity(tuning, a->group.blocks, a->t.row_bytes, large);
 }
 
 /* Count a token's loads and stores where rows are copied. Of rows in windows the first slot is
  * stored by the sender. */
-static EpTraffic copied_traffic(const EpScatterArgs *a, EpSpread s) {
+static EpTraffic copied_traffic(const EpTuning *tuning, const EpScatterArgs *a, EpSpread s) {
     double loaded = (double)a->t.source_row_bytes / (double)a->t.row_bytes;
     double arrived_in_place = a->zero_copy ? s.ranks : 0, copied = s.other - arrived_in_place;
-    EpTraffic t = {.sent = loaded + s.own + s.ranks,
+    EpTraffic t = {.tuning = tuning,
+                   .sent = loaded + s.own + s.ranks,
                    .received = s.ranks + copied,
-                   .least_send = LEAST_SENDING,
-                   .most_send = MOST_SENDING,
+                   .least_send = tuning->copies_sent.least,
+                   .most_send = tuning->copies_sent.most,
                    .ranks = s.ranks,
                    .scheduled = s.ranks,
                    .scheduled_by_receivers = 1,
                    .ordered = 1};
-    ep_copy_times(a->group.blocks, granularity(a, SEND_COPIES).active, a->top_k, a->t.row_bytes,
-                  s.own + s.ranks, copied, &t);
+    ep_copy_times(a->group.blocks, granularity(tuning, a, tuning->copies).active, a->top_k,
+                  a->t.row_bytes, s.own + s.ranks, copied, &t);
     return t;
 }
 
 /* Likewise where they are multiplied. Receiving blocks multiply the rank's own rows, too, so
  * without other ranks nothing is sent. */
-static EpTraffic multiplied_traffic(const EpScatterArgs *a, EpSpread s) {
+static EpTraffic multiplied_traffic(const EpTuning *tuning, const EpScatterArgs *a, EpSpread s) {
     double multiplied = a->t.takes_dots ? 2 * a->top_k : a->top_k;
-    EpTraffic t = {.sent = s.ranks > 0 ? 1 + s.ranks : 0,
+    EpTraffic t = {.tuning = tuning,
+                   .sent = s.ranks > 0 ? 1 + s.ranks : 0,
                    .received = 2 + s.ranks + multiplied,
-                   .least_send = LEAST_SENDING_FACTORS,
-                   .most_send = MOST_SENDING_FACTORS,
+                   .least_send = tuning->factors_sent.least,
+                   .most_send = tuning->factors_sent.most,
                    .ranks = s.ranks,
                    .scheduled = s.ranks + s.stays,
                    .scheduled_by_receivers = 1};
-    ep_multiply_times(a->group.blocks, granularity(a, SEND_FACTORS).active, a->top_k,
+    ep_multiply_times(a->group.blocks, granularity(tuning, a, tuning->factors).active, a->top_k,
                       a->t.row_bytes, &t);
     return t;
 }
@@ -63,16 +56,17 @@ static EpTraffic multiplied_traffic(const EpScatterArgs *a, EpSpread s) {
 /* Returns how many tokens the scheduler warps of a block claim at a time, if they keep up. Where
  * rows are multiplied, one of few experts takes a block less time, so it counts as a smaller one.
  */
-static int32_t chunk_of(const EpScatterArgs *a) {
-    if (!a->multiplied) return granularity(a, SEND_COPIES).chunk;
+static int32_t chunk_of(const EpTuning *tuning, const EpScatterArgs *a) {
+    if (!a->multiplied) return granularity(tuning, a, tuning->copies).chunk;
     int64_t row_bytes = ep_max(16, a->t.row_bytes * (1 + a->top_k) / WHOLE_ROW_STAGES);
-    return ep_granularity(a->group.blocks, row_bytes, SEND_FACTORS).chunk;
+    return ep_granularity(tuning, a->group.blocks, row_bytes, tuning->factors).chunk;
 }
 
-static EpDivision divide(const EpScatterArgs *a) {
+static EpDivision divide(const EpTuning *tuning, const EpScatterArgs *a) {
     EpSpread s = ep_spread(&a->group, a->top_k);
-    EpTraffic traffic = a->multiplied ? multiplied_traffic(a, s) : copied_traffic(a, s);
-    return ep_divide(a->group.blocks, a->top_k, a->t.row_bytes, chunk_of(a), traffic);
+    EpTraffic traffic =
+        a->multiplied ? multiplied_traffic(tuning, a, s) : copied_traffic(tuning, a, s);
+    return ep_divide(a->group.blocks, a->top_k, a->t.row_bytes, chunk_of(tuning, a), traffic);
 }
 
 /* Returns what items of receiving blocks need. If rows are multiplied, an item also has a stage for
@@ -84,17 +78,19 @@ static EpWorkNeeds receive_needs(const EpScatterArgs *a, int32_t active) {
     return (EpWorkNeeds){stages, stages, (int64_t)(2 * usual + .5), active};
 }
 
-int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit) {
-    EpDivision division = divide(args);
-    EpGranularity send = granularity(args, args->multiplied ? SEND_FACTORS : SEND_COPIES);
-    EpGranularity receive = {1, args->multiplied ? RECEIVE_FACTORS : RECEIVE_COPIES};
+int ep_partition_scatter(const EpTuning *tuning, EpScatterArgs *args, int32_t shared_bytes,
+                         int64_t unit) {
+    EpDivision division = divide(tuning, args);
+    EpGranularity send =
+        granularity(tuning, args, args->multiplied ? tuning->factors : tuning->copies);
+    EpFineness receive = {1, args->multiplied ? tuning->factors_received : tuning->copies_received};
     EpWorkNeeds sends = {args->top_k, 1, 1, send.active};
     int64_t room = shared_bytes - EP_SCATTER_STATIC_BYTES;
     args->receivers = division.receivers, args->schedulers = division.schedulers;
     args->chunk = division.claim;
-    return ep_shape_pipeline(room, args->t.source_row_bytes, unit, sends, &args->send) &&
-           ep_shape_pipeline(room, args->t.row_bytes, 16,
-                             receive_needs(args, granularity(args, receive).active),
+    return ep_shape_pipeline(tuning, room, args->t.source_row_bytes, unit, sends, &args->send) &&
+           ep_shape_pipeline(tuning, room, args->t.row_bytes, 16,
+                             receive_needs(args, granularity(tuning, args, receive).active),
                              &args->receive);
 }
 
@@ -170,7 +166,7 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
                               t->scale_bytes, ep_scatter_fact(s, 1), t->block_rows};
     args.group.digest = ep_cuda_digest(handle, s->op, agreed, 6);
     if (handle->shape.nodes.nodes > 1) return ep_cuda_scatter_nodes(handle, s, &args, unit);
-    if (!ep_partition_scatter(&args, cuda->shared_bytes, unit))
+    if (!ep_partition_scatter(&cuda->tuned.constants, &args, cuda->shared_bytes, unit))
         return ep_cuda_refuse_rows(group, t->row_bytes);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_scatter,
                                                   .args = &args,

@@ -853,7 +853,7 @@ __device__ void send(const EpScatterArgs &a, Shared *s, const FirstClaim &first_
     else if (warp == LOAD_WARP)
         pipeline_load(p,
                       WORK_COPY); /* for either work: all stages are held until they are stored */
-    else if (pipeline_is_store_warp(warp) && lane == 0)
+    else if (pipeline_is_storing(warp, lane))
         pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, 0, 0);
     else if (warp == SIGNAL_WARP && is_counted(FORM))
         pipeline_signal(p, a.group, epoch, HEADS, CountRows{a, p, -1});
@@ -905,7 +905,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const FirstClaim &fir
         schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch, role.count);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
-    else if (pipeline_is_store_warp(warp) && lane == 0)
+    else if (pipeline_is_storing(warp, lane))
         pipeline_store(p, warp - FIRST_STORE_WARP, work, is_counted(FORM), 0, 0);
     else if (warp == SIGNAL_WARP && is_counted(FORM))
         count(a, role, epoch), pipeline_signal(p, a.group, epoch, CREDITS, CountRows{a, p, -1});

@@ -38,6 +38,8 @@ typedef struct EpScatterArgs {
     EpBlockCounters blocks; /**< of t.ready */
 } EpScatterArgs;
 
+struct EpTuning;
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -49,7 +51,8 @@ int ep_cuda_launch_scatter(const void *args, int blocks, void *stream);
 /** Divide the work: sets receivers, schedulers, chunk and the pipelines' shapes from the other
  * fields. Blocks have `shared_bytes` of shared memory; tokens are cut into fragments of multiples
  * of `unit` bytes. Returns 0 if shared memory is too small. */
-int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit);
+int ep_partition_scatter(const struct EpTuning *tuning, EpScatterArgs *args, int32_t shared_bytes,
+                         int64_t unit);
 
 #ifdef __cplusplus
 }

@@ -52,7 +52,7 @@ static EpStatus scatter_chunk(Operation *o, EpChunkPlan kind, int32_t chunk) {
         take_records(ep_relay_received(&o->run, chunk, EP_TO_RELAYS), &args);
     args.blocks.clears = kind == EP_CHUNK_RELAYED && chunk == o->run.chunks - 1;
     if (kind == EP_CHUNK_RELAYED) args.marks = ep_relay_marks(&o->run, chunk, EP_TO_RELAYS);
-    if (!ep_partition_scatter(&args, ep_cuda(group)->shared_bytes,
+    if (!ep_partition_scatter(&ep_cuda(group)->tuned.constants, &args, ep_cuda(group)->shared_bytes,
                               kind == EP_CHUNK_OWN ? o->unit : 16))
         return ep_cuda_refuse_rows(group, t->row_bytes);
     args.group.digest = ep_relay_chunk_digest(o->args->group.digest, kind, chunk);

@@ -76,6 +76,13 @@ static EpStatus report_order(const EpGroup *group, const volatile EpCudaFailure 
     }
     int has_facts = f->facts && f->peer_facts && f->facts != f->peer_facts;
     if (has_facts && routes) return report_facts(group, f, finding);
+    if (has_facts && own == ep_op_placement.code) {
+        char text[EP_OP_VALUES_BYTES];
+        finding->expected = (int64_t)f->facts, finding->seen = (int64_t)f->peer_facts;
+        return ep_fail(EP_ERR_ORDER, "rank %d: %s: %s", group->rank, finding->phase,
+                       ep_op_values(&ep_op_placement, 0, group->rank, finding->expected, f->peer,
+                                    finding->seen, text));
+    }
     if (has_facts) {
         finding->expected = (int64_t)f->facts, finding->seen = (int64_t)f->peer_facts;
         return ep_fail(EP_ERR_ORDER,
@@ -210,11 +217,14 @@ static void poll_routing(EpGroup *group) {
     if (!number) return;
     EpFinding finding = EP_FINDING_INIT;
     finding.status = EP_ERR_ROUTING, finding.rank = group->rank;
-    finding.token = (int64_t)bad.entry / bad.top_k, finding.k = (int64_t)bad.entry % bad.top_k;
+    if (bad.top_k)
+        finding.token = (int64_t)bad.entry / bad.top_k, finding.k = (int64_t)bad.entry % bad.top_k;
+    else
+        finding.token = (int64_t)bad.entry; /* of a map */
     finding.expected = group->config.num_experts, finding.seen = bad.index;
     finding.count = (int64_t)(bad.total - cuda->bad_total);
     cuda->bad_reports = number, cuda->bad_total = bad.total;
-    strcpy(finding.phase, "prepare");
+    strcpy(finding.phase, bad.top_k ? "prepare" : "place");
     ep_group_record(&group->routing, &finding);
 }
 

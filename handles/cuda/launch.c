@@ -47,7 +47,8 @@ void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, 
                                            routing->num_tokens_type == EP_TYPE_INT64},
                             .info = own ? own->info : NULL,
                             .errors = cuda->errors,
-                            .stats = routing->stats};
+                            .stats = routing->stats,
+                            .copies = ep_copy_table(&handle->group->copies)};
     args->plan.use.is_read = 0;
     if (out) {
         args->counts = vector_of(out->expert_counts);

@@ -2,7 +2,13 @@
 #ifndef EP_HANDLES_HOST_BLOCKS_H
 #define EP_HANDLES_HOST_BLOCKS_H
 
-/** The words of blocks of receive rows on the host backend: see EpRowBlocks. */
+/**
+ * The words of blocks of receive rows on the host backend: see EpRowBlocks.
+ *
+ * Memory order. A word of `ready` is stored with release after the block's rows, so who loads it
+ * with acquire sees them. A word of `done` is loaded with acquire before the rows that its writer
+ * has stored before it, with release.
+ */
 
 #include "handles/host/plan.h"
 

@@ -70,14 +70,22 @@ static EpAxes reducing_axes(const EpWeight *weight) {
     return axes;
 }
 
+/* Of so many bytes, a GPU adds whole shards in less time than two exchanges take. */
+#ifndef EP_WHOLE_SUM_BYTES
+#define EP_WHOLE_SUM_BYTES (16 << 20)
+#endif
+
 /* Whether ranks that keep the same shard divide the sum: with R ranks in it and D of these, a rank
  * receives (R - 1) / D gradients and (D - 1) / D fp32 sums of its shard, in place of R - 1
- * gradients. */
+ * gradients. The sums are the same. */
 static int divides_sums(const EpWeight *weight, const EpAxes *reducing) {
     const EpMesh *mesh = &weight->comm->mesh;
+    const EpSharding *s = &weight->sharding;
     int64_t others = ep_axes_ranks(mesh, reducing) - 1;
-    return ep_axes_ranks(mesh, &weight->sharding.summed) > 1 &&
-           others * (int64_t)ep_type_bytes(weight->config.grad_type) > 4;
+    int64_t unit = (int64_t)ep_type_bytes(weight->config.grad_type);
+    int is_small = weight->comm->config.backend == EP_BACKEND_CUDA &&
+                   ep_size_of(unit, s->stored, s->ndim) <= EP_WHOLE_SUM_BYTES / ep_max(1, others);
+    return ep_axes_ranks(mesh, &s->summed) > 1 && others * unit > 4 && !is_small;
 }
 
 /* Find the shard and the piece of each rank that adds. All memory of a weight is allocated here,
@@ -207,6 +215,15 @@ static EpStatus find_groups(const EpCall *call, EpWeight *weight) {
     return ep_mesh_comm_group(comm, call, &s->amax_per_expert, &weight->maximises[1]);
 }
 
+/* All ranks agree: of the groups along the same axes, one may fail alone. */
+static EpStatus open_groups(const EpCall *call, const EpWeight *weight) {
+    const EpBackendOps *backend = weight->gathers->backend;
+    EpRankStatus mine;
+    if (!backend->open_weight) return EP_OK;
+    mine = ep_rank_status(backend->open_weight(weight));
+    return ep_mesh_comm_gather(weight->comm, call, &mine, sizeof(mine));
+}
+
 /* Pieces begin on multiples of 16 bytes, whatever the type. */
 int64_t ep_weight_piece_stride(const EpWeight *weight) {
     int64_t pieces = weight->replicates ? weight->replicates->size : 1;
@@ -243,12 +260,13 @@ EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeig
     EpStatus status = ep_mesh_comm_gather(comm, &call, &mine, sizeof(mine));
     if (status == EP_OK) status = compare(&call, &comm->mesh, comm->gathered, comm->world.size);
     if (status == EP_OK) status = find_groups(&call, weight);
+    if (status == EP_OK) describe_shards(weight);
+    if (status == EP_OK) status = open_groups(&call, weight);
     if (status != EP_OK) {
         if (weight) free(weight->reduced);
         free(weight);
         return status;
     }
-    describe_shards(weight);
     weight->number = ++comm->created;
     ep_owned_add(&comm->weights, &weight->owned, weight, destroy_owned);
     *out = weight;

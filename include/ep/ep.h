@@ -366,6 +366,13 @@ typedef enum EpDuplicates {
                                  "no expert", and their weights are not used */
 } EpDuplicates;
 
+/** Which copy of an expert a token takes: see ep_group_place. */
+typedef enum EpCopyChoice {
+    EP_CHOICE_NEAR = 1,  /**< among the copies on the token's rank; if there are none, among those on
+                              its node; else among all */
+    EP_CHOICE_SPREAD = 2 /**< among all copies */
+} EpCopyChoice;
+
 /** How the sums of ep_combine and ep_dispatch_backward are made: see ep_combine. */
 typedef enum EpSums {
     EP_SUMS_BY_RANK = 1, /**< each rank adds up its slots of a token, and one sum travels */
@@ -380,9 +387,10 @@ typedef enum EpSums {
  */
 typedef struct EpGroupConfig {
     size_t struct_size;
-    int32_t num_experts;     /**< = E, 1 .. EP_MAX_EXPERTS. Rank r owns a contiguous block: see
-                                  ep_expert_range. A GPU's shared memory limits the CUDA backend to
-                                  about 5,400 experts; with more, AUTO takes HOST */
+    int32_t num_experts;     /**< = E, 1 .. EP_MAX_EXPERTS, the experts that topk_idx names. Rank r
+                                  owns a contiguous block: see ep_expert_range. A GPU's shared
+                                  memory limits the CUDA backend to about 5,400 experts; with more,
+                                  AUTO takes HOST. With num_physical all this holds of P */
     int32_t max_tokens;      /**< = most tokens of a rank in one step, >= 1 */
     int32_t max_top_k;       /**< = most experts per token, 1 .. EP_MAX_TOP_K */
     int64_t max_row_bytes;   /**< = bytes of the largest row of any call, gradients included;
@@ -413,6 +421,9 @@ typedef struct EpGroupConfig {
                                   memory that peers reach: ep_group_memory counts it */
     int32_t node_rows;       /**< = room in a rank's message to another node, in tokens, at most
                                   max_tokens; 0: max_tokens. See below */
+    int32_t num_physical;    /**< = P, the places that hold copies of experts, 1 .. EP_MAX_EXPERTS;
+                                  EP_DEFAULT: the group has no placement: see ep_group_place */
+    EpCopyChoice choice;     /**< = which copy of an expert a token takes, with num_physical */
 } EpGroupConfig;
 
 /*
@@ -456,7 +467,7 @@ typedef struct EpGroupConfig {
     {                                                                                         \
         sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,       \
             EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT, EP_DEFAULT, EP_DUPLICATES_KEEP, \
-            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0                                                 \
+            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0, EP_DEFAULT, EP_CHOICE_NEAR                     \
     }
 
 /**
@@ -545,16 +556,32 @@ typedef struct EpGroupInfo {
     int32_t reserved;          /**< 0 */
     char within[48];           /**< how ranks of a node reach each other: "NVLink" */
     char between[48];          /**< how nodes do: "NCCL 2.28.9"; "" on one node */
+    int32_t num_physical;      /**< P; without a placement E */
+    EpCopyChoice choice;
+    char tuning[128];          /**< whose constants divide this rank's blocks: built in, a guess, or
+                                    the file of LIBEP_TUNING; "" on the host backend */
 } EpGroupInfo;
 
 #define EP_GROUP_INFO_INIT                                                                 \
     {                                                                                      \
         sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0, -1, 0, "", "", \
-            EP_MODE_AUTO, 0, "", ""                                                        \
+             EP_MODE_AUTO, 0, "", "", 0, EP_CHOICE_NEAR, ""                                 \
     }
 
 /** Read the facts about a group. Local. */
 EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out);
+
+#define EP_TUNING_BYTES 16384
+
+/**
+ * Write the constants by which this rank's kernels divide their blocks, as LIBEP_TUNING reads them,
+ * with a comment on each and a final 0. They are this rank's own and change no result. Local.
+ *
+ * text          [bytes]: EP_TUNING_BYTES suffice
+ *
+ * EP_ERR_UNSUPPORTED: the host backend, which has none. EP_ERR_BUFFER_SIZE: too few bytes.
+ */
+EpStatus ep_group_tuning(const EpGroup *group, char *text, size_t bytes);
 
 /**
  * On several nodes of GPUs: the rank of a node to which this rank sends what that node needs, and
@@ -568,10 +595,65 @@ EpStatus ep_group_relay(const EpGroup *group, int32_t node, int32_t *rank);
 /**
  * Placement: rank `rank` of `num_ranks` owns experts *first .. *first + *count - 1. Each rank owns
  * a contiguous block of num_experts / num_ranks experts, in rank order; the first
- * num_experts % num_ranks ranks own one more. EP_ERR_RANGE.
+ * num_experts % num_ranks ranks own one more. In a group with num_physical, P takes the place of
+ * num_experts. EP_ERR_RANGE.
  */
 EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, int32_t *first,
                          int32_t *count);
+
+/**
+ * Place the experts of a group with num_physical anew. Collective and in the order of the group's
+ * operations. Operations called after it use the map, and so do replays of graphs that lie behind
+ * it in the order of streams. A plan keeps the placement that it was prepared with, and so does a
+ * pending operation.
+ *
+ * Physical experts 0 .. P - 1 are places for weights: rank r owns a block of them (ep_expert_range
+ * with P). All that speaks of a rank's own experts speaks of its physical ones: L, first_expert,
+ * counts, slabs, capacities and global ids. topk_idx names logical experts 0 .. E - 1. So does
+ * EP_DUPLICATES_MERGE.
+ *
+ * map     [P] INT32 in memory that the backend reaches: the logical expert that each place holds, or
+ *         -1 for none. A logical expert may have any number of copies, also on one rank, or none.
+ *         The operation reads it; all ranks give the same values.
+ * stream  as in ep_prepare; it can be captured
+ *
+ * Copies of a logical expert are its n places, ascending. Token t of rank s takes copy (s + t) % n
+ * of those that EpGroupConfig.choice leaves. An entry whose expert has no copy counts as "no
+ * expert". A new group has the map p -> p for p < E, and -1 from there on.
+ *
+ * libep moves no weights: ranks must hold those of the new map once operations use it. Their
+ * gradients belong to each copy alone; a training loop adds those of an expert's copies itself. In
+ * latency mode the dispatch routes, whenever its ep_prepare was called.
+ *
+ * Errors
+ *   EP_ERR_UNSUPPORTED  the group has no num_physical
+ *   EP_ERR_ORDER        maps differ between ranks, or a rank calls another operation; it ends the
+ *                       group. The host backend returns it, else see ep_group_status
+ *   EP_ERR_ROUTING      through ep_group_status: entries below -1 or >= E. They count as -1;
+ *                       `token` is the first of them
+ */
+EpStatus ep_group_place(EpGroup *group, const EpTensor *map, EpStream stream);
+
+/**
+ * Make a map for ep_group_place from the experts' loads. Local and deterministic: equal inputs give
+ * equal maps. Any memory that CPUs reach.
+ *
+ * load          [E] rows that came for each logical expert, or any measure of its work, >= 0
+ * num_experts   = E
+ * num_physical  = P >= E, a multiple of num_ranks
+ * nodes         [num_ranks] the node of each rank, numbered from 0; NULL: one node
+ * map           [P] the result. Each rank gets exactly P / num_ranks copies, at most one of an
+ *               expert as long as that is possible
+ *
+ * Experts go to nodes first if all nodes have equally many ranks and their number divides E: each
+ * node gets E / nodes experts of balanced load, and all copies of an expert stay on its node. Then
+ * each node, or the whole group, gives its spare places to copies of the experts with the most load
+ * per copy, and packs copies into ranks, the heaviest first, each to the rank with the least load.
+ *
+ * EP_ERR_NULL, EP_ERR_RANGE, EP_ERR_NO_MEMORY: `map` is as it was.
+ */
+EpStatus ep_placement_balance(const double *load, int32_t num_experts, int32_t num_physical,
+                              int32_t num_ranks, const int32_t *nodes, int32_t *map);
 
 /**
  * Count where a rank's tokens go, by its routing alone. Local: needs no group, and no rank waits

@@ -18,6 +18,7 @@
 #include "handles/nodes/cuda/latency_nodes.h"
 #include "handles/nodes/cuda/relay.h"
 #include "handles/nodes/cuda/route.h"
+#include "handles/placement/cuda/place.h"
 #include "handles/prepare/cuda/count.h"
 #include "handles/prepare/cuda/prepare.h"
 #include "handles/prepare/cuda/routing_map.h"
@@ -35,6 +36,7 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNode
     ep_cuda_measure(config, nodes, settings, shared_bytes, private_bytes);
     *shared_bytes += ep_cuda_latency_bytes(config, num_ranks, nodes);
     *private_bytes += ep_cuda_workspace_bytes(config);
+    *private_bytes += ep_config_copies_bytes(config, num_ranks);
     *private_bytes += counter_bytes(ep_config_latency_sets(config, ep_latency_offers(nodes)));
     *private_bytes += ep_latency_tables_bytes(config, num_ranks, nodes);
     *private_bytes += ep_cuda_relay_bytes(config, num_ranks, nodes);
@@ -45,6 +47,7 @@ static EpStatus load_kernels(const EpGroup *group) {
     int bytes = ep_cuda(group)->shared_bytes;
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_numbers(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_place(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_quantise(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes)));
@@ -60,10 +63,17 @@ static EpStatus load_kernels(const EpGroup *group) {
     return ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather(bytes));
 }
 
+static EpTuningLinks links_of(const EpGroup *group) {
+    if (group->nodes.sizes.ranks == 1) return EP_LINKS_NONE;
+    return ep_cuda(group)->linked ? EP_LINKS_NVLINK : EP_LINKS_PEER;
+}
+
 static EpStatus open_own(EpGroup *group) {
     size_t bytes = (size_t)ep_cuda_workspace_bytes(&group->config);
     EpCuda *cuda = ep_cuda(group);
+    EP_TRY(ep_tuning_open(group, links_of(group), &cuda->tuned));
     size_t counters = (size_t)counter_bytes(group->latency_sets);
+    EP_TRY(ep_cuda_open_copies(group));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&cuda->workspace, bytes)));
     EP_TRY(
         ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&cuda->block_counters, counters)));
@@ -71,6 +81,11 @@ static EpStatus open_own(EpGroup *group) {
     EP_TRY(ep_cuda_check(group, "cudaStreamCreate",
                          cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking)));
     return load_kernels(group);
+}
+
+static size_t write_tuning(const EpGroup *group, char *text, size_t bytes) {
+    const EpTuned *tuned = &ep_cuda(group)->tuned;
+    return ep_tuning_write(&tuned->constants, &tuned->key, text, bytes);
 }
 
 static EpStatus open(EpGroup *group) {
@@ -102,6 +117,7 @@ static void close(EpGroup *group, int together) {
     ep_cuda_relay_close(group);
     ep_cuda_slices_close(group);
     ep_cuda_free_plans(group);
+    ep_cuda_close_copies(group);
     (void)cudaFree(cuda->workspace);
     (void)cudaFree(cuda->block_counters);
     if (cuda->stream) (void)cudaStreamDestroy(cuda->stream);
@@ -148,6 +164,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .release_window = ep_cuda_release_window,
                                       .locate_window = ep_cuda_locate_window,
                                       .describe = ep_cuda_describe,
+                                      .write_tuning = write_tuning,
                                       .plan_bytes = ep_cuda_plan_bytes,
                                       .open_plan = ep_cuda_open_plan,
                                       .close_plan = ep_cuda_close_plan,
@@ -157,10 +174,12 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .check_shape = ep_cuda_check_shape,
                                       .captures = ep_cuda_captures,
                                       .drop = ep_cuda_drop,
+                                      .place = ep_cuda_place,
                                       .prepare = ep_cuda_prepare,
                                       .publish = ep_cuda_publish,
                                       .scatter = ep_cuda_scatter,
                                       .gather = ep_cuda_gather,
+                                      .open_weight = ep_cuda_weight_open,
                                       .gather_weight = ep_cuda_weight_gather,
                                       .reduce_weight = ep_cuda_weight_reduce,
                                       .reduce_amax = ep_cuda_weight_amax,

@@ -13,16 +13,16 @@
  * at a time and have few items under way, few blocks have more. Of small rows more pass in the same
  * time, and scheduler warps are short of time: so blocks claim more of them. */
 #define MOST_CHUNK 4
-#define FULL_BLOCKS 132
 _Static_assert(MOST_CHUNK <= EP_MIN_RING_DEPTH, "a claim's rows fit into a ring: see device.h");
 
 static int32_t at_most(int32_t most, double value) {
     return value < most ? (int32_t)(value + .5) : most;
 }
 
-EpGranularity ep_granularity(int32_t blocks, int64_t row_bytes, EpGranularity large) {
-    int64_t rows = ep_max(1, (LARGE_ROW_BYTES + row_bytes / 2) / row_bytes);
-    double fold = blocks < FULL_BLOCKS ? (double)(rows * FULL_BLOCKS) / blocks : (double)rows;
+EpGranularity ep_granularity(const EpTuning *tuning, int32_t blocks, int64_t row_bytes,
+                             EpFineness large) {
+    double rows = (double)ep_max(1, (LARGE_ROW_BYTES + row_bytes / 2) / row_bytes);
+    double full = tuning->full_blocks, fold = blocks < full ? rows * full / blocks : rows;
     return (EpGranularity){at_most(MOST_CHUNK, fold * large.chunk),
                            at_most(EP_MAX_ACTIVE, fold * large.active)};
 }
@@ -48,87 +48,48 @@ static double mix(double a, double b, double part_of_b) {
     return a + (b - a) * part_of_b;
 }
 
-/* What a block takes for a token: for itself, for each row, and for bytes that it moves. */
-typedef struct Cost {
-    double token_us, row_us, bytes_per_us;
-} Cost;
-
-/* Found by experiment, on H100s and H200s. Many blocks wait: an item that is sent is under way for
- * ITEM_US, the way from memory to a peer. Few blocks are busy all the time: loading a row to send
- * it counts, too, as LOAD stores, and a token that sends little takes as long as its warps need to
- * post it: POST_US, and POST_PASS_US for each pass, of as many rows as a warp has teams. */
-typedef struct Costs {
-    Cost send_copies, receive_copies, send_sums, receive_sums;
-    double values_us;  /* more for a token's sum, to store a float for each expert */
-    double spare_sums; /* senders of sums, for each that the wire needs */
-} Costs;
-
-#define ITEM_US 5
-#define ENTRY_ITEM_US .83
-#define LOAD .8
-#define POST_US .2
-#define POST_PASS_US .45
-#define LEAST_SEND_US .33
-#define CROWDED 1.2 /* more to post a token where the memory is busy all the time */
-#define MANY_BLOCKS 64
-#define FEW_SPARE 1.48    /* blocks for each that copies need: up to here they have times of few, */
-#define MANY_SPARE 2      /* from here on of many, and in between a mix of both */
-#define SPARE_SENDERS 1.2 /* as the last rows leave, some blocks have none */
-static const Costs OF_MANY = {.send_copies = {0, 0, 49e3},
-                              .receive_copies = {0, .6, 49e3},
-                              .send_sums = {0, .2, 23e3},
-                              .receive_sums = {.2, 0, 23e3},
-                              .values_us = .3,
-                              .spare_sums = SPARE_SENDERS};
-static const Costs OF_FEW = {.send_copies = {0, 0, 62e3},
-                             .receive_copies = {.32, .115, 100e3},
-                             .send_sums = {.17, .355, 220e3},
-                             .receive_sums = {.4, .03, 190e3},
-                             .spare_sums = 2.5};
-static const Costs OF_PACKING = {.send_sums = {0, .87, 96e3}, /* of few, if sums travel packed */
-                                 .receive_sums = {.65, 0, 82e3},
-                                 .spare_sums = 2.5};
-static const Cost MULTIPLY = {.13, .087, 97e3}; /* of many and of few */
-
-#define WIRE_BYTES_PER_US 350e3
-#define MEMORY_BYTES_PER_US 4.3e6
-#define WIDER .75 /* more for a row, each time that the lanes double */
+/* Many blocks wait: an item that is sent is under way for item_us, the way from memory to a peer.
+ * Few blocks are busy all the time: loading a row to send it counts, too, and a token that sends
+ * little takes as long as its warps need to post it: post_us, and post_pass_us for each pass, of as
+ * many rows as a warp has teams. */
 
 /* Returns how many rows a scheduler warp passes on at once: as many as it has teams of lanes. */
 static int32_t rows_of_a_pass(int32_t top_k) {
     return 32 / ep_team_width(top_k);
 }
 
-static double time_of(Cost cost, double rows, double bytes) {
+static double time_of(EpCost cost, double rows, double bytes) {
     return cost.token_us + rows * cost.row_us + bytes / cost.bytes_per_us;
 }
 
 /* Returns what a token takes of the wire or of the memory, whichever takes longer. */
 static double shared_us(const EpTraffic *t, int64_t row_bytes) {
-    return larger(t->wire_us, (t->sent + t->received) * (double)row_bytes / MEMORY_BYTES_PER_US);
+    return larger(t->wire_us,
+                  (t->sent + t->received) * (double)row_bytes / t->tuning->memory_bytes_per_us);
 }
 
 /* Returns how long one of many blocks has a token under way that it stores `stored` times. */
-static double waiting_us(int32_t active, int64_t row_bytes, double stored) {
-    return (double)ITEM_US / active +
-           time_of(OF_MANY.send_copies, stored, stored * (double)row_bytes);
+static double waiting_us(const EpTraffic *t, int32_t active, int64_t row_bytes, double stored) {
+    return t->tuning->item_us / active +
+           time_of(t->tuning->many.send_copies, stored, stored * (double)row_bytes);
 }
 
 /* Returns how long one of few blocks is busy with it. `crowd`: how much longer the memory makes it
  * to post the token. */
 static double sending_us(const EpTraffic *t, int32_t top_k, int64_t row_bytes, double stored,
                          double crowd) {
-    double moved = stored + LOAD * (t->sent - stored);
-    double us = time_of(OF_FEW.send_copies, moved, moved * (double)row_bytes);
-    double posting_us = POST_US + POST_PASS_US / rows_of_a_pass(top_k);
-    return larger(us, larger(LEAST_SEND_US, posting_us * crowd));
+    double moved = stored + t->tuning->load * (t->sent - stored);
+    double us = time_of(t->tuning->few.send_copies, moved, moved * (double)row_bytes);
+    double posting_us = t->tuning->post_us + t->tuning->post_pass_us / rows_of_a_pass(top_k);
+    return larger(us, larger(t->tuning->least_send_us, posting_us * crowd));
 }
 
 /* Returns where blocks that copy lie between few (0) and many (1), given their times as few. */
 static double many_part(int32_t blocks, const EpTraffic *t, int64_t row_bytes) {
-    if (blocks < MANY_BLOCKS) return 0;
+    if (blocks < t->tuning->many_blocks) return 0;
     double spare = blocks * shared_us(t, row_bytes) / (t->send_us + t->receive_us);
-    return clamp((spare - FEW_SPARE) / (MANY_SPARE - FEW_SPARE), 0, 1);
+    return clamp((spare - t->tuning->few_spare) / (t->tuning->many_spare - t->tuning->few_spare), 0,
+                 1);
 }
 
 /* A warp schedules fewer rows at once where they have more than 8 experts, each of which is a lane.
@@ -137,37 +98,37 @@ void ep_copy_times(int32_t blocks, int32_t active, int32_t top_k, int64_t row_by
                    double copied, EpTraffic *t) {
     double width = 1, bytes = copied * (double)row_bytes;
     for (int32_t lanes = 8; lanes < top_k; lanes *= 2)
-        width += WIDER;
-    t->wire_us = t->ranks * (double)row_bytes / WIRE_BYTES_PER_US;
-    t->spare = SPARE_SENDERS;
+        width += t->tuning->wider;
+    t->wire_us = t->ranks * (double)row_bytes / t->tuning->wire_bytes_per_us;
+    t->spare = t->tuning->spare_senders;
     t->send_us = sending_us(t, top_k, row_bytes, stored, 1);
-    t->receive_us = time_of(OF_FEW.receive_copies, t->ranks * width, bytes);
+    t->receive_us = time_of(t->tuning->few.receive_copies, t->ranks * width, bytes);
     double many = many_part(blocks, t, row_bytes);
     t->busy = many <= 0;
-    t->send_us = mix(t->send_us, waiting_us(active, row_bytes, stored), many);
+    t->send_us = mix(t->send_us, waiting_us(t, active, row_bytes, stored), many);
     t->receive_us =
-        mix(t->receive_us, time_of(OF_MANY.receive_copies, t->ranks * width, bytes), many);
+        mix(t->receive_us, time_of(t->tuning->many.receive_copies, t->ranks * width, bytes), many);
 }
 
 /* Multiplying takes most of the time. Where that leaves blocks over, they send, as many as the wire
  * has use for. The busier the memory, the longer senders wait for it. */
 void ep_multiply_times(int32_t blocks, int32_t active, int32_t top_k, int64_t row_bytes,
                        EpTraffic *t) {
-    t->busy = 1, t->spare = SPARE_SENDERS;
-    t->wire_us = t->ranks * (double)row_bytes / WIRE_BYTES_PER_US;
+    t->busy = 1, t->spare = t->tuning->spare_senders;
+    t->wire_us = t->ranks * (double)row_bytes / t->tuning->wire_bytes_per_us;
     t->send_us = sending_us(t, top_k, row_bytes, t->ranks, 1);
-    t->receive_us = time_of(MULTIPLY, t->received, t->received * (double)row_bytes);
+    t->receive_us = time_of(t->tuning->multiply, t->received, t->received * (double)row_bytes);
     if (t->sent <= 0) return;
     double limit_us = shared_us(t, row_bytes);
     double load = clamp(limit_us * blocks / (t->send_us + t->receive_us), 0, 1);
-    t->send_us = sending_us(t, top_k, row_bytes, t->ranks, 1 + CROWDED * pow(load, 4));
-    double wanted = t->spare * waiting_us(active, row_bytes, t->ranks) / t->wire_us / blocks;
+    t->send_us = sending_us(t, top_k, row_bytes, t->ranks, 1 + t->tuning->crowded * pow(load, 4));
+    double wanted = t->spare * waiting_us(t, active, row_bytes, t->ranks) / t->wire_us / blocks;
     double left_over = 1 - t->receive_us / limit_us / blocks;
     t->most_send = clamp(wanted, t->least_send, t->most_send);
     t->least_send = clamp(left_over, t->least_send, t->most_send);
 }
 
-static void set_sum_times(const Costs *costs, EpSpread s, int64_t row_bytes, double sums,
+static void set_sum_times(const EpRoleCosts *costs, EpSpread s, int64_t row_bytes, double sums,
                           EpTraffic *t) {
     double own = s.own + 1;
     t->send_us = time_of(costs->send_sums, s.ranks, s.other * (double)row_bytes + sums);
@@ -175,32 +136,30 @@ static void set_sum_times(const Costs *costs, EpSpread s, int64_t row_bytes, dou
     t->spare = costs->spare_sums;
 }
 
-/* Packing takes long: MANY_BLOCKS are still busy, until the wire or the memory takes longer. */
+/* Packing takes long: many_blocks are still busy, until the wire or the memory takes longer. */
 void ep_sum_times(int32_t blocks, EpSpread s, int64_t row_bytes, int64_t sum_bytes,
                   int carries_values, EpTraffic *t) {
     double sums = s.ranks * (double)sum_bytes;
     int packs = sum_bytes < row_bytes;
-    t->wire_us = sums / WIRE_BYTES_PER_US;
-    set_sum_times(packs ? &OF_PACKING : &OF_FEW, s, row_bytes, sums, t);
-    t->busy = blocks < MANY_BLOCKS ||
+    t->wire_us = sums / t->tuning->wire_bytes_per_us;
+    set_sum_times(packs ? &t->tuning->packing : &t->tuning->few, s, row_bytes, sums, t);
+    t->busy = blocks < t->tuning->many_blocks ||
               (packs && t->send_us + t->receive_us > blocks * shared_us(t, row_bytes));
     if (t->busy) return;
-    set_sum_times(&OF_MANY, s, row_bytes, sums, t);
-    if (carries_values) t->receive_us += OF_MANY.values_us;
+    set_sum_times(&t->tuning->many, s, row_bytes, sums, t);
+    if (carries_values) t->receive_us += t->tuning->many.values_us;
 }
 
 /* As rows that blocks copy, one of many or not: what a sender has under way for a rank are the rows
  * of all entries there. */
 void ep_entry_times(EpSpread s, int64_t row_bytes, EpTraffic *t) {
     double other = s.other * (double)row_bytes, all = (s.own + 1) * (double)row_bytes + other;
-    t->wire_us = other / WIRE_BYTES_PER_US;
-    t->send_us = s.ranks * ENTRY_ITEM_US + time_of(OF_MANY.send_copies, s.other, other);
-    t->receive_us = time_of(OF_FEW.receive_sums, s.own + 1 + s.other, all);
-    t->spare = SPARE_SENDERS, t->busy = 1;
+    t->wire_us = other / t->tuning->wire_bytes_per_us;
+    t->send_us =
+        s.ranks * t->tuning->entry_item_us + time_of(t->tuning->many.send_copies, s.other, other);
+    t->receive_us = time_of(t->tuning->few.receive_sums, s.own + 1 + s.other, all);
+    t->spare = t->tuning->spare_senders, t->busy = 1;
 }
-
-#define MEMORY_SENDERS 66    /* as many blocks copy rows at the rate of a GPU's memory */
-#define SMALL_ROW_BYTES 4096 /* smaller rows keep blocks busy, not the wire or the memory */
 
 /* As many blocks send as fill the wire, if the others keep up. */
 static double sending_fraction(int32_t blocks, const EpTraffic *t) {
@@ -212,9 +171,10 @@ static double sending_fraction(int32_t blocks, const EpTraffic *t) {
 /* Returns the fraction of the blocks that receive; they also write zeros where nothing arrives.
  * Where nothing arrives, as many send as the memory is good for. */
 static double receiving_fraction(int32_t blocks, const EpTraffic *t, int64_t row_bytes) {
-    int is_small = row_bytes < SMALL_ROW_BYTES;
-    if (t->received <= 0)
-        return 1 - clamp((double)MEMORY_SENDERS / blocks, is_small ? .75 : .5, .75);
+    EpSenders alone = t->tuning->alone_sent;
+    int is_small = (double)row_bytes < t->tuning->small_row_bytes;
+    double least = is_small ? t->tuning->alone_small_sent : alone.least;
+    if (t->received <= 0) return 1 - clamp(t->tuning->memory_senders / blocks, least, alone.most);
     if (t->sent <= 0) return 1;
     return 1 - sending_fraction(blocks, t);
 }
@@ -230,25 +190,13 @@ static int32_t round_receivers(int32_t blocks, double wanted, const EpTraffic *t
 
 /* ---- scheduler warps ----------------------------------------------------------------------- */
 
-/* A scheduler warp takes PASS_US for a row of each of its teams, mostly waits for loads; at least
- * TOKEN_US for a token, and CLAIM_US to claim tokens. Where the other blocks schedule those that
- * arrive, one that posts its rank's own tokens takes less: OWN_PASS_US and OWN_CLAIM_US. */
-#define PASS_US 2.5
-#define TOKEN_US .6
-#define CLAIM_US 1.5
-#define OWN_PASS_US .85
-#define OWN_CLAIM_US .95
-#define SINGLE .9   /* of one warp's time: what each of two takes that claim one token at a time */
-#define CRAMPED 1.1 /* so much more than there is: a warp does not keep up */
-#define NO_ROW .25  /* of that time: what a token takes without a row for another rank */
-#define MOST_CLAIMED 380        /* tokens, of all blocks: more make the end longer */
-#define BLOCK_BYTES_PER_US 80e3 /* of few blocks, which do not fill the memory's rate */
-#define BUSY .9
-#define SEVERAL_RANKS 2
+/* A scheduler warp takes pass_us for a row of each of its teams, mostly waits for loads; at least
+ * token_us for a token, and claim_us to claim tokens. Where the other blocks schedule those that
+ * arrive, one that posts its rank's own tokens takes less: own_pass_us and own_claim_us. */
 
 /* Returns what a token takes of a block otherwise: of the wire, the memory or the block itself. */
 static double moving_us(const EpTraffic *t, int32_t blocks, int64_t row_bytes) {
-    double block_us = (t->sent + t->received) * (double)row_bytes / BLOCK_BYTES_PER_US;
+    double block_us = (t->sent + t->received) * (double)row_bytes / t->tuning->block_bytes_per_us;
     return larger(block_us, blocks * shared_us(t, row_bytes));
 }
 
@@ -263,17 +211,18 @@ static double token_us(const EpTraffic *t, int32_t blocks, int32_t receivers, in
  * one takes that has. */
 static double mean_part(const EpTraffic *t) {
     if (t->ranks <= 0) return 0; /* nothing arrives */
-    return t->ranks < 1 ? NO_ROW + (1 - NO_ROW) * t->ranks : 1;
+    return t->ranks < 1 ? t->tuning->no_row + (1 - t->tuning->no_row) * t->ranks : 1;
 }
 
 static double scheduling_us(const EpTraffic *t, int32_t top_k) {
-    return larger(TOKEN_US, t->scheduled * PASS_US / rows_of_a_pass(top_k));
+    return larger(t->tuning->token_us, t->scheduled * t->tuning->pass_us / rows_of_a_pass(top_k));
 }
 
 /* Returns what a token takes a warp that posts own ones, if it claims `each` at a time. */
 static double posting_us(const EpTraffic *t, int32_t top_k, int32_t each) {
     if (!t->scheduled_by_receivers) return 0; /* senders schedule what arrives */
-    return mean_part(t) * (OWN_PASS_US / rows_of_a_pass(top_k) + OWN_CLAIM_US / each);
+    return mean_part(t) *
+           (t->tuning->own_pass_us / rows_of_a_pass(top_k) + t->tuning->own_claim_us / each);
 }
 
 /* Returns how many tokens each warp claims: its part of `chunk`, or more, until it keeps up with
@@ -281,11 +230,11 @@ static double posting_us(const EpTraffic *t, int32_t top_k, int32_t each) {
 static int32_t claim(const EpTraffic *t, int32_t blocks, int32_t top_k, int32_t chunk,
                      double block_us, double sender_us, int32_t warps) {
     int32_t each = (chunk + warps - 1) / warps;
-    int64_t most = ep_min(MOST_CHUNK, MOST_CLAIMED / blocks) / warps;
+    int64_t most = ep_min(MOST_CHUNK, (int64_t)(t->tuning->most_claimed / blocks)) / warps;
     double busy_us = scheduling_us(t, top_k);
-    while (each < most &&
-           (mean_part(t) * (busy_us + CLAIM_US / each) > CRAMPED * block_us * warps ||
-            posting_us(t, top_k, each) > CRAMPED * sender_us * warps))
+    while (each < most && (mean_part(t) * (busy_us + t->tuning->claim_us / each) >
+                               t->tuning->cramped * block_us * warps ||
+                           posting_us(t, top_k, each) > t->tuning->cramped * sender_us * warps))
         each++;
     return each;
 }
@@ -300,9 +249,10 @@ static void divide_warps(const EpTraffic *t, int32_t blocks, int32_t top_k, int6
     int32_t scheduling = t->scheduled_by_receivers ? receivers : senders;
     double us = token_us(t, blocks, receivers, row_bytes), sender_us = senders * us;
     double block_us = moving_us(t, scheduling, row_bytes), busy_us = scheduling_us(t, top_k);
-    int spreads = t->ranks >= SEVERAL_RANKS;
-    int lags = busy_us > BUSY * block_us || posting_us(t, top_k, MOST_CHUNK) > sender_us;
-    int single = t->ordered && spreads && block_us > CLAIM_US && block_us > SINGLE * busy_us;
+    int spreads = t->ranks >= t->tuning->several_ranks;
+    int lags = busy_us > t->tuning->busy * block_us || posting_us(t, top_k, MOST_CHUNK) > sender_us;
+    int single = t->ordered && spreads && block_us > t->tuning->claim_us &&
+                 block_us > t->tuning->single * busy_us;
     int32_t warps = spreads || lags ? 2 : 1;
     division->schedulers = warps;
     division->claim =
@@ -318,14 +268,13 @@ EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, int32_t c
 
 /* ---- shared memory ------------------------------------------------------------------------- */
 
-#define WANTED_STAGES 6 /* to overlap loads with stores */
-
 /* The factor 4 of `active`: a scheduler warp can post four rows at once, whatever their fragments.
  */
-int ep_shape_pipeline(int64_t room, int64_t row_bytes, int64_t unit, EpWorkNeeds needs,
-                      EpPipelineShape *shape) {
+int ep_shape_pipeline(const EpTuning *tuning, int64_t room, int64_t row_bytes, int64_t unit,
+                      EpWorkNeeds needs, EpPipelineShape *shape) {
     room -= EP_WORK_TABLE_BYTES * needs.width;
-    int64_t wanted = ep_max(needs.held, ep_max(WANTED_STAGES, ep_min(needs.wanted, EP_MAX_STAGES)));
+    int64_t wanted = ep_max(
+        needs.held, ep_max((int64_t)tuning->wanted_stages, ep_min(needs.wanted, EP_MAX_STAGES)));
     int64_t fragments = 1, bytes = row_bytes;
     while (room / bytes < wanted && bytes > ep_max(EP_LEAST_FRAGMENT_BYTES, unit))
         bytes = ep_round_up((row_bytes + fragments) / (fragments + 1), unit), fragments++;

@@ -6,11 +6,12 @@
  * Launch heuristics of the kernels that move rows in throughput mode: how many blocks send and how
  * many receive, how many of a block's warps schedule, how many tokens each claims at a time, and
  * how a block divides its shared memory. dispatch/cuda/scatter.c and combine/cuda/gather.c say what
- * each kernel moves. The constants were found by experiment (docs/notes/blocks.md), for many blocks
- * and for few.
+ * each kernel moves. The constants are found by experiment, for many blocks and for few: tuning.h
+ * has their table.
  */
 
 #include "runtime/cuda/device.h"
+#include "runtime/cuda/tuning.h"
 
 /** How finely blocks divide the work. */
 typedef struct EpGranularity {
@@ -18,9 +19,10 @@ typedef struct EpGranularity {
     int32_t active; /**< work items of a block under way */
 } EpGranularity;
 
-/** Returns the granularity for rows of `row_bytes`; `large` is that of 132 blocks for rows of 16
- *  KiB. */
-EpGranularity ep_granularity(int32_t blocks, int64_t row_bytes, EpGranularity large);
+/** Returns the granularity for rows of `row_bytes`; `large` is that of
+ *  tuning->full_blocks blocks for rows of 16 KiB. */
+EpGranularity ep_granularity(const EpTuning *tuning, int32_t blocks, int64_t row_bytes,
+                             EpFineness large);
 
 /** A token's entries under uniform routing. */
 typedef struct EpSpread {
@@ -35,6 +37,7 @@ EpSpread ep_spread(const EpCudaGroup *group, int32_t top_k);
 
 /** What a token takes of each kind of block, and of the wire. */
 typedef struct EpTraffic {
+    const EpTuning *tuning;
     double sent, received;          /**< loads and stores of rows */
     double send_us, receive_us;     /**< a block's time */
     int32_t busy;                   /**< whether blocks are busy all that time, and do not wait */
@@ -90,7 +93,7 @@ typedef struct EpWorkNeeds {
  * else a fragment of a multiple of `unit` bytes. Keeps shape->shrink. Returns 0 if shared memory is
  * too small, which it is not in a group that could be created (ep_cuda_least_shared).
  */
-int ep_shape_pipeline(int64_t room, int64_t row_bytes, int64_t unit, EpWorkNeeds needs,
-                      EpPipelineShape *shape);
+int ep_shape_pipeline(const EpTuning *tuning, int64_t room, int64_t row_bytes, int64_t unit,
+                      EpWorkNeeds needs, EpPipelineShape *shape);
 
 #endif

@@ -284,7 +284,8 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, const EpNodeSizes *
     w.sent = ep_arena_offset(&arena, ranks * EP_SENT_WORDS * 8);
     w.head = ep_arena_offset(&arena, ranks * w.depth * 8);
     w.credit = ep_arena_offset(&arena, ranks * w.depth * 8);
-    w.counts = ep_arena_offset(&arena, 2 * routed * EP_COUNT_WORDS(config->num_experts, ranks) * 8);
+    int64_t words = EP_COUNT_WORDS(ep_physical_experts(config), ranks);
+    w.counts = ep_arena_offset(&arena, 2 * routed * words * 8);
     w.begins = ep_arena_offset(&arena, 2 * routed * tokens * 8);
     w.routes = ep_arena_offset(&arena, 2 * routed * tokens * config->max_top_k * 4);
     w.aborted = ep_arena_offset(&arena, (1 + ranks) * EP_ABORT_BYTES);

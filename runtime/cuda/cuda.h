@@ -14,6 +14,7 @@
 #include "runtime/cuda/nccl.h"
 #include "runtime/cuda/notes.h"
 #include "runtime/cuda/order.h"
+#include "runtime/cuda/tuning.h"
 #include "runtime/group.h"
 
 /** How the ranks reach a window, which decides how it is released. */
@@ -58,6 +59,7 @@ typedef struct EpCuda {
     char **found;                /**< pinned, [size]: where its kernel finds a window's parts */
     EpCudaOrder order;           /**< of the group's operations */
     EpCudaNotes notes;           /**< of aborts */
+    EpTuned tuned;               /**< constants of the division of blocks */
     int linked;                  /**< whether NVLink connects the GPUs of this node */
     int whole_lines;             /**< see runtime/cuda/latency.cuh */
     cudaStream_t stream;         /**< of the library's, which follows no other */

@@ -44,18 +44,20 @@ static int ep_launch(Kernel *kernel, int blocks, int threads, size_t shared, voi
  * Launch a kernel as ep_launch does, so that its blocks may start before what the kernel before it
  * on the stream wrote can be read: once all of that one's blocks have called ep_grid_release or
  * have ended. It reads and writes nothing before its ep_grid_wait. After anything but a kernel it
- * starts as any other; in a captured graph it is the same.
+ * starts as any other; in a captured graph it is the same. In code of 8.0 ep_grid_wait does
+ * nothing: then `early` (EpCudaGroup) is 0, and the kernel starts as any other.
  */
 template <typename Kernel, typename Args>
 static int ep_launch_early(Kernel *kernel, int blocks, int threads, size_t shared, void *stream,
-                           const Args &args) {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+                           const Args &args, int early) {
+    if (!early) return ep_launch(kernel, blocks, threads, shared, stream, args);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)blocks), config.blockDim = dim3((unsigned)threads);
     config.dynamicSmemBytes = shared, config.stream = (cudaStream_t)stream;
-    config.attrs = &early, config.numAttrs = 1;
+    config.attrs = &attribute, config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, args);
 }
 

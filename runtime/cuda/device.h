@@ -205,7 +205,7 @@ EP_HOST_DEVICE static inline int ep_same_call(uint32_t a, uint32_t b) {
 typedef struct EpCudaBadIndices {
     unsigned long long total; /**< such entries since the group was created */
     unsigned long long entry; /**< the lowest one of this routing */
-    long long index, top_k;   /**< its index; K of this routing */
+    long long index, top_k;   /**< its index; K of this routing, 0: of a map of ep_group_place */
 } EpCudaBadIndices;
 
 /**
@@ -259,6 +259,7 @@ typedef struct EpCudaGroup {
     int32_t rank, size;     /**< on this node: several nodes' ranks are numbered on each */
     const int32_t *members; /**< device [size]: each one's number in the group; NULL: the same */
     uint32_t digest;        /**< of the operation under way */
+    int32_t early;          /**< whether kernels may be launched early: see ep_launch_early */
     uint64_t facts;         /**< of ep_prepare: see EpArrival */
     int32_t num_experts;
     int32_t partitions;  /**< of the rank's tokens in prepare, each the work of one block */

@@ -304,6 +304,11 @@ EP_HOST_DEVICE static inline int32_t ep_need_words(int32_t others) {
 #define EP_LATENCY_WARPS 16 /* of a block */
 #define EP_ALL_SEND 100     /* percent: all blocks send, and receive afterwards */
 
+/** Returns a fraction of the blocks, as EpTuning has it, in percent. */
+static inline int ep_latency_percent(double fraction) {
+    return (int)(100 * fraction + .5);
+}
+
 /**
  * Returns the number of blocks of an operation of latency mode: those with something to send, those
  * with something to receive, if all ranks have as many tokens as this one, and one that publishes

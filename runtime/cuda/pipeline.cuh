@@ -56,6 +56,21 @@
  * PIPELINE_END_ITEMS entries with PIPELINE_END, at least one for each warp that takes turns. So all
  * warps leave.
  *
+ * Code of 8.0 (EP_HAS_BULK) has the same warps, stages and steps, and two steps are done otherwise:
+ *
+ *     load warp   cp.async, 16 bytes a lane. An arrival of each lane follows its copies
+ *                 (ep_async_arrive). Such an arrival completes the phase for what was copied, but
+ *                 releases nothing else. So lane 0 arrives once more, as any thread does, and with
+ *                 it what the warp knows of the item goes on to those who wait for ITEM_LOADED.
+ *     store warps load from stages and store to global memory, all lanes. Lane 0 arrives after
+ *                 __syncwarp. So the signal warp knows the stores, and its release orders them
+ *                 before the head or the word of a block, as it does the metadata warps' stores.
+ *                 No store is waited for, and no arrival delayed.
+ *
+ * cp.async, loads and stores of stages are accesses of one proxy, so no fence lies between them. A
+ * stage is read by the loads of a store or compute warp, whose values are there before it arrives.
+ * So copies into the stage, which wait for that arrival, come after them. Waits poll.
+ *
  * A store warp is one thread, and each of its cycles between two copies counts. So all that it
  * reads of an item, except the first stage, is one 16-byte word, and constants stay in registers,
  * among them the pipeline's address in shared memory (ep_keep_shared).
@@ -241,11 +256,14 @@ __device__ __forceinline__ void pipeline_init_tables(Pipeline *p, const EpPipeli
     p->weight.assign(memory, cells);
 }
 
+#define LOAD_ARRIVALS (EP_HAS_BULK ? 32 : 33) /* see pipeline_load, load_vectors */
+
 /* Initialise the barriers. One takes 54 cycles, lane by lane, so a single warp would take 6 us for
  * all of them: each warp has some. By one thread of each warp. */
 __device__ __forceinline__ void pipeline_init_barriers(Pipeline *p, int compute_warps,
                                                        int has_metadata, int posters) {
-    const int arrivals[ITEM_BARRIERS] = {posters, 32, compute_warps, 1, 1 + 32 * has_metadata, 1};
+    int stored = 1 + 32 * has_metadata;
+    const int arrivals[ITEM_BARRIERS] = {posters, LOAD_ARRIVALS, compute_warps, 1, stored, 1};
     for (int step = 0; step < ITEM_BARRIERS; step++)
         for (int j = threadIdx.x / 32; j < PIPELINE_ENTRIES; j += (int)blockDim.x / 32)
             ep_mbarrier_init(&p->barrier[step][j], arrivals[step]);
@@ -355,7 +373,7 @@ __device__ __forceinline__ void pipeline_load_end(Pipeline *p, uint32_t n) {
     uint32_t end = n + threadIdx.x % 32;
     if (end >= n + PIPELINE_END_ITEMS) return;
     pipeline_wait(p->barrier[ITEM_POSTED], end);
-    ep_mbarrier_arrive_for(&p->barrier[ITEM_LOADED][end % PIPELINE_ENTRIES], 32);
+    ep_mbarrier_arrive_for(&p->barrier[ITEM_LOADED][end % PIPELINE_ENTRIES], LOAD_ARRIVALS);
 }
 
 /** Returns the stages at an item's begin that are free once it is computed; it stores the rest. */
@@ -393,6 +411,29 @@ __device__ __forceinline__ void pipeline_await_stage(Pipeline *p, uint32_t holde
         pipeline_wait(p->barrier[holder % 2 ? ITEM_FREED : ITEM_COMPUTED], item);
 }
 
+/* Load an item by code of 8.0, whose first stage is number `at`: all lanes together, one load after
+ * another. Each lane has an arrival that follows its own loads, and lane 0 one more. That one
+ * orders all else that the warp knows of the item, since lanes meet before it. By all lanes, each
+ * of which has waited for stages. */
+__device__ __forceinline__ void load_vectors(Pipeline *p, const Stages &s, int j, int at,
+                                             const WorkItem &item, PipelineWork work) {
+    const char *const *from = p->from.begin() + j * p->shape.width;
+    __syncwarp();
+    for (int i = 0; i < item.loads; i++) {
+        const char *source = from[i];
+        uint32_t to = stage_of(s, s.begin + at * s.bytes, i);
+        uint32_t skipped = pipeline_is_packed(item, i, work) ? pipeline_packed_offset(item) : 0;
+        uint32_t bytes = source ? (uint32_t)item.bytes - skipped : 0;
+#pragma unroll 4
+        for (uint32_t b = threadIdx.x % 32 * 16; b < bytes; b += 32 * 16)
+            ep_async_load(to + skipped + b, source + b);
+    }
+    ep_async_arrive(&p->barrier[ITEM_LOADED][j]);
+    if (threadIdx.x % 32) return;
+    p->first[j] = s.begin + at * s.bytes;
+    ep_mbarrier_arrive(&p->barrier[ITEM_LOADED][j]);
+}
+
 /** Load all items, one lane for each load. Bytes may arrive before the barrier expects them: the
  *  phase cannot complete before lane 0's arrival, which expects them. By the load warp. */
 __device__ __forceinline__ void pipeline_load(Pipeline *p, PipelineWork work) {
@@ -415,11 +456,13 @@ __device__ __forceinline__ void pipeline_load(Pipeline *p, PipelineWork work) {
             pipeline_await_stage(p, p->holder[stage], n);
             p->holder[stage] = STAGE_HOLDER(n, i >= inputs);
             uint32_t skipped = pipeline_is_packed(item, i, work) ? pipeline_packed_offset(item) : 0;
-            if (source)
+            if (EP_HAS_BULK && source)
                 ep_bulk_load(s.begin + stage * s.bytes + skipped, source,
                              (uint32_t)item.bytes - skipped, full + j * 8);
         }
-        if (lane == 0) {
+        if (!EP_HAS_BULK) {
+            load_vectors(p, s, j, at, item, work);
+        } else if (lane == 0) {
             p->first[j] = s.begin + at * s.bytes;
             ep_mbarrier_expect(&p->barrier[ITEM_LOADED][j], pipeline_loaded_bytes(item, work));
         } else {
@@ -441,14 +484,68 @@ __device__ __forceinline__ void pipeline_computed(Pipeline *p, uint32_t n) {
 
 /* ---- store warps --------------------------------------------------------------------------- */
 
+/** Whether this thread of a store warp stores: one does by bulk copies, all of them otherwise. */
+__device__ __forceinline__ int pipeline_is_storing(int warp, int lane) {
+    return pipeline_is_store_warp(warp) && (!EP_HAS_BULK || lane == 0);
+}
+
+/* Store `bytes` bytes of a stage, several vectors of each lane under way at a time. By all lanes of
+ * a warp. */
+__device__ __forceinline__ void store_vectors(char *to, uint32_t stage, uint32_t bytes) {
+    enum { VECTORS = 4, STEP = 32 * 16 };
+    uint32_t b = threadIdx.x % 32 * 16;
+#pragma unroll 1
+    for (; b + (VECTORS - 1) * STEP < bytes; b += VECTORS * STEP) {
+        uint4 x[VECTORS];
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++)
+            x[i] = ep_load_shared(stage + b + i * STEP);
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++)
+            ep_store_global(to + b + i * STEP, x[i]);
+    }
+#pragma unroll 1
+    for (; b < bytes; b += STEP)
+        ep_store_global(to + b, ep_load_shared(stage + b));
+}
+
+/* As pipeline_store, by code of 8.0. By all lanes of each store warp. They store what they have
+ * read of a stage, so its contents are no longer needed when they meet. Then lane 0 arrives for
+ * them. */
+__device__ __forceinline__ void store_all_vectors(Pipeline *p, int warp, PipelineWork work,
+                                                  int packs, int is_void) {
+    const Stages s = pipeline_stages(p);
+    char *const *to = p->to.begin();
+    int computes = work != WORK_COPY && work != WORK_MOVE;
+    for (uint32_t n = warp;; n += STORE_WARPS) {
+        int j = n % PIPELINE_ENTRIES, cell = j * p->shape.width;
+        pipeline_wait(p->barrier[ITEM_LOADED], n);
+        WorkItem item = p->item[j];
+        if (item.loads == PIPELINE_END) return;
+        uint32_t at = stage_of(s, p->first[j], pipeline_input_stages(item, work));
+        uint32_t bytes = (uint32_t)item.bytes >> p->shape.shrink;
+        if (work == WORK_PACKED && packs) bytes = (uint32_t)item.packed * 16;
+        if (computes) pipeline_wait(p->barrier[ITEM_COMPUTED], n);
+        for (int i = 0; i < item.stores && !is_void; i++) {
+            store_vectors(to[cell + i], at, bytes);
+            if (work >= WORK_COMPUTE) at = stage_of(s, at, 1);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32) continue;
+        ep_mbarrier_arrive(&p->barrier[ITEM_FREED][j]);
+        ep_mbarrier_arrive(&p->barrier[ITEM_STORED][j]);
+    }
+}
+
 /**
  * Store every STORE_WARPS-th item, from number `warp` on. ITEM_STORED completes when the stores are
  * written, if the receiver is signaled (`until_written`), or else when they are read from their
  * stages. `packs` (WORK_PACKED): stores are packed. `is_void`: nothing is stored, since a wait has
- * failed. By one thread of each store warp.
+ * failed. By the threads that store (pipeline_is_storing).
  */
 __device__ __forceinline__ void pipeline_store(Pipeline *p, int warp, PipelineWork work,
                                                int until_written, int packs, int is_void) {
+    if (!EP_HAS_BULK) return store_all_vectors(p, warp, work, packs, is_void);
     const Stages s = pipeline_stages(p);
     char *const *to = p->to.begin();
     int width = p->shape.width, shrink = p->shape.shrink;

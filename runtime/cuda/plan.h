@@ -192,6 +192,7 @@ typedef struct EpPrepareArgs {
     uint64_t *info;            /**< pinned [ep_info_words] of a handle's own plan; else NULL */
     EpCudaAsyncErrors *errors; /**< pinned */
     EpStatistics stats;
+    EpCopyTable copies; /**< of: NULL in a group without a placement */
 } EpPrepareArgs;
 
 #ifdef __cplusplus

@@ -3,10 +3,22 @@
 #define EP_RUNTIME_CUDA_PTX_CUH
 
 /**
- * One PTX instruction per function, and nothing else.
+ * One PTX instruction per function, and nothing else. Where code of capability 8.0 lacks one, the
+ * function says what does the same there.
  */
 
 #include <stdint.h>
+
+#include "runtime/quant.h"
+
+/** Whether code has what capability 9.0 added: bulk copies with the mbarriers that count their
+ *  bytes, waits that suspend, early launches, conversions to and from e4m3. GPUs of capability 8.x
+ *  run code of 8.0, which has none of these; all later ones run code that has them. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define EP_HAS_BULK 0
+#else
+#define EP_HAS_BULK 1
+#endif
 
 __device__ __forceinline__ uint32_t ep_smem(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
@@ -58,9 +70,13 @@ __device__ __forceinline__ uint32_t ep_max_u16x2(uint32_t a, uint32_t b) {
 /** Returns e4m3 of two floats, that of `low` in the lower byte: rounded to nearest even, saturated
  *  at 448. */
 __device__ __forceinline__ uint32_t ep_convert_e4m3x2(float low, float high) {
+#if EP_HAS_BULK
     uint16_t codes;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
     return codes;
+#else
+    return ep_e4m3_from_float(low) | (uint32_t)ep_e4m3_from_float(high) << 8;
+#endif
 }
 
 /* Whether the GPU converts to e2m1. */
@@ -86,6 +102,7 @@ __device__ __forceinline__ uint32_t ep_convert_e2m1x2(float low, float high) {
 /** Returns the values of the two e4m3 in the lower half of `codes`, exactly: that of the lower byte
  *  first. */
 __device__ __forceinline__ float2 ep_convert_from_e4m3x2(uint32_t codes) {
+#if EP_HAS_BULK
     uint32_t halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)codes));
     float2 values;
@@ -94,6 +111,9 @@ __device__ __forceinline__ float2 ep_convert_from_e4m3x2(uint32_t codes) {
         : "=f"(values.x), "=f"(values.y)
         : "r"(halves));
     return values;
+#else
+    return make_float2(ep_float_from_e4m3((uint8_t)codes), ep_float_from_e4m3(codes >> 8 & 0xff));
+#endif
 }
 
 /** Load what does not change while the kernel runs. The load stays where the caller puts it: it is
@@ -254,15 +274,19 @@ __device__ __forceinline__ void ep_fence_gpu(void) {
 }
 
 /** Wait until the kernels that this one's launch follows have ended. What they have written can be
- *  read afterwards. */
+ *  read afterwards. Code of 8.0 is never launched early (ep_launch_early), so they have ended. */
 __device__ __forceinline__ void ep_grid_wait(void) {
+#if EP_HAS_BULK
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 /** Let blocks of the next kernel start, if it is launched early, once all blocks of this one have
  *  called this or have ended. */
 __device__ __forceinline__ void ep_grid_release(void) {
+#if EP_HAS_BULK
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ uint64_t ep_global_timer(void) {
@@ -281,10 +305,14 @@ __device__ __forceinline__ void ep_mbarrier_init(uint64_t *barrier, uint32_t cou
                  : "memory");
 }
 
+/** Order the initialisation before bulk copies. The block's next barrier orders all else. */
 __device__ __forceinline__ void ep_fence_mbarrier_init(void) {
+#if EP_HAS_BULK
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 
+/** Arrive, and let the phase wait for so many bytes of bulk copies. */
 __device__ __forceinline__ void ep_mbarrier_expect(uint64_t *barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(ep_smem(barrier)),
                  "r"(bytes)
@@ -297,23 +325,13 @@ __device__ __forceinline__ void ep_mbarrier_arrive(uint64_t *barrier) {
 
 /** Arrive `count` times at once. */
 __device__ __forceinline__ void ep_mbarrier_arrive_for(uint64_t *barrier, uint32_t count) {
+#if EP_HAS_BULK
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(ep_smem(barrier)), "r"(count)
                  : "memory");
-}
-
-/** Returns whether the phase of this parity has completed. May suspend the thread for a while
- *  before it returns 0. */
-__device__ __forceinline__ uint32_t ep_mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, p;\n"
-                 "}"
-                 : "=r"(done)
-                 : "r"(ep_smem(barrier)), "r"(parity)
-                 : "memory");
-    return done;
+#else
+    while (count--)
+        ep_mbarrier_arrive(barrier);
+#endif
 }
 
 /** Returns at once whether the phase of this parity has completed. */
@@ -330,8 +348,58 @@ __device__ __forceinline__ uint32_t ep_mbarrier_test(uint64_t *barrier, uint32_t
     return done;
 }
 
-/* Bulk copies: addresses and bytes are multiples of 16. Shared memory is given by its shared-space
- * address: where copies are short, converting pointers costs time that counts. */
+#define EP_POLL_NS 32 /* between looks of code of 8.0 at an mbarrier */
+
+/** Returns whether the phase of this parity has completed. May suspend the thread for a while
+ *  before it returns 0. */
+__device__ __forceinline__ uint32_t ep_mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
+#if EP_HAS_BULK
+    uint32_t done;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(ep_smem(barrier)), "r"(parity)
+                 : "memory");
+    return done;
+#else
+    uint32_t done = ep_mbarrier_test(barrier, parity);
+    if (!done) __nanosleep(EP_POLL_NS);
+    return done;
+#endif
+}
+
+/* ---- copies of code of 8.0 ----------------------------------------------------------------- */
+
+/* They go through the same proxy as ordinary accesses. */
+
+/** Load 16 bytes from global to shared memory, past the first cache. They are there once an
+ *  mbarrier's phase has completed that waits for them: see ep_async_arrive. */
+__device__ __forceinline__ void ep_async_load(uint32_t smem, const void *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
+}
+
+/** Let an arrival that the mbarrier counts follow this thread's loads until now. It orders nothing
+ *  else that the thread has done. */
+__device__ __forceinline__ void ep_async_arrive(uint64_t *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(ep_smem(barrier))
+                 : "memory");
+}
+
+/** Store 16 bytes. */
+__device__ __forceinline__ void ep_store_global(void *address, const uint4 &x) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y),
+                 "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+
+/* ---- bulk copies --------------------------------------------------------------------------- */
+
+/* Bulk copies, where EP_HAS_BULK: addresses and bytes are multiples of 16. Shared memory is given
+ * by its shared-space address: where copies are short, converting pointers costs time that counts.
+ */
 
 __device__ __forceinline__ void ep_bulk_load(uint32_t smem, const void *global, uint32_t bytes,
                                              uint32_t barrier) {
@@ -362,14 +430,18 @@ template <int N> __device__ __forceinline__ void ep_bulk_wait(void) {
 }
 
 /* Proxy fences order ordinary accesses and bulk copies of the same memory. The form that covers all
- * memory costs more than a short copy. */
+ * memory costs more than a short copy. Without bulk copies nothing is left to order. */
 
 __device__ __forceinline__ void ep_fence_proxy_shared(void) {
+#if EP_HAS_BULK
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ void ep_fence_proxy_global(void) {
+#if EP_HAS_BULK
     asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
 }
 
 #endif

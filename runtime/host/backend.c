@@ -8,6 +8,8 @@
 #include "combine/host/gather.h"
 #include "dispatch/host/scatter.h"
 #include "handles/host/plan.h"
+#include "handles/placement/host/place.h"
+#include "handles/placement/place.h"
 #include "handles/prepare/host/count.h"
 #include "handles/prepare/host/routing_map.h"
 #include "handles/weights/host/weight.h"
@@ -17,12 +19,15 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNode
                     const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {
     (void)nodes;
     ep_host_measure(config, num_ranks, settings, shared_bytes, private_bytes);
+    *private_bytes += ep_config_copies_bytes(config, num_ranks);
     *private_bytes +=
         ep_config_latency_sets(config, EP_OFFERS_LATENCY) * ep_host_set_bytes(config, num_ranks);
 }
 
 static EpStatus open(EpGroup *group) {
     EP_TRY(ep_host_open(group));
+    if (ep_config_has_copies(&group->config))
+        EP_TRY(ep_copies_create(group, &group->copies.memory));
     EpHost *host = ep_host(group);
     if (!group->latency_sets) return EP_OK;
     host->set_bytes = ep_host_set_bytes(&group->config, group->size);
@@ -38,6 +43,7 @@ static EpStatus open(EpGroup *group) {
 static void close(EpGroup *group, int together) {
     EpHost *host = ep_host(group);
     if (host) free(host->sets);
+    free(group->copies.memory.of);
     ep_host_close(group, together);
 }
 
@@ -112,6 +118,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .read_plan = ep_host_read_plan,
                                       .read_sources = ep_host_read_sources,
                                       .read_source_tokens = ep_host_read_source_tokens,
+                                      .place = ep_host_place,
                                       .prepare = ep_host_prepare,
                                       .publish = ep_host_publish,
                                       .scatter = ep_host_scatter,

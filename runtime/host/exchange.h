@@ -28,7 +28,8 @@
  * it with the header that it expects. If they differ, it fails the group with EP_ERR_ORDER or
  * EP_ERR_MISMATCH instead of misreading data.
  *
- * Memory order, on a node. `published` and `released` only grow and are compared with >=.
+ * Memory order, on a node, for processors that may reorder any load or store, as Arm's do.
+ * `published` and `released` only grow and are compared with >=. Each has one writer.
  *
  *     data     The writer fills header and regions with plain stores, then stores the round number
  *              to `published` with release. A reader loads it with acquire before it reads them. So
@@ -37,14 +38,20 @@
  *     reuse    After its last load, the reader stores the round number to its released[writer] with
  *              release. The writer loads it with acquire before it fills that buffer again, two
  *              rounds later. So no load of the reader sees the new data.
+ *     streams  Stores that bypass the caches (x86 alone has them here) are not ordered by a
+ *              release. ep_stream_fence stands between them and the release.
  *     failure  A rank stores `failed` with release. A waiting peer loads it with acquire, then
  *              loads the awaited counter once more. So it still takes a round that the rank
  *              published before it failed.
  *     abort    Any thread of the rank writes `why`, once, then stores `failed`, unless it is
  *              stored already. The peers' acquire orders `why` behind it. `heard` likewise, by the
- *              rank's own thread.
- *     refusal  Its words may change while a peer reads them, which costs no more than a mixed
- *              sentence.
+ *              rank's own thread. All stores to `failed` read and replace it at once, with release
+ *              where they succeed. So a later one, by another thread, hides no order of an earlier.
+ *     refusal  Its words are relaxed: they may change while a peer reads them, which costs no more
+ *              than a mixed sentence.
+ *
+ * A segment is zero, and its control block has no other first state: who maps it late misses
+ * nothing. The bootstrap orders its creation before its use, as it orders all that it exchanges.
  *
  * A rank that fails, departs or is aborted sends peers on other nodes a note in place of its next
  * round's message: a header with no operation's code and the rank that it blames, then why that

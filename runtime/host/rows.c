@@ -27,8 +27,8 @@ void ep_row_zero(void *out, size_t bytes, int stream) {
         _mm_stream_si128(to + i, _mm_setzero_si128());
 }
 
-/* Streaming stores are weakly ordered: without a fence, a later store of a flag could become
- * visible before them. */
+/* Streaming stores are weakly ordered even here: without a fence, a later store of a flag could
+ * become visible before them. */
 void ep_stream_fence(void) {
     _mm_sfence();
 }
@@ -45,6 +45,7 @@ void ep_row_zero(void *out, size_t bytes, int stream) {
     memset(out, 0, bytes);
 }
 
+/* These are plain stores, which a release orders. */
 void ep_stream_fence(void) {}
 
 #endif

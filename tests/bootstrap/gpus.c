@@ -20,15 +20,18 @@ static const TextField rank_fields[] = {
     TEXT_FIELD(EpGpuReport, count, ""),    TEXT_FIELD(EpGpuReport, current, ""),
     TEXT_FIELD(EpGpuReport, wanted, ""),   TEXT_FIELD(EpGpuReport, process, ""),
     TEXT_FIELD(EpGpuReport, reason, ""),   TEXT_FIELD(EpGpuReport, may_share, ""),
+    TEXT_FIELD(EpGpuReport, apart, ""),
     TEXT_FIELD(EpGpuReport, nccl_host, "")};
 static const TextField gpu_fields[] = {
     TEXT_FIELD(EpGpu, uuid, ""),    TEXT_FIELD(EpGpu, name, ""),
     TEXT_FIELD(EpGpu, num_sms, ""), TEXT_FIELD(EpGpu, capability, ""),
     TEXT_FIELD(EpGpu, fabric, ""),  TEXT_FIELD(EpGpu, shared_bytes, ""),
-    TEXT_FIELD(EpGpu, clique, ""),  TEXT_FIELD(EpGpu, reaches, "")};
+    TEXT_FIELD(EpGpu, clique, ""),  TEXT_FIELD(EpGpu, reaches, ""),
+    TEXT_FIELD(EpGpu, code, "")};
 
 static EpGpu make_gpu(int number) {
-    EpGpu gpu = {.capability = 90, .num_sms = 132, .shared_bytes = 232448, .reaches = ~0u};
+    EpGpu gpu = {
+        .capability = 90, .code = 90, .num_sms = 132, .shared_bytes = 232448, .reaches = ~0u};
     snprintf((char *)gpu.uuid, sizeof(gpu.uuid), "%d", number);
     snprintf(gpu.bus, sizeof(gpu.bus), "0000:%02x:00.0", number);
     snprintf(gpu.name, sizeof(gpu.name), "H200");
@@ -128,14 +131,23 @@ static const MachineRow rows[] = {
     {"3 4 1.count=0 1.reason=no_driver", NULL, {"rank 1: no_driver"}},
     {"1 0 0.reason=no_driver", NULL, {"no_driver"}},
     {"2 4 1.wanted=4", NULL, {"rank 1", "a device of 0 .. 3", "got 4"}},
-    {"2 2 *.1.capability=80 1.1.name=A100",
+    {"2 2 *.*.capability=80 *.*.name=A100", "01", {0}},
+    {"2 2 *.1.capability=75 1.1.name=T4",
      NULL,
-     {"rank 1: expected", "capability 9.0", "got 8.0", "device 1, A100", "0000:01:00.0"}},
+     {"rank 1: expected", "capability 8.0", "got 7.5", "device 1, T4", "0000:01:00.0"}},
+    {"2 2 *.1.code=0 1.1.name=A100",
+     NULL,
+     {"rank 1: expected a build", "capability 9.0", "device 1, A100", "0000:01:00.0"}},
     {"2 2 *.*.shared_bytes=59999", NULL, {"rank 0", "60000 bytes of shared", "got 59999 bytes"}},
     {"3 3 *.2.name=PCIe", NULL, {"one kind", "H200", "rank 0", "PCIe", "rank 2"}},
     {"2 2 *.1.num_sms=114", NULL, {"one kind", "132 multiprocessors", "114"}},
     {"2 1 nodes=01 1.0.uuid=4 1.0.num_sms=78", NULL, {"GPUs of one kind", "rank 1"}},
     {"4 4 3.3.reaches=-3", "0123 domains 0001", {0}},
+    /* Where peer access is forbidden each GPU is a domain, seen or not. */
+    {"4 4 *.apart=1", "0123 domains 0123", {0}},
+    {"4 4 1.apart=1", "0123 domains 0100", {0}},
+    {"2 1 1.0.uuid=1 1.apart=1", "00 domains 01", {0}},
+    {"4 2 *.apart=1 *.may_share=1", NULL, {"ranks 0 and 2", "NCCL_HOSTID of every rank"}},
     /* If a process does not see its peers' GPUs, opening the window finds out. */
     {"2 1 1.0.uuid=1 *.0.reaches=0", "00", {0}},
     {"4 2 nodes=0011 2.0.uuid=4 2.1.uuid=5 3.0.uuid=4 3.1.uuid=5", "0101 domains 0011", {0}},

@@ -10,7 +10,7 @@
 #include "tests/harness/bootstraps.h"
 #include "tests/harness/ranked.h"
 
-#define SOON 20.0 /* far below the deadlines */
+#define SOON 20.0 /* below the deadlines */
 
 static void use_loopback(void) {
     setenv("LIBEP_INTERFACE", "lo", 1);

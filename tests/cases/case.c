@@ -38,6 +38,7 @@ Case case_complete(Case c) {
     if (!c.layout) c.layout = EP_LAYOUT_EXPERT_MAJOR;
     if (!c.alignment) c.alignment = 1;
     if (!c.overflow) c.overflow = EP_OVERFLOW_ERROR;
+    if (!c.choice) c.choice = EP_CHOICE_NEAR;
     int64_t most = (int64_t)c.ranks * c.max_tokens * (c.duplicates ? c.top_k : 1);
     if (!c.rows_per_expert) c.rows_per_expert = round_up(most, c.alignment);
     if (!c.padding) c.padding = EP_PADDING_ZERO;
@@ -60,7 +61,7 @@ Case case_complete(Case c) {
     if (c.zero_tail == EP_TAIL_IDS && !layout->has_rows) c.zero_tail = EP_TAIL_KEEP;
     int64_t tokens = (int64_t)c.ranks * c.max_tokens, slots = tokens * c.top_k;
     if (c.mode == EP_MODE_LATENCY && !c.capacity && layout->blocks != BLOCKS_OF_TOKENS)
-        c.capacity = layout->has_rows ? tokens : slots + c.experts * c.alignment;
+        c.capacity = layout->has_rows ? tokens : slots + case_physical(&c) * c.alignment;
     if (!c.capacity && layout->blocks == BLOCKS_PACKED) c.node_rows = 0;
     return c;
 }
@@ -83,6 +84,10 @@ static const TextField fields[] = {
     TEXT_FIELD(Case, invalid_percent, NULL),
     TEXT_FIELD(Case, duplicates, NULL),
     TEXT_FIELD(Case, strange, NULL),
+    TEXT_FIELD(Case, physical, NULL),
+    TEXT_FIELD(Case, choice, "|near|spread"),
+    TEXT_FIELD(Case, map, "first|identity|random|everywhere|half|nobody"),
+    TEXT_FIELD(Case, map_seed, NULL),
     TEXT_FIELD(Case, merged, NULL),
     TEXT_FIELD(Case, row_type, TEXT_TYPES),
     TEXT_FIELD(Case, sum_type, TEXT_TYPES),
@@ -197,6 +202,10 @@ const char *case_describe(const Case *c) {
     return text_of(c, fields, FIELDS, text, sizeof(text));
 }
 
+int case_physical(const Case *c) {
+    return c->physical ? c->physical : c->experts;
+}
+
 int case_node(const Case *c, int rank) {
     int lowest = 0;
     if (c->even_nodes) {
@@ -295,6 +304,7 @@ EpGroupConfig case_group_config(const Case *c) {
     config.node_rows = c->node_rows;
     if (c->by_entry) config.sums = EP_SUMS_BY_ENTRY;
     if (c->merged) config.duplicates = EP_DUPLICATES_MERGE;
+    if (c->physical) config.num_physical = c->physical, config.choice = c->choice;
     return config;
 }
 

@@ -28,6 +28,16 @@ typedef enum Routing {
     ROUTING_NOBODY      /**< every entry masked */
 } Routing;
 
+/** Which expert each place of a group with a placement holds: what ep_group_place is called with. */
+typedef enum Map {
+    MAP_FIRST,      /**< that of a new group: it is not called */
+    MAP_IDENTITY,   /**< the same, called */
+    MAP_RANDOM,     /**< any, by map_seed: some experts have many copies and some none */
+    MAP_EVERYWHERE, /**< expert 0 on each rank, the others in turn */
+    MAP_HALF,       /**< odd ranks hold none */
+    MAP_NOBODY      /**< nothing anywhere */
+} Map;
+
 typedef struct Case {
     int ranks;        /**< 1 */
     char nodes[24];   /**< a digit for each rank, as in "0110": its node; "": all ranks on one */
@@ -46,6 +56,10 @@ typedef struct Case {
     int duplicates;           /**< a token may name an expert twice */
     int strange;              /**< every third token names expert 0 in all entries, and its numbers
                                    are NaN and infinities */
+    int physical;             /**< places for copies; 0: the group has no placement */
+    EpCopyChoice choice;      /**< NEAR */
+    Map map;
+    int map_seed;
     int merged;               /**< EP_DUPLICATES_MERGE: an expert named twice gets one slot */
     EpType row_type;          /**< of dispatch; BF16 */
     EpType sum_type;          /**< of combine and gradients; BF16 */
@@ -99,6 +113,9 @@ int cases_of(Case *cases, int most, const char *text);
 
 /** Returns such a text, of all fields that are not zero, in static memory of the thread. */
 const char *case_describe(const Case *c);
+
+/** Returns the number of places for experts. */
+int case_physical(const Case *c);
 
 /** Returns the lowest rank on the node of a rank. */
 int case_node(const Case *c, int rank);

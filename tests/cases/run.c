@@ -107,10 +107,21 @@ static void check_nodes(const EpGroup *group, const Case *c, int rank) {
           info.num_nodes, node, nodes);
 }
 
+EpStatus place_experts(EpGroup *group, const Case *c) {
+    int32_t *map = calloc((size_t)c->physical, sizeof(*map));
+    for (int p = 0; p < c->physical; p++)
+        map[p] = world_map(c, p);
+    EpTensor tensor = ep_tensor_1d(map, EP_TYPE_INT32, c->physical);
+    EpStatus status = ep_group_place(group, &tensor, NULL);
+    free(map);
+    return status;
+}
+
 static void run_on_handle(EpGroup *group, EpHandle *handle, int rank, const World *world) {
     EpTensor plan = {.data = NULL};
     Step step = {group, handle, world, rank, NULL};
     if (world->c.named) open_plan(group, &world->c, &plan), step.plan = &plan;
+    if (world->c.map != MAP_FIRST) CHECK_OK(place_experts(group, &world->c));
     step_all(&step);
     free(plan.data);
     ep_handle_destroy(handle);
@@ -220,7 +231,8 @@ static int share_group(const Case *first, const Case *next) {
     Case a = case_complete(*first), b = case_complete(*next);
     return a.ranks == b.ranks && !strcmp(a.nodes, b.nodes) && a.experts == b.experts &&
            a.top_k == b.top_k && a.max_tokens == b.max_tokens && a.merged == b.merged &&
-           a.spare_tokens == b.spare_tokens && a.by_entry == b.by_entry;
+           a.spare_tokens == b.spare_tokens && a.by_entry == b.by_entry &&
+           a.physical == b.physical && a.choice == b.choice && (!a.physical || b.map != MAP_FIRST);
 }
 
 void run_grid(const char *format, ...) {

@@ -83,6 +83,9 @@ EpGroup *open_group_of(const EpBootstrap *bootstrap, const char *text);
     OpenTest(suite, name, ranks, Step *step, Step step = open_step_of(bootstrap, text), &step, \
              close_step(&step))
 
+/** Call ep_group_place with the case's map. */
+EpStatus place_experts(EpGroup *group, const Case *c);
+
 /** Allocate a block for a plan of handles of this case, filled with garbage. The caller frees
  *  plan->data. */
 void open_plan(EpGroup *group, const Case *c, EpTensor *plan);

@@ -16,9 +16,9 @@ typedef struct Extents {
 
 /* Returns the largest extents on any rank. */
 static Extents most(const Case *c) {
-    int64_t experts = (c->experts + c->ranks - 1) / c->ranks, rows = c->capacity;
+    int64_t experts = (case_physical(c) + c->ranks - 1) / c->ranks, rows = c->capacity;
     /* with exact sizes what all entries of all ranks take */
-    if (!rows) rows = (int64_t)c->ranks * c->max_tokens * c->top_k + c->experts * c->alignment;
+    if (!rows) rows = (int64_t)c->ranks * c->max_tokens * c->top_k + case_physical(c) * c->alignment;
     rows += c->spare_rows;
     if (c->layout == EP_LAYOUT_BATCHED) rows = experts * c->rows_per_expert;
     if (c->layout == EP_LAYOUT_RANK_MAJOR) rows = (int64_t)c->ranks * c->max_tokens;

@@ -102,7 +102,7 @@ static void check_sources(const Step *step, int64_t rows, const int32_t *ranks,
 /* Whether a token of `rank` names an expert of this step's rank. */
 static int travels(const Step *step, int rank, int token) {
     const Case *c = &step->world->c;
-    const int64_t *experts = step->world->rank[rank].index + (int64_t)token * c->top_k;
+    const int64_t *experts = step->world->rank[rank].taken + (int64_t)token * c->top_k;
     for (int k = 0; k < c->top_k; k++)
         if (world_live(step->world, rank, token, k) && world_owner(c, experts[k]) == step->rank)
             return 1;

@@ -53,7 +53,19 @@ void emulated_wake(const void *key);
 int emulated_one_in(unsigned n);
 unsigned emulated_draw(unsigned n);
 
-/* ---- bulk copies: see copies.c ---- */
+/* ---- capabilities: see device.c ---- */
+
+/** Returns whether code has what capability 9.0 added. */
+int emulated_has_bulk(void);
+/** Stop if it has not. */
+void emulated_need_bulk(const char *what);
+
+/* ---- copies: see copies.c ---- */
+
+/** Load 16 bytes for this thread. */
+void emulated_async_load(void *to, const void *from);
+/** Arrive once this thread's loads until now are made. */
+void emulated_async_arrive(uint64_t *barrier);
 
 void emulated_bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier);
 void emulated_bulk_store(void *to, const void *from, uint32_t bytes);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The emulated GPUs: EMULATED_GPUS of them (4), with EMULATED_SMS multiprocessors each (4), whose
- * blocks have EMULATED_SHARED bytes of shared memory. */
+/* The emulated GPUs of EMULATED_CAPABILITY (90: 9.0): EMULATED_GPUS of them (4), with EMULATED_SMS
+ * multiprocessors each (4), whose blocks have EMULATED_SHARED bytes of shared memory. */
 #include "tests/emulator/device.h"
 
 #include <stdio.h>
@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "tests/emulator/block.h"
+#include "tests/emulator/launch.h"
 
 #define VERSION CUDART_VERSION
 
@@ -28,6 +29,20 @@ static int count(void) {
 static int shared_bytes(void) {
     int bytes = setting("EMULATED_SHARED", EMULATED_SHARED_BYTES);
     return bytes < 0 || bytes > EMULATED_SHARED_BYTES ? EMULATED_SHARED_BYTES : bytes;
+}
+
+static int capability(void) {
+    return setting("EMULATED_CAPABILITY", 90);
+}
+
+int emulated_has_bulk(void) {
+    static int has_bulk = -1;
+    if (has_bulk < 0) has_bulk = capability() >= 90;
+    return has_bulk;
+}
+
+void emulated_need_bulk(const char *what) {
+    if (!emulated_has_bulk()) emulated_die("%s in code of capability 8.0", what);
 }
 
 int emulated_device(void) {
@@ -102,7 +117,7 @@ cudaError_t cudaSetDevice(int device) {
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *out, int device) {
     if (device < 0 || device >= count()) return emulated_error(cudaErrorInvalidDevice);
-    *out = (struct cudaDeviceProp){.major = 9};
+    *out = (struct cudaDeviceProp){.major = capability() / 10, .minor = capability() % 10};
     snprintf(out->name, sizeof(out->name), "emulated GPU");
     snprintf(out->uuid.bytes, sizeof(out->uuid.bytes), "emulated %d", device);
     cudaDeviceGetAttribute(&out->multiProcessorCount, cudaDevAttrMultiProcessorCount, device);
@@ -127,9 +142,6 @@ cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int 
         break;
     case cudaDevAttrPageableMemoryAccess:
         *out = 0;
-        break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-        *out = shared_bytes();
         break;
     default:
         return emulated_error(cudaErrorInvalidValue);

@@ -122,6 +122,7 @@ World *device_step_world(const Case *shape, int step) {
     c.seed = (uint64_t)step;
     c.spread = spreads[step % 8];
     c.routing = step % 3 ? ROUTING_UNIFORM : ROUTING_SKEWED;
+    c.map_seed += step;
     return world_new(&c);
 }
 

@@ -75,7 +75,7 @@ static void graph_step_run(GraphStep *graph, int step, int times) {
 /* ---- one graph ----------------------------------------------------------------------------- */
 
 /* In every tenth step a rank makes the calls without the graph, while the others replay it; on
- * several nodes all ranks, since NCCL may want its calls alike. */
+ * several nodes all ranks, since NCCL wants its calls alike. */
 static void replay(const EpBootstrap *bootstrap, Case c) {
     EpGroup *group = open_group(bootstrap, &c);
     GraphStep graph;
@@ -102,6 +102,42 @@ LatencyTests(gpu_replays, batched_phases, LATENCY_REPLAY(BATCHED, 1));
 LatencyTest(gpu_replays, rank_major_1, 1, LATENCY_REPLAY(RANK_MAJOR, 0));
 LatencyTest(gpu_replays, rank_major_4, 4, LATENCY_REPLAY(RANK_MAJOR, 0));
 LatencyTest(gpu_replays, rank_major_phases_2, 2, LATENCY_REPLAY(RANK_MAJOR, 1));
+
+/* ---- placements ---------------------------------------------------------------------------- */
+
+/* Each replay has another map, which a call or the graph itself places. */
+static void replay_placed(const EpBootstrap *bootstrap, Case c, int captured) {
+    enum { STEPS = 12 };
+    c.physical = 5 * bootstrap->size + 1, c.map = MAP_RANDOM, c.choice = EP_CHOICE_SPREAD;
+    EpGroup *group = open_group(bootstrap, &c);
+    GraphStep graph;
+    int32_t *map = gpu_allocate_zeroed((size_t)c.physical, sizeof(*map));
+    const EpTensor tensor = ep_tensor_1d(map, EP_TYPE_INT32, c.physical);
+    graph_step_open(&graph, group, &c, bootstrap->rank);
+    graph_begin(graph.gpu.stream);
+    if (captured) CHECK_OK(ep_group_place(group, &tensor, graph.gpu.stream));
+    device_step_issue(&graph.gpu, device_step_all(&c));
+    graph.exec = graph_end(graph.gpu.stream);
+    meet(bootstrap);
+    for (int step = 0; step < STEPS && !check_failure()[0]; step++) {
+        device_step_draw_step(&graph.gpu, step);
+        for (int p = 0; p < c.physical; p++)
+            map[p] = world_map(&graph.gpu.step.world->c, p);
+        if (!captured) CHECK_OK(ep_group_place(group, &tensor, graph.gpu.stream));
+        device_step_launch(&graph.gpu, graph.exec, device_step_all(&c));
+        device_step_check(&graph.gpu);
+    }
+    CHECK_OK(ep_group_status(group, NULL));
+    ep_group_destroy(group);
+    graph_step_close(&graph);
+    gpu_release(map);
+}
+
+#define PLACED(make, captured) replay_placed(bootstrap, make, captured)
+RankTest(gpu_graphs, placed_2, 2, PLACED(graph_case(2, EP_LAYOUT_EXPERT_MAJOR), 0));
+RankTest(gpu_graphs, places_2, 2, PLACED(graph_case(2, EP_LAYOUT_FLAT), 1));
+LatencyTest(gpu_graphs, placed_in_latency_2, 2, PLACED(latency_case(2, EP_LAYOUT_BATCHED, 0), 0));
+LatencyTest(gpu_graphs, places_in_latency_2, 2, PLACED(latency_case(2, EP_LAYOUT_FLAT, 0), 1));
 
 /* ---- counters ------------------------------------------------------------------------------ */
 
@@ -137,8 +173,51 @@ static Case on_nodes(const EpBootstrap *bootstrap, Case c) {
     on_nodes(bootstrap, latency_case(bootstrap->size, EP_LAYOUT_##layout, phases))
 RankTest(gpu_graphs, counters_on_nodes_4, 4, COUNT(ON_NODES(FLAT, 0)));
 RankTest(gpu_graphs, counters_in_phases_on_nodes_4, 4, COUNT(ON_NODES(BATCHED, 1)));
+RankTest(gpu_graphs, placed_on_nodes_4, 4, PLACED(ON_NODES(FLAT, 0), 0));
 RankTest(gpu_replays, on_nodes_4, 4, replay(bootstrap, ON_NODES(BATCHED, 0)));
 RankTest(gpu_replays, phases_on_nodes_4, 4, replay(bootstrap, ON_NODES(EXPERT_MAJOR, 1)));
+
+/* ---- ranks that do not replay ---------------------------------------------------------------- */
+
+/* Replay once on all ranks. Then the last rank stays away, and the others name it. It comes when
+ * they have given up. Or the last node makes the calls without the graph (`calls`), and no rank waits
+ * longer than the deadline. */
+static void replay_in_part(const EpBootstrap *bootstrap, Case c, int calls) {
+    enum { DEADLINE = 3, LATE = 60 };
+    int absent = bootstrap->size - 1, odd = bootstrap->rank >= (calls ? bootstrap->size / 2 : absent);
+    EpFinding found = EP_FINDING_INIT;
+    GraphStep graph;
+    be_quiet();
+    c.timeout = DEADLINE;
+    EpGroup *group = open_group(bootstrap, &c);
+    graph_step_open(&graph, group, &c, bootstrap->rank);
+    graph_step_capture(&graph);
+    meet(bootstrap);
+    graph_step_run(&graph, 1, 1);
+    meet(bootstrap);
+    double begin = seconds_now();
+    if (odd && !calls) meet(bootstrap);
+    if (odd && calls)
+        device_step_issue(&graph.gpu, device_step_all(&c));
+    else
+        CHECK_CUDA(cudaGraphLaunch(graph.exec, graph.gpu.stream));
+    CHECK_CUDA(cudaStreamSynchronize(graph.gpu.stream));
+    EpStatus status = ep_group_status(group, &found);
+    CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status, ep_last_error());
+    CHECK(odd || calls || found.peer == absent, "%s", ep_last_error());
+    CHECK(seconds_now() - begin < LATE, "it took %.1f s", seconds_now() - begin);
+    if (!odd || calls) meet(bootstrap);
+    ep_group_destroy(group);
+    graph_step_close(&graph);
+}
+
+RankTest(gpu_graphs, absent_on_nodes_4, 4, replay_in_part(bootstrap, ON_NODES(BATCHED, 0), 0));
+RankTest(gpu_graphs, absent_from_phases_on_nodes_4, 4,
+         replay_in_part(bootstrap, ON_NODES(EXPERT_MAJOR, 1), 0));
+/* NCCL does not promise that it finds this. The emulated one waits. */
+#ifdef TESTS_EMULATED
+RankTest(gpu_graphs, of_one_node_4, 4, replay_in_part(bootstrap, ON_NODES(FLAT, 0), 1));
+#endif
 
 /* ---- several graphs by turns ----------------------------------------------------------------- */
 

@@ -9,9 +9,9 @@
 #include "tests/harness/process.h"
 #include "tests/harness/ranked.h"
 
-static Case killed_case(int ranks) {
+static Case killed_case(int ranks, EpMode mode) {
     Case c = {.ranks = ranks, .experts = 2 * ranks, .max_tokens = 100, .spread = SPREAD_FULL};
-    c.weighted = 1, c.capacity = 900;
+    c.weighted = 1, c.capacity = 900, c.mode = mode;
     return case_complete(c);
 }
 
@@ -27,10 +27,10 @@ static void check_survivor(const DeviceStep *gpu, int nodes, const char *gone) {
     ep_group_destroy(gpu->step.group);
 }
 
-static void run_until_killed(const EpBootstrap *bootstrap, int nodes) {
+static void run_until_killed(const EpBootstrap *bootstrap, int nodes, EpMode mode) {
     DeviceStep gpu;
     char gone[32];
-    Case c = killed_case(bootstrap->size);
+    Case c = killed_case(bootstrap->size, mode);
     if (nodes > 1) {
         setenv("LIBEP_TOPOLOGY", "2", 1);
         snprintf(c.nodes, sizeof(c.nodes), "01");
@@ -42,7 +42,7 @@ static void run_until_killed(const EpBootstrap *bootstrap, int nodes) {
     for (int step = 0; step < 3; step++) {
         device_step_draw(&gpu, &c);
         bootstrap->barrier(bootstrap->context, 60); /* no rank is late because of setup */
-        device_step_issue(&gpu, STEP_ALL);
+        device_step_issue(&gpu, device_step_all(&c));
         device_step_check(&gpu);
     }
     bootstrap->barrier(bootstrap->context, 60);
@@ -52,14 +52,14 @@ static void run_until_killed(const EpBootstrap *bootstrap, int nodes) {
 }
 
 /* Does not return: MPI_Finalize does not succeed after a process has died. */
-static void run_rank(int nodes) {
+static void run_rank(int nodes, EpMode mode) {
     int provided;
     EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &provided);
     setenv("LIBEP_LOG_FILE", "/dev/null", 1);
     if (CHECK_OK(ep_bootstrap_mpi(MPI_COMM_WORLD, &bootstrap))) {
         gpu_take(bootstrap.rank);
-        run_until_killed(&bootstrap, nodes);
+        run_until_killed(&bootstrap, nodes, mode);
     }
     printf("rank %d has survived: %s\n", bootstrap.rank,
            check_failure()[0] ? check_failure() : "well");
@@ -86,18 +86,22 @@ static void start(const char *test, const char *ranks) {
     process_result_free(&result);
 }
 
-static void killed_peer(const char *test, const char *ranks, int nodes) {
+static void killed_peer(const char *test, const char *ranks, int nodes, EpMode mode) {
     if (!gpu_serve(atoi(ranks))) cr_skip_test("needs %s GPUs, there are %d", ranks, gpu_count());
-    if (ranked_is()) run_rank(nodes);
+    if (ranked_is()) run_rank(nodes, mode);
     start(test, ranks);
 }
 
 Test(mpi_gpu_killed, of_two, .timeout = 90) {
-    killed_peer("mpi_gpu_killed/of_two", "2", 1);
+    killed_peer("mpi_gpu_killed/of_two", "2", 1, EP_MODE_THROUGHPUT);
 }
 Test(mpi_gpu_killed, of_four, .timeout = 90) {
-    killed_peer("mpi_gpu_killed/of_four", "4", 1);
+    killed_peer("mpi_gpu_killed/of_four", "4", 1, EP_MODE_THROUGHPUT);
 }
 Test(mpi_gpu_killed, of_two_nodes, .timeout = 90) {
-    killed_peer("mpi_gpu_killed/of_two_nodes", "2", 2);
+    killed_peer("mpi_gpu_killed/of_two_nodes", "2", 2, EP_MODE_THROUGHPUT);
+}
+
+Test(mpi_gpu_killed, of_two_nodes_that_decode, .timeout = 90) {
+    killed_peer("mpi_gpu_killed/of_two_nodes_that_decode", "2", 2, EP_MODE_LATENCY);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How many blocks launches have, and which NCCL a group takes. */
+/* What blocks launches have, and which NCCL a group takes. */
 #include "handles/cuda/handle.h"
 #include "tests/gpu/communicator.h"
 #include "tests/harness/ranked.h"
@@ -25,6 +25,21 @@ ThreadTest(gpu_launches, num_sms, 1) {
         ep_handle_destroy(handle);
         ep_group_destroy(group);
     }
+}
+
+/* Blocks have as much shared memory as the setting allows, or the group is refused. */
+ThreadTest(gpu_launches, shared_bytes, 1) {
+    EpGroupConfig config = group_config(1);
+    EpGroup *group = NULL;
+    setenv("LIBEP_SHARED_BYTES", "10K", 1);
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED,
+                  "bytes of shared memory", "got 10240 bytes");
+    CHECK(!group, "an output was written");
+    setenv("LIBEP_SHARED_BYTES", "99K", 1);
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    CHECK(ep_cuda(group)->shared_bytes == 99 << 10, "%d bytes", ep_cuda(group)->shared_bytes);
+    ep_group_destroy(group);
+    unsetenv("LIBEP_SHARED_BYTES");
 }
 
 /* A version of NCCL after those that libep was tested with is used, with one warning. Emulated GPUs

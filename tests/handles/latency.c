@@ -81,19 +81,19 @@ static void check_mode(EpGroup *group, int layout, int mode, EpMode expected) {
     CHECK(cost.mode == expected, "mode %d for %d", (int)cost.mode, mode);
 }
 
-/* On several nodes AUTO is throughput mode, or what LIBEP_NODE_LATENCY says, on both backends
- * alike: never where nodes differ in their ranks. There GPUs have no latency mode by name, either;
- * else both backends have it, without other settings. */
+/* On several nodes AUTO is latency mode up to LIBEP_NODE_LATENCY, on both backends alike: never
+ * where nodes differ in their ranks. There GPUs have no latency mode by name, either; else both
+ * backends have it, without other settings. `most` NULL: the default. */
 static void check_modes_on_nodes(const EpBootstrap *bootstrap, const char *nodes, const char *most,
-                                 EpMode chosen) {
-    Case c = case_complete((Case){.ranks = bootstrap->size});
+                                 int max_tokens, EpMode chosen) {
+    Case c = case_complete((Case){.ranks = bootstrap->size, .max_tokens = max_tokens});
     EpGroupConfig config = case_group_config(&c);
     EpHandleConfig named = EP_HANDLE_CONFIG_INIT;
     EpHandle *handle = NULL;
     config.mode = EP_MODE_AUTO, config.max_recv_rows = 100, config.latency_sets = EP_DEFAULT;
     if (chosen == EP_MODE_THROUGHPUT) config.latency_sets = 1;
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
-    set_on_ranks(bootstrap, "LIBEP_NODE_LATENCY", most);
+    if (most) set_on_ranks(bootstrap, "LIBEP_NODE_LATENCY", most);
     EpGroup *group = open_group_with(bootstrap, &config);
     CHECK(group_info(group).mode == chosen, "mode %d", (int)group_info(group).mode);
     for (int layout = EP_LAYOUT_FLAT; layout <= EP_LAYOUT_RANK_MAJOR;
@@ -111,13 +111,15 @@ static void check_modes_on_nodes(const EpBootstrap *bootstrap, const char *nodes
 }
 
 ThreadTest(handles_latency, auto_on_two_nodes, 2) {
-    check_modes_on_nodes(bootstrap, "2", "0", EP_MODE_THROUGHPUT);
-    check_modes_on_nodes(bootstrap, "2", "8", EP_MODE_THROUGHPUT);
-    check_modes_on_nodes(bootstrap, "2", "9", EP_MODE_LATENCY);
+    check_modes_on_nodes(bootstrap, "2", NULL, 128, EP_MODE_LATENCY);
+    check_modes_on_nodes(bootstrap, "2", NULL, 129, EP_MODE_THROUGHPUT);
+    check_modes_on_nodes(bootstrap, "2", "0", 9, EP_MODE_THROUGHPUT);
+    check_modes_on_nodes(bootstrap, "2", "8", 9, EP_MODE_THROUGHPUT);
+    check_modes_on_nodes(bootstrap, "2", "9", 9, EP_MODE_LATENCY);
 }
 
 RankTest(handles_latency, auto_on_unequal_nodes, 3,
-         check_modes_on_nodes(bootstrap, "0,1,1", "9", EP_MODE_THROUGHPUT));
+         check_modes_on_nodes(bootstrap, "0,1,1", "9", 9, EP_MODE_THROUGHPUT));
 
 /* A group without a capacity is feasible: each handle must then choose its own. */
 SoloTest(handles_latency, groups_without_a_capacity_are_feasible) {

@@ -27,10 +27,10 @@ static void expect_flat_entry(const World *world, int rank, int64_t row, int k, 
     int64_t entry = (int64_t)what->token * world->c.top_k + k;
     if (world->c.all_weights && case_layout(&world->c)->takes_all) *weight = from->weight[entry];
     if (!world_live(world, what->source, what->token, k)) return;
-    if (world_owner(&world->c, from->index[entry]) != rank) return;
+    if (world_owner(&world->c, from->taken[entry]) != rank) return;
     *weight = from->weight[entry];
     int64_t first = world->c.global_ids ? 0 : me->first_expert;
-    set_index(world, &out->index, cell, from->index[entry] - first);
+    set_index(world, &out->index, cell, from->taken[entry] - first);
 }
 
 static void expect_weights(const World *world, int rank, int64_t row, ExpectedRows *out) {
@@ -299,7 +299,7 @@ static int is_needed(const World *world, int from, int token, int to, int node, 
     for (int k = 0; k < c->top_k; k++) {
         if (!world_live(world, from, token, k)) continue;
         int64_t entry = (int64_t)token * c->top_k + k;
-        int owner = world_owner(c, world->rank[from].index[entry]);
+        int owner = world_owner(c, world->rank[from].taken[entry]);
         if (node ? case_node(c, owner) != case_node(c, to) : owner != to) continue;
         found = 1, kept += world->rank[from].position[entry].row >= 0;
     }

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/oracle/world.h"
 
+#include "tests/harness/random.h"
 #include "tests/oracle/inputs.h"
 
 /* Walk the ranks in order. Each takes its part of the remaining experts, rounded up. */
 static int walk_owner(const Case *c, int64_t expert) {
-    int64_t left = c->experts, end = 0;
+    int64_t left = case_physical(c), end = 0;
     for (int rank = 0; rank < c->ranks; rank++) {
         int64_t ranks_left = c->ranks - rank;
         int64_t count = (left + ranks_left - 1) / ranks_left;
@@ -21,11 +22,63 @@ static int walk_owner(const Case *c, int64_t expert) {
 int world_owner(const Case *c, int64_t expert) {
     enum { MOST = 2048 };
     static _Thread_local int ranks, experts, owner[MOST];
-    if (c->experts > MOST) return walk_owner(c, expert);
-    for (int e = 0; (ranks != c->ranks || experts != c->experts) && e < c->experts; e++)
+    int all = case_physical(c);
+    if (all > MOST) return walk_owner(c, expert);
+    for (int e = 0; (ranks != c->ranks || experts != all) && e < all; e++)
         owner[e] = walk_owner(c, e);
-    ranks = c->ranks, experts = c->experts;
+    ranks = c->ranks, experts = all;
     return owner[expert];
+}
+
+int world_map(const Case *c, int place) {
+    Random random = random_stream((uint64_t)c->map_seed, (uint64_t)place, 0);
+    int rank = world_owner(c, place), drawn = (int)random_below(&random, c->experts + 2);
+    switch (c->map) {
+    case MAP_RANDOM:
+        return drawn < c->experts ? drawn : -1;
+    case MAP_EVERYWHERE:
+        return place == 0 || world_owner(c, place - 1) != rank ? 0 : place % c->experts;
+    case MAP_HALF:
+        return rank % 2 ? -1 : (place + c->map_seed) % c->experts;
+    case MAP_NOBODY:
+        return -1;
+    default:
+        return place < c->experts ? place : -1;
+    }
+}
+
+/* How near a place is to a rank: on it, on its node, elsewhere. */
+static int nearness(const Case *c, int place, int rank) {
+    int owner = world_owner(c, place);
+    if (c->choice == EP_CHOICE_SPREAD) return 0;
+    return (owner == rank) + (case_node(c, owner) == case_node(c, rank));
+}
+
+/* Number the copies of an expert that are as near as any, in order, and take one. */
+static int64_t take_copy(const Case *c, int64_t expert, int rank, int token) {
+    int best = -1, copies = 0;
+    for (int p = 0; p < case_physical(c); p++)
+        if (world_map(c, p) == expert && nearness(c, p, rank) > best)
+            best = nearness(c, p, rank), copies = 0;
+    for (int p = 0; p < case_physical(c); p++)
+        copies += world_map(c, p) == expert && nearness(c, p, rank) == best;
+    int left = copies ? (rank + token) % copies : -1;
+    for (int p = 0; p < case_physical(c) && copies; p++)
+        if (world_map(c, p) == expert && nearness(c, p, rank) == best && left-- == 0) return p;
+    return -1;
+}
+
+static void take_copies(World *world, int rank) {
+    const Case *c = &world->c;
+    RankWorld *me = &world->rank[rank];
+    int64_t entries = (int64_t)me->rows * c->top_k;
+    me->taken = calloc((size_t)entries + 1, sizeof(int64_t));
+    for (int64_t i = 0; i < entries; i++) {
+        int is_expert = me->index[i] >= 0 && me->index[i] < c->experts;
+        me->taken[i] = !is_expert    ? -1
+                       : c->physical ? take_copy(c, me->index[i], rank, (int)(i / c->top_k))
+                                     : me->index[i];
+    }
 }
 
 int world_is_strange(const World *world, int token) {
@@ -38,7 +91,7 @@ int world_live(const World *world, int rank, int token, int k) {
     int64_t expert = named[k];
     for (int lower = 0; world->c.merged && lower < k; lower++)
         if (named[lower] == expert) return 0;
-    return token < me->tokens && expert >= 0 && expert < world->c.experts &&
+    return token < me->tokens && me->taken[(int64_t)token * world->c.top_k + k] >= 0 &&
            !(me->lost && me->lost[(int64_t)token * world->c.top_k + k]);
 }
 
@@ -50,14 +103,14 @@ static void lose_token(World *world, int rank, int token, int node) {
         for (int k = 0; k < world->c.top_k && case_node(&world->c, owner) == node; k++) {
             int64_t at = (int64_t)token * world->c.top_k + k;
             if (!world_live(world, rank, token, k)) continue;
-            if (world_owner(&world->c, me->index[at]) != owner) continue;
+            if (world_owner(&world->c, me->taken[at]) != owner) continue;
             world->rank[owner].dropped += !case_has_rows(&world->c) || last != owner;
             me->lost[at] = 1, last = owner;
         }
 }
 
 static int needs_node(const World *world, int rank, int token, int node) {
-    const int64_t *named = world->rank[rank].index + (int64_t)token * world->c.top_k;
+    const int64_t *named = world->rank[rank].taken + (int64_t)token * world->c.top_k;
     for (int k = 0; k < world->c.top_k; k++)
         if (world_live(world, rank, token, k) &&
             case_node(&world->c, world_owner(&world->c, named[k])) == node)
@@ -90,7 +143,7 @@ int world_row_weights(const Case *c) {
 static void find_experts(World *world, int rank) {
     RankWorld *me = &world->rank[rank];
     me->first_expert = -1;
-    for (int e = 0; e < world->c.experts; e++) {
+    for (int e = 0; e < case_physical(&world->c); e++) {
         if (world_owner(&world->c, e) != rank) continue;
         if (me->first_expert < 0) me->first_expert = e;
         me->num_experts++;
@@ -107,7 +160,7 @@ static void walk_expert(World *world, int rank, int local, Visit visit, void *co
         const RankWorld *from = &world->rank[source];
         for (int t = 0; t < from->tokens; t++)
             for (int k = 0; k < world->c.top_k; k++)
-                if (from->index[(int64_t)t * world->c.top_k + k] == expert &&
+                if (from->taken[(int64_t)t * world->c.top_k + k] == expert &&
                     world_live(world, source, t, k))
                     visit(world, rank, local, source, t, k, context);
     }
@@ -191,7 +244,7 @@ static int assign_flat_row(World *world, int rank, int source, int token, int64_
     RankWorld *me = &world->rank[rank];
     int entries = 0;
     for (int k = 0; k < world->c.top_k; k++) {
-        int64_t i = (int64_t)token * world->c.top_k + k, expert = world->rank[source].index[i];
+        int64_t i = (int64_t)token * world->c.top_k + k, expert = world->rank[source].taken[i];
         if (!world_live(world, source, token, k) || world_owner(&world->c, expert) != rank)
             continue;
         entries++;
@@ -296,7 +349,7 @@ World *world_new(const Case *c) {
     for (int r = 0; r < world->c.ranks; r++)
         inputs_make_tokens(world, r);
     for (int r = 0; r < world->c.ranks; r++)
-        fill_messages(world, r);
+        take_copies(world, r), fill_messages(world, r);
     for (int r = 0; r < world->c.ranks; r++)
         plan_allocate(world, r);
     for (int r = 0; r < world->c.ranks; r++)
@@ -317,7 +370,8 @@ void world_free(const World *world) {
                          me->sent,      me->sent_scale, me->count,       me->from,
                          me->padded,    me->offset,     me->row,         me->position,
                          me->grad_out,  me->expert_out, me->slot_weight, me->grad_slot_weight,
-                         me->from_rows, me->lost,       me->bias[0],     me->bias[1]};
+                         me->from_rows, me->lost,       me->bias[0],     me->bias[1],
+                         me->taken};
         for (size_t i = 0; i < sizeof(owned) / sizeof(owned[0]); i++)
             free(owned[i]);
     }

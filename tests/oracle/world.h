@@ -35,6 +35,8 @@ typedef struct RankWorld {
     int tokens;          /**< tokens that are routed */
     int rows;            /**< rows (T) of the input tensors */
     int64_t *index;      /**< [rows][K] */
+    int64_t *taken;      /**< [rows][K] the place, or physical expert, that the entry goes to, -1:
+                              none */
     uint8_t *token;      /**< [rows][row bytes] */
     uint8_t *scale;      /**< [rows][scale bytes] */
     float global_scale;  /**< of NVFP4 */
@@ -70,8 +72,11 @@ typedef struct World {
 World *world_new(const Case *c);
 void world_free(const World *world);
 
-/** Returns the rank that owns an expert. */
+/** Returns the rank that owns a physical expert. */
 int world_owner(const Case *c, int64_t expert);
+
+/** Returns the expert that a place holds by the case's map, -1: none. */
+int world_map(const Case *c, int place);
 
 /** Returns whether a token is one of the case's strange ones. */
 int world_is_strange(const World *world, int token);

@@ -3,6 +3,7 @@
  * error soon, and the group returns it from then on. */
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
+#include "tests/harness/ranked.h"
 
 enum { RANKS = 3, ODD = 2 };
 #define LATE 30.0
@@ -107,6 +108,15 @@ DISAGREE(sizes_in_latency_mode, "mode=latency capacity=100", BOTH(ROUTED, "top_k
          BOTH(STEP_COMBINE, "sum_type=fp16"),
          BOTH(STEP_COMBINE, "weights_at_combine=1", .by_turns = 1),
          BOTH(STEP_COMBINE_PHASES, "weights_at_combine=1", .by_turns = 1));
+/* The same where each rank is a node. */
+#define ON_NODES(name, changes)                                                              \
+    RankTest(runtime_disagree, name##_on_nodes, RANKS, {                                     \
+        needs_latency();                                                                     \
+        set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "0,1,2");                                  \
+        disagree_each(bootstrap, changes " nodes=012", name##_rows, LENGTH(name##_rows));    \
+    })
+ON_NODES(operations_in_latency_mode, "mode=latency");
+ON_NODES(sizes_in_latency_mode, "mode=latency capacity=100");
 #define OTHER_MODE .handle = "mode=throughput", .by_turns = 1
 DISAGREE(modes, "mode=latency", {STEP_PREPARE, STEP_DISPATCH, OTHER_MODE},
          BOTH(STEP_DISPATCH, OTHER_MODE), BOTH(STEP_COMBINE, OTHER_MODE),

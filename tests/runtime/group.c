@@ -27,6 +27,8 @@ static const TextField config_fields[] = {
     TEXT_FIELD(EpGroupConfig, duplicates, "|keep|merge"),
     TEXT_FIELD(EpGroupConfig, sums, "|rank|entry"),
     TEXT_FIELD(EpGroupConfig, node_rows, NULL),
+    TEXT_FIELD(EpGroupConfig, num_physical, NULL),
+    TEXT_FIELD(EpGroupConfig, choice, NULL),
 };
 
 typedef struct Configured {
@@ -137,6 +139,8 @@ static const char *const differences[][5] = {
     {"duplicates", "keep", "merge", "EP_DUPLICATES_KEEP", "EP_DUPLICATES_MERGE"},
     {"sums", "rank", "entry", "EP_SUMS_BY_RANK", "EP_SUMS_BY_ENTRY"},
     {"node_rows", "0", "5", "got 9", "5 on rank 2"},
+    {"num_physical", "-1", "5", "got -1", "5 on rank 2"},
+    {"choice", "1", "2", "got EP_CHOICE_NEAR", "EP_CHOICE_SPREAD on rank 2"},
 };
 
 ThreadTest(runtime_group, ranks_that_disagree, 3) {

@@ -3,9 +3,12 @@
  * fastest. The code under test needs no GPU; builds with emulated GPUs run this. */
 #if EP_WITH_CUDA
 
+#include <math.h>
+
 #include "combine/cuda/gather.h"
 #include "dispatch/cuda/scatter.h"
 
+#include "runtime/cuda/tuning.h"
 #include "runtime/layout.h"
 #include "tests/harness/check.h"
 #include "tests/harness/random.h"
@@ -52,7 +55,25 @@ static EpCudaGroup draw_group(Random *random) {
                          .blocks = 2 + (int32_t)random_below(random, 160)};
 }
 
-static void check_scatter(Random *random) {
+/* Draw a constant: often one of its limits. */
+static double draw_constant(Random *random, double least, double most) {
+    int64_t draw = random_below(random, 100);
+    double low = least > 1e-6 ? least : 1e-6;
+    return draw < 30 ? least : draw > 70 ? most : low * pow(most / low, (double)(draw - 30) / 40);
+}
+
+/* Draw a table that a file may have: half of the constants are as usual. */
+static EpTuning draw_tuning(Random *random) {
+    EpTuning t = ep_tuning_hopper;
+#define DRAW(member, value, least, most, unit, how) \
+    if (random_percent(random, 50)) t.member = draw_constant(random, least, most);
+    EP_TUNING_MAP(DRAW)
+#undef DRAW
+    if (t.many_spare <= t.few_spare) t.many_spare = t.few_spare + 1;
+    return t;
+}
+
+static void check_scatter(Random *random, const EpTuning *tuning) {
     int multiplies = random_percent(random, 50);
     EpScatterArgs a = {.group = draw_group(random),
                        .top_k = 1 + (int32_t)random_below(random, 32),
@@ -65,13 +86,13 @@ static void check_scatter(Random *random) {
     int32_t shared_bytes = draw_shared_bytes(random, a.t.row_bytes, a.top_k);
     check_note("%d ranks, %d blocks, top-%d, type %d, rows of %lld bytes, %d bytes", a.group.size,
                a.group.blocks, a.top_k, a.multiplied, (long long)a.t.row_bytes, shared_bytes);
-    CHECK(ep_partition_scatter(&a, shared_bytes, 16), "refused");
+    CHECK(ep_partition_scatter(tuning, &a, shared_bytes, 16), "refused");
     check_division(&a.group, a.receivers, a.schedulers, a.chunk);
     check_pipeline(&a.send, a.t.row_bytes, 16, 1, shared_bytes - EP_SCATTER_STATIC_BYTES);
     check_pipeline(&a.receive, a.t.row_bytes, 16, held, shared_bytes - EP_SCATTER_STATIC_BYTES);
 }
 
-static void check_gather(Random *random) {
+static void check_gather(Random *random, const EpTuning *tuning) {
     EpGatherArgs a = {.group = draw_group(random),
                       .top_k = 1 + (int32_t)random_below(random, 32),
                       .t.type = EP_TYPE_BF16,
@@ -79,7 +100,7 @@ static void check_gather(Random *random) {
     int32_t shared_bytes = draw_shared_bytes(random, a.t.row_bytes, a.top_k);
     check_note("%d ranks, %d blocks, top-%d, rows of %lld bytes, %d bytes", a.group.size,
                a.group.blocks, a.top_k, (long long)a.t.row_bytes, shared_bytes);
-    CHECK(ep_partition_gather(&a, shared_bytes), "refused");
+    CHECK(ep_partition_gather(tuning, &a, shared_bytes), "refused");
     check_division(&a.group, a.receivers, a.schedulers, a.chunk);
     check_pipeline(&a.pipeline, a.t.row_bytes, 16, a.top_k, shared_bytes - EP_GATHER_STATIC_BYTES);
 }
@@ -108,8 +129,9 @@ SoloTest(runtime_partition, roles_alternate) {
 SoloTest(runtime_partition, whatever_is_asked) {
     Random random = random_stream(7, 0, 0);
     for (int i = 0; i < 20000 && !check_failure()[0]; i++) {
-        check_scatter(&random);
-        check_gather(&random);
+        EpTuning tuning = i % 2 ? draw_tuning(&random) : ep_tuning_hopper;
+        check_scatter(&random, &tuning);
+        check_gather(&random, &tuning);
     }
 }
 
@@ -122,7 +144,7 @@ SoloTest(runtime_partition, quantised_in_whole_blocks) {
                            .t.source_row_bytes = 512 * blocks,
                            .send = {.shrink = 2}};
         check_note("%lld blocks", (long long)blocks);
-        CHECK(ep_partition_scatter(&a, H200_SHARED_BYTES, 512), "refused");
+        CHECK(ep_partition_scatter(&ep_tuning_hopper, &a, H200_SHARED_BYTES, 512), "refused");
         check_pipeline(&a.send, a.t.source_row_bytes, 512, 1,
                        H200_SHARED_BYTES - EP_SCATTER_STATIC_BYTES);
         CHECK(a.send.shrink == 2 && a.receive.shrink == 0, "%d, %d", a.send.shrink,
@@ -142,7 +164,7 @@ SoloTest(runtime_partition, packed_in_whole_groups) {
                           .t.row_bytes = 2 * elements};
         check_note("%lld elements, %d ranks, %d blocks", (long long)elements, group.size,
                    group.blocks);
-        CHECK(ep_partition_gather(&a, H200_SHARED_BYTES), "refused");
+        CHECK(ep_partition_gather(&ep_tuning_hopper, &a, H200_SHARED_BYTES), "refused");
         check_division(&a.group, a.receivers, a.schedulers, a.chunk);
         check_pipeline(&a.pipeline, a.t.row_bytes, 1024, 8,
                        H200_SHARED_BYTES - EP_GATHER_STATIC_BYTES);
@@ -162,8 +184,9 @@ SoloTest(runtime_partition, packed_without_room) {
                       .t.row_bytes = 16384};
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.max_row_bytes = 16384, config.max_top_k = 32;
-    CHECK(!ep_partition_gather(&a, (int32_t)ep_cuda_least_shared(&config, 4)), "not refused");
-    CHECK(ep_partition_gather(&a, H200_SHARED_BYTES), "refused");
+    CHECK(!ep_partition_gather(&ep_tuning_hopper, &a, (int32_t)ep_cuda_least_shared(&config, 4)),
+          "not refused");
+    CHECK(ep_partition_gather(&ep_tuning_hopper, &a, H200_SHARED_BYTES), "refused");
 }
 
 SoloTest(runtime_partition, too_little_shared_memory) {
@@ -174,8 +197,10 @@ SoloTest(runtime_partition, too_little_shared_memory) {
                        .t.source_row_bytes = 14336};
     EpGatherArgs g = {
         .group = s.group, .top_k = 8, .t.type = EP_TYPE_BF16, .t.row_bytes = s.t.row_bytes};
-    CHECK(!ep_partition_scatter(&s, EP_SCATTER_STATIC_BYTES + 16000, 16), "it was enough");
-    CHECK(!ep_partition_gather(&g, EP_GATHER_STATIC_BYTES + 16000), "it was enough");
+    CHECK(!ep_partition_scatter(&ep_tuning_hopper, &s, EP_SCATTER_STATIC_BYTES + 16000, 16),
+          "it was enough");
+    CHECK(!ep_partition_gather(&ep_tuning_hopper, &g, EP_GATHER_STATIC_BYTES + 16000),
+          "it was enough");
 }
 
 /* ---- what is chosen ------------------------------------------------------------------------ */
@@ -193,7 +218,7 @@ static Chosen chosen_scatter(int32_t ranks, int32_t blocks, int32_t top_k, int64
                        .multiplied = multiplies ? EP_TYPE_BF16 : 0,
                        .t = {.row_bytes = row_bytes, .source_row_bytes = row_bytes}};
     a.t.takes_dots = multiplies;
-    CHECK(ep_partition_scatter(&a, H200_SHARED_BYTES, 16), "refused");
+    CHECK(ep_partition_scatter(&ep_tuning_hopper, &a, H200_SHARED_BYTES, 16), "refused");
     /* With one rank each row has all slots, so two large rows fit only if cut into fragments. */
     if (multiplies && top_k == 8 && row_bytes == 14336)
         CHECK(a.receive.fragments == (ranks == 1 ? 2 : 1) && (ranks > 1 || a.receive.stages >= 18),
@@ -207,7 +232,7 @@ static EpGatherArgs divided_gather(int32_t ranks, int32_t blocks, int32_t top_k,
                       .top_k = top_k,
                       .t = {.type = EP_TYPE_BF16, .row_bytes = row_bytes}};
     if (packs) a.t.format = ep_quant_format(EP_QUANT_FP8);
-    CHECK(ep_partition_gather(&a, H200_SHARED_BYTES), "refused");
+    CHECK(ep_partition_gather(&ep_tuning_hopper, &a, H200_SHARED_BYTES), "refused");
     return a;
 }
 
@@ -318,7 +343,7 @@ SoloTest(runtime_partition, blocks_of_entries) {
         EpGatherArgs a = {.group = {.size = cases[i].ranks, .blocks = cases[i].blocks},
                           .top_k = cases[i].top_k,
                           .t = {.type = EP_TYPE_BF16, .row_bytes = 14336, .by_entry = 1}};
-        CHECK(ep_partition_gather(&a, H200_SHARED_BYTES), "refused");
+        CHECK(ep_partition_gather(&ep_tuning_hopper, &a, H200_SHARED_BYTES), "refused");
         check_note("%d ranks, %d blocks, top-%d", a.group.size, a.group.blocks, a.top_k);
         CHECK(a.receivers == cases[i].receivers && a.pipeline.stages >= a.top_k,
               "%d receive, with %d stages", a.receivers, a.pipeline.stages);
@@ -329,7 +354,7 @@ SoloTest(runtime_partition, blocks_of_entries) {
 SoloTest(runtime_partition, senders_of_quantised_rows) {
     EpScatterArgs s = {.group = {.size = 4, .blocks = H200_BLOCKS}, .top_k = 8, .zero_copy = 1};
     s.t.row_bytes = 7168, s.t.source_row_bytes = 14336, s.t.format = ep_quant_format(EP_QUANT_FP8);
-    CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 512), "refused");
+    CHECK(ep_partition_scatter(&ep_tuning_hopper, &s, H200_SHARED_BYTES, 512), "refused");
     CHECK(s.receivers == 104, "%d", s.receivers);
 }
 

@@ -75,6 +75,9 @@ static Case draw_case(uint64_t seed) {
     c.by_entry = PICK(&random, 0, 0, 1);
     c.block_rows = PICK(&random, 0, 1, 5, c.alignment);
     if (c.layout == EP_LAYOUT_EXPERT_MAJOR && c.block_rows == 5) c.block_rows = 0;
+    c.physical = PICK(&random, 0, 0, 0, 1 + (int)random_below(&random, 2 * c.experts));
+    c.choice = (EpCopyChoice)PICK(&random, EP_CHOICE_NEAR, EP_CHOICE_SPREAD);
+    if (c.physical) c.map = (Map)PICK(&random, MAP_FIRST, MAP_RANDOM, MAP_RANDOM, MAP_EVERYWHERE);
     return c;
 }
 

@@ -102,7 +102,7 @@ bool moe_compare(Layer *layer, MoeComparison *out) {
     options.quant = EP_QUANT_NONE, options.wgrad = 0, options.regather = 0;
     options.fault = -1;
     bool ok = run(layer) && moe_check_products(layer, out->products) &&
-              layer_create(layer->world, &options, &layer->mesh, NULL, &plain);
+              layer_create(layer->world, &options, &layer->mesh, layer, NULL, &plain);
     ok = ok && run(&plain) && compare_all(layer, &plain, out);
     if (plain.world && !layer->world->broken) layer_destroy(&plain);
     find_first(out);

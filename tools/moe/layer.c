@@ -5,6 +5,7 @@
 
 #include "tools/common/data.h"
 #include "tools/common/gpu.h"
+#include "tools/common/time.h"
 #include "tools/common/util.h"
 #include "tools/moe/phases.h"
 
@@ -157,10 +158,10 @@ static EpHandleConfig handle_config(const Layer *layer) {
 }
 
 static bool create_handle(Layer *layer) {
-    const Layer *below = layer->below;
-    layer->ep = below->ep, layer->group = below->group;
-    layer->group_config = below->group_config, layer->handle_config = handle_config(layer);
-    layer->num_local = below->num_local;
+    const Layer *lender = layer->lender;
+    layer->ep = lender->ep, layer->group = lender->group;
+    layer->group_config = lender->group_config, layer->handle_config = handle_config(layer);
+    layer->num_local = lender->num_local;
     bool ok = bench_ok(ep_handle_create(layer->group, &layer->handle_config, &layer->handle),
                        "ep_handle_create");
     return world_all(layer->world, ok);
@@ -168,7 +169,7 @@ static bool create_handle(Layer *layer) {
 
 static bool create_group(Layer *layer) {
     World *world = layer->world;
-    if (layer->below) return create_handle(layer);
+    if (layer->lender) return create_handle(layer);
     EpGroupConfig config = group_config(layer->options, layer->device.backend);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     layer->group_config = config, layer->handle_config = handle_config(layer);
@@ -250,13 +251,8 @@ static bool create_cuda(Layer *layer) {
 }
 
 static bool share_device(Layer *layer) {
-    layer->device = layer->below->device;
+    layer->device = layer->lender->device;
     layer->device.gemm_calls = 0;
-    layer->weights_stream = layer->device.stream;
-    layer->multiplies_e4m3 = layer->below->multiplies_e4m3;
-    layer->dispatches_e4m3 = layer->below->dispatches_e4m3;
-    layer->fuses = layer->below->fuses;
-    layer->overlaps = layer->below->overlaps;
     return true;
 }
 
@@ -264,17 +260,18 @@ static bool share_device(Layer *layer) {
  * else begin when the kernels that move weights have ended. */
 static bool leave_room(Layer *layer) {
     const int sms = layer->device.multiprocessors, ctas = (int)layer->options->weight_sms;
-    if (layer->options->layers < 2 || !layer->overlaps || !ctas || ctas >= sms) return true;
+    if (layer->lender || layer->options->layers < 2 || !layer->overlaps || !ctas || ctas >= sms) return true;
     return layer->device.limit(&layer->device, sms - ctas);
 }
 
 /* Collective, since ranks of a node divide its GPUs. */
 static bool create_device(Layer *layer) {
-    if (layer->below) return share_device(layer);
     const MoeOptions *o = layer->options;
     const bool cuda = o->backend == EP_BACKEND_CUDA;
-    if (cuda && !gpu_select(layer->world)) return false;
-    bool ok = cuda ? create_cuda(layer) : moe_host_create(&layer->device, (int)o->gemm_threads);
+    if (cuda && !layer->lender && !gpu_select(layer->world)) return false;
+    bool ok = layer->lender ? share_device(layer)
+              : cuda        ? create_cuda(layer)
+                            : moe_host_create(&layer->device, (int)o->gemm_threads);
     layer->weights_stream = layer->device.stream;
     layer->multiplies_e4m3 = moe_multiplies_e4m3(o);
     layer->dispatches_e4m3 = dispatches_e4m3(o);
@@ -292,20 +289,30 @@ static bool create_device(Layer *layer) {
     return world_all(layer->world, ok);
 }
 
-bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, const Layer *below,
-                  Layer *out) {
-    *out = (Layer){.world = world, .options = options, .mesh = *mesh, .below = below};
+static bool create(Layer *out) {
+    World *world = out->world;
+    const MoeOptions *options = out->options;
     out->tokens = moe_tokens_of(options, world->size, world->rank);
     out->all[1] = (int32_t)out->tokens;
     out->all_tokens = (Groups){1, &out->all[0], &out->all[1], NULL};
     if (!create_device(out) || !create_group(out) || !weights_create(out)) return false;
-    bool ok = make_token_tensors(out) && (below || fill_tokens(out, T_TOKENS, INPUT_TOKENS)) &&
+    bool ok = make_token_tensors(out) && (out->below || fill_tokens(out, T_TOKENS, INPUT_TOKENS)) &&
               (options->forward || fill_tokens(out, T_GRAD_OUT, INPUT_GRAD_OUT)) &&
               make_shared(out);
     ok = world_all(world, ok) && find_rows(out);
     if (!world_all(world, ok && make_slot_tensors(out) && make_scaled_tensors(out))) return false;
     if (options->forward) return world_all(world, moe_weights_load(out));
     return out->device.backend == EP_BACKEND_HOST || moe_weights_warm_up(out);
+}
+
+bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh,
+                  const Layer *lender, const Layer *below, Layer *out) {
+    const double begin = time_now_us();
+    *out = (Layer){
+        .world = world, .options = options, .mesh = *mesh, .lender = lender, .below = below};
+    bool ok = create(out);
+    out->created = (time_now_us() - begin) * 1e-6;
+    return ok;
 }
 
 static void release(Layer *layer, EpTensor *tensor) {
@@ -344,7 +351,7 @@ static void release_shared(Layer *layer) {
 }
 
 void layer_destroy(Layer *layer) {
-    if (!layer->below) ep_mesh_comm_destroy(layer->comm);
+    if (!layer->lender) ep_mesh_comm_destroy(layer->comm);
     if (layer->below) layer->tensors[T_TOKENS].data = layer->tensors[T_GRAD_TOKENS].data = NULL;
     ep_handle_destroy(layer->handle);
     for (int i = 0; i < NUM_WEIGHTS; i++)
@@ -357,5 +364,5 @@ void layer_destroy(Layer *layer) {
     release(layer, &layer->places);
     free(layer->first);
     free(layer->count);
-    if (!layer->below) release_shared(layer);
+    if (!layer->lender) release_shared(layer);
 }

@@ -64,6 +64,8 @@ void moe_report_header(const MoeReport *report) {
     printf("# timing:  %lld iterations after %lld, slowest rank of each, %s\n",
            (long long)report->options->run.iterations, (long long)report->options->run.warmup,
            report->layer->device.backend == EP_BACKEND_CUDA ? "CUDA events" : "host clock");
+    printf("# created: %s in %.1f s, with the first calls of weights\n",
+           report->options->layers > 1 ? "the lowest layer" : "the layer", report->layer->created);
     printf("#\n# flops, and bytes read and written, are those of the rank that has most\n");
     printf(
         "# floor: the larger of the same bytes copied and the flops at the rate of a plain GEMM\n");

@@ -229,8 +229,8 @@ static bool create(Stack *s, const MoeOptions *o, const MoeMesh *mesh) {
         Layer *layer = &s->layers[s->created];
         s->options[s->created] = *o;
         s->options[s->created].run.seed += s->created;
-        ok = layer_create(s->world, &s->options[s->created], mesh, s->created ? layer - 1 : NULL,
-                          layer);
+        const Layer *below = s->created ? layer - 1 : NULL;
+        ok = layer_create(s->world, &s->options[s->created], mesh, below, below, layer);
         if (!ok) break;
         ok = compute(layer, MOE_ROUTER, MOE_DISPATCH) &&
              gather_forward(layer, layer->device.stream) &&

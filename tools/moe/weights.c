@@ -155,8 +155,8 @@ static bool create_weight(Layer *layer, WeightId id) {
 static bool create_comm(Layer *layer) {
     EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
     config.backend = layer->device.backend;
-    if (layer->below) layer->comm = layer->below->comm;
-    return layer->below || bench_ok(ep_mesh_comm_create(&layer->world->boot, &layer->mesh.mesh,
+    if (layer->lender) layer->comm = layer->lender->comm;
+    return layer->lender || bench_ok(ep_mesh_comm_create(&layer->world->boot, &layer->mesh.mesh,
                                                         &config, &layer->comm),
                                     "ep_mesh_comm_create");
 }

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from _thread import allocate_lock, get_ident
-from ctypes import byref, c_int32, c_size_t, c_void_p, sizeof
+from ctypes import byref, c_int32, c_size_t, c_void_p, create_string_buffer, sizeof
 from time import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,6 +47,7 @@ class GroupInfo(NamedTuple):
     mode: Mode
     within: str
     between: str
+    tuning: str
 
 
 class GroupMemory(NamedTuple):
@@ -236,8 +237,15 @@ class Group(Shared):
             reason=info.reason.decode(),
             within=info.within.decode(),
             between=info.between.decode(),
+            tuning=info.tuning.decode(),
         )
         return GroupInfo(**values)
+
+    def tuning(self) -> str:
+        """Return the constants by which kernels divide their blocks, as LIBEP_TUNING reads them."""
+        text = create_string_buffer(_abi.TUNING_BYTES)
+        self.call(library.ep_group_tuning, self.require(), text, len(text))
+        return text.value.decode()
 
     def relay(self, node: int) -> int:
         """On several nodes of GPUs, the rank of a node to which this rank sends. Local."""

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A group's NCCL communicators. On one node there is one: the group's own, or one that it borrows.
- * On several nodes, and in groups of weights, it owns two: one of the ranks of each node, whose
- * windows map each other's memory, and one of all ranks, by which NCCL moves data. Both are split
- * from the one that the caller lends, or made from new ids. Where ranks share GPUs,
- * memory/cuda/ipc.c maps their memory, and the communicator of all ranks remains.
+ * On several nodes it owns two: one of the ranks of each node, whose windows map each other's memory,
+ * and one of all ranks, by which NCCL moves data. Both are split from the one that the caller lends,
+ * or made from new ids. Where ranks share GPUs, memory/cuda/ipc.c maps their memory, and the
+ * communicator of all ranks remains. A group of weights on one node gets the second one when NCCL
+ * first has to move a weight.
  */
 #include <stdlib.h>
 
@@ -118,7 +119,7 @@ static ncclResult_t make(Making *m, double seconds) {
  * done, it may still write into the struct, which then stays. */
 static EpStatus finish(EpGroup *group, Making *m, ncclComm_t *out) {
     const char *name = m->lent ? "ncclCommSplit" : "ncclCommInitRankConfig";
-    double seconds = ep_cuda_comm_timeout(group);
+    double seconds = ep_cuda_comm_timeout(group), begin = ep_clock();
     (void)ep_group_await(group);
     ncclResult_t result = make(m, seconds);
     EpStatus status = ep_cuda_comm_check(group, name, result, seconds);
@@ -126,6 +127,9 @@ static EpStatus finish(EpGroup *group, Making *m, ncclComm_t *out) {
     int returned = __atomic_load_n(&m->call.returned, __ATOMIC_ACQUIRE);
     if (status == EP_OK || (returned && !m->lent)) *out = m->made;
     if (status != EP_OK && m->lent) ep_nccl_bootstrap_refuse(m->lent, status);
+    if (status == EP_OK)
+        EP_INFO("%s of %d ranks for %s: %.0f ms", name, m->new.size,
+                m->new.blocks ? "data" : "windows", 1e3 * (ep_clock() - begin));
     if (result != ncclInProgress) free(m);
     return status;
 }
@@ -225,7 +229,7 @@ static void warn_of_one_core(const EpGroup *group) {
 EpStatus ep_cuda_comm_open(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
     int has_nodes = group->nodes.sizes.nodes > 1, has_node = !has_nodes || !group->choice.shared;
-    int has_network = ep_cuda_network_blocks(group);
+    int has_network = has_nodes;
     char reason[192];
     if (has_nodes) warn_of_one_core(group);
     cuda->nccl = ep_nccl_load(reason, sizeof(reason));
@@ -236,6 +240,10 @@ EpStatus ep_cuda_comm_open(EpGroup *group) {
     }
     cuda->owns_comm = 1;
     return open(group, has_node, has_network);
+}
+
+EpStatus ep_cuda_comm_open_network(EpGroup *group) {
+    return open(group, 0, 1);
 }
 
 /* ---- the end ------------------------------------------------------------------------------- */

@@ -10,6 +10,7 @@
 #include "bootstrap/network/cuda/watch.h"
 #include "bootstrap/network/sockets.h"
 #include "runtime/cuda/digest.h"
+#include "runtime/log.h"
 #include "runtime/op.h"
 #include "runtime/wait.h"
 
@@ -47,15 +48,14 @@ static EpStatus allocate(EpCudaWatch *w) {
 
 EpStatus ep_cuda_watch_open(EpGroup *group) {
     EpCall call = {"ep_group_create", group->rank};
-    ncclComm_t comm = ep_cuda_group_comm(ep_cuda(group));
-    if (!comm || (group->nodes.sizes.nodes == 1 && group->purpose == EP_FOR_TOKENS)) return EP_OK;
+    if (!ep_cuda_group_comm(ep_cuda(group)) || (group->nodes.sizes.nodes == 1 && group->purpose == EP_FOR_TOKENS)) return EP_OK;
     EpCudaWatch *w = calloc(1, sizeof(*w));
     ep_cuda(group)->watch = w;
     EpStatus status = EP_OK;
     if (!w)
         status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
     EP_TRY(ep_group_agree(group, &call, status));
-    w->group = group, w->cuda = ep_cuda(group), w->comm = comm;
+    w->group = group, w->cuda = ep_cuda(group), w->comm = w->cuda->network;
     w->rank = group->rank, w->timeout = group->timeout;
     w->beat = group->timeout / 4 < MOST_BEAT_SECONDS ? group->timeout / 4 : MOST_BEAT_SECONDS;
     EP_TRY(ep_group_agree(group, &call, allocate(w)));
@@ -71,8 +71,7 @@ void ep_cuda_watch_close(EpGroup *group, int together) {
     if (!w) return;
     __atomic_store_n(&w->stop, together ? EP_STOP_TOGETHER : EP_STOP_ALONE, __ATOMIC_RELEASE);
     if (w->started) pthread_join(w->thread, NULL);
-    if (w->is_ended && w->comm == cuda->network) cuda->network = NULL;
-    if (w->is_ended && w->comm == cuda->comm) cuda->comm = NULL;
+    if (w->is_ended) cuda->network = NULL;
     if (w->has_messages) ep_bootstrap_destroy(&w->messages);
     if (w->stream) (void)cudaStreamDestroy(w->stream);
     (void)cudaFreeHost(w->marks);
@@ -82,6 +81,12 @@ void ep_cuda_watch_close(EpGroup *group, int together) {
     free(w->peers);
     free(w);
     cuda->watch = NULL;
+}
+
+/* A watcher that has lost something by now ends none: the group does, when it is destroyed. */
+void ep_cuda_watch_comm(EpGroup *group) {
+    const EpCuda *cuda = ep_cuda(group);
+    __atomic_store_n(&cuda->watch->comm, cuda->network, __ATOMIC_RELEASE);
 }
 
 /* Aborting the communicator frees memory, which may wait for the device: a watcher that does so
@@ -198,9 +203,11 @@ static EpStatus await_once(EpGroup *group, cudaStream_t wire, double seconds) {
 }
 
 EpStatus ep_cuda_network_connect(EpGroup *group, EpNcclCall *call, cudaStream_t wire) {
-    double seconds = ep_cuda_comm_timeout(group);
+    double seconds = ep_cuda_comm_timeout(group), begin = ep_clock();
     EP_TRY(call_once(group, call, seconds));
-    return await_once(group, wire, seconds);
+    EP_TRY(await_once(group, wire, seconds));
+    EP_INFO("NCCL's first calls: %.0f ms", 1e3 * (ep_clock() - begin));
+    return EP_OK;
 }
 
 void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args) {
@@ -225,7 +232,7 @@ static EpStatus report_late(const EpGroup *group, const EpLoss *loss, const char
     if (loss->blamed < 0)
         return ep_fail(EP_ERR_TIMEOUT,
                        "rank %d: %s: expected an exchange over NCCL to end within %g s, and all "
-                       "ranks are in it",
+                       "ranks are in it; NCCL wants it captured in graphs on all or on none",
                        group->rank, phase, group->timeout);
     return ep_fail(EP_ERR_TIMEOUT,
                    "rank %d: %s: rank %d did not arrive within %g s (waiting for data by NCCL)%s%s",

@@ -47,8 +47,11 @@
  *  travel over the bootstrap, or check the borrowed one. */
 EpStatus ep_cuda_comm_open(EpGroup *group);
 
-/** Returns whether NCCL moves data of the group. Then the communicator of all ranks is one of its
- *  own, which blocks: the watcher may abort it, and windows stay. */
+/** Collective: make the communicator of all ranks in a group of weights on one node. */
+EpStatus ep_cuda_comm_open_network(EpGroup *group);
+
+/** Returns whether NCCL moves data of the group, or may have to. The communicator of all ranks by
+ *  which it does so is one of its own, which blocks: the watcher may abort it, and windows stay. */
 static inline int ep_cuda_network_blocks(const EpGroup *group) {
     return group->purpose == EP_FOR_WEIGHTS || group->nodes.sizes.nodes > 1;
 }
@@ -98,6 +101,9 @@ EpStatus ep_cuda_watch_open(EpGroup *group);
 /** Stop the watcher. `together`: the others do so now, and are not to take it for a loss. */
 void ep_cuda_watch_close(EpGroup *group, int together);
 
+/** Let the watcher look after the communicator of all ranks, which has been made since. */
+void ep_cuda_watch_comm(EpGroup *group);
+
 /** Stop the watcher where the device may be busy for ever, and leave its memory and the
  *  communicator. */
 void ep_cuda_watch_abandon(EpGroup *group);
@@ -135,7 +141,7 @@ EpStatus ep_cuda_network_enter(EpGroup *group, const EpCudaStream *stream);
 EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result);
 EpStatus ep_cuda_network_leave(EpGroup *group, const char *what, EpStatus status);
 
-/** Collective, when the group is created: make a first call on the communicator of all ranks, which
+/** Collective, when that is made: make a first call on the communicator of all ranks, which
  *  NCCL holds until they are connected, and wait until `wire` has run it. `call` is freed, unless
  *  NCCL still holds it at the deadline. */
 EpStatus ep_cuda_network_connect(EpGroup *group, EpNcclCall *call, cudaStream_t wire);

@@ -113,9 +113,10 @@ static void await_leaving(const EpCudaWatch *w) {
 
 static void end_communicator(EpCudaWatch *w) {
     await_leaving(w);
-    if (stops(w) == EP_STOP_ABANDONED) return;
+    ncclComm_t comm = __atomic_load_n(&w->comm, __ATOMIC_ACQUIRE);
+    if (!comm || stops(w) == EP_STOP_ABANDONED) return;
     __atomic_store_n(&w->ending, 1, __ATOMIC_RELEASE);
-    ep_cuda_comm_end(w->cuda, w->comm, 1);
+    ep_cuda_comm_end(w->cuda, comm, 1);
     w->is_ended = 1;
 }
 
@@ -224,7 +225,7 @@ static void look_at_group(EpCudaWatch *w) {
         look_at_abort(w, abort);
         return;
     }
-    int failed = abort->failed, aborted = abort->requested;
+    int failed = abort->failed, aborted = ep_abort_requested(abort);
     w->refusals_told = w->refusals;
     w->told.kind = w->departs ? EP_NOTE_DEPARTED : EP_NOTE_REFUSED;
     memcpy(w->told.why, w->refusal, sizeof(w->told.why));
@@ -263,8 +264,12 @@ static int32_t find_late(const EpCudaWatch *w) {
 }
 
 static void look_at_exchange(EpCudaWatch *w) {
-    if (!is_late(w, GRACE_SECONDS)) return;
+    if (!is_late(w, GRACE_SECONDS)) {
+        w->unexplained = 0;
+        return;
+    }
     int32_t blamed = find_late(w);
+    if (blamed < 0 && !gave_time(&w->unexplained)) return; /* a rank of this node may be absent */
     lose_late(w, blamed >= 0 ? blamed : w->rank, blamed);
 }
 
@@ -274,9 +279,11 @@ static void look_at_exchange(EpCudaWatch *w) {
  * next look does. */
 static ncclResult_t ask_nccl(EpCudaWatch *w) {
     ncclResult_t result = ncclSuccess;
+    ncclComm_t comm = __atomic_load_n(&w->comm, __ATOMIC_ACQUIRE);
+    if (!comm) return result;
     __atomic_store_n(&w->looks, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&w->busy, __ATOMIC_SEQ_CST) ||
-        w->cuda->nccl->ncclCommGetAsyncError(w->comm, &result) != ncclSuccess)
+        w->cuda->nccl->ncclCommGetAsyncError(comm, &result) != ncclSuccess)
         result = ncclSuccess;
     __atomic_store_n(&w->looks, 0, __ATOMIC_SEQ_CST);
     return result;

@@ -83,7 +83,7 @@ typedef struct EpCudaWatch {
     int has_messages, started;
     pthread_t thread;
     int stop;        /* EpWatchStop */
-    ncclComm_t comm; /* of all ranks */
+    ncclComm_t comm; /* of all ranks; NULL: there is none yet */
     int busy;        /* whether the group's thread is in NCCL */
     int looks;       /* whether the watcher is, which ends soon */
     int ending;      /* whether the thread aborts the communicator, or has done so */
@@ -95,6 +95,7 @@ typedef struct EpCudaWatch {
     double beat, next_beat;
     double since;        /* nothing has moved */
     double disagrees;    /* since when this rank has found that it does; 0: it does not */
+    double unexplained;  /* since when it is late, and knows nobody to blame; 0: it is not */
     double nccl_fails;   /* since when NCCL reports an error; 0: it does not */
     double abort_hangs;  /* since when an abort has been on its way; 0: none is */
     EpWatchMarks *marks; /* pinned */

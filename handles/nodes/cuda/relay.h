@@ -89,7 +89,6 @@ void ep_cuda_relay_close(EpGroup *group);
 
 /** An operation under way: its kernels on the node, and the exchanges between them. */
 typedef struct EpRelayRun {
-    const EpHandle *handle;
     EpGroup *group;
     EpCudaRelay *relay;
     EpMarkArgs mark; /**< of the operation, for the watcher */
@@ -121,6 +120,9 @@ typedef struct EpRelayCall {
  * size go first.
  */
 EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run);
+
+/** The same for an operation of the group alone, which reads no plan. */
+EpStatus ep_relay_begin_group(EpGroup *group, const EpRelayCall *call, EpRelayRun *run);
 
 /** End it: the caller's stream follows all of it, and later operations follow the caller's. */
 EpStatus ep_relay_end(EpRelayRun *run);

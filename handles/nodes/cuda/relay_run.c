@@ -74,20 +74,27 @@ static EpStatus launch_begin(EpRelayRun *run, const EpRelayCall *call) {
     return ep_relay_launch(run, ep_cuda_launch_check, &args, 1);
 }
 
-EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
-    EpCuda *cuda = ep_cuda(handle->group);
-    *run = (EpRelayRun){.handle = handle,
-                        .group = handle->group,
+static EpStatus begin(EpGroup *group, EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
+    EpCuda *cuda = ep_cuda(group);
+    *run = (EpRelayRun){.group = group,
                         .relay = cuda->relay,
                         .chunks = cuda->relay->tables.chunks,
                         .record_bytes = call->record_bytes};
     EP_TRY(ep_cuda_stream(run->group, call->stream, &run->stream));
-    EP_TRY(choose_message_slots(handle, call, run));
+    if (handle) EP_TRY(choose_message_slots(handle, call, run));
     EP_TRY(ep_cuda_order_enter(run->group, &cuda->order, &run->stream));
     run->side = &run->relay->side[run->stream.captures];
     describe_marks(run, call);
     EP_TRY(launch_begin(run, call));
     return run->message_slots ? record(run, run->side->begun, run->stream.stream) : EP_OK;
+}
+
+EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
+    return begin(handle->group, handle, call, run);
+}
+
+EpStatus ep_relay_begin_group(EpGroup *group, const EpRelayCall *call, EpRelayRun *run) {
+    return begin(group, NULL, call, run);
 }
 
 /* The first exchange of exact sizes. It waits for the operation to begin, and for nothing else. */

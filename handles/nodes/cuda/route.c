@@ -58,7 +58,7 @@ int64_t ep_route_counts(const EpGroupConfig *config, int32_t num_ranks, const Ep
                .tiles = tiles_of(nodes->chunk, config->max_top_k),
                .ranks = nodes->ranks,
                .others = nodes->nodes - 1,
-               .experts = ep_min(most, config->num_experts)};
+               .experts = ep_min(most, placement.num_experts)};
     s.columns = s.experts + 2 * s.ranks + 1;
     return lay_counts(&s, NULL, &counts);
 }

@@ -8,7 +8,7 @@
  */
 #include "handles/nodes/cuda/route.h"
 
-#include "handles/prepare/cuda/publish.cuh"
+#include "handles/placement/cuda/copies.cuh"
 
 /* ==== tiles ================================================================================= */
 
@@ -137,13 +137,15 @@ __device__ __forceinline__ int is_alive(const EpRouteArgs &a) {
 
 /* ==== collect =============================================================================== */
 
-/* Returns the expert of an entry, -1 for none: also where an earlier k has it, if one is enough. */
+/* Returns the physical expert of an entry, -1 for none: also where an earlier k has it, if one is
+ * enough. Two entries of a token have the same copy if they name the same expert. */
+template <int PLACED>
 __device__ __forceinline__ int collect_entry(const EpRouteArgs &a, int64_t token, int k) {
     const EpPrepareArgs &p = a.p;
     int64_t at = token * p.top_k;
-    int expert = expert_of(p, load_index(p, at + k));
+    int expert = place_index<PLACED>(p, load_index(p, at + k), (int)token);
     for (int i = 0; i < k && p.shape.merges && expert >= 0; i++)
-        if (expert_of(p, load_index(p, at + i)) == expert) expert = NO_EXPERT;
+        if (place_index<PLACED>(p, load_index(p, at + i), (int)token) == expert) expert = NO_EXPERT;
     if (expert == BAD_EXPERT) {
         atomicAdd(&p.group.state->bad_count, 1ull);
         atomicMax(&p.group.state->bad_entry, ~(unsigned long long)(at + k));
@@ -151,6 +153,7 @@ __device__ __forceinline__ int collect_entry(const EpRouteArgs &a, int64_t token
     return expert < 0 ? -1 : expert;
 }
 
+template <int PLACED>
 __global__ void __launch_bounds__(EP_ROUTE_THREADS)
     collect_routing(const __grid_constant__ EpRouteArgs a) {
     uint32_t epoch = ep_epoch(a.p.group), digest = a.p.group.digest;
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
     if (ep_failed_before(ep_failed(a.p.group), epoch))
         tokens = 0, digest = EP_DIGEST(EP_OP_GONE, 0, 0);
     for (int64_t i = thread; i < (int64_t)tokens * a.p.top_k; i += gridDim.x * blockDim.x)
-        routing[i] = collect_entry(a, i / a.p.top_k, (int)(i % a.p.top_k));
+        routing[i] = collect_entry<PLACED>(a, i / a.p.top_k, (int)(i % a.p.top_k));
     if (thread == 0) {
         *(EpRoutingHead *)message = EpRoutingHead{a.p.group.facts, epoch, digest, tokens, {0}};
         *a.counts.sent = *a.counts.lost = 0;
@@ -757,6 +760,35 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
     publish<LIMITED>(a, epoch);
 }
 
+/* ==== placement ============================================================================= */
+
+/* Two launches of a block, and an exchange of messages without routing between them. Their heads
+ * carry the hash of the map as the facts of the operation. */
+
+__global__ void __launch_bounds__(COPIES_THREADS)
+    collect_map(const __grid_constant__ EpMapArgs a) {
+    const EpCudaGroup &g = a.route.p.group;
+    uint32_t epoch = ep_epoch(g), hash = hash_map(a.copies, a.map);
+    uint32_t digest = g.digest + (hash << 16);
+    if (ep_failed_before(ep_failed(g), epoch)) digest = EP_DIGEST(EP_OP_GONE, 0, 0);
+    if (threadIdx.x == 0)
+        *(EpRoutingHead *)(a.route.messages + a.route.t.self * a.route.message_bytes) =
+            EpRoutingHead{hash, epoch, digest, 0, {0}};
+}
+
+__global__ void __launch_bounds__(COPIES_THREADS) take_gathered_map(
+    const __grid_constant__ EpMapArgs a) {
+    const EpCudaGroup &g = a.route.p.group;
+    uint32_t epoch = ep_epoch(g);
+    if (threadIdx.x == 0)
+        ep_set_operation(g, (uint32_t)head_of(a.route, a.route.t.self)->facts);
+    int alive = is_alive(a.route);
+    for (int r = threadIdx.x; r < a.route.t.group && alive; r += COPIES_THREADS)
+        check_head(a.route, r, epoch);
+    if (is_alive(a.route)) take_map(a.copies, a.map, a.route.p.errors);
+    (void)ep_end_operation(g, epoch, 0);
+}
+
 /* ==== launching ============================================================================= */
 
 template <int LIMITED> static int open_route(int shared_bytes) {
@@ -766,7 +798,10 @@ template <int LIMITED> static int open_route(int shared_bytes) {
 }
 
 extern "C" int ep_cuda_open_route(int shared_bytes) {
-    int error = ep_open_kernel(collect_routing, shared_bytes);
+    int error = ep_open_kernel(collect_routing<0>, shared_bytes);
+    if (!error) error = ep_open_kernel(collect_routing<1>, shared_bytes);
+    if (!error) error = ep_open_kernel(collect_map, shared_bytes);
+    if (!error) error = ep_open_kernel(take_gathered_map, shared_bytes);
     if (!error) error = ep_open_kernel(limit_routing, shared_bytes);
     if (!error) error = open_route<0>(shared_bytes);
     return error ? error : open_route<1>(shared_bytes);
@@ -774,7 +809,8 @@ extern "C" int ep_cuda_open_route(int shared_bytes) {
 
 extern "C" int ep_cuda_collect_routes(const void *args, int blocks, void *stream) {
     const EpRouteArgs *a = (const EpRouteArgs *)args;
-    return ep_launch(collect_routing, blocks, EP_ROUTE_THREADS, 0, stream, *a);
+    auto kernel = a->p.copies.of ? collect_routing<1> : collect_routing<0>;
+    return ep_launch(kernel, blocks, EP_ROUTE_THREADS, 0, stream, *a);
 }
 
 extern "C" int ep_cuda_limit_routes(const void *args, int blocks, void *stream) {
@@ -805,4 +841,13 @@ extern "C" int ep_cuda_assign_routes(const void *args, int blocks, void *stream)
     const EpRouteArgs *a = (const EpRouteArgs *)args;
     auto kernel = a->t.limit ? assign_slots<1> : assign_slots<0>;
     return ep_launch(kernel, blocks, EP_ROUTE_THREADS, route_shared(a), stream, *a);
+}
+
+extern "C" int ep_cuda_collect_map(const void *args, int blocks, void *stream) {
+    return ep_launch(collect_map, blocks, COPIES_THREADS, 0, stream, *(const EpMapArgs *)args);
+}
+
+extern "C" int ep_cuda_take_map(const void *args, int blocks, void *stream) {
+    const EpMapArgs *a = (const EpMapArgs *)args;
+    return ep_launch(take_gathered_map, blocks, COPIES_THREADS, 0, stream, *a);
 }

@@ -104,6 +104,13 @@ typedef struct EpRouteArgs {
     int32_t columns;
 } EpRouteArgs;
 
+/** The arguments of ep_group_place: the route has the group, its tables and its messages alone. */
+typedef struct EpMapArgs {
+    EpRouteArgs route;
+    EpCopySetup copies;
+    const int32_t *map; /**< [P] */
+} EpMapArgs;
+
 /** Returns the bytes of a rank's message. */
 int64_t ep_routing_message_bytes(const EpGroupConfig *config);
 
@@ -130,6 +137,8 @@ int ep_cuda_limit_routes(const void *args, int blocks, void *stream);
 int ep_cuda_count_routes(const void *args, int blocks, void *stream);
 int ep_cuda_sum_routes(const void *args, int blocks, void *stream);
 int ep_cuda_assign_routes(const void *args, int blocks, void *stream);
+int ep_cuda_collect_map(const void *args, int blocks, void *stream); /* one block each */
+int ep_cuda_take_map(const void *args, int blocks, void *stream);
 int ep_cuda_open_check(int shared_bytes);
 int ep_cuda_launch_check(const void *args, int blocks, void *stream);
 

@@ -140,11 +140,13 @@ __device__ __forceinline__ Index load_own_index(const EpPrepareArgs &a, const Pa
     return load_index(a, (int64_t)token * a.top_k + k);
 }
 
-/* Returns this thread's entry, with its expert and owner. By all lanes of the warp. */
-__device__ __forceinline__ Own take_entry(const EpPrepareArgs &a, const Partition *p,
+/* Returns this thread's entry of the chunk that begins with token `first`, with its expert and
+ * owner. By all lanes of the warp. */
+template <int PLACED>
+__device__ __forceinline__ Own take_entry(const EpPrepareArgs &a, const Partition *p, int first,
                                           const Index &index) {
     Own o = {-1, -1, 0, 0, 0, 0};
-    int expert = expert_of(a, index);
+    int expert = place_index<PLACED>(a, index, own_token(p, first));
     if (a.shape.merges) { /* the token's lowest k keeps the expert */
         unsigned same = __match_any_sync(~0u, expert) & team_lanes(p);
         if (same & lanes_below((int)threadIdx.x % 32)) expert = NO_EXPERT;
@@ -157,9 +159,10 @@ __device__ __forceinline__ Own take_entry(const EpPrepareArgs &a, const Partitio
     return o;
 }
 
+template <int PLACED>
 __device__ __forceinline__ void check_index(const EpPrepareArgs &a, const Partition *p, int first,
                                             const Index &index) {
-    if (expert_of(a, index) == BAD_EXPERT)
+    if (expert_of<PLACED>(a, index) == BAD_EXPERT)
         record_bad_index(a, p, (int64_t)own_token(p, first) * a.top_k + own_k(p));
 }
 
@@ -294,7 +297,7 @@ __device__ __forceinline__ void init_tables(const EpPrepareArgs &a, const Partit
 
 /* Count the entries and rows of all chunks after the first, in base. By all threads of the
  * block. */
-__device__ void count_later_chunks(const EpPrepareArgs &a, Partition *p) {
+template <int PLACED> __device__ void count_later_chunks(const EpPrepareArgs &a, Partition *p) {
     Index next = load_own_index(a, p, p->begin + p->chunk_tokens);
 #pragma unroll 1
     for (int c = threadIdx.x; c < p->columns; c += PREPARE_THREADS)
@@ -303,8 +306,8 @@ __device__ void count_later_chunks(const EpPrepareArgs &a, Partition *p) {
     for (int first = p->begin + p->chunk_tokens; first < p->end; first += p->chunk_tokens) {
         Index index = next;
         next = load_own_index(a, p, first + p->chunk_tokens);
-        Own o = take_entry(a, p, index);
-        check_index(a, p, first, index);
+        Own o = take_entry<PLACED>(a, p, first, index);
+        check_index<PLACED>(a, p, first, index);
         unsigned rows = first_of_rows(p, o) & o.owners;
         if (o.expert >= 0) atomicAdd(&p->base[o.expert], 1);
         if (first_lane(o.owners) == (int)threadIdx.x % 32)
@@ -320,15 +323,16 @@ __device__ __forceinline__ uint64_t *partition_counts_of(const EpCudaGroup &g, i
 /* Publish to other blocks this partition's entries for each expert, its rows to each rank and its
  * tokens. `index` is this thread's index of the first chunk, which stays in the table. Returns its
  * entry. */
+template <int PLACED>
 __device__ __forceinline__ Own count_entries(const EpPrepareArgs &a, Partition *p,
                                              const Index &index, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    Own o = take_entry(a, p, index);
+    Own o = take_entry<PLACED>(a, p, p->begin, index);
     mark_entries(a, p, &o);
-    check_index(a, p, p->begin, index);
+    check_index<PLACED>(a, p, p->begin, index);
     __syncthreads();
     int has_more = p->begin + p->chunk_tokens < p->end;
-    if (has_more) count_later_chunks(a, p);
+    if (has_more) count_later_chunks<PLACED>(a, p);
 #pragma unroll 1
     for (int c = threadIdx.x; c < EP_COUNT_STRIDE(g.num_experts, g.size); c += PREPARE_THREADS) {
         int count = c == p->columns ? p->end - p->begin : 0;
@@ -735,7 +739,7 @@ __device__ __forceinline__ void store_chunk(const EpPrepareArgs &a, const Partit
 
 /* Store and send all entries of the partition. Those of the first chunk are numbered, and its
  * begins sent, already. */
-template <int FORM>
+template <int FORM, int PLACED>
 __device__ __forceinline__ void store_entries(const EpPrepareArgs &a, Partition *p, Own o,
                                               uint32_t epoch) {
 #pragma unroll 1
@@ -745,7 +749,7 @@ __device__ __forceinline__ void store_entries(const EpPrepareArgs &a, Partition 
         if (first + p->chunk_tokens >= p->end) return;
         Index index = load_own_index(a, p, first + p->chunk_tokens);
         advance(a, p);
-        o = take_entry(a, p, index);
+        o = take_entry<PLACED>(a, p, first + p->chunk_tokens, index);
         mark_entries(a, p, &o);
         __syncthreads();
         number_entries(a, p, &o);
@@ -956,11 +960,11 @@ __device__ void complete_flat(const EpPrepareArgs &a, const Partition *p, uint32
 
 /* ---- kernel -------------------------------------------------------------------------------- */
 
-template <int FORM>
+template <int FORM, int PLACED>
 __device__ __forceinline__ void prepare_partition(const EpPrepareArgs &a, Partition *p,
                                                   const Index &index, uint32_t epoch) {
     constexpr int FLAT = FORM == EP_ROUTES_FLAT;
-    Own o = count_entries(a, p, index, epoch);
+    Own o = count_entries<PLACED>(a, p, index, epoch);
     int alive = exchange_counts(a, p, epoch);
     number_entries(a, p, &o);
     alive = alive && send_begins(a, p, o, p->begin, epoch);
@@ -970,7 +974,7 @@ __device__ __forceinline__ void prepare_partition(const EpPrepareArgs &a, Partit
     for (int r = threadIdx.x / 32; r < a.group.size && !FLAT; r += PREPARE_WARPS)
         lay_slabs(a, p, r);
     if (!FLAT) __syncthreads();
-    store_entries<FORM>(a, p, o, epoch);
+    store_entries<FORM, PLACED>(a, p, o, epoch);
     receive_plan<FORM>(a, p, epoch);
 }
 
@@ -1007,7 +1011,8 @@ __device__ __forceinline__ Partition open_partition(const EpPrepareArgs &a, uint
 }
 
 /* Load the first indices before ep_begin_operation, so that its loads and these overlap. */
-template <int FORM> __device__ __forceinline__ void prepare(const EpPrepareArgs &a, uint4 *memory) {
+template <int FORM, int PLACED>
+__device__ __forceinline__ void prepare(const EpPrepareArgs &a, uint4 *memory) {
     constexpr int FLAT = FORM == EP_ROUTES_FLAT;
     Partition p = open_partition(a, memory);
     Index index = load_own_index(a, &p, p.begin);
@@ -1022,44 +1027,57 @@ template <int FORM> __device__ __forceinline__ void prepare(const EpPrepareArgs 
     if (is_publisher(a, &p))
         publish_partitions<FLAT>(a, &p, epoch);
     else
-        prepare_partition<FORM>(a, &p, index, epoch);
+        prepare_partition<FORM, PLACED>(a, &p, index, epoch);
     if (ep_end_operation(a.group, epoch, FLAT || p.ranks->has_bad) != EP_LAST_PUBLISHES) return;
     if (threadIdx.x == 0) report_all_bad_indices(a);
     if (FLAT) complete_flat(a, &p, epoch);
 }
 
+template <int PLACED>
 __global__ void __launch_bounds__(PREPARE_THREADS)
     prepare_slabs(const __grid_constant__ EpPrepareArgs a) {
     extern __shared__ uint4 memory[];
-    prepare<EP_ROUTES_DENSE>(a, ep_keep_shared(memory));
+    prepare<EP_ROUTES_DENSE, PLACED>(a, ep_keep_shared(memory));
 }
 
+template <int PLACED>
 __global__ void __launch_bounds__(PREPARE_THREADS)
     prepare_chained(const __grid_constant__ EpPrepareArgs a) {
     extern __shared__ uint4 memory[];
-    prepare<EP_ROUTES_CHAINED>(a, ep_keep_shared(memory));
+    prepare<EP_ROUTES_CHAINED, PLACED>(a, ep_keep_shared(memory));
 }
 
+template <int PLACED>
 __global__ void __launch_bounds__(PREPARE_THREADS)
     prepare_flat(const __grid_constant__ EpPrepareArgs a) {
     extern __shared__ uint4 memory[];
-    prepare<EP_ROUTES_FLAT>(a, ep_keep_shared(memory));
+    prepare<EP_ROUTES_FLAT, PLACED>(a, ep_keep_shared(memory));
+}
+
+template <int PLACED> static int open_prepare(int shared_bytes) {
+    int error = ep_open_kernel(prepare_slabs<PLACED>, shared_bytes);
+    if (!error) error = ep_open_kernel(prepare_chained<PLACED>, shared_bytes);
+    return error ? error : ep_open_kernel(prepare_flat<PLACED>, shared_bytes);
 }
 
 extern "C" int ep_cuda_open_prepare(int shared_bytes) {
-    int error = ep_open_kernel(prepare_slabs, shared_bytes);
-    if (!error) error = ep_open_kernel(prepare_chained, shared_bytes);
-    return error ? error : ep_open_kernel(prepare_flat, shared_bytes);
+    int error = open_prepare<0>(shared_bytes);
+    return error ? error : open_prepare<1>(shared_bytes);
+}
+
+template <int PLACED> static int launch_prepare(const EpPrepareArgs *a, int blocks, void *stream) {
+    size_t shared = (size_t)ep_cuda_prepare_shared(a->group.num_experts, a->group.size);
+    EpRouteForm form = a->plan.sizes.form;
+    auto kernel = form == EP_ROUTES_FLAT      ? prepare_flat<PLACED>
+                  : form == EP_ROUTES_CHAINED ? prepare_chained<PLACED>
+                                              : prepare_slabs<PLACED>;
+    return ep_launch(kernel, blocks, PREPARE_THREADS, shared, stream, *a);
 }
 
 extern "C" int ep_cuda_launch_prepare(const void *args, int blocks, void *stream) {
     const EpPrepareArgs *a = (const EpPrepareArgs *)args;
     static_assert(sizeof(RankTables) <= EP_RANK_TABLES_BYTES, "groups are created by this size");
     static_assert(PREPARE_WARPS == EP_PREPARE_WARPS, "groups are created by this number");
-    size_t shared = (size_t)ep_cuda_prepare_shared(a->group.num_experts, a->group.size);
-    EpRouteForm form = a->plan.sizes.form;
-    auto kernel = form == EP_ROUTES_FLAT      ? prepare_flat
-                  : form == EP_ROUTES_CHAINED ? prepare_chained
-                                              : prepare_slabs;
-    return ep_launch(kernel, blocks, PREPARE_THREADS, shared, stream, *a);
+    return a->copies.of ? launch_prepare<1>(a, blocks, stream)
+                        : launch_prepare<0>(a, blocks, stream);
 }

@@ -47,25 +47,41 @@ __device__ __forceinline__ Index load_index(const EpPrepareArgs &a, int64_t entr
     return index;
 }
 
+/* PLACED, of kernels: the group has a placement. Then indices are of logical experts. */
+template <int PLACED>
 __device__ __forceinline__ int expert_of(const EpPrepareArgs &a, const Index &index) {
     int high = a.idx_is_int64 ? index.high : index.low >> 31;
-    int is_valid = high == 0 && (uint32_t)index.low < (uint32_t)a.group.num_experts;
+    int experts = PLACED ? a.copies.num_logical : a.group.num_experts;
+    int is_valid = high == 0 && (uint32_t)index.low < (uint32_t)experts;
     return high < 0 ? NO_EXPERT : is_valid ? index.low : BAD_EXPERT;
+}
+
+/* Returns the physical expert that a token's index names. */
+template <int PLACED>
+__device__ __forceinline__ int place_index(const EpPrepareArgs &a, const Index &index, int token) {
+    int expert = expert_of<PLACED>(a, index);
+    return PLACED && expert >= 0 ? ep_copy_of(&a.copies, expert, token) : expert;
 }
 
 /* Report bad indices to the host: their count, and the first one. The host may be reading the
  * report before, so this one goes beside it. The fence orders it before the number of reports. By
  * one thread; routings of a group follow each other, so there is one writer at a time. */
-__device__ inline void report_bad_indices(const EpPrepareArgs &a, unsigned long long count,
-                                          unsigned long long entry) {
-    volatile EpCudaAsyncErrors *errors = a.errors;
+__device__ inline void report_bad(EpCudaAsyncErrors *to, unsigned long long count,
+                                  unsigned long long entry, long long index, int top_k) {
+    volatile EpCudaAsyncErrors *errors = to;
     unsigned long long number = errors->bad_reports + 1;
     volatile EpCudaBadIndices *report = &errors->bad[number % 2];
     report->total = errors->bad[(number - 1) % 2].total + count;
-    report->entry = entry, report->top_k = a.top_k;
-    report->index = load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry);
+    report->entry = entry, report->top_k = top_k;
+    report->index = index;
     __threadfence_system();
     errors->bad_reports = number;
+}
+
+__device__ inline void report_bad_indices(const EpPrepareArgs &a, unsigned long long count,
+                                          unsigned long long entry) {
+    report_bad(a.errors, count, entry, load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry),
+               a.top_k);
 }
 
 /* Report the bad indices that all blocks have found. By one thread of the last block. */

@@ -16,6 +16,7 @@ typedef struct Prepare {
     EpGroup *group;
     const EpPlanShape *shape;
     const EpRouting *routing;
+    EpCopyTable copies;
     EpPlan plan;
     EpExchange *exchange;
     int64_t num_tokens;
@@ -54,7 +55,7 @@ static void record_bad_index(Prepare *p, int64_t entry, int64_t index) {
     finding.status = EP_ERR_ROUTING;
     finding.rank = p->group->rank;
     finding.token = entry / p->routing->top_k, finding.k = entry % p->routing->top_k;
-    finding.expected = p->shape->num_experts, finding.seen = index;
+    finding.expected = p->group->config.num_experts, finding.seen = index;
     finding.count = 1;
     strcpy(finding.phase, "prepare");
     ep_group_record(&p->group->routing, &finding);
@@ -83,22 +84,30 @@ static void lose_entry(Prepare *p, int32_t owner, int32_t token) {
     p->last_lost[owner] = token + 1;
 }
 
+/* Returns the physical expert of an entry that names an expert of the group, -1: no copy lives. */
+static int32_t place_entry(const Prepare *p, int32_t token, int64_t expert) {
+    return p->copies.of ? ep_copy_of(&p->copies, (int32_t)expert, token) : (int32_t)expert;
+}
+
 /* Set one entry's owner and count it. `last_token`: the last token counted for each rank. */
 static void sort_entry(Prepare *p, EpPlacement placement, int32_t token, int64_t entry,
                        int32_t *last_token) {
     EpPlan *plan = &p->plan;
     int64_t expert = load_integer(p->routing->topk_idx, p->routing->idx_type, entry);
+    int32_t most = p->group->config.num_experts;
     plan->owner[entry] = -1;
-    if (expert >= placement.num_experts) record_bad_index(p, entry, expert);
-    if (expert < 0 || expert >= placement.num_experts) return;
+    if (expert >= most) record_bad_index(p, entry, expert);
+    if (expert < 0 || expert >= most) return;
     if (p->shape->merges && is_repeated(p, entry, expert)) return;
-    int32_t owner = ep_placement_owner(&placement, (int32_t)expert);
+    int32_t physical = place_entry(p, token, expert);
+    if (physical < 0) return;
+    int32_t owner = ep_placement_owner(&placement, physical);
     if (!has_place(p, p->group->nodes.of[owner], token)) {
         lose_entry(p, owner, token);
         return;
     }
     plan->owner[entry] = (int16_t)owner;
-    plan->send_counts[expert]++;
+    plan->send_counts[physical]++;
     plan->send_begin[owner + 1] += last_token[owner] != token;
     last_token[owner] = token;
 }
@@ -144,7 +153,9 @@ static void write_route(const Prepare *p, int32_t rank, int32_t token, int32_t *
     for (int64_t j = 0; j < k; j++) {
         int64_t entry = token * k + j;
         int64_t expert = load_integer(p->routing->topk_idx, p->routing->idx_type, entry);
-        out[1 + j] = p->plan.owner[entry] == rank ? (int32_t)(expert - first) : -1;
+        out[1 + j] = -1;
+        if (p->plan.owner[entry] == rank)
+            out[1 + j] = (int32_t)(place_entry(p, token, expert) - first);
     }
 }
 
@@ -447,6 +458,7 @@ static EpStatus run(EpHandle *handle, const void *call) {
     const EpRouting *routing = call;
     Prepare p = {
         .handle = handle, .group = handle->group, .shape = &handle->shape, .routing = routing};
+    p.copies = ep_copy_table(&handle->group->copies);
     p.plan = ep_host_plan(handle, routing->plan);
     p.exchange = ep_host(handle->group)->exchange;
     EP_TRY(count_tokens(&p));

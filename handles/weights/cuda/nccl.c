@@ -7,7 +7,7 @@
 #include "runtime/cuda/digest.h"
 
 static EpStatus check_comm(const EpWeightWork *w) {
-    if (w->group->size == 1 || w->comm) return EP_OK;
+    if (w->group->size == 1 || ep_cuda_group_comm(w->cuda)) return EP_OK;
     return ep_fail(EP_ERR_UNSUPPORTED,
                    "rank %d: sharded weights: expected a GPU for each rank, since NCCL moves them, "
                    "got ranks that share one (they may where NCCL_HOSTID of every rank differs)",
@@ -39,7 +39,7 @@ static EpStatus compare(const EpWeightWork *w) {
 EpStatus ep_weight_enter(EpGroup *group, const EpWeightFacts *facts, EpStream stream,
                          EpWeightWork *w) {
     EpCuda *cuda = ep_cuda(group);
-    *w = (EpWeightWork){.group = group, .cuda = cuda, .comm = ep_cuda_group_comm(cuda)};
+    *w = (EpWeightWork){.group = group, .cuda = cuda, .comm = cuda->network};
     w->stream.stream = w->wire = stream;
     EP_TRY(check_comm(w));
     if (group->size == 1) return EP_OK;

@@ -25,7 +25,7 @@
 typedef struct EpWeightWork {
     EpGroup *group;
     EpCuda *cuda;
-    ncclComm_t comm;     /**< of all ranks; NULL in a group of one */
+    ncclComm_t comm;     /**< of all ranks; NULL in a group of one, and where kernels move all */
     EpCudaStream stream; /**< the caller's */
     cudaStream_t wire;   /**< of the calls of NCCL that move the weight: see slices.h */
     int pushes; /**< whether kernels alone move the weight, and tell the ranks themselves */

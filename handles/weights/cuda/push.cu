@@ -3,7 +3,7 @@
  * Moves weights on one node. Reducing a gradient, each rank sends every other rank the shard that
  * this one keeps, chunk by chunk, through the rings of the group's windows, and adds what comes: in
  * ascending rank from +0, its own shard where it lies. Gathering, each rank sends all others its
- * shard, and puts what comes into its place.
+ * shard, and puts what comes into its place. Of numbers each rank sends all others its own.
  *
  * Sending and receiving blocks alternate. A block claims a chunk, or a chunk and a rank, in
  * ascending order, so what it waits for is claimed by blocks that run (runtime/cuda/device.h).
@@ -92,25 +92,34 @@ __device__ __forceinline__ int await_all(const EpCudaGroup &g, uint32_t epoch) {
     return __syncthreads_and(threadIdx.x >= 32 || ep_await_arrivals(g, epoch));
 }
 
-/* Begin the operation, call send(epoch) or receive(epoch), and end it. By all threads. */
-template <typename Send, typename Receive>
-__device__ __forceinline__ void run(const EpCudaGroup &g, int receivers, Send send,
-                                    Receive receive) {
+/* Begin the operation, call work(epoch), and end it. By all threads. */
+template <typename Work>
+__device__ __forceinline__ void run_operation(const EpCudaGroup &g, Work work) {
     uint32_t epoch = ep_epoch(g);
-    int block = (int)blockIdx.x, blocks = (int)gridDim.x, alive = 1;
+    int alive = 1;
     if (threadIdx.x == 0) {
         ep_set_operation(g, 0);
         alive = !ep_failed_before(ep_failed(g), epoch);
     }
     if (__syncthreads_and(alive)) {
         ep_arrive(g, epoch, 0, 0);
+        work(epoch);
+    }
+    (void)ep_end_operation(g, epoch, 0);
+}
+
+/* Likewise: send(epoch) or receive(epoch). */
+template <typename Send, typename Receive>
+__device__ __forceinline__ void run(const EpCudaGroup &g, int receivers, Send send,
+                                    Receive receive) {
+    int block = (int)blockIdx.x, blocks = (int)gridDim.x;
+    run_operation(g, [&](uint32_t epoch) {
         if (ep_receivers_before(block + 1, blocks, receivers) >
             ep_receivers_before(block, blocks, receivers))
             receive(epoch);
         else
             send(epoch);
-    }
-    (void)ep_end_operation(g, epoch, 0);
+    });
 }
 
 /* ---- sending ------------------------------------------------------------------------------- */
@@ -309,6 +318,57 @@ __global__ void __launch_bounds__(THREADS, 1)
         [&](uint32_t epoch) { receive_shards<Word>(a, epoch); });
 }
 
+/* ---- numbers ------------------------------------------------------------------------------- */
+
+/* One block sends a chunk and then takes it from all ranks, chunk by chunk, so that no rank waits
+ * for one that waits for it. */
+__device__ __forceinline__ int exchange_numbers(const EpPushMaxArgs &a, uint32_t epoch, int chunk,
+                                                int64_t first, int count) {
+    const EpCudaGroup &g = a.group;
+    int lane = (int)threadIdx.x, leads = lane < 32;
+    int alive = !leads || with_others(g, lane, [&](int r) { return has_room(g, epoch, r, chunk); });
+    if (!__syncthreads_and(alive)) return 0;
+    for (int i = lane; i < count; i += THREADS)
+        for (int r = 0; r < g.size; r++)
+            if (r != g.rank) ((uint32_t *)ep_ring(g, r, g.rank, chunk))[i] = a.numbers[first + i];
+    __syncthreads();
+    if (leads) {
+        with_others(g, lane, [&](int r) {
+            give_head(g, epoch, r, chunk);
+            return 1;
+        });
+        alive = with_others(g, lane, [&](int r) { return ep_await_record(g, epoch, r, chunk); });
+    }
+    return __syncthreads_and(alive);
+}
+
+__global__ void __launch_bounds__(THREADS, 1) push_max(const __grid_constant__ EpPushMaxArgs a) {
+    const EpCudaGroup &g = a.group;
+    const int64_t most = EP_PUSH_BYTES / sizeof(uint32_t);
+    run_operation(g, [&](uint32_t epoch) {
+        if (!await_all(g, epoch)) return;
+        for (int chunk = 0; chunk * most < a.count; chunk++) {
+            int64_t first = chunk * most;
+            int count = (int)min(most, a.count - first);
+            if (!exchange_numbers(a, epoch, chunk, first, count)) return;
+            for (int i = (int)threadIdx.x; i < count; i += THREADS) {
+                uint32_t largest = a.numbers[first + i];
+                for (int r = 0; r < g.size; r++)
+                    if (r != g.rank)
+                        largest = max(largest,
+                                      __ldcg((const uint32_t *)ep_ring(g, g.rank, r, chunk) + i));
+                a.numbers[first + i] = largest;
+            }
+            __syncthreads();
+            if (threadIdx.x < 32)
+                with_others(g, (int)threadIdx.x, [&](int r) {
+                    give_credit(g, epoch, r, chunk);
+                    return 1;
+                });
+        }
+    });
+}
+
 /* ---- launching ----------------------------------------------------------------------------- */
 
 template <typename T, typename Out> static int open_for(void) {
@@ -322,7 +382,9 @@ template <typename Word> static int open_gather(void) {
 }
 
 extern "C" int ep_cuda_open_push(void) {
-    int error = open_for<__nv_bfloat16, float>();
+    cudaFuncAttributes attributes;
+    int error = cudaFuncGetAttributes(&attributes, push_max);
+    if (!error) error = open_for<__nv_bfloat16, float>();
     if (!error) error = open_gather<uint4>();
     if (!error) error = open_gather<uint32_t>();
     if (!error) error = open_gather<uint8_t>();
@@ -351,6 +413,10 @@ extern "C" int ep_cuda_launch_push(const EpPushArgs *a, int blocks, void *stream
                        : launch<__nv_bfloat16, __nv_bfloat16>(a, blocks, stream);
     return is_wide ? launch<float, __half>(a, blocks, stream)
                    : launch<__half, __half>(a, blocks, stream);
+}
+
+extern "C" int ep_cuda_launch_push_max(const EpPushMaxArgs *a, void *stream) {
+    return ep_launch(push_max, 1, THREADS, 0, stream, *a);
 }
 
 extern "C" int ep_cuda_launch_push_gather(const EpPushGatherArgs *a, int blocks, void *stream) {

@@ -66,12 +66,20 @@ typedef struct EpPushGatherArgs {
     void *whole;
 } EpPushGatherArgs;
 
+/** Find the largest of all ranks' numbers, in place. */
+typedef struct EpPushMaxArgs {
+    EpCudaGroup group;
+    uint32_t *numbers;
+    int64_t count;
+} EpPushMaxArgs;
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 int ep_cuda_open_push(void);
 int ep_cuda_launch_push(const EpPushArgs *args, int blocks, void *stream);
 int ep_cuda_launch_push_gather(const EpPushGatherArgs *args, int blocks, void *stream);
+int ep_cuda_launch_push_max(const EpPushMaxArgs *args, void *stream);
 #ifdef __cplusplus
 }
 #endif

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sharded weights: gradients go back to their shards, and amaxes are agreed on. */
+#include "bootstrap/network/cuda/network.h"
 #include "handles/nodes/cuda/relay.h"
 #include "handles/weights/cuda/push.h"
 #include "handles/weights/cuda/slices.h"
@@ -263,13 +264,51 @@ EpStatus ep_cuda_weight_reduce(const EpWeightReduce *call) {
     return ep_weight_end(&sharing, share_sums(&r, &sharing));
 }
 
+/* ---- who needs NCCL ------------------------------------------------------------------------ */
+
+/* The words of some form may have one byte. */
+static int gathers_by_nccl(const EpWeight *weight) {
+    const EpGroup *group = weight->gathers;
+    int64_t unit = (int64_t)ep_type_bytes(weight->config.type);
+    EpShards bytes = {.part = {unit * ep_shard_elements(&weight->shards), 1, 1},
+                      .count = {1, 1, 2}};
+    return !ep_push_reaches(&group->nodes.sizes, group->size, &bytes, 1);
+}
+
+/* In a group on one node NCCL moves what kernels do not. Such groups connect when a weight is
+ * created that needs it: that takes seconds, and most need none. */
+static EpStatus connect(EpGroup *group, int is_needed) {
+    EpCall call = {"ep_weight_create", group->rank};
+    EpCuda *cuda = ep_cuda(group);
+    if (!is_needed || group->size == 1 || cuda->network || !cuda->comm) return EP_OK;
+    EP_TRY(ep_cuda_comm_agree(group, &call, ep_cuda_comm_open_network(group)));
+    ep_cuda_watch_comm(group);
+    return ep_cuda_comm_agree(group, &call, ep_cuda_slices_connect(group));
+}
+
+EpStatus ep_cuda_weight_open(const EpWeight *weight) {
+    EP_TRY(connect(weight->gathers, gathers_by_nccl(weight)));
+    EP_TRY(connect(weight->reduces, !is_pushed(weight)));
+    return weight->replicates ? connect(weight->replicates, 1) : EP_OK;
+}
+
 /* ---- amax ---------------------------------------------------------------------------------- */
+
+static EpStatus push_amax(const EpWeightAmax *call, const EpWeightFacts *facts) {
+    EpWeightWork w;
+    EP_TRY(ep_weight_enter(call->group, facts, call->stream, &w));
+    EpPushMaxArgs args = {.group = w.mark.group, .numbers = (uint32_t *)call->amax,
+                          .count = call->count};
+    return ep_weight_end(&w, ep_cuda_check(w.group, "agreeing on amaxes",
+                                           ep_cuda_launch_push_max(&args, w.stream.stream)));
+}
 
 /* Numbers >= 0 compare as their bits do, and every NaN is larger than all of them. */
 EpStatus ep_cuda_weight_amax(const EpWeightAmax *call) {
     EpWeightWork w;
     EpWeightFacts facts = {&ep_op_weight_amax, call->weight->number, call->scope, 4 * call->count};
     if (call->group->size == 1 || call->count == 0) return EP_OK;
+    if (call->group->nodes.sizes.nodes == 1) return push_amax(call, &facts);
     EP_TRY(ep_weight_begin(call->group, &facts, call->stream, &w));
     EpStatus status = ep_weight_group_start(&w);
     if (status == EP_OK) {

@@ -66,14 +66,14 @@ static ncclResult_t connect(EpNcclCall *call) {
 EpStatus ep_cuda_slices_connect(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
     EpMarkArgs args = {.marks = {.num_peers = group->size}};
-    if (!cuda->slices || !ep_cuda_group_comm(cuda) || !ep_cuda_network_blocks(group)) return EP_OK;
+    if (!cuda->slices || !cuda->network) return EP_OK;
     Connecting *c = calloc(1, sizeof(*c));
     if (!c)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
     ep_cuda_watch_describe(group, &args);
     *c = (Connecting){.call = {.make = connect, .device = cuda->ordinal},
                       .nccl = cuda->nccl,
-                      .comm = ep_cuda_group_comm(cuda),
+                      .comm = cuda->network,
                       .own = args.marks.own,
                       .all = args.marks.own + 1,
                       .rank = group->rank,

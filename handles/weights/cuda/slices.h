@@ -65,7 +65,8 @@ EpGrid ep_weight_sum_grid(const EpWeightWork *w);
 EpStatus ep_cuda_slices_open(EpGroup *group);
 void ep_cuda_slices_close(EpGroup *group);
 
-/** Let NCCL connect the ranks of such a group, so that no later call has to do it. Collective. */
+/** Let NCCL connect the ranks of such a group, if it has a communicator for that, so that no later
+ * call has to do it. Collective. */
 EpStatus ep_cuda_slices_connect(EpGroup *group);
 
 #endif

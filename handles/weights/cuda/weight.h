@@ -3,11 +3,12 @@
 #define EP_HANDLES_WEIGHTS_CUDA_WEIGHT_H
 
 /**
- * Sharded weights on the CUDA backend: NCCL moves the bytes, and small kernels do the rest, slice
- * by slice of a large weight (slices.h).
+ * Sharded weights on the CUDA backend. On one node kernels move the bytes (push.h). Between nodes
+ * NCCL does, and for what these kernels do not take. Then small kernels do the rest, slice by slice
+ * of a large weight (slices.h).
  *
- *     weight.c         gather, sizes
- *     weight_reduce.c  reduce, amax
+ *     weight.c   gather, sizes
+ *     reduce.c   reduce, amax; who needs NCCL
  *
  *     gather   Where one dimension is gathered, the shards of one expert lie side by side in the
  *              weight: one ncclAllGather for each expert, all in one group, straight from the shard
@@ -27,6 +28,7 @@
 #include "handles/weights/weight.h"
 #include "runtime/cuda/cuda.h"
 
+EpStatus ep_cuda_weight_open(const EpWeight *weight);
 EpStatus ep_cuda_weight_gather(const EpWeightGather *gather);
 EpStatus ep_cuda_weight_reduce(const EpWeightReduce *reduce);
 EpStatus ep_cuda_weight_amax(const EpWeightAmax *amax);

@@ -69,6 +69,8 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribu
     return cudaFuncSetAttribute((const void *)kernel, attribute, value);
 }
 
+#define __CUDA_ARCH_LIST__ 800, 900 /* one kernel serves both: see EMULATED_CAPABILITY */
+
 /* Static shared memory is not counted here. */
 template <typename... P>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, void (*)(P...)) {
@@ -131,6 +133,7 @@ struct cudaLaunchConfig_t {
 template <typename A>
 static cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(const A &),
                                       const A &argument) {
+    emulated_need_bulk("an early launch");
     emulated_launch(
         {config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes, config->stream}, kernel,
         argument);

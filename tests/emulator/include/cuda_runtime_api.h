@@ -59,11 +59,7 @@ struct cudaPointerAttributes {
     void *devicePointer, *hostPointer;
 };
 
-enum cudaDeviceAttr {
-    cudaDevAttrMultiProcessorCount = 16,
-    cudaDevAttrPageableMemoryAccess = 88,
-    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
-};
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrPageableMemoryAccess = 88 };
 
 struct cudaDeviceProp {
     char name[256];

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Groups whose creation fails: the emulated NCCL refuses to split or to connect on one rank, or a
  * rank departs. The others give up at the deadline. */
+#include "ep/ep_weight.h"
 #include "tests/gpu/communicator.h"
 #include "tests/gpu/failing.h"
 #include "tests/harness/bootstraps.h"
@@ -70,6 +71,33 @@ static void fail_to_connect(const EpBootstrap *bootstrap) {
 }
 
 RankTest(gpu_nodes, fails_to_connect_4, 4, fail_to_connect(bootstrap));
+
+/* Ranks of a node connect for the first weight that kernels cannot move: here one whose runs are no
+ * multiples of 16 bytes. */
+static void connect_for_weights(const EpBootstrap *bootstrap) {
+    EpMesh mesh = EP_MESH_INIT;
+    EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
+    EpWeightConfig w = EP_WEIGHT_CONFIG_INIT;
+    EpMeshComm *comm;
+    EpWeight *weight = NULL;
+    be_quiet();
+    config.backend = EP_BACKEND_CUDA, config.timeout_seconds = FAILING_TIMEOUT;
+    set_on_ranks(bootstrap, "EMULATED_CONNECT_FAILS", "1");
+    REQUIRE_OK(ep_mesh_parse("fsdp=2", &mesh));
+    REQUIRE_OK(ep_mesh_comm_create(bootstrap, &mesh, &config, &comm));
+    REQUIRE_OK(ep_spec_parse(&mesh, "_,fsdp,_", &w.spec));
+    w.name = "w", w.type = w.grad_type = EP_TYPE_FP32;
+    w.shape[0] = 3, w.shape[1] = 10, w.shape[2] = 24;
+    CHECK_OK(ep_weight_create(comm, &w, &weight));
+    w.shape[2] = 7, weight = NULL;
+    double begin = seconds_now();
+    CHECK(ep_weight_create(comm, &w, &weight) != EP_OK && !weight, "a weight was made");
+    CHECK(bootstrap->rank == 0 || strstr(ep_last_error(), "ncclGroupEnd"), "%s", ep_last_error());
+    failing_check_soon(begin);
+    ep_mesh_comm_destroy(comm);
+}
+
+RankTest(gpu_weights, connect_when_needed_2, 2, connect_for_weights(bootstrap));
 
 /* ---- a rank departs -------------------------------------------------------------------------- */
 

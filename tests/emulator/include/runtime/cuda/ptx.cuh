@@ -10,7 +10,10 @@
 #include <stdint.h>
 #include <time.h>
 
+#include "runtime/quant.h"
 #include "tests/emulator/block.h"
+
+#define EP_HAS_BULK emulated_has_bulk() /* kernels have both paths */
 
 /* ---- shared memory: dynamic arrays and static variables are apart ---- */
 
@@ -81,6 +84,7 @@ static inline uint32_t emulated_e4m3(float value) {
 }
 
 static inline uint32_t ep_convert_e4m3x2(float low, float high) {
+    if (!EP_HAS_BULK) return ep_e4m3_from_float(low) | (uint32_t)ep_e4m3_from_float(high) << 8;
     return emulated_e4m3(low) | emulated_e4m3(high) << 8;
 }
 
@@ -93,7 +97,9 @@ static inline float emulated_from_e4m3(uint32_t code) {
 }
 
 static inline float2 ep_convert_from_e4m3x2(uint32_t codes) {
-    return {emulated_from_e4m3(codes & 0xff), emulated_from_e4m3(codes >> 8 & 0xff)};
+    uint8_t low = codes & 0xff, high = codes >> 8 & 0xff;
+    if (!EP_HAS_BULK) return {ep_float_from_e4m3(low), ep_float_from_e4m3(high)};
+    return {emulated_from_e4m3(low), emulated_from_e4m3(high)};
 }
 
 /* ---- words shared with other blocks and ranks ---- */
@@ -228,6 +234,7 @@ static inline void ep_mbarrier_init(uint64_t *barrier, uint32_t count) {
 static inline void ep_fence_mbarrier_init(void) {}
 
 static inline void ep_mbarrier_expect(uint64_t *barrier, uint32_t bytes) {
+    emulated_need_bulk("an mbarrier that counts bytes");
     emulated_mbarrier_arrive(barrier, bytes);
 }
 
@@ -247,6 +254,21 @@ static inline uint32_t ep_mbarrier_try_wait(uint64_t *barrier, uint32_t parity) 
 
 static inline uint32_t ep_mbarrier_test(uint64_t *barrier, uint32_t parity) {
     return emulated_mbarrier_test(barrier, parity);
+}
+
+/* ---- copies of code of 8.0 ---- */
+
+static inline void ep_async_load(uint32_t smem, const void *global) {
+    emulated_async_load(emulated_generic(smem), global);
+}
+
+static inline void ep_async_arrive(uint64_t *barrier) {
+    emulated_async_arrive(barrier);
+}
+
+static inline void ep_store_global(void *address, const uint4 &x) {
+    if ((uintptr_t)address % 16) emulated_die("a store of 16 bytes at %p", address);
+    *(uint4 *)address = x;
 }
 
 /* ---- bulk copies ---- */
