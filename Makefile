@@ -17,9 +17,9 @@
 #   make clean, make format
 #
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
-# sanitizers into folders of their own, RELEASE=1 (also with install and wheel) for all GPUs and
-# machines that releases serve, CODE=80 with code of capability 8.0 alone, to test it on newer GPUs;
-# CC, CFLAGS, LDFLAGS as usual.
+# sanitizers into folders of their own, ARCH=aarch64 for Arm hosts (docs/arm.md), RELEASE=1 (also
+# with install and wheel) for all GPUs and machines that releases serve, CODE=80 with code of
+# capability 8.0 alone, to test it on newer GPUs; CC, CFLAGS, LDFLAGS as usual.
 
 MAKEFLAGS += --no-builtin-rules
 VERSION := $(shell sed -n 's/^.define EP_VERSION_\(MAJOR\|MINOR\|PATCH\) //p' include/ep/ep.h \
@@ -41,15 +41,7 @@ else ifdef TSAN
 variant := -tsan
 sanitize := -fsanitize=thread
 else ifdef ARCH
-# For another processor: Debian's compiler, and libraries in a folder that tools/sysroot makes.
-variant := -$(ARCH)
-SYSROOT := $(shell SYSROOT='$(SYSROOT)' tools/sysroot $(ARCH))
-$(if $(filter SKIP:,$(SYSROOT)),$(error ARCH=$(ARCH): $(SYSROOT:SKIP:=)))
-triplet := $(ARCH)-linux-gnu
-override CC := $(triplet)-gcc --sysroot=$(SYSROOT)
-AR := $(triplet)-ar
-pkg_config_path := $(SYSROOT)/usr/lib/$(triplet)/pkgconfig
-PKG_CONFIG := PKG_CONFIG_SYSROOT_DIR=$(SYSROOT) PKG_CONFIG_LIBDIR=$(pkg_config_path) pkg-config
+include tools/cross.mk
 endif
 PKG_CONFIG ?= pkg-config
 B := build$(variant)$(if $(RELEASE),-release)$(if $(CODE),-sm_$(CODE))
@@ -83,27 +75,27 @@ CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(firstword $(shell command -v nvcc) \
 nccl_places := $(addsuffix /include,$(NCCL_HOME) $(CUDA_HOME) /usr/local /usr)
 nccl_include := $(patsubst %/nccl_device.h,%,\
                     $(firstword $(wildcard $(addsuffix /nccl_device.h,$(nccl_places)))))
-ifeq ($(variant),)
-CUDA ?= $(if $(and $(CUDA_HOME),$(nccl_include)),1,0)
-else
-CUDA := 0
-endif
+CUDA := $(if $(sanitize),0,$(or $(CUDA),$(if $(and $(CUDA_HOME),$(nccl_include)),1,0)))
 NVCC ?= $(CUDA_HOME)/bin/nvcc
 # Kernels are compiled for sm_90, on which they are tested, and in releases for others, too. GPUs of
 # 8.x run code of 8.0, and those of 12.x code of 12.0. Another GPU compiles the PTX of 9.0 when it
 # first loads them. CODE=80: code of 8.0 alone, for GPUs of 9.0, too, so that it can be tested.
-release_codes := 80 100 103 120
-release_arch := $(foreach c,$(release_codes),-gencode arch=compute_$c,code=sm_$c)
+# Tools have code of 9.0 there as elsewhere: what they measure libep by stays the same.
+code_of = -gencode arch=compute_$1,code=sm_$(or $2,$1)
+release_arch := $(foreach c,80 100 103 120,$(call code_of,$c)) -compress-mode=size
 standard_arch := -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
-NVCC_ARCH ?= $(if $(CODE),-gencode arch=compute_$(CODE),code=[sm_$(CODE),sm_90],$(standard_arch))
+old_for_90 := $(call code_of,$(CODE),90)
+NVCC_ARCH ?= $(if $(CODE),$(call code_of,$(CODE)) $(old_for_90),$(standard_arch))
+tools_arch = $(if $(CODE),$(subst $(old_for_90),$(call code_of,90),$(NVCC_ARCH)),$(NVCC_ARCH))
 # Matrix units of sm_90 need code for it alone. Tools ask for the capability before they use them.
-nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),-arch=sm_90a,$(NVCC_ARCH))
+nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),-arch=sm_90a,\
+                $(if $(call is,tools/%),$(tools_arch),$(NVCC_ARCH)))
 $(if $(filter 1,$(if $(RELEASE),$(CUDA))),\
     $(if $(findstring sm_103,$(shell $(NVCC) --list-gpu-code)),,\
         $(error RELEASE=1: expected an nvcc that knows sm_103 (CUDA 12.9 or newer), got $(NVCC))))
 ifeq ($(CUDA),1)
 cuda_cflags := -DEP_WITH_CUDA=1 -isystem $(CUDA_HOME)/include -isystem $(nccl_include)
-cuda_libs := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
+cuda_libs := $(if $(ARCH),,-L$(CUDA_HOME)/lib64) -lcudart_static -ldl -lrt
 endif
 
 # ---- sources: folders are searched, so files and folders may move -------------------------------
@@ -121,6 +113,7 @@ nccl_ep := $(call in,bindings/nccl_ep)
 bench := tools/ep_bench.c $(call in,tools/bench tools/common)
 info := tools/ep_info.c tools/bench/routing.c tools/bench/trace.c $(call in,tools/info tools/common)
 moe := tools/ep_moe.c $(call in,tools/moe tools/common)
+tune := tools/ep_tune.c $(call in,tools/tune tools/common)
 overlap := tools/ep_overlap.c $(call in,tools/overlap tools/common)
 tests_c := $(filter-out tests/gpu/% tests/emulator/% tests/bindings/nccl_ep/%,$(call in,tests))
 host_only := $(wildcard $(shell sed '/^\#/d' tests/gpu/host_only))
@@ -155,11 +148,11 @@ torch_so := $L/libep_torch.so
 JAXLIB_INCLUDE ?= $(firstword $(wildcard $B/python-jax/lib/python3*/site-packages/jaxlib/include))
 package_files := $(patsubst tools/package/%.in,$B/%,$(wildcard tools/package/*.in))
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(nccl_ep_so) $(package_files)
-tools := $B/ep_bench $B/ep_info $B/ep_moe $(if $(filter 1,$(CUDA)),$B/ep_overlap)
+tools := $B/ep_bench $B/ep_info $B/ep_moe $(if $(filter 1,$(CUDA)),$B/ep_overlap $B/ep_tune)
 tests := $B/tests/ep_tests
 gpu_tests := $B/tests/ep_gpu_tests
 emulated_tests := $B/tests/ep_emulated_tests
-emulated := $(emulated_tests) $(addprefix $B/emulated/,ep_moe ep_bench ep_overlap)
+emulated := $(emulated_tests) $(addprefix $B/emulated/,ep_moe ep_bench ep_info ep_overlap ep_tune)
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
         check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-package \
@@ -216,9 +209,9 @@ $B/emulated/$(basename $(rowmath))_%.o: $(rowmath) $B/flags
 define compile_kernels
 @mkdir -p $(@D)
 $(call say,NVCC,$@)
-$Q$(NVCC) $(nvcc_arch) $(on_nodes) -O3 -std=c++17 -fmad=false -Iinclude -I. -I$(nccl_include) \
-    -MMD -MP $(if $(WERROR),-Werror all-warnings) \
-    -Xcompiler -fPIC,-pthread,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
+$Q$(NVCC) $(nvcc_target) $(nvcc_arch) $(on_nodes) -O3 -std=c++17 -fmad=false -Iinclude -I. \
+    -I$(nccl_include) -MMD -MP $(if $(WERROR),-Werror all-warnings) \
+    -Xcompiler -fPIC,-pthread,-ffp-contract=off,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
 endef
 $B/%_nodes.cu.o: %.cu $B/flags
 	$(compile_kernels)
@@ -293,6 +286,7 @@ $B/ep_bench: $(call objects,,$(call built,$(bench)))
 $B/ep_info: $(call objects,,$(info))
 $B/ep_moe: $(call objects,,$(call built,$(moe)))
 $B/ep_overlap: $(call objects,,$(overlap))
+$B/ep_tune: $(call objects,,$(tune))
 $(tools): $B/libep.so $B/libep_mpi.so
 	$(call link,$(tool_rpath) -L$B -lep_mpi -lep $(mpi_libs) \
 	    $(if $(filter %/ep_moe,$@),$(openblas_libs)) $(cuda_libs) -lm)
@@ -303,8 +297,8 @@ $(gpu_tests): $(call objects,gpu/,$(gpu_tests_c))
 $(tests) $(gpu_tests): $(call objects,,$(nccl_ep)) $B/libep_mpi.a $B/libep.a
 	$(call link,$(mpi_libs) $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm)
 
-# Programs with emulated GPUs inside: the tests, the drop-in library and three tools. Ranks of the
-# tools are threads: loops serve instead of cuBLAS, and no baseline, which takes MPI.
+# Programs with emulated GPUs inside: the tests, the drop-in library and tools. Ranks of the tools
+# are threads: loops serve instead of cuBLAS, and no baseline, which takes MPI.
 emulator_c := $(filter-out tests/emulator/tests/%,$(call in,tests/emulator))
 emulator := $(call objects,emulated/,$(lib) $(emulator_c))
 emulated_nccl_ep := $B/emulated/libnccl_ep.so
@@ -312,7 +306,9 @@ $(emulated_tests): $(call objects,emulated/,$(nccl_ep) $(gpu_tests_c) $(call in,
 $B/emulated/ep_moe: $(call objects,emulated/,$(moe))
 $B/emulated/ep_bench: $(call objects,emulated/,\
                           $(filter-out %/baseline.cu %/baseline_nccl.c,$(bench)))
+$B/emulated/ep_info: $(call objects,emulated/,$(info))
 $B/emulated/ep_overlap: $(call objects,emulated/,$(overlap))
+$B/emulated/ep_tune: $(call objects,emulated/,$(tune))
 $(emulated): $(emulator) $(call objects,,$(mpi_c))
 	$(call link,$(if $(filter %/ep_bench,$@),$(no_baseline)) $(mpi_libs) $(hwloc_libs) \
 	    $(criterion_libs) -lm,$(CXX))

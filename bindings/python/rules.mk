@@ -18,9 +18,9 @@ python: $L/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
 # The second make sees the headers that the first has downloaded.
 wheel:
 	bindings/jax/environment $B
-	$(if $(RELEASE),bindings/python/portable $B)
+	$(if $(RELEASE),ARCH=$(ARCH) bindings/python/portable $B)
 	@$(MAKE) --no-print-directory PORTABLE=$(RELEASE) python
-	bindings/python/wheel $B
+	ARCH=$(ARCH) SYSROOT=$(SYSROOT) bindings/python/wheel $B
 
 # The package itself, with libep.jax and libep.torch: three at a time with -j.
 check-python: check-package check-jax check-torch

@@ -64,7 +64,7 @@ static EpStatus check_cuda(const NcclContext *self, const char *what, cudaError_
 static EpStatus check_nccl(const NcclContext *self, const char *what, ncclResult_t result) {
     if (result == ncclSuccess) return EP_OK;
     return ep_fail(EP_ERR_BOOTSTRAP, "rank %d: bootstrap: %s: %s", self->rank, what,
-                   self->nccl->ncclGetErrorString(result));
+                   ep_nccl_explain(self->nccl, result));
 }
 
 /* A deadline shared by the rounds of a gather. */
@@ -290,7 +290,7 @@ static EpStatus read_communicator(NcclContext *self, double seconds) {
     if (result == ncclSuccess) return EP_OK;
     return ep_fail(EP_ERR_BOOTSTRAP,
                    "ep_bootstrap_nccl: comm: expected a usable communicator, got: %s",
-                   nccl->ncclGetErrorString(result));
+                   ep_nccl_explain(nccl, result));
 }
 
 static EpStatus allocate(NcclContext *self) {

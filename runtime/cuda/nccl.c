@@ -37,6 +37,7 @@ static void load(void) {
 #undef NCCL_FIND
     if (!complete || api.ncclGetVersion(&api.version) != ncclSuccess) return;
     (void)find(library, "ncclWinGetUserPtr", &api.ncclWinGetUserPtr);
+    (void)find(library, "ncclGetLastError", &api.ncclGetLastError);
     loaded = api.version >= OLDEST_NCCL;
     if (!loaded)
         snprintf(failure, sizeof(failure),
@@ -52,6 +53,15 @@ const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes) {
     pthread_once(&once, load);
     if (!loaded) snprintf(reason, reason_bytes, "%s", failure);
     return loaded ? &api : NULL;
+}
+
+const char *ep_nccl_explain(const EpNccl *nccl, ncclResult_t result) {
+    static _Thread_local char text[512];
+    int is_outside = result == ncclUnhandledCudaError || result == ncclSystemError;
+    const char *last = is_outside && nccl->ncclGetLastError ? nccl->ncclGetLastError(NULL) : NULL;
+    snprintf(text, sizeof(text), "%s%s%s", nccl->ncclGetErrorString(result),
+             last && *last ? ": " : "", last ? last : "");
+    return text;
 }
 
 /* A call's result does not tell whether it is complete: ncclCommWindowRegister returns ncclSuccess

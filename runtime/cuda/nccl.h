@@ -5,7 +5,9 @@
 /**
  * NCCL, loaded when a group first needs it. libep runs without it, and with any version from
  * 2.28.3 on that the process has already loaded or finds first. It warns once of versions after
- * 2.32, which it was not tested with.
+ * 2.32, which it was not tested with. NCCL has a CUDA runtime of its own, and gets addresses and
+ * streams alone, which are the driver's. So it may be built for another major version of CUDA than
+ * libep.
  */
 
 #include <nccl.h>
@@ -41,11 +43,18 @@ typedef struct EpNccl {
 #undef NCCL_FIELD
     /** Where a window begins in this rank's memory. NULL before NCCL 2.29. */
     ncclResult_t (*ncclWinGetUserPtr)(ncclComm_t comm, ncclWindow_t window, void **out);
+    /** What the process's last error was, in words. May be NULL. */
+    const char *(*ncclGetLastError)(ncclComm_t comm);
     int version;
 } EpNccl;
 
 /** Returns the library, or NULL with a sentence in `reason`. */
 const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes);
+
+/** Returns what a failed call says of itself. Where CUDA or the system has failed in it, that is
+ * its last error: so an NCCL that was built for a newer CUDA than the driver's says so. Valid until
+ *  this thread's next call. */
+const char *ep_nccl_explain(const EpNccl *nccl, ncclResult_t result);
 
 /** The least timeout, in seconds, of what NCCL sets up: it examines the whole machine first. */
 #ifndef EP_NCCL_SECONDS

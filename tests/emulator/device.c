@@ -89,7 +89,7 @@ const char *cudaGetErrorString(cudaError_t error) {
 /* ---- devices ---- */
 
 cudaError_t cudaDriverGetVersion(int *version) {
-    *version = VERSION;
+    *version = setting("EMULATED_DRIVER", VERSION);
     return cudaSuccess;
 }
 
@@ -99,6 +99,8 @@ cudaError_t cudaRuntimeGetVersion(int *version) {
 }
 
 cudaError_t cudaGetDeviceCount(int *out) {
+    if (setting("EMULATED_DRIVER", VERSION) < VERSION)
+        return emulated_error(cudaErrorInsufficientDriver);
     *out = count();
     return *out ? cudaSuccess : emulated_error(cudaErrorNoDevice);
 }
@@ -139,6 +141,9 @@ cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int 
     switch (attribute) {
     case cudaDevAttrMultiProcessorCount:
         *out = setting("EMULATED_SMS", 4);
+        break;
+    case cudaDevAttrComputeCapabilityMajor:
+        *out = capability() / 10;
         break;
     case cudaDevAttrPageableMemoryAccess:
         *out = 0;

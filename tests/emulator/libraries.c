@@ -70,6 +70,7 @@ static const struct {
     { #name, (void *)name }
     FUNCTION(ncclGetVersion),
     FUNCTION(ncclGetErrorString),
+    FUNCTION(ncclGetLastError),
     FUNCTION(ncclGetUniqueId),
     FUNCTION(ncclCommInitRankConfig),
     FUNCTION(ncclCommSplit),

@@ -60,11 +60,39 @@ class OfProcess:
         raise TypeError(f"a {public_name(self)} belongs to its process: {self._anew}")
 
 
+def _has_glibc() -> bool:
+    try:
+        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    except (OSError, ValueError):
+        return False
+
+
+def _machine_of(path: str) -> str:
+    """The processor that a library is for, as os.uname() names it, or "" for another one."""
+    with open(path, "rb") as file:
+        head = file.read(20)
+    numbers = {62: "x86_64", 183: "aarch64"}  # EM_X86_64, EM_AARCH64
+    return numbers.get(int.from_bytes(head[18:20], "little"), "") if head[:4] == b"\x7fELF" else ""
+
+
+def _why_not(error: OSError) -> str:
+    """Why the library cannot be loaded. The loader names a file that it misses, not the reason."""
+    if not os.path.exists(PATH):
+        return str(error)
+    here, machine = os.uname().machine, _machine_of(PATH)
+    if machine and machine != here:
+        return f"expected a wheel for {here}, got one for {machine}: {PATH}"
+    if not _has_glibc():
+        return f"expected an interpreter on glibc, got one on another C library, as musl: {error}"
+    return str(error)
+
+
 def _load() -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(PATH)
     except OSError as error:
-        raise ImportError(f"libep: its shared library cannot be loaded: {error}") from None
+        sentence = f"libep: its shared library cannot be loaded: {_why_not(error)}"
+        raise ImportError(sentence) from None
     _abi.declare(loaded)
     return loaded
 

@@ -188,6 +188,20 @@ static void *refuse_file(Sharing *s, int error) {
     return NULL;
 }
 
+/* Ranks whose machines have one name and boot id count as one node, containers among them. */
+static void *refuse_opening(Sharing *s, int32_t rank, int error) {
+    if (s->creations[rank].fd >= 0)
+        snprintf(s->why_not, sizeof(s->why_not),
+                 "%.40s: containers with one host name must share processes or a large /dev/shm",
+                 strerror(error));
+    else if (error == ENOENT)
+        snprintf(s->why_not, sizeof(s->why_not),
+                 "its object is not in /dev/shm here: containers with one host name must share it");
+    else
+        return refuse_file(s, error);
+    return NULL;
+}
+
 /* Map the file if it has a segment's size: beyond the end of a shorter one, a load is a SIGBUS. */
 static void *map_checked(Sharing *s, int fd) {
     struct stat file;
@@ -207,7 +221,7 @@ static void *map_checked(Sharing *s, int fd) {
 static int map_segment(Sharing *s, int32_t rank, int *error) {
     int fd = open_segment(s, rank);
     *error = fd < 0 ? errno : 0;
-    void *memory = fd < 0 ? refuse_file(s, *error) : map_checked(s, fd);
+    void *memory = fd < 0 ? refuse_opening(s, rank, *error) : map_checked(s, fd);
     if (fd >= 0) close(fd);
     s->posix->mapped[rank] = memory;
     if (!memory) return 0;
@@ -266,8 +280,9 @@ static EpStatus map_and_meet(Sharing *s) {
     if (unmapped && (error != ENOENT || arrived == EP_OK))
         return ep_fail(EP_ERR_SYSTEM,
                        "rank %d: ep_group_create: cannot map the shared memory of rank %d, said to "
-                       "be on the same node: %s",
-                       s->group->rank, unmapped - 1, s->why_not);
+                       "be on the same node: %s%s",
+                       s->group->rank, unmapped - 1, s->why_not,
+                       error == ENOENT ? " (containers of one host name must share /dev/shm)" : "");
     return arrived;
 }
 

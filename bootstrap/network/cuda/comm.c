@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A group's NCCL communicators. On one node there is one: the group's own, or one that it borrows.
- * On several nodes it owns two: one of the ranks of each node, whose windows map each other's memory,
- * and one of all ranks, by which NCCL moves data. Both are split from the one that the caller lends,
- * or made from new ids. Where ranks share GPUs, memory/cuda/ipc.c maps their memory, and the
- * communicator of all ranks remains. A group of weights on one node gets the second one when NCCL
- * first has to move a weight.
+ * On several nodes it owns two: one of the ranks of each node, whose windows map each other's
+ * memory, and one of all ranks, by which NCCL moves data. Both are split from the one that the
+ * caller lends, or made from new ids. Where ranks share GPUs, memory/cuda/ipc.c maps their memory,
+ * and the communicator of all ranks remains. A group of weights on one node gets the second one
+ * when NCCL first has to move a weight.
  */
 #include <stdlib.h>
 
@@ -19,7 +19,7 @@
 static EpStatus check(const EpGroup *group, const char *call, ncclResult_t result) {
     if (result == ncclSuccess) return EP_OK;
     return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: %s", group->rank, call,
-                   ep_cuda(group)->nccl->ncclGetErrorString(result));
+                   ep_nccl_explain(ep_cuda(group)->nccl, result));
 }
 
 double ep_cuda_comm_timeout(const EpGroup *group) {

@@ -48,7 +48,9 @@ static EpStatus allocate(EpCudaWatch *w) {
 
 EpStatus ep_cuda_watch_open(EpGroup *group) {
     EpCall call = {"ep_group_create", group->rank};
-    if (!ep_cuda_group_comm(ep_cuda(group)) || (group->nodes.sizes.nodes == 1 && group->purpose == EP_FOR_TOKENS)) return EP_OK;
+    if (!ep_cuda_group_comm(ep_cuda(group)) ||
+        (group->nodes.sizes.nodes == 1 && group->purpose == EP_FOR_TOKENS))
+        return EP_OK;
     EpCudaWatch *w = calloc(1, sizeof(*w));
     ep_cuda(group)->watch = w;
     EpStatus status = EP_OK;
@@ -252,7 +254,7 @@ static EpStatus report(const EpGroup *group, const EpLoss *loss, const char *pha
         return ep_fail_digests(group->rank, loss->own, loss->peer, loss->other);
     if (loss->kind == EP_LOSS_LATE) return report_late(group, loss, phase);
     return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: NCCL: %s", group->rank, phase,
-                   ep_cuda(group)->nccl->ncclGetErrorString(loss->result));
+                   ep_nccl_explain(ep_cuda(group)->nccl, loss->result));
 }
 
 void ep_cuda_watch_poll(EpGroup *group) {

@@ -98,11 +98,11 @@ def forks():
     return "-SE", program, path
 
 
-def spawn(*arguments, is_fork=None, stderr=subprocess.PIPE, **environment):
-    """Start Python. Its stdin and stdout are pipes."""
+def spawn(*arguments, inside=(), is_fork=None, stderr=subprocess.PIPE, **environment):
+    """Start Python, `inside` of another program. Its stdin and stdout are pipes."""
     is_fork = bool(PRELOADED) if is_fork is None else is_fork
     return subprocess.Popen(
-        [sys.executable, *(forks() if is_fork else ()), *arguments],
+        [*inside, sys.executable, *(forks() if is_fork else ()), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
@@ -162,10 +162,10 @@ def free_port():
 # ---- ranks that meet in a folder -----------------------------------------------------------------
 
 
-def start(folder, rank, size, source):
-    """Start a rank: `source` runs after PREAMBLE."""
+def start(folder, rank, size, source, inside=()):
+    """Start a rank, `inside` of another program: `source` runs after PREAMBLE."""
     text = PREAMBLE.format(here=HERE, rank=rank, size=size, folder=str(folder))
-    return spawn("-c", text + source)
+    return spawn("-c", text + source, inside=inside)
 
 
 def run(folder, *sources):

@@ -3,11 +3,12 @@
 
 import os
 import signal
+import subprocess
 import time
 
 import processes
 import pytest
-from processes import check, finish, good, run, spawn, start
+from processes import check, finish, finish_all, good, run, spawn, start
 
 STEP = """
 with group() as g:
@@ -146,6 +147,31 @@ def test_programs(tmp_path, name):
     """child: its Ctrl-C is not its parent's. exit: without a `with` block."""
     sources, expected = PROGRAMS[name]
     check(run(tmp_path, *sources), expected)
+
+
+# ---- containers ----------------------------------------------------------------------------------
+
+UNSHARE = "unshare --user --map-root-user --uts --mount".split()
+NOT_HERE = "SYSTEM .*memory of rank {}, said to be on the same node: {}.*"
+CONTAINERS = dict(
+    of_one_name=("mount -t tmpfs none /dev/shm", "its object is not in /dev/shm here: containers"),
+    with_little_room=("mount -t tmpfs -o nr_inodes=1 none /dev/shm", "expected the number that .* drawn"),
+    with_one_room=("", None),
+    of_two_names=("mount -t tmpfs none /dev/shm && hostname libep-$0", None),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers(tmp_path, name):
+    """Each rank has processes of its own. They make a group, or each says why there is none."""
+    script, why = CONTAINERS[name]
+    source = STEP if why is None else "tell(group)"
+    unshare = [*UNSHARE, "--pid", "--fork", "--mount-proc", "sh", "-c", script + '\nexec "$@"']
+    if subprocess.run([*unshare, "0", "true"]).returncode:
+        pytest.skip("this user may not make containers")
+    ranks = [start(tmp_path, r, 2, source, [*unshare, str(r)]) for r in range(2)]
+    rows = "rows 4\n" if why is None else ""
+    check(finish_all(ranks), [rows or NOT_HERE.format(1 - r, why) for r in range(2)])
 
 
 # ---- ranks that end or stop ----------------------------------------------------------------------

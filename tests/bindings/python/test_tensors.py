@@ -182,3 +182,18 @@ def test_library_of_another_version(tmp_path):
     os.unlink(tmp_path / "libep" / "lib")
     status, _, err = python("-c", "import libep", PYTHONPATH=str(tmp_path))
     assert status == 1 and "ImportError: libep: its shared library cannot be loaded" in err
+
+    # One for another processor; then a broken one, on a C library that does not know its version.
+    os.mkdir(tmp_path / "libep" / "lib")
+    with open(os.path.join(HERE, "lib", "libep.so.0"), "rb") as file:
+        head = bytearray(file.read(64))
+    machine = {62: ("x86_64", 183, "aarch64"), 183: ("aarch64", 62, "x86_64")}
+    here, number, other = machine[head[18]]
+    without = "import os\ndef confstr(name): raise OSError\nos.confstr = confstr\nimport libep"
+    for head[18], source, words in (  # e_machine
+        (number, "import libep", f"expected a wheel for {here}, got one for {other}: /"),
+        (head[18], without, "expected an interpreter on glibc, got one on another C library"),
+    ):
+        (tmp_path / "libep" / "lib" / "libep.so.0").write_bytes(head)
+        status, _, err = python("-c", source, PYTHONPATH=str(tmp_path))
+        assert status == 1 and f"cannot be loaded: {words}" in err, err

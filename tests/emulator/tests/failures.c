@@ -56,7 +56,7 @@ static void fail_to_connect(const EpBootstrap *bootstrap) {
     set_on_ranks(bootstrap, "EMULATED_CONNECT_FAILS", "1");
     EpStatus status = ep_group_create(bootstrap, &config, &group);
     if (bootstrap->rank == 1)
-        CHECK_REFUSED(status, EP_ERR_SYSTEM, "ncclGroupEnd");
+        CHECK_REFUSED(status, EP_ERR_SYSTEM, "ncclGroupEnd", "Cuda failure 35");
     else
         CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
               ep_last_error());
@@ -98,6 +98,19 @@ static void connect_for_weights(const EpBootstrap *bootstrap) {
 }
 
 RankTest(gpu_weights, connect_when_needed_2, 2, connect_for_weights(bootstrap));
+
+/* ---- a driver that is older than CUDA ------------------------------------------------------- */
+
+static void find_old_driver(const EpBootstrap *bootstrap) {
+    Case c = failures_case(bootstrap, "");
+    EpGroupConfig config = case_group_config(&c);
+    set_on_ranks(bootstrap, "EMULATED_DRIVER", "11080");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_UNSUPPORTED, "expected a driver for CUDA",
+                   "or newer, which this build was made with, got one for CUDA 11.8");
+    set_on_ranks(bootstrap, "EMULATED_DRIVER", "");
+}
+
+RankTest(gpu_driver, is_too_old_2, 2, find_old_driver(bootstrap));
 
 /* ---- a rank departs -------------------------------------------------------------------------- */
 
