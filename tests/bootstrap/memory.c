@@ -116,6 +116,16 @@ ThreadTest(bootstrap_memory, weights, RANKS) {
     create_without_memory(bootstrap, &own, WEIGHT);
 }
 
+/* Groups of one rank each: none has a peer, and all of the mesh stop together. */
+ThreadTest(bootstrap_memory, groups_of_a_mesh, RANKS) {
+    EpBootstrap world = without_messages(bootstrap), own = EP_BOOTSTRAP_INIT;
+    EpMesh mesh = mesh_of_all();
+    EpAxes expert = {1, {1}};
+    CHECK_OK(ep_bootstrap_mesh(&world, &mesh, &expert, &own));
+    create_without_memory(bootstrap, &own, GROUP);
+    ep_bootstrap_destroy(&own);
+}
+
 GroupTest(bootstrap_memory, windows, RANKS, "") {
     if (TESTS_SANITIZED) return;
     void *memory = &group;

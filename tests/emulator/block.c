@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/emulator/block.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +13,17 @@
 #include "tests/emulator/launch.h"
 #include "tests/emulator/worker.h"
 
-enum { MAX_THREADS = 1024, WARP = 32, NAMED = 16, BUCKETS = 256, BACK_OFF_AFTER = 64 };
+enum {
+    MAX_THREADS = 1024,
+    WARP = 32,
+    WARPS = MAX_THREADS / WARP,
+    NAMED = 16,
+    BUCKETS = 256,
+    LONGEST_BURST = 7,   /* 1 to 64 switches */
+    BACK_OFF_AFTER = 16, /* bursts */
+    YIELDS = 4,          /* until a block that only polls sleeps */
+    LONG = 2000          /* bursts, until it sleeps no longer */
+};
 
 /* Under the address sanitizer variables lie far apart. It knows nothing of fibers, and sees only
  * that their stacks are mapped memory. */
@@ -24,40 +35,46 @@ enum { MAX_THREADS = 1024, WARP = 32, NAMED = 16, BUCKETS = 256, BACK_OFF_AFTER 
 #define STACK_END 0x57ac4e4d57ac4e4dull
 #define GARBAGE 0xa5
 
-typedef struct Thread {
-    Fiber fiber;
+/* A thread that waits for a key: see emulated_wait_for. */
+typedef struct Waiter {
     unsigned x;
-    const void *key; /* the address that it waits for */
-    struct Thread *next;
-} Thread;
+    const void *key;
+    struct Waiter *next;
+} Waiter;
 
-/* A barrier of a warp or of a block, with the threads that wait at it. */
+/* A warp. The lanes that can run do so in a random order: bit i of `ready` is lane i ^ turn. */
+typedef struct Warp {
+    uint32_t ready, polling;
+    unsigned turn;
+    /* The instruction at which lanes have arrived. Two sets of values are used alternately: lanes
+     * may still read the last. */
+    int arrived, kind;
+    unsigned round, votes[2];
+    uint64_t values[2][WARP];
+} Warp;
+
+/* A barrier of a block, with the lanes of each warp that wait at it. */
 typedef struct Barrier {
     int arrived, kind;
-    Thread *waiting;
+    unsigned round;
+    uint32_t waiting[WARPS];
 } Barrier;
 
-/* A set of threads, from which one is drawn at random. */
-typedef struct ThreadSet {
-    Thread *thread[MAX_THREADS];
-    int count;
-} ThreadSet;
-
-/* A block. The blocks that an OS thread runs one after the other reuse the memory. */
+/* A block. Later blocks reuse the memory. */
 typedef struct Block {
-    Fiber outside;
-    Thread thread[MAX_THREADS], *running;
-    int threads, ended, idle;
-    ThreadSet ready, polling;
-    Barrier warp[MAX_THREADS / WARP], named[NAMED];
-    /* Two sets, used alternately: lanes may still read the last. */
-    uint64_t values[MAX_THREADS / WARP][2][WARP];
-    unsigned votes[MAX_THREADS / WARP][2];
-    unsigned rounds[MAX_THREADS];
-    int all; /* of emulated_barrier_and */
-    Thread *waiting[BUCKETS];
+    struct Block *next; /* unused */
+    Fiber outside, fiber[MAX_THREADS];
+    unsigned running;        /* the thread */
+    uint32_t ready, polling; /* warps with such lanes */
+    unsigned burst;          /* switches until another warp may run */
+    int threads, ended;
+    unsigned idle; /* bursts since the block got on */
     uint64_t random_state;
     unsigned copy_delay; /* a chance to make a bulk copy is used with probability 1 / this */
+    Warp warp[WARPS];
+    Barrier named[NAMED];
+    int all[2]; /* of emulated_barrier_and */
+    Waiter waiter[MAX_THREADS], *waiting[BUCKETS];
     char *stacks, *shared_end, *shared;
     void (*kernel)(const void *arguments);
     const void *arguments;
@@ -66,31 +83,54 @@ typedef struct Block {
 __thread EmulatedIndex threadIdx, blockIdx, blockDim, gridDim;
 __thread char emulated_anchor;
 static __thread Block *block;
+static Block *unused;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of `unused` */
 
 /* ---- random numbers ---- */
 
-unsigned emulated_draw(unsigned n) {
+static inline uint32_t draw_word(void) {
     uint64_t x = block->random_state;
     x ^= x << 13, x ^= x >> 7, x ^= x << 17;
     block->random_state = x;
-    return (unsigned)((x >> 32) * n >> 32);
+    return (uint32_t)(x >> 32);
+}
+
+unsigned emulated_draw(unsigned n) {
+    return (unsigned)((uint64_t)draw_word() * n >> 32);
 }
 
 int emulated_one_in(unsigned n) {
     return emulated_draw(n) == 0;
 }
 
-/* ---- scheduling ---- */
-
-static void add_thread(ThreadSet *c, Thread *t) {
-    c->thread[c->count++] = t;
+/* Returns a bit of the set: the first one from a random place on. */
+static unsigned draw_bit(uint32_t set) {
+    unsigned from = emulated_draw(32);
+    uint32_t turned = set >> from | set << (32 - from) % 32;
+    return ((unsigned)__builtin_ctz(turned) + from) % 32;
 }
 
-static Thread *draw_thread(ThreadSet *c) {
-    unsigned i = emulated_draw((unsigned)c->count);
-    Thread *t = c->thread[i];
-    c->thread[i] = c->thread[--c->count];
-    return t;
+/* ---- scheduling ---- */
+
+static void make_ready(unsigned x) {
+    Warp *w = &block->warp[x / WARP];
+    w->ready |= 1u << ((x ^ w->turn) % WARP);
+    block->ready |= 1u << x / WARP;
+}
+
+static unsigned take_ready(unsigned warp) {
+    Warp *w = &block->warp[warp];
+    unsigned at = (unsigned)__builtin_ctz(w->ready);
+    w->ready &= w->ready - 1;
+    if (!w->ready) block->ready &= ~(1u << warp);
+    return warp * WARP + (at ^ w->turn);
+}
+
+static unsigned take_polling(void) {
+    unsigned warp = draw_bit(block->polling), lane = draw_bit(block->warp[warp].polling);
+    block->warp[warp].polling &= ~(1u << lane);
+    if (!block->warp[warp].polling) block->polling &= ~(1u << warp);
+    return warp * WARP + lane;
 }
 
 static void report_deadlock(void) {
@@ -105,129 +145,153 @@ static void report_deadlock(void) {
                  block->threads - block->ended, block->ended);
 }
 
-/* All runnable threads only poll, and have for a while: yield the processor to the blocks and ranks
- * that they wait for. */
+/* The block may only wait for others: yield the processor to these. Naps grow with the time that it
+ * has waited. Warps that spin without a load of others' words are ready. */
 static void back_off(void) {
-    struct timespec little = {0, 50000};
-    if (++block->idle % BACK_OFF_AFTER || block->ready.count || emulated_copy_one()) return;
-    if (block->idle < 8 * BACK_OFF_AFTER)
+    unsigned idle = block->idle / (block->ready ? 4 : 1);
+    struct timespec nap = {0, 50000 + (idle < LONG ? 250 * (long)idle : 250 * LONG)};
+    if (idle < YIELDS * BACK_OFF_AFTER)
         sched_yield();
-    else
-        nanosleep(&little, NULL);
+    else if (!emulated_copy_one())
+        nanosleep(&nap, NULL);
 }
 
-/* Returns the thread to run next. Makes bulk copies now and then, in some blocks later than in
+/* Choose a warp for the next switches. Makes bulk copies now and then, in some blocks later than in
  * others. */
-static Thread *next_thread(void) {
+static unsigned next_burst(void) {
+    block->burst = 1u << emulated_draw(LONGEST_BURST);
+    if (++block->idle % BACK_OFF_AFTER == 0 && block->polling) back_off();
     for (;;) {
-        int lucky = emulated_one_in(16);
-        if (lucky && emulated_one_in(block->copy_delay)) emulated_copy_one();
-        if (block->ready.count && !(lucky && block->polling.count))
-            return draw_thread(&block->ready);
-        if (!block->ready.count && emulated_one_in(block->copy_delay) && emulated_copy_one())
-            continue;
-        if (block->polling.count) {
-            back_off();
-            return draw_thread(&block->polling);
-        }
-        if (!block->ready.count && !emulated_copy_one()) report_deadlock();
+        if (emulated_one_in(2 * block->copy_delay)) emulated_copy_one();
+        int polls = emulated_one_in(block->idle < BACK_OFF_AFTER ? 8 : 2);
+        if (block->ready && !(polls && block->polling)) return take_ready(draw_bit(block->ready));
+        if (!block->ready && emulated_one_in(block->copy_delay) && emulated_copy_one()) continue;
+        if (block->polling) return take_polling();
+        if (!block->ready && !emulated_copy_one()) report_deadlock();
     }
 }
 
-static void switch_to(Fiber *from, Thread *t) {
-    block->running = t;
-    threadIdx.x = t->x;
-    fiber_switch(from, &t->fiber);
+/* Returns the thread to run next: for a while, lanes of the same warp. Some warps thus get far
+ * ahead of others, which shows barriers that are missing. */
+static inline unsigned next_thread(void) {
+    unsigned warp = block->running / WARP;
+    return block->burst-- && block->warp[warp].ready ? take_ready(warp) : next_burst();
+}
+
+static inline void switch_to(Fiber *from, unsigned x) {
+    block->running = threadIdx.x = x;
+    fiber_switch(from, &block->fiber[x]);
 }
 
 /* Switch to another thread. The caller has put the running one where it will be found again. */
-static void yield(void) {
-    Thread *me = block->running, *next = next_thread();
-    if (next == me) return;
-    switch_to(&me->fiber, next);
+static inline void yield(void) {
+    unsigned me = block->running, next = next_thread();
+    if (next != me) switch_to(&block->fiber[me], next);
+}
+
+void emulated_progress(void) {
+    block->idle = 0;
 }
 
 void emulated_poll(void) {
     if (!emulated_one_in(4)) return;
-    add_thread(&block->polling, block->running);
+    unsigned warp = block->running / WARP;
+    block->warp[warp].polling |= 1u << block->running % WARP;
+    block->polling |= 1u << warp;
     yield();
 }
 
 /* ---- waiting ---- */
 
-static Thread **bucket_of(const void *key) {
+static Waiter **bucket_of(const void *key) {
     return &block->waiting[(uintptr_t)key / 8 % BUCKETS];
 }
 
 void emulated_wait_for(const void *key) {
-    Thread *me = block->running, **bucket = bucket_of(key);
-    me->key = key, me->next = *bucket, *bucket = me;
+    Waiter *me = &block->waiter[block->running], **bucket = bucket_of(key);
+    *me = (Waiter){block->running, key, *bucket}, *bucket = me;
     yield();
 }
 
 void emulated_wake(const void *key) {
-    for (Thread **at = bucket_of(key); *at;) {
-        Thread *t = *at;
-        if (t->key != key) {
-            at = &t->next;
+    block->idle = 0;
+    for (Waiter **at = bucket_of(key); *at;) {
+        Waiter *w = *at;
+        if (w->key != key) {
+            at = &w->next;
             continue;
         }
-        *at = t->next;
-        block->idle = 0;
-        add_thread(&block->ready, t);
+        *at = w->next;
+        make_ready(w->x);
     }
 }
 
 /* ---- barriers ---- */
 
-static void arrive_and_wait(Barrier *m, int members, int kind) {
-    Thread *me = block->running;
-    if (m->arrived && m->kind != kind)
+static void check_kind(int arrived, int *kind, int mine) {
+    if (arrived && *kind != mine)
         emulated_die("block %u, thread %u: its warp is at another instruction (%d, %d)", blockIdx.x,
-                     me->x, kind, m->kind);
-    m->kind = kind;
-    if (++m->arrived < members) {
-        me->next = m->waiting, m->waiting = me;
+                     threadIdx.x, mine, *kind);
+    *kind = mine;
+}
+
+/* The last lane that arrives lets all go on, in another order, or first goes on itself. */
+static inline void meet_warp(Warp *w, int instruction) {
+    check_kind(w->arrived, &w->kind, instruction);
+    if (++w->arrived < WARP) {
         yield();
         return;
     }
-    for (Thread *t = m->waiting; t; t = t->next)
-        add_thread(&block->ready, t);
-    *m = (Barrier){.arrived = 0};
-    if (emulated_one_in(2)) return;
-    add_thread(&block->ready, me);
-    yield();
+    uint32_t drawn = draw_word();
+    w->arrived = 0, w->round++;
+    w->turn = drawn % WARP, w->ready = ~0u;
+    block->ready |= 1u << block->running / WARP;
+    if (drawn & WARP)
+        w->ready &= ~(1u << ((block->running ^ w->turn) % WARP));
+    else
+        yield();
 }
 
 uint64_t *emulated_exchange(int instruction, uint64_t value) {
-    Thread *me = block->running;
-    unsigned warp = me->x / WARP;
-    uint64_t *values = block->values[warp][block->rounds[me->x]++ % 2];
-    values[me->x % WARP] = value;
-    arrive_and_wait(&block->warp[warp], WARP, instruction);
+    Warp *w = &block->warp[block->running / WARP];
+    uint64_t *values = w->values[w->round % 2];
+    values[block->running % WARP] = value;
+    meet_warp(w, instruction);
     return values;
 }
 
 unsigned emulated_vote(int instruction, int is) {
-    Thread *me = block->running;
-    unsigned warp = me->x / WARP, *votes = &block->votes[warp][block->rounds[me->x]++ % 2];
-    if (!block->warp[warp].arrived) *votes = 0;
-    *votes |= (unsigned)(is != 0) << me->x % WARP;
-    arrive_and_wait(&block->warp[warp], WARP, instruction);
+    Warp *w = &block->warp[block->running / WARP];
+    unsigned *votes = &w->votes[w->round % 2];
+    *votes = (w->arrived ? *votes : 0) | (unsigned)(is != 0) << block->running % WARP;
+    meet_warp(w, instruction);
     return *votes;
 }
 
 void emulated_barrier(int id, int threads) {
-    arrive_and_wait(&block->named[id], threads, threads);
+    Barrier *b = &block->named[id];
+    unsigned me = block->running;
+    check_kind(b->arrived, &b->kind, threads);
+    if (++b->arrived < threads) {
+        b->waiting[me / WARP] |= 1u << me % WARP;
+        yield();
+        return;
+    }
+    b->arrived = 0, b->round++, block->idle = 0;
+    for (unsigned i = 0; i < WARPS; i++)
+        for (; b->waiting[i]; b->waiting[i] &= b->waiting[i] - 1)
+            make_ready(i * WARP + (unsigned)__builtin_ctz(b->waiting[i]));
+    if (emulated_one_in(2)) return;
+    make_ready(me);
+    yield();
 }
 
 int emulated_barrier_and(int value) {
+    const Barrier *b = &block->named[0];
+    int *all = &block->all[b->round % 2];
+    *all = value && (!b->arrived || *all);
     emulated_barrier(0, block->threads);
-    block->all = 1;
-    emulated_barrier(0, block->threads);
-    block->all = block->all && value;
-    emulated_barrier(0, block->threads);
-    return block->all;
+    return *all;
 }
 
 /* ---- start and end ---- */
@@ -254,8 +318,14 @@ static void *map(size_t bytes, size_t guard) {
     return memory;
 }
 
+/* Take a block that has ended, or a new one. */
 static void open_block(void) {
     size_t shared = (EMULATED_SHARED_BYTES + 4095) & ~(size_t)4095;
+    pthread_mutex_lock(&mutex);
+    block = unused;
+    if (block) unused = block->next;
+    pthread_mutex_unlock(&mutex);
+    if (block) return;
     block = map(sizeof(*block), 0);
     block->stacks = map(MAX_THREADS * STACK_BYTES, 0);
     block->shared_end = (char *)map(shared, 4096) + shared;
@@ -266,18 +336,16 @@ static void fill_block(const EmulatedGrid *grid, uint64_t seed) {
     size_t shared = (grid->shared + 127) & ~(size_t)127;
     block->shared = block->shared_end - shared;
     memset(block->shared, GARBAGE, shared);
-    block->threads = (int)grid->threads, block->ended = 0, block->idle = 0;
+    block->threads = (int)grid->threads, block->ended = 0;
+    block->idle = block->burst = 0;
     block->random_state = seed * 0x9e3779b97f4a7c15ull | 1;
     block->copy_delay = 1u << emulated_draw(4);
-    block->ready.count = block->polling.count = 0;
-    memset(block->rounds, 0, sizeof(block->rounds));
     for (unsigned i = 0; i < grid->threads; i++) {
-        Thread *t = &block->thread[i];
         char *stack = block->stacks + i * STACK_BYTES;
-        t->x = i;
         *(uint64_t *)(void *)stack = STACK_END;
-        fiber_init(&t->fiber, stack, STACK_BYTES, begin);
-        add_thread(&block->ready, t);
+        fiber_init(&block->fiber[i], stack, STACK_BYTES, begin);
+        if (i % WARP == 0) block->warp[i / WARP].turn = emulated_draw(WARP);
+        make_ready(i);
     }
 }
 
@@ -286,6 +354,9 @@ static void close_block(void) {
     for (int i = 0; i < block->threads; i++)
         if (*(uint64_t *)(void *)(block->stacks + (size_t)i * STACK_BYTES) != STACK_END)
             emulated_die("thread %d needs a larger stack", i);
+    pthread_mutex_lock(&mutex);
+    block->next = unused, unused = block;
+    pthread_mutex_unlock(&mutex);
 }
 
 /* Delay some blocks, so that others must wait for them. */
@@ -296,7 +367,7 @@ static void delay_start(void) {
 
 void emulated_run_block(const EmulatedGrid *grid, unsigned index, uint64_t seed,
                         void (*kernel)(const void *arguments), const void *arguments) {
-    if (!block) open_block();
+    open_block();
     blockIdx.x = index, blockDim.x = grid->threads, gridDim.x = grid->blocks;
     block->kernel = kernel, block->arguments = arguments;
     fill_block(grid, seed);

@@ -4,8 +4,9 @@
 
 /**
  * A block of a kernel: its threads are fibers of one OS thread. They switch only at barriers, waits
- * and loads of memory that others write. A random number decides which thread runs next, and when a
- * bulk copy is made that no thread has waited for yet. EMULATED_SEED seeds the numbers.
+ * and loads of memory that others write. Random numbers decide which warp runs next and for how
+ * long, in which order its lanes run, and when a bulk copy is made that no thread has waited for
+ * yet. EMULATED_SEED seeds the numbers.
  */
 
 #include <stddef.h>
@@ -43,6 +44,8 @@ int emulated_barrier_and(int value);
 
 /** Let other threads run, in every load of memory that other blocks write. */
 void emulated_poll(void);
+/** Say that the block gets on: it does not only poll. */
+void emulated_progress(void);
 /** Let other threads run until emulated_wake(key). */
 void emulated_wait_for(const void *key);
 void emulated_wake(const void *key);

@@ -133,6 +133,7 @@ void emulated_bulk_store(void *to, const void *from, uint32_t bytes) {
     emulated_need_bulk("a bulk copy");
     check(to, from, bytes);
     if (c->stores == MAX_COPIES) emulated_die("stores are not waited for");
+    emulated_progress();
     c->store[c->stores++] = (Store){to, from, bytes, threadIdx.x, c->group[threadIdx.x], NULL};
 }
 

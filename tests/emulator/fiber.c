@@ -8,8 +8,9 @@
 /* Push the callee-saved registers on the old stack and pop those of the new one. A kernel of a
  * thousand threads switches a million times: swapcontext, with a system call each, would be too
  * slow. */
-void emulated_switch(void **from, void *to);
 __asm__(".text\n"
+        ".globl emulated_switch\n"
+        ".hidden emulated_switch\n"
         ".type emulated_switch, @function\n"
         "emulated_switch:\n"
         "    pushq %rbp\n"
@@ -38,10 +39,6 @@ void fiber_init(Fiber *fiber, char *stack, size_t bytes, void (*begin)(void)) {
     fiber->stack_pointer = top;
 }
 
-void fiber_switch(Fiber *from, Fiber *to) {
-    emulated_switch(&from->stack_pointer, to->stack_pointer);
-}
-
 #else
 
 void fiber_init(Fiber *fiber, char *stack, size_t bytes, void (*begin)(void)) {
@@ -51,9 +48,4 @@ void fiber_init(Fiber *fiber, char *stack, size_t bytes, void (*begin)(void)) {
     fiber->context.uc_link = NULL;
     makecontext(&fiber->context, begin, 0);
 }
-
-void fiber_switch(Fiber *from, Fiber *to) {
-    swapcontext(&from->context, &to->context);
-}
-
 #endif

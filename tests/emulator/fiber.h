@@ -17,10 +17,20 @@ typedef struct Fiber {
 #endif
 } Fiber;
 
+#ifdef __x86_64__
+void emulated_switch(void **from, void *to);
+#endif
+
 /** Make a fiber that calls `begin` at the first switch to it. `begin` never returns. */
 void fiber_init(Fiber *fiber, char *stack, size_t bytes, void (*begin)(void));
 
 /** Continue `to` where it was left. Returns at the next switch to `from`. */
-void fiber_switch(Fiber *from, Fiber *to);
+static inline void fiber_switch(Fiber *from, Fiber *to) {
+#ifdef __x86_64__
+    emulated_switch(&from->stack_pointer, to->stack_pointer);
+#else
+    swapcontext(&from->context, &to->context);
+#endif
+}
 
 #endif

@@ -7,6 +7,7 @@
 
 #include "tests/emulator/device.h"
 #include "tests/emulator/launch.h"
+#include "tests/emulator/worker.h"
 
 enum { MOST_TRACKS = 16 };
 
@@ -31,9 +32,9 @@ struct CUgraph_st {
 /* A replay: copies of the items' arguments, and the marks that have been passed. */
 typedef struct Replay {
     cudaGraph_t graph;
-    void **arguments; /* [count] */
-    char *passed;     /* [marks] */
-    int device;
+    void **arguments;    /* [count] */
+    char *passed;        /* [marks] */
+    int device, running; /* tracks that have not ended */
 } Replay;
 
 typedef struct Track {
@@ -131,13 +132,16 @@ static void run_item(Replay *r, int i) {
     pthread_mutex_unlock(&mutex);
 }
 
-static void *run_track(void *context) {
+static void run_track(void *context) {
     const Track *track = context;
     const struct CUgraph_st *graph = track->replay->graph;
     cudaSetDevice(track->replay->device);
     for (int i = 0; i < graph->count; i++)
         if (graph->item[i].track == track->number) run_item(track->replay, i);
-    return NULL;
+    pthread_mutex_lock(&mutex);
+    track->replay->running--;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
 }
 
 static void release(cudaGraph_t graph) {
@@ -157,16 +161,17 @@ static void release(cudaGraph_t graph) {
 /* Runs on the thread of the stream. */
 static void run_replay(void *arguments) {
     Replay *r = *(Replay **)arguments;
-    pthread_t thread[MOST_TRACKS];
     Track track[MOST_TRACKS];
+    r->running = r->graph->tracks;
     for (int i = 0; i < r->graph->tracks; i++)
         track[i] = (Track){r, i};
     for (int i = 1; i < r->graph->tracks; i++)
-        if (pthread_create(&thread[i], NULL, run_track, &track[i]))
-            emulated_die("no thread for a graph");
+        emulated_start(run_track, &track[i]);
     run_track(&track[0]);
-    for (int i = 1; i < r->graph->tracks; i++)
-        pthread_join(thread[i], NULL);
+    pthread_mutex_lock(&mutex);
+    while (r->running)
+        pthread_cond_wait(&changed, &mutex);
+    pthread_mutex_unlock(&mutex);
     for (int i = 0; i < r->graph->count; i++)
         free(r->arguments[i]);
     release(r->graph);

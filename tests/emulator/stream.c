@@ -10,6 +10,7 @@
 #include "tests/emulator/device.h"
 #include "tests/emulator/graph.h"
 #include "tests/emulator/launch.h"
+#include "tests/emulator/worker.h"
 
 enum { QUEUE = 256, ARGUMENT_BYTES = 4096 + 64 };
 
@@ -20,13 +21,13 @@ typedef struct Task {
 
 struct CUstream_st {
     struct CUstream_st *next;
-    int device, closing;
+    int device, closing, closed;
     unsigned long long id, capture; /* id: unique; capture: id of the current capture, 0: none */
     cudaGraph_t graph;              /* of that capture */
     int track;
     uint64_t begun, done; /* number of tasks enqueued and completed */
     Task task[QUEUE];
-    pthread_t thread;
+    pthread_cond_t called; /* its thread, to a task or to the end */
 };
 
 struct CUevent_st {
@@ -37,20 +38,22 @@ struct CUevent_st {
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t passed = PTHREAD_COND_INITIALIZER,
+                      changed[EMULATED_MAX_GPUS] = {[0 ... EMULATED_MAX_GPUS - 1] =
+                                                        PTHREAD_COND_INITIALIZER};
 static cudaStream_t streams, defaults[EMULATED_MAX_GPUS];
 static unsigned long long ids, captures;
 static int drains[EMULATED_MAX_GPUS]; /* threads that free memory of a device */
 
 /* ---- queues ---- */
 
-static void *serve(void *context) {
+static void serve(void *context) {
     cudaStream_t s = context;
     cudaSetDevice(s->device);
     pthread_mutex_lock(&mutex);
     while (s->begun != s->done || !s->closing) {
         if (s->begun == s->done) {
-            pthread_cond_wait(&changed, &mutex);
+            pthread_cond_wait(&s->called, &mutex);
             continue;
         }
         Task *task = &s->task[s->done % QUEUE];
@@ -58,17 +61,19 @@ static void *serve(void *context) {
         task->run(task->arguments);
         pthread_mutex_lock(&mutex);
         s->done++;
-        pthread_cond_broadcast(&changed);
+        pthread_cond_broadcast(&changed[s->device]);
     }
+    s->closed = 1;
+    pthread_cond_broadcast(&changed[s->device]);
     pthread_mutex_unlock(&mutex);
-    return NULL;
 }
 
 static cudaStream_t open_stream(int device) {
     cudaStream_t s = calloc(1, sizeof(*s));
     if (!s) emulated_die("no memory for a stream");
+    pthread_cond_init(&s->called, NULL);
     s->device = device, s->id = ++ids, s->next = streams, streams = s;
-    if (pthread_create(&s->thread, NULL, serve, s)) emulated_die("no thread for a stream");
+    emulated_start(serve, s);
     return s;
 }
 
@@ -84,18 +89,18 @@ static cudaStream_t resolve(cudaStream_t stream) {
 static uint64_t enqueue(cudaStream_t s, void (*run)(void *), const void *arguments, size_t bytes) {
     if (bytes > ARGUMENT_BYTES) emulated_die("%zu bytes of arguments", bytes);
     while (s->begun - s->done == QUEUE)
-        pthread_cond_wait(&changed, &mutex);
+        pthread_cond_wait(&changed[s->device], &mutex);
     Task *task = &s->task[s->begun % QUEUE];
     task->run = run;
     memcpy(task->arguments, arguments, bytes);
     uint64_t number = ++s->begun;
-    pthread_cond_broadcast(&changed);
+    pthread_cond_signal(&s->called);
     return number;
 }
 
 static void wait_for(const struct CUstream_st *s, uint64_t number) {
     while (s->done < number)
-        pthread_cond_wait(&changed, &mutex);
+        pthread_cond_wait(&changed[s->device], &mutex);
 }
 
 static void submit(cudaStream_t stream, void (*run)(void *), const EmulatedReplays *replays,
@@ -139,10 +144,9 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     if (!stream) return emulated_error(cudaErrorInvalidValue);
     pthread_mutex_lock(&mutex);
     stream->closing = 1;
-    pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&mutex);
-    pthread_join(stream->thread, NULL);
-    pthread_mutex_lock(&mutex);
+    pthread_cond_signal(&stream->called);
+    while (!stream->closed)
+        pthread_cond_wait(&changed[stream->device], &mutex);
     cudaStream_t *at = &streams;
     while (*at != stream)
         at = &(*at)->next;
@@ -180,7 +184,7 @@ cudaError_t cudaDeviceSynchronize(void) {
     int device = emulated_device();
     pthread_mutex_lock(&mutex);
     while (busy_stream(device))
-        pthread_cond_wait(&changed, &mutex);
+        pthread_cond_wait(&changed[device], &mutex);
     pthread_mutex_unlock(&mutex);
     return cudaSuccess;
 }
@@ -191,9 +195,9 @@ void emulated_drain(void) {
     pthread_mutex_lock(&mutex);
     drains[device]++;
     while (busy_stream(device))
-        pthread_cond_wait(&changed, &mutex);
+        pthread_cond_wait(&changed[device], &mutex);
     drains[device]--;
-    pthread_cond_broadcast(&changed);
+    pthread_cond_broadcast(&changed[device]);
     pthread_mutex_unlock(&mutex);
 }
 
@@ -201,7 +205,7 @@ static void await_drains(cudaStream_t stream) {
     int device = stream ? stream->device : emulated_device();
     pthread_mutex_lock(&mutex);
     while (drains[device])
-        pthread_cond_wait(&changed, &mutex);
+        pthread_cond_wait(&changed[device], &mutex);
     pthread_mutex_unlock(&mutex);
 }
 
@@ -278,7 +282,7 @@ static void pass_mark(void *arguments) {
     pthread_mutex_lock(&mutex);
     if (m->event->passed < m->number) m->event->passed = m->number;
     clock_gettime(CLOCK_MONOTONIC, &m->event->at);
-    pthread_cond_broadcast(&changed);
+    pthread_cond_broadcast(&passed);
     pthread_mutex_unlock(&mutex);
 }
 
@@ -286,7 +290,7 @@ static void wait_for_mark(void *arguments) {
     const Mark *m = arguments;
     pthread_mutex_lock(&mutex);
     while (m->event->passed < m->number)
-        pthread_cond_wait(&changed, &mutex);
+        pthread_cond_wait(&passed, &mutex);
     pthread_mutex_unlock(&mutex);
 }
 

@@ -6,6 +6,9 @@
 
 #include "tests/emulator/launch.h"
 
+/** Call run(context) in another thread. */
+void emulated_start(void (*run)(void *context), void *context);
+
 /** Run one block in the calling thread. */
 void emulated_run_block(const EmulatedGrid *grid, unsigned index, uint64_t seed,
                         void (*kernel)(const void *arguments), const void *arguments);

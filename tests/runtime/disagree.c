@@ -58,6 +58,7 @@ static void disagree(const EpBootstrap *bootstrap, const char *group, const Disa
         step_all(&step);
     CHECK_OK(call_ops(&step, ops_for_plan(&step)));
     Step odd = open_odd(&step, group, d);
+    bootstrap->barrier(bootstrap->context, 60); /* a rank may still be in the last operation */
     double begin = seconds_now();
     EpStatus status = call_ops(deviates ? &odd : &step, deviates ? d->odd : d->others);
     if (status == EP_OK) status = ep_group_status(step.group, NULL);

@@ -111,6 +111,7 @@ template <typename T> static inline T emulated_load(const T *address, int order)
 
 template <typename T> static inline void emulated_store(T *address, T value, int order) {
     __atomic_store_n(address, value, order);
+    emulated_progress();
     if (emulated_one_in(8)) emulated_poll();
 }
 
