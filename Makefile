@@ -39,7 +39,8 @@ variant := -asan
 sanitize := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 else ifdef TSAN
 variant := -tsan
-sanitize := -fsanitize=thread
+# Copies that the compiler inlines are hidden from it.
+sanitize := -fsanitize=thread -fno-builtin-memcpy -fno-builtin-memset
 else ifdef ARCH
 include tools/cross.mk
 endif
@@ -161,7 +162,7 @@ help:
 # ---- compiling ----------------------------------------------------------------------------------
 
 # Rebuild objects if the flags change.
-flags := $(CC) $(CFLAGS) $(WERROR) CUDA=$(CUDA) $(NVCC_ARCH) OPENBLAS=$(OPENBLAS)
+flags := $(CC) $(CFLAGS) $(sanitize) $(WERROR) CUDA=$(CUDA) $(NVCC_ARCH) OPENBLAS=$(OPENBLAS)
 old_flags := $(shell mkdir -p $B; cat $B/flags 2>/dev/null)
 $B/flags: $(if $(filter-out $(flags),$(old_flags))$(filter-out $(old_flags),$(flags)),again)
 	$(file >$@,$(flags))
