@@ -81,12 +81,16 @@ NVCC ?= $(CUDA_HOME)/bin/nvcc
 # Kernels are compiled for sm_90, on which they are tested, and in releases for others, too. GPUs of
 # 8.x run code of 8.0, and those of 12.x code of 12.0. Another GPU compiles the PTX of 9.0 when it
 # first loads them. CODE=80: code of 8.0 alone, for GPUs of 9.0, too, so that it can be tested.
-release_codes := 80 100 103 120
-release_arch := $(foreach c,$(release_codes),-gencode arch=compute_$c,code=sm_$c)
+# Tools have code of 9.0 there as elsewhere: what they measure libep by stays the same.
+code_of = -gencode arch=compute_$1,code=sm_$(or $2,$1)
+release_arch := $(foreach c,80 100 103 120,$(call code_of,$c)) -compress-mode=size
 standard_arch := -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
-NVCC_ARCH ?= $(if $(CODE),-gencode arch=compute_$(CODE),code=[sm_$(CODE),sm_90],$(standard_arch))
+old_for_90 := $(call code_of,$(CODE),90)
+NVCC_ARCH ?= $(if $(CODE),$(call code_of,$(CODE)) $(old_for_90),$(standard_arch))
+tools_arch = $(if $(CODE),$(subst $(old_for_90),$(call code_of,90),$(NVCC_ARCH)),$(NVCC_ARCH))
 # Matrix units of sm_90 need code for it alone. Tools ask for the capability before they use them.
-nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),-arch=sm_90a,$(NVCC_ARCH))
+nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),-arch=sm_90a,\
+                $(if $(call is,tools/%),$(tools_arch),$(NVCC_ARCH)))
 $(if $(filter 1,$(if $(RELEASE),$(CUDA))),\
     $(if $(findstring sm_103,$(shell $(NVCC) --list-gpu-code)),,\
         $(error RELEASE=1: expected an nvcc that knows sm_103 (CUDA 12.9 or newer), got $(NVCC))))
@@ -110,6 +114,7 @@ nccl_ep := $(call in,bindings/nccl_ep)
 bench := tools/ep_bench.c $(call in,tools/bench tools/common)
 info := tools/ep_info.c tools/bench/routing.c tools/bench/trace.c $(call in,tools/info tools/common)
 moe := tools/ep_moe.c $(call in,tools/moe tools/common)
+tune := tools/ep_tune.c $(call in,tools/tune tools/common)
 overlap := tools/ep_overlap.c $(call in,tools/overlap tools/common)
 tests_c := $(filter-out tests/gpu/% tests/emulator/% tests/bindings/nccl_ep/%,$(call in,tests))
 host_only := $(wildcard $(shell sed '/^\#/d' tests/gpu/host_only))
@@ -144,11 +149,11 @@ torch_so := $L/libep_torch.so
 JAXLIB_INCLUDE ?= $(firstword $(wildcard $B/python-jax/lib/python3*/site-packages/jaxlib/include))
 package_files := $(patsubst tools/package/%.in,$B/%,$(wildcard tools/package/*.in))
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(nccl_ep_so) $(package_files)
-tools := $B/ep_bench $B/ep_info $B/ep_moe $(if $(filter 1,$(CUDA)),$B/ep_overlap)
+tools := $B/ep_bench $B/ep_info $B/ep_moe $(if $(filter 1,$(CUDA)),$B/ep_overlap $B/ep_tune)
 tests := $B/tests/ep_tests
 gpu_tests := $B/tests/ep_gpu_tests
 emulated_tests := $B/tests/ep_emulated_tests
-emulated := $(emulated_tests) $(addprefix $B/emulated/,ep_moe ep_bench ep_overlap)
+emulated := $(emulated_tests) $(addprefix $B/emulated/,ep_moe ep_bench ep_info ep_overlap ep_tune)
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
         check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-package \
@@ -282,6 +287,7 @@ $B/ep_bench: $(call objects,,$(call built,$(bench)))
 $B/ep_info: $(call objects,,$(info))
 $B/ep_moe: $(call objects,,$(call built,$(moe)))
 $B/ep_overlap: $(call objects,,$(overlap))
+$B/ep_tune: $(call objects,,$(tune))
 $(tools): $B/libep.so $B/libep_mpi.so
 	$(call link,$(tool_rpath) -L$B -lep_mpi -lep $(mpi_libs) \
 	    $(if $(filter %/ep_moe,$@),$(openblas_libs)) $(cuda_libs) -lm)
@@ -292,8 +298,8 @@ $(gpu_tests): $(call objects,gpu/,$(gpu_tests_c))
 $(tests) $(gpu_tests): $(call objects,,$(nccl_ep)) $B/libep_mpi.a $B/libep.a
 	$(call link,$(mpi_libs) $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm)
 
-# Programs with emulated GPUs inside: the tests, the drop-in library and three tools. Ranks of the
-# tools are threads: loops serve instead of cuBLAS, and no baseline, which takes MPI.
+# Programs with emulated GPUs inside: the tests, the drop-in library and tools. Ranks of the tools
+# are threads: loops serve instead of cuBLAS, and no baseline, which takes MPI.
 emulator_c := $(filter-out tests/emulator/tests/%,$(call in,tests/emulator))
 emulator := $(call objects,emulated/,$(lib) $(emulator_c))
 emulated_nccl_ep := $B/emulated/libnccl_ep.so
@@ -301,7 +307,9 @@ $(emulated_tests): $(call objects,emulated/,$(nccl_ep) $(gpu_tests_c) $(call in,
 $B/emulated/ep_moe: $(call objects,emulated/,$(moe))
 $B/emulated/ep_bench: $(call objects,emulated/,\
                           $(filter-out %/baseline.cu %/baseline_nccl.c,$(bench)))
+$B/emulated/ep_info: $(call objects,emulated/,$(info))
 $B/emulated/ep_overlap: $(call objects,emulated/,$(overlap))
+$B/emulated/ep_tune: $(call objects,emulated/,$(tune))
 $(emulated): $(emulator) $(call objects,,$(mpi_c))
 	$(call link,$(if $(filter %/ep_bench,$@),$(no_baseline)) $(mpi_libs) $(hwloc_libs) \
 	    $(criterion_libs) -lm,$(CXX))

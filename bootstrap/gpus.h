@@ -31,7 +31,7 @@ typedef struct EpGpuReport {
     int32_t count;     /**< devices that its process sees; 0: it can use none, see `reason` */
     int32_t current;   /**< device that is current on the calling thread */
     int32_t wanted;    /**< device by the configuration or its communicator, or EP_DEFAULT */
-    int32_t process;   /**< process id */
+    int32_t process;   /**< a number of its process, of each process of a machine another one */
     int32_t present;   /**< a GPU is there, usable or not */
     int32_t apart;     /**< its GPU counts as if it reached no other: LIBEP_PEERS=none, or
                             NCCL_P2P_DISABLE=1, with which NCCL maps no memory of another GPU */

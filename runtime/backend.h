@@ -149,8 +149,8 @@ typedef struct EpBackendOps {
     EpStatus (*publish)(EpHandle *handle, const EpRouting *routing);
     EpStatus (*scatter)(EpHandle *handle, const EpScatter *scatter);
     EpStatus (*gather)(EpHandle *handle, const EpGather *gather);
-    /** Optional (NULL: nothing to do). Collective: a weight was created. Let its groups connect as it
-     *  needs. */
+    /** Optional (NULL: nothing to do). Collective: a weight was created. Let its groups connect as
+     * it needs. */
     EpStatus (*open_weight)(const struct EpWeight *weight);
     /** See handles/weights/weight.h and rows_quant.h. */
     EpStatus (*gather_weight)(const struct EpWeightGather *gather);

@@ -257,8 +257,10 @@ EP_HOST_DEVICE static inline void ep_copies_find(const EpCopySetup *s, int32_t l
         if (m->logical_of[p] == logical && m->kind[p] > nearest) nearest = m->kind[p];
     }
     if (nearest > EP_COPY_FAR && s->choice == EP_CHOICE_SPREAD) nearest = EP_COPY_FAR;
-    for (int32_t p = 0; p < s->placement.num_experts && nearest; p++)
-        if (m->logical_of[p] == logical && m->kind[p] >= nearest) m->list[first + count++] = last = p;
+    for (int32_t p = 0; p < s->placement.num_experts && nearest; p++) {
+        if (m->logical_of[p] != logical || m->kind[p] < nearest) continue;
+        m->list[first + count++] = last = p;
+    }
     m->of[logical].first = count == 1 ? last : first;
     m->of[logical].count = count;
 }

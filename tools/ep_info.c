@@ -187,7 +187,7 @@ static void print_apart(const RankInfo *all) {
             apart |= all[r].info.node != all[s].info.node && !strcmp(all[r].host, all[s].host);
     if (!apart || first->backend != EP_BACKEND_CUDA || (topology && topology[0])) return;
     printf("  GPUs of one machine that do not reach each other's memory are nodes of their own%s\n",
-           forbidden ? ": LIBEP_PEERS or NCCL_P2P_DISABLE forbids it" : "");
+           forbidden ? ": LIBEP_PEERS or NCCL_P2P_DISABLE forbids peer access" : "");
 }
 
 /* Print each node's ranks in a row: those of a column exchange what their nodes need of each other,

@@ -18,7 +18,7 @@ from . import _fast
 from ._bootstrap import from_process_group, nccl_comm
 
 if TYPE_CHECKING:
-    from typing import Any, Optional, Union
+    from typing import Any, Optional, Sequence, Union
 
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
@@ -72,6 +72,17 @@ class Group(CoreGroup):
         self.in_calls.group, self.in_calls.object = self.pointer, id(self)
         parts = map(id, self._parts)
         self.in_calls.acquire, self.in_calls.release, self.in_calls.at_once = parts
+
+    def place(self, map: Union[torch.Tensor, Sequence[int]]) -> None:
+        """Place the experts anew, on the current stream, in a group with num_physical. Collective.
+
+        map  the expert that each of the num_physical places holds, or -1; equal on all ranks. A
+             tensor on the group's device is read when the stream gets there.
+
+        Weights do not move by it: see ep_group_place in ep.h. libep.placement_balance makes maps.
+        """
+        tensor = torch.as_tensor(map, dtype=torch.int32).to(self.device).contiguous()
+        super().place(tensor, stream=current_stream(self.ordinal))
 
     def close(self) -> None:
         """Destroy the group and its handles. A second call does nothing. See libep.Group.close."""

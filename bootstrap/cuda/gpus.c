@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "bootstrap/cuda/nvml.h"
@@ -131,10 +132,19 @@ static int check_nccl(const EpGroupConfig *config, int32_t num_ranks, EpGpuRepor
     return !config->nccl_comm || adopt_communicator(nccl, config, out);
 }
 
+/* Returns a number of this process that no other one of the machine has: in containers processes
+ * may have the same id. */
+static int32_t process_number(void) {
+    struct stat space;
+    uint32_t number = (uint32_t)getpid();
+    if (stat("/proc/self/ns/pid", &space) == 0) number ^= (uint32_t)space.st_ino * 0x9e3779b9u;
+    return (int32_t)number;
+}
+
 void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out) {
     int count = 0;
     const char *host = getenv("NCCL_HOSTID");
-    *out = (EpGpuReport){.wanted = config->device, .process = (int32_t)getpid()};
+    *out = (EpGpuReport){.wanted = config->device, .process = process_number()};
     snprintf(out->nccl_host, sizeof(out->nccl_host), "%s", host ? host : "");
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {

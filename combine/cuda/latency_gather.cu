@@ -1273,7 +1273,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     if (a.counts) count<FORM>(a, op.flag);
     if (role.receives) receive_sums<T, FORM, DONE>(a, role, tokens[self(a)], op.flag);
     latency_pass(a.group, a.latency, op, ticket);
-    if (EP_SEVERAL_NODES && role.sends) ep_seal_stamp(a.group, a.latency.nodes.marks.own);
+    if (EP_SEVERAL_NODES && role.sends) latency_seal_stamps(a.group, a.latency);
 }
 
 #if EP_SEVERAL_NODES
@@ -1446,7 +1446,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
         }
         if (!alive) break;
     }
-    ep_seal_stamp(a.group, l.nodes.marks.own);
+    latency_seal_stamps(a.group, l);
 }
 
 /* ---- weights ------------------------------------------------------------------------------- */
@@ -1464,7 +1464,7 @@ __device__ __forceinline__ int begin_weights(const EpLatencyGatherArgs &a, uint6
     EpLoadedHeader header = ep_load_header(a.group, a.plan);
     if (threadIdx.x / 32 == OP_WARP && latency_find(a.latency, &op) && threadIdx.x % 32 == 0)
         *flag = op.flag;
-    if (compares) ep_compare_stamps(a.latency.nodes.marks, &header);
+    if (compares) latency_compare_stamps(a.latency, 1, &header);
     return ep_begin_operation_as(a.group, a.plan, header, 0);
 }
 
@@ -1524,7 +1524,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     const EpLatency &l = a.latency;
     int warp = (int)(threadIdx.x / 32) * (int)gridDim.x + (int)blockIdx.x;
     if (!begin_weights(a, &flag, 1)) {
-        ep_report_stamps(a.group, l.nodes.marks);
+        latency_report_stamps(a.group, l, 1);
         ep_take_messages(l.nodes.marks);
         return;
     }

@@ -368,8 +368,8 @@ typedef enum EpDuplicates {
 
 /** Which copy of an expert a token takes: see ep_group_place. */
 typedef enum EpCopyChoice {
-    EP_CHOICE_NEAR = 1,  /**< among the copies on the token's rank; if there are none, among those on
-                              its node; else among all */
+    EP_CHOICE_NEAR = 1,  /**< among the copies on the token's rank; if there are none, among those
+                              on its node; else among all */
     EP_CHOICE_SPREAD = 2 /**< among all copies */
 } EpCopyChoice;
 
@@ -565,7 +565,7 @@ typedef struct EpGroupInfo {
 #define EP_GROUP_INFO_INIT                                                                 \
     {                                                                                      \
         sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0, -1, 0, "", "", \
-             EP_MODE_AUTO, 0, "", "", 0, EP_CHOICE_NEAR, ""                                 \
+            EP_MODE_AUTO, 0, "", "", 0, EP_CHOICE_NEAR, ""                                 \
     }
 
 /** Read the facts about a group. Local. */
@@ -612,9 +612,9 @@ EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, i
  * counts, slabs, capacities and global ids. topk_idx names logical experts 0 .. E - 1. So does
  * EP_DUPLICATES_MERGE.
  *
- * map     [P] INT32 in memory that the backend reaches: the logical expert that each place holds, or
- *         -1 for none. A logical expert may have any number of copies, also on one rank, or none.
- *         The operation reads it; all ranks give the same values.
+ * map     [P] INT32 in memory that the backend reaches: the logical expert that each place holds,
+ *         or -1 for none. A logical expert may have any number of copies, also on one rank, or
+ *         none. The operation reads it; all ranks give the same values.
  * stream  as in ep_prepare; it can be captured
  *
  * Copies of a logical expert are its n places, ascending. Token t of rank s takes copy (s + t) % n

@@ -712,13 +712,18 @@ __device__ __forceinline__ int ep_stamps_match(const EpStamp &a, const EpStamp &
            a.generation == b.generation;
 }
 
-/** Returns whether all stamps that have come are as this rank's own. By a whole warp. */
-__device__ __forceinline__ int ep_stamps_agree(const EpMarks &m) {
+/** Returns whether all stamps that have come, theirs(i), are as this rank's. By a whole warp. */
+template <typename Theirs>
+__device__ __forceinline__ int ep_stamps_agree(const EpMarks &m, Theirs theirs) {
     const EpStamp own = *m.own;
     int agree = 1;
     for (int i = threadIdx.x % 32; i < m.num_peers; i += 32)
-        agree &= ep_stamps_match(own, m.theirs[i]);
+        agree &= ep_stamps_match(own, *theirs(i));
     return __all_sync(~0u, agree);
+}
+
+__device__ __forceinline__ int ep_stamps_agree(const EpMarks &m) {
+    return ep_stamps_agree(m, [&](int i) { return m.theirs + i; });
 }
 
 /* Returns what a stamp tells that differs from this rank's. One of an earlier operation is what was
@@ -733,12 +738,13 @@ static __device__ int ep_stamp_fault(const EpStamp &own, const EpStamp &theirs) 
  * unless this rank has failed already. On a path that leaves the kernel: see ep_report_plan. The
  * block knows its operation (ep_own_operation).
  */
-[[maybe_unused]] static __device__ __noinline__ void ep_report_stamps(const EpCudaGroup &g,
-                                                                      const EpMarks &m) {
+template <typename Theirs>
+__device__ __forceinline__ void ep_report_stamps(const EpCudaGroup &g, const EpMarks &m,
+                                                 Theirs stamp) {
     const EpStamp own = *m.own;
     if (threadIdx.x || EP_DIGEST_OP(own.digest) == EP_OP_GONE) return;
     for (int i = 0; i < m.num_peers && !ep_failed(g); i++) {
-        const EpStamp theirs = m.theirs[i];
+        const EpStamp theirs = *stamp(i);
         if (ep_stamps_match(own, theirs)) continue;
         int fault = ep_stamp_fault(own, theirs), member = m.peers ? m.peers[i] : i;
         uint32_t blamed = theirs.blamed ? theirs.blamed - 1 : (uint32_t)member;
@@ -747,6 +753,11 @@ static __device__ int ep_stamp_fault(const EpStamp &own, const EpStamp &theirs) 
                             fault == EP_FAULT_PEER ? blamed : theirs.digest},
                   theirs.generation);
     }
+}
+
+[[maybe_unused]] static __device__ __noinline__ void ep_report_stamps(const EpCudaGroup &g,
+                                                                      const EpMarks &m) {
+    ep_report_stamps(g, m, [&](int i) { return m.theirs + i; });
 }
 
 #endif

@@ -18,17 +18,18 @@ static void take_messages(const EpGroupConfig *config, const EpNodeSizes *nodes,
     b->node_rows = ep_config_node_rows(config);
     b->message_heads = (int32_t)ranks * b->head_bytes;
     int64_t rows = b->node_rows, entries = b->entry_places * (int64_t)b->entry_bytes;
-    b->message_bytes =
-        b->message_heads + ep_saturated_product(rows, ep_max(b->record_bytes, entries));
+    b->message_bytes = EP_STEP_BYTES + b->message_heads +
+                       ep_saturated_product(rows, ep_max(b->record_bytes, entries));
     int64_t all = ep_saturated_product(others, b->message_bytes);
     b->messages = ep_arena_offset(arena, ep_saturated_product(2 * sets, all));
     b->partials = ep_arena_offset(
         arena, ep_saturated_product(2 * sets * others * rows,
                                     entries ? entries : ranks * (int64_t)b->record_bytes));
-    b->outgoing = ep_arena_offset(arena, all);
-    b->landing = ep_arena_offset(arena, all);
-    b->weights_out = ep_arena_offset(arena, entries ? 0 : others * rows * b->weight_bytes);
-    b->weights_in = ep_arena_offset(arena, entries ? 0 : others * rows * b->weight_bytes);
+    b->outgoing = ep_arena_offset(arena, all) + EP_STEP_BYTES;
+    b->landing = ep_arena_offset(arena, all) + EP_STEP_BYTES;
+    if (entries) return;
+    b->weights_out = ep_arena_offset(arena, others * ep_weights_stride(b)) + EP_LINE_BYTES;
+    b->weights_in = ep_arena_offset(arena, others * ep_weights_stride(b)) + EP_LINE_BYTES;
 }
 
 /* Locate everything in the window. Quantised rows fit: their scales take no more bytes than

@@ -305,7 +305,15 @@ __device__ __forceinline__ char *latency_relay_entry(const EpLatency &l, char *w
 /* Returns the weights of a place among those that NCCL sends or receives, which are at `lines`. */
 __device__ __forceinline__ char *message_weights(const EpLatency &l, int64_t lines, int other,
                                                  int row) {
-    return l.own + lines + ((int64_t)other * l.layout.node_rows + row) * l.layout.weight_bytes;
+    return l.own + lines + other * ep_weights_stride(&l.layout) +
+           (int64_t)row * l.layout.weight_bytes;
+}
+
+/* Returns the stamp before a message at `messages`, of rows or of weights. */
+__device__ __forceinline__ EpStamp *message_stamp(const EpLatency &l, int64_t messages, int other,
+                                                  int of_weights) {
+    int64_t stride = of_weights ? ep_weights_stride(&l.layout) : l.layout.message_bytes;
+    return (EpStamp *)(l.own + messages + other * stride) - 1;
 }
 
 /* Returns the record of entry k of a token, in the window of the rank that has the token. */
@@ -377,6 +385,40 @@ __device__ __forceinline__ LatencyEntry *latency_entry(void) {
     return &entry;
 }
 
+/** Several nodes: as ep_compare_stamps and ep_report_stamps, of the stamps before messages that
+ * have come, of rows or of weights. */
+__device__ __forceinline__ const EpStamp *landed_stamp(const EpLatency &l, int i, int of_weights) {
+    return message_stamp(l, of_weights ? l.layout.weights_in : l.layout.landing, i, of_weights);
+}
+
+__device__ __forceinline__ void latency_compare_stamps(const EpLatency &l, int of_weights,
+                                                       EpLoadedHeader *header) {
+    auto theirs = [&](int i) { return landed_stamp(l, i, of_weights); };
+    if (threadIdx.x < 32 && !ep_stamps_agree(l.nodes.marks, theirs)) header->failed = ~0u;
+}
+
+[[maybe_unused]] static __device__ __noinline__ void
+latency_report_stamps(const EpCudaGroup &g, const EpLatency &l, int of_weights) {
+    ep_report_stamps(g, l.nodes.marks, [&](int i) { return landed_stamp(l, i, of_weights); });
+}
+
+/* Put this rank's stamp before all messages that it sends. By one thread. */
+__device__ __forceinline__ void put_stamps(const EpLatency &l) {
+    const EpStamp own = *l.nodes.marks.own;
+#pragma unroll 1
+    for (int i = 0; i < l.nodes.num_others; i++) {
+        *message_stamp(l, l.layout.outgoing, i, 0) = own;
+        if (l.layout.weights_out) *message_stamp(l, l.layout.weights_out, i, 1) = own;
+    }
+}
+
+/** Several nodes: as ep_seal_stamp. */
+__device__ __forceinline__ void latency_seal_stamps(const EpCudaGroup &g, const EpLatency &l) {
+    if (threadIdx.x || !ep_failed(g)) return;
+    ep_seal_stamp(g, l.nodes.marks.own);
+    put_stamps(l);
+}
+
 /** Enter an operation, as ep_begin_operation does, and give it to all threads. Epoch 0 stands for
  * none: in latency mode a rank that has failed once does nothing more. */
 __device__ __forceinline__ int latency_begin_operation(const EpCudaGroup &g, const EpCudaPlan &plan,
@@ -390,7 +432,7 @@ __device__ __forceinline__ int latency_begin_operation(const EpCudaGroup &g, con
         if (threadIdx.x % 32 == 0) entry->op.flag = found.flag, entry->is_right = right;
         if (threadIdx.x % 32 == 0 && !l.senders) entry->op.number = found.number;
     }
-    if (EP_SEVERAL_NODES && l.nodes.reads_landing) ep_compare_stamps(l.nodes.marks, &header);
+    if (EP_SEVERAL_NODES && l.nodes.reads_landing) latency_compare_stamps(l, 0, &header);
     int alive = ep_begin_operation_as(g, plan, header, 0);
     if (EP_SEVERAL_NODES && l.nodes.reads_landing) ep_take_messages(l.nodes.marks);
     *op = entry->op;
@@ -400,7 +442,7 @@ __device__ __forceinline__ int latency_begin_operation(const EpCudaGroup &g, con
 /** Report why latency_begin_operation has returned 0, as ep_report_plan does. */
 [[maybe_unused]] static __device__ __noinline__ void
 latency_report(const EpCudaGroup &g, const EpCudaPlan &plan, const EpLatency &l) {
-    if (EP_SEVERAL_NODES && l.nodes.reads_landing) ep_report_stamps(g, l.nodes.marks);
+    if (EP_SEVERAL_NODES && l.nodes.reads_landing) latency_report_stamps(g, l, 0);
     ep_report_plan(g, plan);
     if (threadIdx.x == 0 && !latency_entry()->is_right)
         ep_report(g, EP_FAULT_FLIGHT, EpAwaited{g.rank, 0, 0, (uint32_t)l.sets, 0});
@@ -438,11 +480,14 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
 }
 
 /** Several nodes: the last block, which has the least to do, tells the watcher that the operation
- *  begins, and writes this rank's stamp, once it is known whether the rank has failed. By all
+ *  begins, and writes this rank's stamps, once it is known whether the rank has failed. By all
  *  threads of each block. */
 __device__ __forceinline__ void latency_mark_begin(const EpCudaGroup &g, const EpLatency &l) {
     if (!l.nodes.begins || blockIdx.x + 1 < gridDim.x || threadIdx.x) return;
     ep_mark_begin(g, l.nodes.marks, ep_own_operation()->generation);
+    put_stamps(l);
+    __threadfence(); /* a block that fails meanwhile puts other ones */
+    latency_seal_stamps(g, l);
 }
 
 /** Whether a block sends and receives, and its number among the receiving blocks. */

@@ -90,9 +90,11 @@ typedef struct EpBufferLayout {
     int64_t partials; /**< [2 * sets, others, ranks of the node, node_rows] records: what each rank
                            of this node adds to the sums that this rank returns as a relay; sums by
                            entry: [2 * sets, others, node_rows, K] records of entries */
-    int64_t outgoing, landing; /**< [others] messages that NCCL sends and receives */
-    int64_t message_bytes;
-    int64_t weights_out, weights_in; /**< [others, node_rows] topk_weights, as `weights` */
+    int64_t outgoing, landing; /**< [others] messages that NCCL sends and receives. A stamp is right
+                                    before each of them */
+    int64_t message_bytes;     /**< from one to the next */
+    int64_t weights_out, weights_in; /**< likewise, [node_rows] topk_weights, as `weights`; sums by
+                                          entry: 0 */
     int32_t message_heads; /**< bytes before a message's first place: a head for each rank of the
                                 node that receives it */
     int32_t node_rows;     /**< places of a message */
@@ -102,6 +104,11 @@ typedef struct EpBufferLayout {
     int32_t max_tokens;
     int32_t entry_bytes, entry_places; /**< sums by entry: of a record of one entry; K */
 } EpBufferLayout;
+
+/** Returns the bytes from one of the messages of weights to the next. */
+EP_HOST_DEVICE static inline int64_t ep_weights_stride(const EpBufferLayout *b) {
+    return (int64_t)b->node_rows * b->weight_bytes + EP_LINE_BYTES;
+}
 
 /** Returns the layout for a group of this configuration. */
 EpBufferLayout ep_latency_layout(const EpGroupConfig *config, int32_t num_ranks,

@@ -17,11 +17,10 @@ typedef struct Machine {
 } Machine;
 
 static const TextField rank_fields[] = {
-    TEXT_FIELD(EpGpuReport, count, ""),    TEXT_FIELD(EpGpuReport, current, ""),
-    TEXT_FIELD(EpGpuReport, wanted, ""),   TEXT_FIELD(EpGpuReport, process, ""),
-    TEXT_FIELD(EpGpuReport, reason, ""),   TEXT_FIELD(EpGpuReport, may_share, ""),
-    TEXT_FIELD(EpGpuReport, apart, ""),
-    TEXT_FIELD(EpGpuReport, nccl_host, "")};
+    TEXT_FIELD(EpGpuReport, count, ""),  TEXT_FIELD(EpGpuReport, current, ""),
+    TEXT_FIELD(EpGpuReport, wanted, ""), TEXT_FIELD(EpGpuReport, process, ""),
+    TEXT_FIELD(EpGpuReport, reason, ""), TEXT_FIELD(EpGpuReport, may_share, ""),
+    TEXT_FIELD(EpGpuReport, apart, ""),  TEXT_FIELD(EpGpuReport, nccl_host, "")};
 static const TextField gpu_fields[] = {
     TEXT_FIELD(EpGpu, uuid, ""),    TEXT_FIELD(EpGpu, name, ""),
     TEXT_FIELD(EpGpu, num_sms, ""), TEXT_FIELD(EpGpu, capability, ""),
@@ -110,6 +109,10 @@ static const MachineRow rows[] = {
     /* CUDA_VISIBLE_DEVICES may show each rank one GPU, or each pair of ranks two. */
     {"4 1 1.0.uuid=1 2.0.uuid=2 3.0.uuid=3", "0000", {0}},
     {"4 2 2.0.uuid=2 2.1.uuid=3 3.0.uuid=2 3.1.uuid=3", "0101", {0}},
+    {"2 2 1.0.uuid=1 1.1.uuid=0", "00", {0}},
+    {"4 4 *.0.uuid=2 *.2.uuid=0", "0123", {0}},
+    {"3 3 1.0.uuid=1 1.1.uuid=2 1.2.uuid=0 2.0.uuid=2 2.1.uuid=0 2.2.uuid=1", "000", {0}},
+    {"3 3 1.0.uuid=1 1.1.uuid=0", NULL, {"a GPU for each rank", "ranks 1 and 2", "3 and 3 GPUs"}},
     /* Ranks share GPUs only if all of them allow it and each has a process of its own. */
     {"5 2 *.may_share=1", "01010 shared", {0}},
     {"5 2 *.may_share=1 4.wanted=1", "00001 shared", {0}},

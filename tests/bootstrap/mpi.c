@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks as MPI processes: the cases run over shared memory and over messages. */
 #include <pthread.h>
+#include <sched.h>
+#include <sys/mount.h>
 
 #include "ep/ep_mpi.h"
 #include "tests/cases/run.h"
@@ -34,6 +36,21 @@ HostRankedTest(mpi_nodes, every_rank_a_node, 3, 60, ONE_NODE) {
     setenv("LIBEP_TOPOLOGY", "3", 1);
     setenv("LIBEP_STAGE_BYTES", "5000", 1);
     run_each_layout(bootstrap, "012");
+}
+
+/* Containers on one machine that share no /dev/shm: those of one host name are refused with a
+ * sentence, and with a name each they are nodes. */
+HostRankedTest(mpi_nodes, containers, 2, 30, "GPUs of a group share a node") {
+    char name[16];
+    EpGroupConfig config = group_config(2);
+    if (unshare(CLONE_NEWNS | CLONE_NEWUTS) || mount("", "/", NULL, MS_REC | MS_PRIVATE, NULL) ||
+        mount("", "/dev/shm", "tmpfs", 0, NULL))
+        check_left_out("needs the right to mount");
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_SYSTEM, "cannot map the shared memory of rank",
+                   "containers of one host name must share /dev/shm");
+    snprintf(name, sizeof(name), "container%d", bootstrap->rank);
+    CHECK(sethostname(name, strlen(name)) == 0, "no host name");
+    run_each_layout(bootstrap, "01");
 }
 
 /* ---- communicators ---- */

@@ -142,6 +142,9 @@ cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int 
     case cudaDevAttrMultiProcessorCount:
         *out = setting("EMULATED_SMS", 4);
         break;
+    case cudaDevAttrComputeCapabilityMajor:
+        *out = capability() / 10;
+        break;
     case cudaDevAttrPageableMemoryAccess:
         *out = 0;
         break;

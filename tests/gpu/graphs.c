@@ -180,11 +180,12 @@ RankTest(gpu_replays, phases_on_nodes_4, 4, replay(bootstrap, ON_NODES(EXPERT_MA
 /* ---- ranks that do not replay ---------------------------------------------------------------- */
 
 /* Replay once on all ranks. Then the last rank stays away, and the others name it. It comes when
- * they have given up. Or the last node makes the calls without the graph (`calls`), and no rank waits
- * longer than the deadline. */
+ * they have given up. Or the last node makes the calls without the graph (`calls`), and no rank
+ * waits longer than the deadline. */
 static void replay_in_part(const EpBootstrap *bootstrap, Case c, int calls) {
     enum { DEADLINE = 3, LATE = 60 };
-    int absent = bootstrap->size - 1, odd = bootstrap->rank >= (calls ? bootstrap->size / 2 : absent);
+    int absent = bootstrap->size - 1,
+        odd = bootstrap->rank >= (calls ? bootstrap->size / 2 : absent);
     EpFinding found = EP_FINDING_INIT;
     GraphStep graph;
     be_quiet();
@@ -203,7 +204,8 @@ static void replay_in_part(const EpBootstrap *bootstrap, Case c, int calls) {
         CHECK_CUDA(cudaGraphLaunch(graph.exec, graph.gpu.stream));
     CHECK_CUDA(cudaStreamSynchronize(graph.gpu.stream));
     EpStatus status = ep_group_status(group, &found);
-    CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status, ep_last_error());
+    CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
+          ep_last_error());
     CHECK(odd || calls || found.peer == absent, "%s", ep_last_error());
     CHECK(seconds_now() - begin < LATE, "it took %.1f s", seconds_now() - begin);
     if (!odd || calls) meet(bootstrap);

@@ -59,6 +59,29 @@ StepTest(handles_placement, pending_operations_keep_theirs, 3, KEPT "mode=latenc
     step_check_status(step);
 }
 
+/* Another map and another routing in each of many steps, on handles that stay. */
+static void change_often(const EpBootstrap *bootstrap, const char *text) {
+    int steps = (int)environment_number("LIBEP_TEST_STEPS", TESTS_ON_GPU ? 40 : 400);
+    Case c = case_of("ranks=%d experts=3 physical=5 map=random choice=spread %s", bootstrap->size,
+                     text);
+    Step step = open_step(bootstrap, &c);
+    for (int i = 0; i < steps && !check_failure()[0]; i++) {
+        world_free(step.world);
+        c.seed = (uint64_t)i, c.map_seed = i;
+        step.world = world_new(&c);
+        CHECK_OK(place_experts(step.group, &step.world->c));
+        step_all(&step);
+    }
+    close_step(&step);
+}
+
+ThreadTest(handles_placement, many_steps, 2) {
+    change_often(bootstrap, "max_tokens=4 capacity=30");
+}
+ThreadTest(handles_placement, many_steps_in_latency_mode, 2) {
+    change_often(bootstrap, "max_tokens=4 mode=latency layout=flat");
+}
+
 /* ---- wrong maps ---------------------------------------------------------------------------- */
 
 static EpStatus place_and_wait(EpGroup *group, const Case *c) {
@@ -71,7 +94,7 @@ static EpStatus place_and_wait(EpGroup *group, const Case *c) {
 StepTest(handles_placement, maps_differ, 3, DIFFERS) {
     Case c = step->world->c;
     c.map_seed = step->rank == 2;
-    CHECK_REFUSED(place_and_wait(step->group, &c), EP_ERR_ORDER, "place", "hash of the map differs");
+    CHECK_REFUSED(place_and_wait(step->group, &c), EP_ERR_ORDER, "place: hash of the map differs");
     CHECK_REFUSED(place_experts(step->group, &c), EP_ERR_ORDER, "hash of the map differs");
 }
 

@@ -69,6 +69,11 @@ static const BadOptions bad_options[] = {
     {"--quant mxfp8 --hidden 8", "multiple of 16"},
     {"--quant nvfp4 --hidden 48", "multiple of 32"},
     {"--baseline --quant fp8", "--quant none"},
+    {"--placement balance:0", "balance:N with N places"},
+    {"--placement /dev/null", "another begin"},
+    {"--placement no/such", "balance:N or a file"},
+    {"--placement balance:256 --case sums", "--case step without"},
+    {"--choice far", "\"far\""},
     {"--sums all", "\"all\""},
     {"--sums entry --layout flat", "--layout expert or batched, got --layout flat"},
     {"--sums entry --sum-quant fp8", "--sum-quant none, got fp8"},
@@ -168,6 +173,23 @@ SoloTest(tools_bench, counters) {
         snprintf(line, sizeof(line), "%s%s%s", QUICK, all, i ? "--mode latency --split" : "");
         check_run(line, 0, "slots, the busiest expert's 1.00 times the mean; ", NULL);
     }
+}
+
+/* A file's map, in which an expert has no copy, and balanced ones. */
+SoloTest(tools_bench, placement) {
+    const char *all = "--threads 3 --tokens 20 --experts 5 --top-k 3 --placement ";
+    char path[] = "/tmp/ep_placement_XXXXXX", line[200];
+    int file = mkstemp(path);
+    cr_assert(file >= 0 && dprintf(file, "ep-placement 1\nexperts 5 places 7\n"
+                                         "0 0 1\n2 3 -1 3\n") > 0 && !close(file));
+    for (int i = 0; i < 4; i++) {
+        snprintf(line, sizeof(line), "%s%s%s %s", QUICK, all, i % 2 ? path : "balance:9",
+                 i / 2 ? "--mode latency --choice spread" : "--layout flat");
+        check_run(line, 0, "#wrong 0", NULL);
+    }
+    snprintf(line, sizeof(line), "%s--threads 3 --tokens 20 --experts 4 --placement %s", QUICK, path);
+    check_run(line, 2, NULL, "a file for 4 experts");
+    unlink(path);
 }
 
 /* Sums depend on nodes, and the check knows them. */

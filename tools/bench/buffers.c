@@ -163,7 +163,8 @@ void buffers_describe(Case *c, const Buffers *b) {
 
 static void fill_index(Case *c) {
     int64_t entries = c->tokens * c->options->top_k;
-    const int32_t *from = routing_row(&c->routing, c->world->rank, 0);
+    const Routing *r = &c->routing;
+    const int32_t *from = (r->named ? r->named : r->experts) + r->first[c->world->rank] * r->top_k;
     for (int64_t i = 0; i < entries; i++) {
         if (c->options->index_type == EP_TYPE_INT64)
             ((int64_t *)c->buffers.index)[i] = from[i];

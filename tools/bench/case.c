@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "tools/bench/device.h"
+#include "tools/bench/placement.h"
 #include "tools/common/data.h"
 #include "tools/common/layout.h"
 #include "tools/common/util.h"
@@ -52,6 +53,8 @@ static EpGroupConfig group_config(const Options *o, int64_t max_tokens) {
     config.mode = (EpMode)o->mode;
     config.sums = (EpSums)o->sums;
     config.node_rows = (int32_t)o->node_rows;
+    if (o->physical) config.num_physical = (int32_t)o->physical;
+    config.choice = (EpCopyChoice)o->choice;
     return config;
 }
 
@@ -194,11 +197,12 @@ bool case_create(World *world, const Options *options, int64_t size, Case *out) 
     describe_received(out);
     if (!routing_make(world, options, size, &out->routing)) return false;
     out->tokens = out->routing.tokens[world->rank];
-    if (options->node_rows && !find_nodes(out)) return false;
+    if ((options->node_rows || options->physical) && !find_nodes(out)) return false;
+    if (options->physical && !world_all(world, placement_make(out))) return false;
     bool ok = slots_make(options, &out->routing, out->nodes, world->rank, &out->slots);
     out->weights_width = slots_has_rows(out->slots.layout) ? (int)options->top_k : 1;
     return world_all(world, ok) && choose_capacity(out) && create_group(out) &&
-           create_handle(out) && zero_copy_create(out) && world_all(world, buffers_create(out)) &&
+           world_all(world, placement_call(out)) && create_handle(out) && zero_copy_create(out) && world_all(world, buffers_create(out)) &&
            (!out->cuda || device_create(out));
 }
 

@@ -83,6 +83,13 @@ typedef struct Tensors {
 
 typedef struct Device Device; /* see device.h */
 
+/** What a placement does to a routing: the largest rank's slots over the mean, and rows to other
+ * ranks, without copies and with them. */
+typedef struct Placed {
+    double largest_before, largest;
+    int64_t rows_before, rows;
+} Placed;
+
 typedef struct Case {
     World *world;
     const Options *options;
@@ -98,6 +105,8 @@ typedef struct Case {
     int weights_width; /**< floats per row of recv_topk_weights: 1, flat: K */
     EpGroup *group;
     int32_t *nodes; /**< [size] node of each rank */
+    int32_t *map;   /**< [physical] of a placement */
+    Placed placed;
     EpHandle *handle;
     const EpTensor *plan;   /**< that calls name; NULL: the handle's own */
     int64_t plan_bytes;     /**< of one plan */

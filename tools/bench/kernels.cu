@@ -11,8 +11,8 @@
 /* ---- aligning the streams ------------------------------------------------------------------ */
 
 static __global__ void hold(uint64_t nanoseconds) {
-    uint64_t begin = global_timer();
-    while (global_timer() - begin < nanoseconds)
+    uint64_t begin = ep_global_timer();
+    while (ep_global_timer() - begin < nanoseconds)
         __nanosleep(100);
 }
 
@@ -28,17 +28,17 @@ cudaError_t kernel_hold(double us, cudaStream_t stream) {
  * block's barrier, after which one writes it.
  */
 static __global__ void barrier(const __grid_constant__ BarrierArgs args, uint32_t epoch) {
-    uint64_t begin = args.first ? global_timer() : *args.passed;
+    uint64_t begin = args.first ? ep_global_timer() : *args.passed;
     store_release(args.flags[threadIdx.x] + args.rank, epoch);
     const uint32_t *flag = args.flags[args.rank] + threadIdx.x;
-    bool waits = !load_relaxed(args.late);
+    bool waits = !ep_load_relaxed_sys32(args.late);
     while (waits && (int32_t)(load_acquire(flag) - epoch) < 0) {
-        if (global_timer() - begin < args.timeout_ns) continue;
-        store_relaxed(args.late, threadIdx.x + 1);
+        if (ep_global_timer() - begin < args.timeout_ns) continue;
+        ep_store_relaxed_sys32(args.late, threadIdx.x + 1);
         waits = false;
     }
     __syncthreads();
-    if (threadIdx.x == 0) *args.passed = global_timer();
+    if (threadIdx.x == 0) *args.passed = ep_global_timer();
 }
 
 cudaError_t kernel_barrier(const BarrierArgs *args, uint32_t epoch, cudaStream_t stream) {
@@ -57,9 +57,9 @@ cudaError_t kernel_empty(cudaStream_t stream) {
 
 /* False on timeout. The clock is slow to read, so this reads it once per 1024 polls. */
 __device__ static bool wait_for(const PingArgs &args, uint32_t word, uint64_t begin) {
-    for (uint32_t polls = 1; (int32_t)(load_relaxed(args.in) - word) < 0; polls++) {
-        if (polls % 1024 || global_timer() - begin < args.timeout_ns) continue;
-        store_relaxed(args.late, (uint32_t)args.peer + 1);
+    for (uint32_t polls = 1; (int32_t)(ep_load_relaxed_sys32(args.in) - word) < 0; polls++) {
+        if (polls % 1024 || ep_global_timer() - begin < args.timeout_ns) continue;
+        ep_store_relaxed_sys32(args.late, (uint32_t)args.peer + 1);
         return false;
     }
     return true;
@@ -72,12 +72,12 @@ __device__ static bool wait_for(const PingArgs &args, uint32_t word, uint64_t be
  * order suffices.
  */
 static __global__ void ping(const __grid_constant__ PingArgs args, uint32_t last, int rounds) {
-    const uint64_t begin = global_timer();
-    if (load_relaxed(args.late)) return;
+    const uint64_t begin = ep_global_timer();
+    if (ep_load_relaxed_sys32(args.late)) return;
     for (int i = 1; i <= rounds; i++) {
-        if (args.begins) store_relaxed(args.out, last + i);
+        if (args.begins) ep_store_relaxed_sys32(args.out, last + i);
         if (!wait_for(args, last + i, begin)) return;
-        if (!args.begins) store_relaxed(args.out, last + i);
+        if (!args.begins) ep_store_relaxed_sys32(args.out, last + i);
     }
 }
 
@@ -95,7 +95,7 @@ struct Chunk {
 };
 
 /* This block's next chunk. Chunks rotate over the targets, so that all links are busy. */
-__device__ static Chunk next_chunk(const PushArgs &args, int *item) {
+[[maybe_unused]] __device__ static Chunk next_chunk(const PushArgs &args, int *item) {
     for (; *item < args.items; *item += gridDim.x) {
         int target = *item % args.count, number = *item / args.count;
         int64_t at = (int64_t)number * PUSH_CHUNK, rest = args.bytes[target] - at;
@@ -107,9 +107,9 @@ __device__ static Chunk next_chunk(const PushArgs &args, int *item) {
     return {nullptr, nullptr, 0};
 }
 
-__device__ static void load_chunk(Chunk chunk, char *stage, uint64_t *arrival) {
-    arrival_expect(arrival, chunk.bytes);
-    bulk_load(stage, chunk.from, chunk.bytes, arrival);
+[[maybe_unused]] __device__ static void load_chunk(Chunk chunk, char *stage, uint64_t *arrival) {
+    ep_mbarrier_expect(arrival, chunk.bytes);
+    ep_bulk_load(ep_smem(stage), chunk.from, chunk.bytes, ep_smem(arrival));
 }
 
 /*
@@ -121,13 +121,15 @@ __device__ static void load_chunk(Chunk chunk, char *stage, uint64_t *arrival) {
  */
 template <int STAGES>
 static __global__ void __launch_bounds__(32) push(const __grid_constant__ PushArgs args) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     constexpr int LAG = STAGES / 2;
     extern __shared__ __align__(128) char stages[];
     __shared__ uint64_t arrivals[STAGES];
     if (threadIdx.x != 0) return;
     for (int s = 0; s < STAGES; s++)
-        arrival_init(&arrivals[s], 1);
-    arrival_fence();
+        ep_mbarrier_init(&arrivals[s], 1);
+    ep_fence_mbarrier_init();
+    ep_fence_proxy_shared();
     int load_item = blockIdx.x, store_item = blockIdx.x, loaded = 0;
     for (; loaded < STAGES - LAG; loaded++) {
         Chunk chunk = next_chunk(args, &load_item);
@@ -137,16 +139,18 @@ static __global__ void __launch_bounds__(32) push(const __grid_constant__ PushAr
     for (int i = 0;; i++) {
         Chunk chunk = next_chunk(args, &store_item);
         if (!chunk.bytes) break;
-        while (!arrival_test(&arrivals[i % STAGES], i / STAGES & 1))
+        while (!ep_mbarrier_try_wait(&arrivals[i % STAGES], i / STAGES & 1))
             ;
-        bulk_store(chunk.to, stages + i % STAGES * PUSH_CHUNK, chunk.bytes);
+        ep_bulk_store(chunk.to, ep_smem(stages + i % STAGES * PUSH_CHUNK), chunk.bytes);
+        ep_bulk_commit();
         chunk = next_chunk(args, &load_item);
         if (!chunk.bytes) continue;
-        if (loaded >= STAGES) bulk_wait_read<LAG>();
+        if (loaded >= STAGES) ep_bulk_wait_read<LAG>();
         load_chunk(chunk, stages + loaded % STAGES * PUSH_CHUNK, &arrivals[loaded % STAGES]);
         loaded++;
     }
-    bulk_wait_all();
+    ep_bulk_wait<0>();
+#endif
 }
 
 template <int STAGES>
@@ -167,7 +171,16 @@ static int32_t count_items(const PushArgs *args, int piece) {
     return (int32_t)((longest + piece - 1) / piece) * args->count;
 }
 
+static bool has_bulk_copies(void) {
+    int device = 0, major = 0;
+    return cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+               cudaSuccess &&
+           major >= 9;
+}
+
 cudaError_t kernel_push(const PushArgs *args, int blocks, int stages, cudaStream_t stream) {
+    if (!has_bulk_copies()) return kernel_store(args, blocks, stream);
     PushArgs full = *args;
     full.items = count_items(args, PUSH_CHUNK);
     if (stages == 8) return launch_push<8>(full, blocks, stream);

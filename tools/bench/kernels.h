@@ -67,7 +67,8 @@ typedef struct PushArgs {
     int32_t items;         /**< targets times the pieces of the longest; set by the launch */
 } PushArgs;
 
-/** Bulk copies: one thread in each of `blocks` blocks, with 8 or 15 chunks in flight. */
+/** Bulk copies: one thread in each of `blocks` blocks, with 8 or 15 chunks in flight. GPUs before
+ *  capability 9.0 have none: there it is kernel_store. */
 cudaError_t kernel_push(const PushArgs *args, int blocks, int stages, cudaStream_t stream);
 
 /** 16-byte stores of many threads. */

@@ -409,13 +409,17 @@ static bool gather_wrong(Case *c, const Check *check, SizeResult *out) {
 }
 
 static bool save_routing(Case *c) {
+    Routing as_named = c->routing;
+    if (as_named.named)
+        as_named.experts = as_named.named, as_named.num_experts = (int)c->options->experts;
     bool ok = c->world->rank != 0 || !c->options->save_path ||
-              trace_write(c->options->save_path, &c->routing);
+              trace_write(c->options->save_path, &as_named);
     return world_all(c->world, ok);
 }
 
 static bool measure_case(Case *c, Check *check, SizeResult *out) {
     bool checks = c->options->run.check;
+    out->placed = c->placed;
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].absent = !phase_exists(c, (PhaseId)p);
     return save_routing(c) && count_bytes(c, out) && world_all(c->world, phase_begin(c)) &&

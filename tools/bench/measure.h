@@ -72,6 +72,7 @@ typedef struct SizeResult {
     double network_us; /**< BaselineResult.network; 0: not measured */
     int64_t network_bytes;
     CountersResult counters; /**< with --stats */
+    Placed placed;           /**< with --placement */
     char no_floor[256];      /**< why a floor was not measured, or "" */
     int64_t wrong;
     char first_wrong[CHECK_MESSAGE_BYTES];

@@ -2,9 +2,11 @@
 #include "tools/bench/options.h"
 
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "tools/bench/models.h"
+#include "tools/bench/placement.h"
 #include "tools/common/data.h"
 #include "tools/common/layout.h"
 #include "tools/common/util.h"
@@ -58,6 +60,19 @@ static bool parse_nccl_ep(const Option *spec, const char *text, void *values) {
     return option_parse_text(spec, text, options);
 }
 
+static bool parse_placement(const Option *spec, const char *text, void *values) {
+    Options *options = values;
+    (void)spec;
+    free(options->map);
+    options->map = NULL;
+    if (strncmp(text, "balance:", 8) != 0) return placement_read(text, options);
+    double places;
+    if (!option_read_real(text + 8, 1, EP_MAX_EXPERTS, &places) || places != (int64_t)places)
+        return bench_refuse("--placement: expected balance:N with N places, got \"%s\"", text);
+    options->physical = (int64_t)places;
+    return true;
+}
+
 static bool parse_zipf(const char *text, Options *options) {
     options->routing = ROUTING_ZIPF;
     options->zipf_exponent = 1.0;
@@ -101,6 +116,8 @@ static const Choice quants[] = {{"none", EP_QUANT_NONE},
                                 {NULL, 0}};
 static const Choice sum_quants[] = {{"none", EP_QUANT_NONE}, {"fp8", EP_QUANT_FP8}, {NULL, 0}};
 static const Choice sums[] = {{"rank", EP_SUMS_BY_RANK}, {"entry", EP_SUMS_BY_ENTRY}, {NULL, 0}};
+static const Choice choices[] = {
+    {"near", EP_CHOICE_NEAR}, {"spread", EP_CHOICE_SPREAD}, {NULL, 0}};
 static const Choice overflows[] = {
     {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
 
@@ -199,6 +216,10 @@ static const Option specs[] = {
      "how partial sums travel in combine and dispatch_backward (default none)"},
     {0, "sums", "rank|entry", OPTION_CHOICE(sums, sums), "sums", EP_SUMS_BY_RANK,
      "who adds a token's rows: each expert rank its own, or the token's rank all (default rank)"},
+    {0, "placement", "balance:N|FILE", parse_placement, AT(physical), 0, 0, NULL, "placement", 0,
+     "places that hold copies of experts: N, balanced by this routing's loads, or those of a file"},
+    {0, "choice", "near|spread", OPTION_CHOICE(choice, choices), "choice", EP_CHOICE_NEAR,
+     "which copy a token takes (default near)"},
     {0, "baseline", NULL, OPTION_FLAG(baseline), NULL, 0,
      "also measure the same work without libep, by MPI or NCCL"},
     {0, "pair", NULL, OPTION_FLAG(pair), NULL, 0,
@@ -335,6 +356,12 @@ static bool validate_together(const Options *o) {
     if (quant_format(o->sum_quant)->bits && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --sum-quant %s, got %lld",
                             options_name(o, "sum-quant"), (long long)o->hidden);
+    if (o->physical && (o->kind != CASE_STEP || o->baseline || o->pair))
+        return bench_refuse("--placement: expected --case step without --baseline and --pair, got "
+                            "one of them");
+    if (o->map && o->map_experts != o->experts && o->routing != ROUTING_FILE)
+        return bench_refuse("--placement: expected a file for %lld experts, got one for %lld",
+                            (long long)o->experts, (long long)o->map_experts);
     if (o->sums == EP_SUMS_BY_ENTRY && layout->has_rows)
         return bench_refuse("--sums entry: expected --layout expert or batched, got --layout %s",
                             layout->name);

@@ -59,6 +59,10 @@ typedef struct Options {
     int64_t quant;      /**< EpQuant */
     int64_t sum_quant;  /**< EpQuant: NONE or FP8 */
     int64_t sums;       /**< EpSums */
+    int64_t physical;   /**< places for copies of experts; 0: no placement */
+    int32_t *map;       /**< of a file; NULL: made from the routing's loads */
+    int64_t map_experts;
+    int64_t choice; /**< EpCopyChoice */
     bool split;         /**< latency mode: dispatch and combine as send and wait (--split) */
     bool baseline;
     bool pair; /**< also chains of dispatch and combine (--pair) */

@@ -226,7 +226,7 @@ static void report_baseline(const SizeResult *r) {
 /* Over all calls of the run, checks and warm-up included. */
 static void report_counters(const Options *o, const SizeResult *r) {
     const CountersResult *n = &r->counters;
-    double mean = (double)n->slots / (double)o->experts;
+    double mean = (double)n->slots / (double)(o->physical ? o->physical : o->experts);
     if (!o->stats) return;
     printf("# tokens %lld: counted in all calls: %lld slots, the busiest expert's %.2f times the "
            "mean; %lld rows and %lld bytes to other ranks; waits of %.0f us, the longest %.1f us\n",
@@ -234,9 +234,20 @@ static void report_counters(const Options *o, const SizeResult *r) {
            (long long)n->rows, (long long)n->bytes, n->waited_us, n->longest_us);
 }
 
+static void report_placement(const Options *o, const SizeResult *r) {
+    const Placed *p = &r->placed;
+    if (!o->physical) return;
+    printf("# tokens %lld: %lld places: the largest rank has %.3f times the mean of slots, %.3f "
+           "without copies; %lld rows to other ranks, %lld without (%.1f %%)\n",
+           (long long)r->tokens, (long long)o->physical, p->largest, p->largest_before,
+           (long long)p->rows, (long long)p->rows_before,
+           100 * (double)p->rows / (double)(p->rows_before ? p->rows_before : 1));
+}
+
 static void report_rest(const Options *o, const SizeResult *result) {
     report_facts(result);
     report_counters(o, result);
+    report_placement(o, result);
     report_split(result);
     report_new_handle(result);
     report_device(result);

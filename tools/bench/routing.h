@@ -22,6 +22,8 @@ typedef struct Routing {
     int64_t *tokens;    /**< [num_ranks] */
     int64_t *first;     /**< [num_ranks + 1] number of tokens of the ranks before this one */
     int32_t *experts;   /**< [first[num_ranks], top_k]; negative: no expert */
+    int32_t *named; /**< with a placement: the same, as calls name them, while `experts` are physical
+                         ones; else NULL */
     int64_t max_tokens; /**< maximum of tokens[] */
     Pool pool;
 } Routing;

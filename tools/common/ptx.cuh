@@ -2,25 +2,18 @@
 #ifndef COMMON_PTX_CUH
 #define COMMON_PTX_CUH
 
-/** Words that others look at, copies, mbarriers, clusters, and the matrix units of sm_90a: one
- *  instruction each, and on the host what they need. */
+/** Besides runtime/cuda/ptx.cuh, words of 32 bits that others look at, copies of a matrix,
+ * clusters, and the matrix units of sm_90a: one instruction each, and on the host what they need.
+ */
 
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <stdint.h>
 
-__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
-    return (uint32_t)__cvta_generic_to_shared(pointer);
-}
+#include "runtime/cuda/ptx.cuh"
 
 /* ---- words ---- */
-
-__device__ __forceinline__ uint64_t global_timer(void) {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-}
 
 __device__ __forceinline__ void store_release(uint32_t *address, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
@@ -29,22 +22,6 @@ __device__ __forceinline__ void store_release(uint32_t *address, uint32_t value)
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *address) {
     uint32_t value;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_relaxed(uint32_t *address, uint32_t value) {
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ uint32_t load_relaxed(const uint32_t *address) {
-    uint32_t value;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t *address) {
-    uint32_t value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
     return value;
 }
 
@@ -73,9 +50,8 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void *from) {
 
 /** Arrive when all copies that the thread has started are made. */
 __device__ __forceinline__ void copies_arrive(uint64_t *arrival) {
-    asm volatile(
-        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(arrival))
-        : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ep_smem(arrival))
+                 : "memory");
 }
 
 /** A matrix of bytes in memory, of which a load takes a box of 128 columns. */
@@ -87,7 +63,7 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const TensorMap *map, i
                                             uint64_t *arrival) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-                 "l"(map), "r"(shared_address(arrival)), "r"(column), "r"(row)
+                 "l"(map), "r"(ep_smem(arrival)), "r"(column), "r"(row)
                  : "memory");
 }
 
@@ -96,7 +72,7 @@ __device__ __forceinline__ void tensor_load_all(uint32_t to, const TensorMap *ma
                                                 int row, uint64_t *arrival) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-                 "l"(map), "r"(shared_address(arrival)), "r"(column), "r"(row), "h"((uint16_t)3)
+                 "l"(map), "r"(ep_smem(arrival)), "r"(column), "r"(row), "h"((uint16_t)3)
                  : "memory");
 }
 
@@ -120,64 +96,7 @@ static inline bool tensor_map_make(const void *data, int64_t rows, int64_t colum
                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-/* ---- bulk copies ---- */
-
-__device__ __forceinline__ void bulk_load(char *stage, const char *from, uint32_t bytes,
-                                          uint64_t *arrival) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1], %2, [%3];" ::"r"(shared_address(stage)),
-                 "l"(from), "r"(bytes), "r"(shared_address(arrival))
-                 : "memory");
-}
-
-__device__ __forceinline__ void bulk_store(char *to, const char *stage, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-                 "r"(shared_address(stage)), "r"(bytes)
-                 : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-/** Wait until at most PENDING of the latest stores still read their stages. */
-template <int PENDING> __device__ __forceinline__ void bulk_wait_read(void) {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ void bulk_wait_all(void) {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-
-/** Order what other threads have written to global memory, and this one has acquired, before its
- *  bulk copies from there. */
-__device__ __forceinline__ void fence_bulk_loads(void) {
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
 /* ---- mbarriers ---- */
-
-__device__ __forceinline__ void arrival_init(uint64_t *arrival, uint32_t count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(arrival)),
-                 "r"(count)
-                 : "memory");
-}
-
-/** Make the initialised barriers visible to the copy engine. */
-__device__ __forceinline__ void arrival_fence(void) {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void arrival_arrive(uint64_t *arrival) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(arrival))
-                 : "memory");
-}
-
-/** Arrive, and expect bytes. */
-__device__ __forceinline__ void arrival_expect(uint64_t *arrival, uint32_t bytes) {
-    asm volatile(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrival)),
-        "r"(bytes)
-        : "memory");
-}
 
 /** Arrive at the mbarrier of that place in block `rank` of the cluster. */
 __device__ __forceinline__ void arrival_arrive_at(uint64_t *arrival, uint32_t rank) {
@@ -185,22 +104,9 @@ __device__ __forceinline__ void arrival_arrive_at(uint64_t *arrival, uint32_t ra
                  ".reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
                  "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-                 "}" ::"r"(shared_address(arrival)),
+                 "}" ::"r"(ep_smem(arrival)),
                  "r"(rank)
                  : "memory");
-}
-
-__device__ __forceinline__ uint32_t arrival_test(uint64_t *arrival, uint32_t parity) {
-    uint32_t done;
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, p;\n"
-                 "}"
-                 : "=r"(done)
-                 : "r"(shared_address(arrival)), "r"(parity)
-                 : "memory");
-    return done;
 }
 
 /** A value that all lanes of the warp have, so that the compiler knows it. */

@@ -168,7 +168,7 @@ static __device__ int64_t tile_step(void) {
 }
 
 static __device__ void wait_for(uint64_t *arrival, uint32_t parity) {
-    while (!arrival_test(arrival, parity)) {
+    while (!ep_mbarrier_try_wait(arrival, parity)) {
     }
 }
 
@@ -179,7 +179,7 @@ static __device__ void wait_for(uint64_t *arrival, uint32_t parity) {
 static __device__ void load_stage(const ScaledArgs &args, const Tile &tile, int block,
                                   uint32_t stage, uint64_t *full) {
     const int column = tile.from + block * BLOCK, waves = (int)ceiling(tile.rows, WAVE_ROWS);
-    arrival_expect(full, (uint32_t)(waves * WAVE_BYTES + BLOCK * BLOCK));
+    ep_mbarrier_expect(full, (uint32_t)(waves * WAVE_BYTES + BLOCK * BLOCK));
     for (int wave = (int)cluster_rank(); wave < waves; wave += CLUSTER)
         tensor_load_all(stage + STAGE_A + (uint32_t)(wave * WAVE_BYTES), &args.a_map, column,
                         tile.a_row + wave * WAVE_ROWS, full);
@@ -384,7 +384,7 @@ static __device__ void consume(const ScaledArgs &args, int group, const uint8_t 
             __syncwarp();
             if (lane < CLUSTER) arrival_arrive_at(arrivals->empty + turn.stage, (uint32_t)lane);
             if (part == SCALE_BLOCKS - 1 || block == last) {
-                if (lane == 0) arrival_arrive(arrivals->scales_empty + scale_turn.stage);
+                if (lane == 0) ep_mbarrier_arrive(arrivals->scales_empty + scale_turn.stage);
                 scale_turn.next();
             }
         }
@@ -405,14 +405,14 @@ static __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) uint8_t memory[];
     __shared__ Arrivals arrivals;
     const int warp = same_for_warp((int)threadIdx.x / 32);
-    const uint32_t stages = shared_address(memory);
+    const uint32_t stages = ep_smem(memory);
     if (threadIdx.x < STAGES) {
-        arrival_init(arrivals.full + threadIdx.x, 1);
-        arrival_init(arrivals.empty + threadIdx.x, CLUSTER * CONSUMERS / 32);
+        ep_mbarrier_init(arrivals.full + threadIdx.x, 1);
+        ep_mbarrier_init(arrivals.empty + threadIdx.x, CLUSTER * CONSUMERS / 32);
     }
     if (threadIdx.x < SCALE_STAGES) {
-        arrival_init(arrivals.scales_full + threadIdx.x, COPIERS);
-        arrival_init(arrivals.scales_empty + threadIdx.x, CONSUMERS / 32);
+        ep_mbarrier_init(arrivals.scales_full + threadIdx.x, COPIERS);
+        ep_mbarrier_init(arrivals.scales_empty + threadIdx.x, CONSUMERS / 32);
     }
     cluster_begin();
     if (warp >= CONSUMERS / 32) {

@@ -260,7 +260,8 @@ static bool share_device(Layer *layer) {
  * else begin when the kernels that move weights have ended. */
 static bool leave_room(Layer *layer) {
     const int sms = layer->device.multiprocessors, ctas = (int)layer->options->weight_sms;
-    if (layer->lender || layer->options->layers < 2 || !layer->overlaps || !ctas || ctas >= sms) return true;
+    if (layer->lender || layer->options->layers < 2 || !layer->overlaps || !ctas || ctas >= sms)
+        return true;
     return layer->device.limit(&layer->device, sms - ctas);
 }
 
@@ -305,8 +306,8 @@ static bool create(Layer *out) {
     return out->device.backend == EP_BACKEND_HOST || moe_weights_warm_up(out);
 }
 
-bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh,
-                  const Layer *lender, const Layer *below, Layer *out) {
+bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, const Layer *lender,
+                  const Layer *below, Layer *out) {
     const double begin = time_now_us();
     *out = (Layer){
         .world = world, .options = options, .mesh = *mesh, .lender = lender, .below = below};

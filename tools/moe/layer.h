@@ -71,7 +71,7 @@ typedef enum TensorId {
 typedef struct Layer {
     World *world;
     const struct Layer *lender; /**< whose device and groups it uses; NULL: its own */
-    const struct Layer *below; /**< in a stack, whose output this one takes; NULL: none */
+    const struct Layer *below;  /**< in a stack, whose output this one takes; NULL: none */
     const MoeOptions *options;
     MoeMesh mesh;
     int64_t tokens, rows;
@@ -96,7 +96,7 @@ typedef struct Layer {
     int32_t all[2];         /**< 0 and T */
     Groups all_tokens;      /**< one slab of all tokens */
     MoeDevice device;
-    double created;         /**< seconds that it took */
+    double created;          /**< seconds that it took */
     int64_t gemm_calls;      /**< that multiply, in the last step that was timed */
     void *graph;             /**< of the step, where it is replayed; NULL: none */
     bool multiplies_e4m3;    /**< the products of w1 and w2 */
@@ -109,11 +109,12 @@ typedef struct Layer {
 /**
  * Collective. False on every rank, with a message, if any rank fails. A layer may use the device,
  * the EP group and the communicators of another one, the lender, which is destroyed later: making
- * them takes seconds on GPUs. A layer of a stack has the one below as its lender, which has computed
- * its output. With the second one below it shares what is gathered and the gradients of that.
+ * them takes seconds on GPUs. A layer of a stack has the one below as its lender, which has
+ * computed its output. With the second one below it shares what is gathered and the gradients of
+ * that.
  */
-bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh,
-                  const Layer *lender, const Layer *below, Layer *out);
+bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, const Layer *lender,
+                  const Layer *below, Layer *out);
 void layer_destroy(Layer *layer);
 
 /** Collective: create the mesh's communicators and the weights, with their shards' contents. */

@@ -51,7 +51,7 @@ struct QuantiseArgs {
 /* ---- e4m3 ---------------------------------------------------------------------------------- */
 
 /* The codes of two numbers to the nearest, ties to even, at most 448: the first in the low byte. */
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 static __device__ __forceinline__ uint32_t codes_of(float low, float high) {
     uint16_t both;

@@ -157,8 +157,8 @@ static bool create_comm(Layer *layer) {
     config.backend = layer->device.backend;
     if (layer->lender) layer->comm = layer->lender->comm;
     return layer->lender || bench_ok(ep_mesh_comm_create(&layer->world->boot, &layer->mesh.mesh,
-                                                        &config, &layer->comm),
-                                    "ep_mesh_comm_create");
+                                                         &config, &layer->comm),
+                                     "ep_mesh_comm_create");
 }
 
 static int64_t gathered_bytes(const Layer *layer, const Gathered *g) {

@@ -52,7 +52,7 @@ typedef struct GemmMaps {
 } GemmMaps;
 
 __device__ __forceinline__ int load_ready(const int32_t *word) {
-    return (int)load_acquire_gpu((const uint32_t *)word);
+    return (int)ep_load_acquire_gpu32((const uint32_t *)word);
 }
 
 __device__ __forceinline__ float activate(float x, int squares) {
@@ -77,7 +77,7 @@ typedef struct Shared {
 } Shared;
 
 __device__ __forceinline__ void wait_for(uint64_t *arrival, uint32_t parity) {
-    while (!arrival_test(arrival, parity)) {
+    while (!ep_mbarrier_try_wait(arrival, parity)) {
     }
 }
 
@@ -124,7 +124,7 @@ __device__ __forceinline__ void load_weights(const GemmArgs &a, const GemmMaps &
     int step = l.step + i;
     uint64_t *full = &s->full[step % STAGES];
     wait_for(&s->empty[step % STAGES], parity_of(step, STAGES) ^ 1);
-    arrival_expect(full, (uint32_t)l.bytes);
+    ep_mbarrier_expect(full, (uint32_t)l.bytes);
     tensor_load(stage_of(memory, step) + STAGE_WEIGHTS, &maps.weights, i * STEP_BYTES,
                 l.expert * a.n + l.column, full);
 }
@@ -146,11 +146,11 @@ __device__ __forceinline__ int is_ready(const GemmArgs &a, int piece) {
 
 /* Wait until the rows of all lanes are there. Returns 0 if they do not come in time. */
 __device__ __forceinline__ int await_rows(const GemmArgs &a, int piece) {
-    uint64_t start = global_timer();
+    uint64_t start = ep_global_timer();
     int here = is_ready(a, piece), alive = 1;
     while (!__all_sync(~0u, here) && alive) {
         here = here || is_ready(a, piece);
-        alive = __all_sync(~0u, global_timer() - start < a.deadline_ns);
+        alive = __all_sync(~0u, ep_global_timer() - start < a.deadline_ns);
     }
     return alive;
 }
@@ -167,7 +167,7 @@ __device__ int load_tile(const GemmArgs &a, const GemmMaps &maps, Shared *s, uin
             load_weights(a, maps, s, memory, *l, i);
         alive = await_rows(a, l->piece);
     }
-    fence_bulk_loads();
+    ep_fence_proxy_global();
     for (int i = 0; i < steps; i++) {
         if (lane == 0 && i >= early) load_weights(a, maps, s, memory, *l, i);
         if (lane == 0 && i == max(0, steps - 2 * STAGES)) *next = alive ? take(a) : -1;
@@ -194,7 +194,7 @@ __device__ void load_tiles(const GemmArgs &a, const GemmMaps &maps, Shared *s, u
         if (lane == 0) tile->column = l.column;
         if (lane < GEMM_PIECES) tile->pieces[lane] = l.piece;
         __syncwarp();
-        if (lane == 0) arrival_arrive(&s->posted[number % TILES]);
+        if (lane == 0) ep_mbarrier_arrive(&s->posted[number % TILES]);
         if (taken < 0) return;
         load_tile(a, maps, s, memory, &l, &next);
     }
@@ -210,7 +210,7 @@ __device__ __forceinline__ uint64_t describe_matrix(uint32_t address) {
 /* One lane of each warp says that the warp has read a stage. */
 __device__ __forceinline__ void give_back(Shared *s, int step) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrival_arrive(&s->empty[step % STAGES]);
+    if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&s->empty[step % STAGES]);
 }
 
 /* Multiply all steps of a tile. The products of a step run while the next step is waited for. */
@@ -301,7 +301,7 @@ __device__ void multiply_tiles(const GemmArgs &a, Shared *s, uint32_t memory) {
             store_row<0>(first, a.squares, sum);
             store_row<1>(second, a.squares, sum);
         }
-        arrival_arrive(&s->stored[number % TILES]);
+        ep_mbarrier_arrive(&s->stored[number % TILES]);
     }
 }
 
@@ -320,21 +320,22 @@ __device__ void signal_tiles(const GemmArgs &a, Shared *s) {
             atomicAdd(a.done + tile.pieces[lane], 1);
         }
         __syncwarp();
-        if (lane == 0) arrival_arrive(&s->freed[number % TILES]);
+        if (lane == 0) ep_mbarrier_arrive(&s->freed[number % TILES]);
     }
 }
 
 __device__ __forceinline__ void open_shared(Shared *s) {
     if (threadIdx.x < STAGES) {
-        arrival_init(&s->full[threadIdx.x], 1);
-        arrival_init(&s->empty[threadIdx.x], CONSUMERS / 32);
+        ep_mbarrier_init(&s->full[threadIdx.x], 1);
+        ep_mbarrier_init(&s->empty[threadIdx.x], CONSUMERS / 32);
     }
     if (threadIdx.x < TILES) {
-        arrival_init(&s->posted[threadIdx.x], 1);
-        arrival_init(&s->stored[threadIdx.x], CONSUMERS);
-        arrival_init(&s->freed[threadIdx.x], 1);
+        ep_mbarrier_init(&s->posted[threadIdx.x], 1);
+        ep_mbarrier_init(&s->stored[threadIdx.x], CONSUMERS);
+        ep_mbarrier_init(&s->freed[threadIdx.x], 1);
     }
-    arrival_fence();
+    ep_fence_mbarrier_init();
+    ep_fence_proxy_shared();
     __syncthreads();
 }
 
@@ -347,7 +348,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 #if HAS_MATRIX_UNITS
     extern __shared__ __align__(1024) char dynamic[];
     __shared__ Shared shared;
-    uint32_t memory = shared_address(dynamic);
+    uint32_t memory = ep_smem(dynamic);
     memory += (0u - memory) % SHARED_ALIGNMENT;
     int warp = (int)threadIdx.x / 32;
     open_shared(&shared);
@@ -366,17 +367,17 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* One thread looks at a word of another kernel. Its block fits beside one of the GEMM. */
 __global__ void hold(const int32_t *word, int least, uint64_t deadline_ns, int32_t *late) {
-    uint64_t start = global_timer();
+    uint64_t start = ep_global_timer();
     while (load_ready(word) < least)
-        if (global_timer() - start >= deadline_ns) {
+        if (ep_global_timer() - start >= deadline_ns) {
             *late = 1;
             return;
         }
 }
 
 __global__ void spin(uint64_t ns) {
-    uint64_t start = global_timer();
-    while (global_timer() - start < ns) {
+    uint64_t start = ep_global_timer();
+    while (ep_global_timer() - start < ns) {
     }
 }
 
@@ -384,17 +385,17 @@ __global__ void spin(uint64_t ns) {
 
 /* A thread for each row looks at four of its words, the last thread at the block's word. */
 __global__ void watch(const WatchArgs a) {
-    unsigned long long start = global_timer(), time = 0;
+    unsigned long long start = ep_global_timer(), time = 0;
     int is_word = threadIdx.x == blockDim.x - 1;
     volatile const uint32_t *row = a.rows + (int64_t)threadIdx.x * a.row_words;
-    while (!time && global_timer() - start < a.deadline_ns) {
+    while (!time && ep_global_timer() - start < a.deadline_ns) {
         int here = is_word && load_ready(a.word);
         if (!is_word && (int)threadIdx.x < a.num_rows) {
             here = 1;
             for (int i = 1; i <= 4; i++)
                 here &= row[a.row_words * i / 4 - 1] != a.poison;
         }
-        if (here) time = global_timer();
+        if (here) time = ep_global_timer();
         if (!is_word && (int)threadIdx.x >= a.num_rows) return;
     }
     atomicMax(&a.times[is_word], time);

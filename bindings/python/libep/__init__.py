@@ -19,6 +19,7 @@ from ._abi import (
     AxisRole,
     Backend,
     Blocks,
+    CopyChoice,
     Duplicates,
     ExpertIds,
     Layout,
@@ -37,7 +38,14 @@ from ._abi import (
     Type,
 )
 from ._bootstrap import Bootstrap, poll_abort
-from ._config import ExpertRange, GroupFields, HandleFields, expert_range, max_recv_rows
+from ._config import (
+    ExpertRange,
+    GroupFields,
+    HandleFields,
+    expert_range,
+    max_recv_rows,
+    placement_balance,
+)
 from ._group import Finding, Group, GroupInfo, GroupMemory, Located
 from ._handle import Extras, Handle, HandleInfo, PlanTensors, Prepare
 from ._info import Setting, info, nccl_ep_home, settings
@@ -56,6 +64,7 @@ __all__ = [
     "Backend",
     "Blocks",
     "Bootstrap",
+    "CopyChoice",
     "Duplicates",
     "EpError",
     "ExpertIds",
@@ -100,6 +109,7 @@ __all__ = [
     "info",
     "max_recv_rows",
     "nccl_ep_home",
+    "placement_balance",
     "poll_abort",
     "register_converter",
     "settings",

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from ctypes import byref, c_int32, c_int64
+from ctypes import byref, c_double, c_int32, c_int64
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from ._abi import (
     Backend,
+    CopyChoice,
     Duplicates,
     EpGroupConfig,
     EpHandleConfig,
@@ -30,7 +31,7 @@ from ._library import check, library
 if TYPE_CHECKING:
     from ctypes import Structure
     from enum import IntEnum
-    from typing import Any, Mapping, TypeVar
+    from typing import Any, Iterable, Mapping, Optional, TypeVar
 
     from typing_extensions import Unpack
 
@@ -63,6 +64,8 @@ class GroupFields(TypedDict, total=False):
     num_nodes: int  # = nodes that the ranks are on; another number is refused; 0: any (0)
     sums: Sums  # = BY_ENTRY: a token's rank adds all of its rows (BY_RANK)
     node_rows: int  # = room in a rank's message to another node, in tokens; 0: max_tokens (0)
+    num_physical: int  # = places for copies of experts: see Group.place (no placement)
+    choice: CopyChoice  # = which copy of an expert a token takes (NEAR)
 
 
 class HandleFields(TypedDict, total=False):
@@ -90,6 +93,7 @@ class HandleFields(TypedDict, total=False):
 
 _ENUMS: dict[str, type[IntEnum]] = {
     "backend": Backend,
+    "choice": CopyChoice,
     "duplicates": Duplicates,
     "expert_ids": ExpertIds,
     "grad_quant": Quant,
@@ -173,6 +177,35 @@ def expert_range(num_experts: int, num_ranks: int, rank: int) -> ExpertRange:
     first, count = c_int32(), c_int32()
     check(library.ep_expert_range(num_experts, num_ranks, rank, byref(first), byref(count)))
     return ExpertRange(first.value, count.value)
+
+
+def placement_balance(
+    load: Iterable[float], num_physical: int, num_ranks: int, nodes: Optional[Iterable[int]] = None
+) -> list[int]:
+    """Make a map for Group.place from the experts' loads: the expert of each place. Local.
+
+    load          of each expert, such as the rows that came for it
+    num_physical  places of all ranks together, at least one for each expert
+    nodes         the node of each rank; None: all are on one
+
+    Equal inputs give equal maps. See ep_placement_balance in ep.h.
+    """
+    loads = [float(value) for value in load]
+    ranks = None if nodes is None else [int(node) for node in nodes]
+    if ranks is not None and len(ranks) != num_ranks:
+        raise ValueError(f"nodes: expected {num_ranks} numbers, got {len(ranks)}")
+    out = (c_int32 * max(num_physical, 0))()
+    check(
+        library.ep_placement_balance(
+            (c_double * len(loads))(*loads),
+            len(loads),
+            num_physical,
+            num_ranks,
+            None if ranks is None else (c_int32 * num_ranks)(*ranks),
+            out,
+        )
+    )
+    return list(out)
 
 
 def max_recv_rows(

@@ -9,7 +9,7 @@ from time import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import _abi, _process
-from ._abi import Backend, Blocks, Mode, Quant, ScaleOrder, Status
+from ._abi import Backend, Blocks, CopyChoice, Mode, Quant, ScaleOrder, Status
 from ._bootstrap import Bootstrap
 from ._config import group_config
 from ._library import EpError, OfProcess, check, library, public_name
@@ -47,6 +47,8 @@ class GroupInfo(NamedTuple):
     mode: Mode
     within: str
     between: str
+    num_physical: int
+    choice: CopyChoice
     tuning: str
 
 
@@ -233,6 +235,7 @@ class Group(Shared):
             backend=Backend(info.backend),
             bound=bool(info.bound),
             mode=Mode(info.mode),
+            choice=CopyChoice(info.choice),
             gpu=info.gpu.decode(),
             reason=info.reason.decode(),
             within=info.within.decode(),
@@ -278,6 +281,16 @@ class Group(Shared):
             reason=memory.reason.decode(),
         )
         return GroupMemory(**values)
+
+    # ---- placement ----------------------------------------------------------------------------
+
+    def place(self, map: TensorLike, *, stream: int = 0) -> None:
+        """Place the experts anew, in a group with num_physical. Collective. See ep_group_place.
+
+        map  INT32 [num_physical]: the expert that each place holds, or -1; equal on all ranks. It
+             is read when the stream gets there.
+        """
+        self.call(library.ep_group_place, self.require(), read(map, "map"), stream)
 
     # ---- memory that peers reach --------------------------------------------------------------
 

@@ -280,8 +280,9 @@ static EpStatus map_and_meet(Sharing *s) {
     if (unmapped && (error != ENOENT || arrived == EP_OK))
         return ep_fail(EP_ERR_SYSTEM,
                        "rank %d: ep_group_create: cannot map the shared memory of rank %d, said to "
-                       "be on the same node: %s",
-                       s->group->rank, unmapped - 1, s->why_not);
+                       "be on the same node: %s%s",
+                       s->group->rank, unmapped - 1, s->why_not,
+                       error == ENOENT ? " (containers of one host name must share /dev/shm)" : "");
     return arrived;
 }
 

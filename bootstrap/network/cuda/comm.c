@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A group's NCCL communicators. On one node there is one: the group's own, or one that it borrows.
- * On several nodes it owns two: one of the ranks of each node, whose windows map each other's memory,
- * and one of all ranks, by which NCCL moves data. Both are split from the one that the caller lends,
- * or made from new ids. Where ranks share GPUs, memory/cuda/ipc.c maps their memory, and the
- * communicator of all ranks remains. A group of weights on one node gets the second one when NCCL
- * first has to move a weight.
+ * On several nodes it owns two: one of the ranks of each node, whose windows map each other's
+ * memory, and one of all ranks, by which NCCL moves data. Both are split from the one that the
+ * caller lends, or made from new ids. Where ranks share GPUs, memory/cuda/ipc.c maps their memory,
+ * and the communicator of all ranks remains. A group of weights on one node gets the second one
+ * when NCCL first has to move a weight.
  */
 #include <stdlib.h>
 

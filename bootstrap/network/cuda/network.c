@@ -48,7 +48,9 @@ static EpStatus allocate(EpCudaWatch *w) {
 
 EpStatus ep_cuda_watch_open(EpGroup *group) {
     EpCall call = {"ep_group_create", group->rank};
-    if (!ep_cuda_group_comm(ep_cuda(group)) || (group->nodes.sizes.nodes == 1 && group->purpose == EP_FOR_TOKENS)) return EP_OK;
+    if (!ep_cuda_group_comm(ep_cuda(group)) ||
+        (group->nodes.sizes.nodes == 1 && group->purpose == EP_FOR_TOKENS))
+        return EP_OK;
     EpCudaWatch *w = calloc(1, sizeof(*w));
     ep_cuda(group)->watch = w;
     EpStatus status = EP_OK;

@@ -7,6 +7,7 @@
  *
  *     comm.c       makes and ends the communicators: of the ranks of a node, and of all ranks
  *     network.c    the group's thread: its calls of NCCL, and what it learns from the watcher
+ *     exchange.h   the network as operations use it: messages that go at once (exchange.c)
  *     watch.c      the watcher, a thread of each rank; watch.h is what the two threads share
  *     mark.h       what kernels say at the ends of an exchange (mark.cu)
  *

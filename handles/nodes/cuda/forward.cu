@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Several blocks copy each message. The last one to end, of all blocks, gives the heads: its fence
- * is behind those of the others. It waits for nobody.
+ * is behind those of the others. It waits for nobody, so blocks of the kernel that receives may
+ * start beside it, as behind other kernels of latency mode.
  */
 #define EP_SEVERAL_NODES 1
 #include "handles/nodes/cuda/forward.h"
@@ -76,6 +77,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     int other = (int)blockIdx.x % others, part = (int)blockIdx.x / others;
     const char *from = l.own + l.layout.landing + other * l.layout.message_bytes;
     LatencyOp op;
+    if (l.releases) ep_grid_release();
     EpCudaPlan none = {};
     EpLoadedHeader header = {};
     header.failed = ep_failed(g);
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     uint4 head = make_uint4(0, 0, 0, 0);
     if (warp == 2) head = step_unpack(step_load(from));
     if (warp == 2 && lane == 0) rows = min(max((int)head.w, 0), l.layout.node_rows);
-    ep_compare_stamps(l.nodes.marks, &header);
+    latency_compare_stamps(l, 0, &header);
     int agrees = ep_begin_operation_as(g, none, header, 0);
     if (agrees && (a.stats.peer_rows || a.stats.peer_bytes))
         count_rows(a, from, rows, part * LATENCY_WARPS + warp,
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
                   rows * l.nodes.record_steps * (EP_STEP_BYTES / 16), part,
                   ((int)gridDim.x - other + others - 1) / others);
     } else {
-        ep_report_stamps(g, l.nodes.marks);
+        latency_report_stamps(g, l, 0);
     }
     ep_fence_sys();
     __syncthreads();

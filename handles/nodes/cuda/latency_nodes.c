@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-#include "bootstrap/network/cuda/network.h"
+#include "bootstrap/network/cuda/exchange.h"
 #include "runtime/config.h"
 
 /* ---- tables -------------------------------------------------------------------------------- */
@@ -60,11 +60,9 @@ void ep_latency_nodes_describe(const EpGroup *group, EpPhase phase, int32_t toke
                                EpLatency *latency) {
     const EpCudaRelay *r = ep_cuda(group)->relay;
     EpLatencyNodes *nodes = &latency->nodes;
-    EpMarkArgs args = {.marks = {.own = r->stamp,
-                                 .theirs = r->stamps[0],
-                                 .peers = r->device_peers,
-                                 .num_peers = nodes->num_others,
-                                 .last = 1}};
+    EpMarkArgs args = {
+        .marks = {
+            .own = r->stamp, .peers = r->device_peers, .num_peers = nodes->num_others, .last = 1}};
     ep_cuda_watch_describe(group, &args);
     nodes->marks = args.marks;
     nodes->record_steps = (int32_t)steps;
@@ -92,30 +90,24 @@ static Messages rows_of(const EpLatency *l) {
 
 static Messages weights_of(const EpLatency *l) {
     const EpBufferLayout *b = &l->layout;
-    int64_t bytes = b->node_rows * (int64_t)b->weight_bytes;
-    return (Messages){b->weights_out, b->weights_in, bytes, bytes};
+    return (Messages){b->weights_out, b->weights_in, ep_weights_stride(b),
+                      b->node_rows * (int64_t)b->weight_bytes};
 }
 
-/* Exchange messages, with the ranks' stamps. The places are sent whether they are filled or not. */
+/* Exchange messages and the stamps before them: NCCL takes messages between two ranks one after
+ * another. The places are sent whether they are filled or not. */
 static EpStatus exchange(EpGroup *group, const EpLatency *l, Messages m,
                          const EpCudaStream *stream) {
-    const EpCuda *cuda = ep_cuda(group);
-    const EpCudaRelay *r = cuda->relay;
-    const EpNccl *nccl = cuda->nccl;
-    size_t bytes = (size_t)m.bytes, stamp = sizeof(*r->stamp);
-    EP_TRY(ep_cuda_network_enter(group, stream));
-    (void)nccl->ncclGroupStart();
+    const EpCudaRelay *r = ep_cuda(group)->relay;
+    const int64_t stamp = sizeof(EpStamp);
+    const size_t bytes = (size_t)(stamp + m.bytes);
+    EpExchange x;
+    EP_TRY(ep_exchange_begin(&x, group, stream, stream->stream));
     for (int32_t i = 0; i < l->nodes.num_others; i++) {
-        const char *out = l->own + m.out + i * m.stride;
-        char *in = l->own + m.in + i * m.stride;
-        int32_t peer = r->peers[i];
-        (void)nccl->ncclSend(r->stamp, stamp, ncclUint8, peer, cuda->network, stream->stream);
-        (void)nccl->ncclSend(out, bytes, ncclUint8, peer, cuda->network, stream->stream);
-        (void)nccl->ncclRecv(r->stamps[0] + i, stamp, ncclUint8, peer, cuda->network,
-                             stream->stream);
-        (void)nccl->ncclRecv(in, bytes, ncclUint8, peer, cuda->network, stream->stream);
+        ep_exchange_send(&x, r->peers[i], l->own + m.out - stamp + i * m.stride, bytes);
+        ep_exchange_receive(&x, r->peers[i], l->own + m.in - stamp + i * m.stride, bytes);
     }
-    return ep_cuda_network_settle(group, "ncclGroupEnd", nccl->ncclGroupEnd());
+    return ep_exchange_end(&x);
 }
 
 static int launch(const EpNodesKernel *k, const EpCudaStream *stream) {

@@ -1,15 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The exchanges of an operation on several nodes. What a call within a group has found wrong,
- * ncclGroupEnd returns, too, so only its result counts. */
-#include "bootstrap/network/cuda/network.h"
+/* The exchanges of an operation on several nodes. */
+#include "bootstrap/network/cuda/exchange.h"
 #include "handles/nodes/cuda/relay.h"
 
-static EpStatus enter(const EpRelayRun *run) {
-    return ep_cuda_network_enter(run->group, &run->stream);
-}
-
-static EpStatus settle(const EpRelayRun *run, ncclResult_t result) {
-    return ep_cuda_network_settle(run->group, "ncclGroupEnd", result);
+static EpStatus begin(const EpRelayRun *run, EpExchange *x) {
+    return ep_exchange_begin(x, run->group, &run->stream, run->side->wire);
 }
 
 static EpStatus launched(const EpRelayRun *run, int error) {
@@ -19,53 +14,43 @@ static EpStatus launched(const EpRelayRun *run, int error) {
 /* ---- stamps and routing -------------------------------------------------------------------- */
 
 /* A rank that is a relay and a source of this one gets two stamps. */
-static void add_stamps(const EpRelayRun *run) {
-    const EpCuda *cuda = ep_cuda(run->group);
-    const EpCudaRelay *r = run->relay;
-    cudaStream_t wire = run->side->wire;
+static void add_stamps(const EpExchange *x, const EpCudaRelay *r) {
     for (int32_t i = 0; i < r->num_peers; i++) {
-        (void)cuda->nccl->ncclSend(r->stamp, sizeof(*r->stamp), ncclUint8, r->peers[i],
-                                   cuda->network, wire);
-        (void)cuda->nccl->ncclRecv(r->stamps[0] + i, sizeof(*r->stamp), ncclUint8, r->peers[i],
-                                   cuda->network, wire);
+        ep_exchange_send(x, r->peers[i], r->stamp, sizeof(*r->stamp));
+        ep_exchange_receive(x, r->peers[i], r->stamps[0] + i, sizeof(*r->stamp));
     }
 }
 
-static void add_routing(const EpRelayRun *run) {
-    const EpCuda *cuda = ep_cuda(run->group);
-    const EpCudaRelay *r = run->relay;
-    const char *own = r->routing + r->tables.self * r->routing_bytes;
-    (void)cuda->nccl->ncclAllGather(own, r->routing, (size_t)r->routing_bytes, ncclUint8,
-                                    cuda->network, run->side->wire);
+static void add_routing(const EpExchange *x, const EpCudaRelay *r) {
+    ep_exchange_gather(x, r->routing + r->tables.self * r->routing_bytes, r->routing,
+                       (size_t)r->routing_bytes);
 }
 
 ncclResult_t ep_relay_call_once(const EpRelayRun *run) {
-    const EpNccl *nccl = ep_cuda(run->group)->nccl;
-    (void)nccl->ncclGroupStart();
-    add_stamps(run);
-    add_routing(run);
-    return nccl->ncclGroupEnd();
+    EpExchange x;
+    ep_exchange_begin_first(&x, run->group, run->side->wire);
+    add_stamps(&x, run->relay);
+    add_routing(&x, run->relay);
+    return ep_exchange_end_first(&x);
 }
 
 EpStatus ep_relay_send_stamps(const EpRelayRun *run) {
-    const EpNccl *nccl = ep_cuda(run->group)->nccl;
-    EP_TRY(enter(run));
-    (void)nccl->ncclGroupStart();
-    add_stamps(run);
-    EP_TRY(settle(run, nccl->ncclGroupEnd()));
+    EpExchange x;
+    EP_TRY(begin(run, &x));
+    add_stamps(&x, run->relay);
+    EP_TRY(ep_exchange_end(&x));
     return launched(run, ep_cuda_launch_compare(&run->mark, run->side->wire));
 }
 
 /* Messages say which operation their ranks are in. No other exchange follows: let the watcher know
  * that this one is complete. */
 EpStatus ep_relay_send_routing(const EpRelayRun *run) {
-    const EpNccl *nccl = ep_cuda(run->group)->nccl;
+    EpExchange x;
     EpMarkArgs args = run->mark;
     args.marks.last = 1;
-    EP_TRY(enter(run));
-    (void)nccl->ncclGroupStart();
-    add_routing(run);
-    EP_TRY(settle(run, nccl->ncclGroupEnd()));
+    EP_TRY(begin(run, &x));
+    add_routing(&x, run->relay);
+    EP_TRY(ep_exchange_end(&x));
     return launched(run, ep_cuda_launch_move(&args, run->side->wire));
 }
 
@@ -100,34 +85,24 @@ static size_t message_size(const EpRelayRun *run, const Messages *m, int32_t i) 
     return (size_t)(slots * run->record_bytes);
 }
 
-/* Send a message with this rank's stamp, or receive one with its sender's. */
-static void send_message(const EpRelayRun *run, const Messages *m, int32_t i) {
-    const EpCuda *cuda = ep_cuda(run->group);
-    const EpStamp *stamp = run->relay->stamp;
-    cudaStream_t wire = run->side->wire;
-    (void)cuda->nccl->ncclSend(stamp, sizeof(*stamp), ncclUint8, m->peers[i], cuda->network, wire);
-    (void)cuda->nccl->ncclSend(ep_relay_message(run, m->buffer, i), message_size(run, m, i),
-                               ncclUint8, m->peers[i], cuda->network, wire);
-}
-
-static void receive_message(const EpRelayRun *run, const Messages *m, EpStamp *stamp, int32_t i) {
-    const EpCuda *cuda = ep_cuda(run->group);
-    cudaStream_t wire = run->side->wire;
-    (void)cuda->nccl->ncclRecv(stamp, sizeof(*stamp), ncclUint8, m->peers[i], cuda->network, wire);
-    (void)cuda->nccl->ncclRecv(ep_relay_message(run, m->buffer, i), message_size(run, m, i),
-                               ncclUint8, m->peers[i], cuda->network, wire);
-}
-
+/* A stamp goes before each message, of the rank that sends it. */
 EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way) {
-    const EpNccl *nccl = ep_cuda(run->group)->nccl;
     int to_relays = way == EP_TO_RELAYS;
-    Messages out = messages_of(run, chunk, run->relay->send[chunk % 2], to_relays);
+    EpCudaRelay *r = run->relay;
+    EpStamp *stamps = r->stamps[chunk % 2];
+    Messages out = messages_of(run, chunk, r->send[chunk % 2], to_relays);
     Messages in = messages_of(run, chunk, ep_relay_received(run, chunk, way), !to_relays);
-    EP_TRY(enter(run));
-    (void)nccl->ncclGroupStart();
-    for (int32_t i = 0; i < out.count; i++)
-        send_message(run, &out, i);
-    for (int32_t i = 0; i < in.count; i++)
-        receive_message(run, &in, run->relay->stamps[chunk % 2] + i, i);
-    return settle(run, nccl->ncclGroupEnd());
+    EpExchange x;
+    EP_TRY(begin(run, &x));
+    for (int32_t i = 0; i < out.count; i++) {
+        ep_exchange_send(&x, out.peers[i], r->stamp, sizeof(*r->stamp));
+        ep_exchange_send(&x, out.peers[i], ep_relay_message(run, out.buffer, i),
+                         message_size(run, &out, i));
+    }
+    for (int32_t i = 0; i < in.count; i++) {
+        ep_exchange_receive(&x, in.peers[i], stamps + i, sizeof(*stamps));
+        ep_exchange_receive(&x, in.peers[i], ep_relay_message(run, in.buffer, i),
+                            message_size(run, &in, i));
+    }
+    return ep_exchange_end(&x);
 }

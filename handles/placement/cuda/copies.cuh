@@ -29,6 +29,19 @@ __device__ __forceinline__ void build_copies(const EpCopySetup &s) {
         ep_copies_find(&s, e);
 }
 
+/** Report bad entries of a map as report_bad_indices does those of a routing; `top_k` 0 tells them
+ * apart. Operations of a group follow each other, so there is one writer at a time. */
+__device__ inline void report_bad_entries(EpCudaAsyncErrors *to, int count, int first,
+                                          int logical) {
+    volatile EpCudaAsyncErrors *errors = to;
+    unsigned long long number = errors->bad_reports + 1;
+    volatile EpCudaBadIndices *report = &errors->bad[number % 2];
+    report->total = errors->bad[(number - 1) % 2].total + (unsigned)count;
+    report->entry = (unsigned)first, report->top_k = 0, report->index = logical;
+    __threadfence_system();
+    errors->bad_reports = number;
+}
+
 /** Keep a map, report what is wrong in it, and make the table. By all threads. */
 __device__ __forceinline__ void take_map(const EpCopySetup &s, const int32_t *map,
                                          EpCudaAsyncErrors *errors) {
@@ -41,8 +54,7 @@ __device__ __forceinline__ void take_map(const EpCopySetup &s, const int32_t *ma
         s.memory.logical_of[p] = is_bad ? -1 : logical;
     }
     build_copies(s);
-    if (threadIdx.x == 0 && count)
-        report_bad(errors, (unsigned long long)count, (unsigned)~lowest, map[~lowest], 0);
+    if (threadIdx.x == 0 && count) report_bad_entries(errors, count, ~lowest, map[~lowest]);
 }
 
 #endif

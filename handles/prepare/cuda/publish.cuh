@@ -66,22 +66,16 @@ __device__ __forceinline__ int place_index(const EpPrepareArgs &a, const Index &
 /* Report bad indices to the host: their count, and the first one. The host may be reading the
  * report before, so this one goes beside it. The fence orders it before the number of reports. By
  * one thread; routings of a group follow each other, so there is one writer at a time. */
-__device__ inline void report_bad(EpCudaAsyncErrors *to, unsigned long long count,
-                                  unsigned long long entry, long long index, int top_k) {
-    volatile EpCudaAsyncErrors *errors = to;
+__device__ inline void report_bad_indices(const EpPrepareArgs &a, unsigned long long count,
+                                          unsigned long long entry) {
+    volatile EpCudaAsyncErrors *errors = a.errors;
     unsigned long long number = errors->bad_reports + 1;
     volatile EpCudaBadIndices *report = &errors->bad[number % 2];
     report->total = errors->bad[(number - 1) % 2].total + count;
-    report->entry = entry, report->top_k = top_k;
-    report->index = index;
+    report->entry = entry, report->top_k = a.top_k;
+    report->index = load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry);
     __threadfence_system();
     errors->bad_reports = number;
-}
-
-__device__ inline void report_bad_indices(const EpPrepareArgs &a, unsigned long long count,
-                                          unsigned long long entry) {
-    report_bad(a.errors, count, entry, load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry),
-               a.top_k);
 }
 
 /* Report the bad indices that all blocks have found. By one thread of the last block. */

@@ -297,8 +297,8 @@ EpStatus ep_cuda_weight_open(const EpWeight *weight) {
 static EpStatus push_amax(const EpWeightAmax *call, const EpWeightFacts *facts) {
     EpWeightWork w;
     EP_TRY(ep_weight_enter(call->group, facts, call->stream, &w));
-    EpPushMaxArgs args = {.group = w.mark.group, .numbers = (uint32_t *)call->amax,
-                          .count = call->count};
+    EpPushMaxArgs args = {
+        .group = w.mark.group, .numbers = (uint32_t *)call->amax, .count = call->count};
     return ep_weight_end(&w, ep_cuda_check(w.group, "agreeing on amaxes",
                                            ep_cuda_launch_push_max(&args, w.stream.stream)));
 }

@@ -59,7 +59,11 @@ struct cudaPointerAttributes {
     void *devicePointer, *hostPointer;
 };
 
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrPageableMemoryAccess = 88 };
+enum cudaDeviceAttr {
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrPageableMemoryAccess = 88
+};
 
 struct cudaDeviceProp {
     char name[256];

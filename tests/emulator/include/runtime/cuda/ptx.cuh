@@ -212,6 +212,7 @@ static inline void ep_fence_sys(void) {
 
 static inline uint64_t ep_global_timer(void) {
     struct timespec t;
+    emulated_poll();
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }

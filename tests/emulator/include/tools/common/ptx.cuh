@@ -10,16 +10,7 @@
 
 #include "runtime/cuda/ptx.cuh"
 
-static inline uint32_t shared_address(const void *pointer) {
-    return ep_smem(pointer);
-}
-
-/* ---- words and bulk copies ---- */
-
-static inline uint64_t global_timer(void) {
-    emulated_poll();
-    return ep_global_timer();
-}
+/* ---- words ---- */
 
 static inline void __nanosleep(unsigned) {}
 
@@ -31,42 +22,9 @@ static inline uint32_t load_acquire(const uint32_t *address) {
     return emulated_load(address, __ATOMIC_ACQUIRE);
 }
 
-static inline void store_relaxed(uint32_t *address, uint32_t value) {
-    emulated_store(address, value, __ATOMIC_RELAXED);
-}
-
-static inline uint32_t load_relaxed(const uint32_t *address) {
-    return emulated_load(address, __ATOMIC_RELAXED);
-}
-
-static inline uint32_t load_acquire_gpu(const uint32_t *address) {
-    return emulated_load(address, __ATOMIC_ACQUIRE);
-}
-
 static inline uint32_t count_up(uint32_t *address) {
     return atomicAdd(address, 1u);
 }
-
-static inline void arrival_fence(void) {}
-
-static inline void bulk_load(char *stage, const char *from, uint32_t bytes, uint64_t *arrival) {
-    emulated_bulk_load(stage, from, bytes, arrival);
-}
-
-static inline void bulk_store(char *to, const char *stage, uint32_t bytes) {
-    emulated_bulk_store(to, stage, bytes);
-    emulated_bulk_commit();
-}
-
-template <int PENDING> static inline void bulk_wait_read(void) {
-    emulated_bulk_wait(PENDING, 0);
-}
-
-static inline void bulk_wait_all(void) {
-    emulated_bulk_wait(0, 1);
-}
-
-static inline void fence_bulk_loads(void) {}
 
 /* ---- copies and loads: until they are made their places hold NaN ---- */
 
@@ -141,25 +99,9 @@ static inline void tensor_load_all(uint32_t to, const TensorMap *map, int column
     tensor_load(to, map, column, row, arrival);
 }
 
-static inline void arrival_init(uint64_t *arrival, uint32_t count) {
-    emulated_mbarrier_init(arrival, count);
-}
-
-static inline void arrival_arrive(uint64_t *arrival) {
-    emulated_mbarrier_arrive(arrival, 0);
-}
-
-static inline void arrival_expect(uint64_t *arrival, uint32_t bytes) {
-    emulated_mbarrier_arrive(arrival, bytes);
-}
-
 static inline void arrival_arrive_at(uint64_t *arrival, uint32_t rank) {
     (void)rank;
     emulated_mbarrier_arrive(arrival, 0);
-}
-
-static inline uint32_t arrival_test(uint64_t *arrival, uint32_t parity) {
-    return ep_mbarrier_try_wait(arrival, parity);
 }
 
 /* ---- clusters: of one block here ---- */
