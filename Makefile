@@ -12,9 +12,8 @@
 #   make check-jax, check-torch  libep.jax or libep.torch alone; check-released: frameworks on them
 #   make check-python-gpu  both on GPUs, with the python3 of PATH and its PyTorch and JAX
 #   make          build libraries, tools and tests into build/
-#   make install  PREFIX=/usr/local DESTDIR=
+#   make install  PREFIX=/usr/local DESTDIR=; make clean, make format
 #   make dist     build/libep-VERSION.tar.gz, the sources of the last commit
-#   make clean, make format
 #
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
 # sanitizers into folders of their own, ARCH=aarch64 for Arm hosts (docs/arm.md), RELEASE=1 (also
@@ -74,8 +73,7 @@ criterion_libs = $(shell $(PKG_CONFIG) --libs criterion)
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(firstword $(shell command -v nvcc) \
                                                  $(wildcard /usr/local/cuda/bin/nvcc)))
 nccl_places := $(addsuffix /include,$(NCCL_HOME) $(CUDA_HOME) /usr/local /usr)
-nccl_include := $(patsubst %/nccl_device.h,%,\
-                    $(firstword $(wildcard $(addsuffix /nccl_device.h,$(nccl_places)))))
+nccl_include := $(patsubst %/,%,$(dir $(firstword $(wildcard $(nccl_places:=/nccl_device.h)))))
 CUDA := $(if $(sanitize),0,$(or $(CUDA),$(if $(and $(CUDA_HOME),$(nccl_include)),1,0)))
 NVCC ?= $(CUDA_HOME)/bin/nvcc
 # Kernels are compiled for sm_90, on which they are tested, and in releases for others, too. GPUs of
