@@ -12,9 +12,8 @@
 #   make check-jax, check-torch  libep.jax or libep.torch alone; check-released: frameworks on them
 #   make check-python-gpu  both on GPUs, with the python3 of PATH and its PyTorch and JAX
 #   make          build libraries, tools and tests into build/
-#   make install  PREFIX=/usr/local DESTDIR=
+#   make install  PREFIX=/usr/local DESTDIR=; make clean, make format
 #   make dist     build/libep-VERSION.tar.gz, the sources of the last commit
-#   make clean, make format
 #
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
 # sanitizers into folders of their own, ARCH=aarch64 for Arm hosts (docs/arm.md), RELEASE=1 (also
@@ -39,7 +38,8 @@ variant := -asan
 sanitize := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 else ifdef TSAN
 variant := -tsan
-sanitize := -fsanitize=thread
+# Copies that the compiler inlines are hidden from it.
+sanitize := -fsanitize=thread -fno-builtin-memcpy -fno-builtin-memset
 else ifdef ARCH
 include tools/cross.mk
 endif
@@ -73,8 +73,7 @@ criterion_libs = $(shell $(PKG_CONFIG) --libs criterion)
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(firstword $(shell command -v nvcc) \
                                                  $(wildcard /usr/local/cuda/bin/nvcc)))
 nccl_places := $(addsuffix /include,$(NCCL_HOME) $(CUDA_HOME) /usr/local /usr)
-nccl_include := $(patsubst %/nccl_device.h,%,\
-                    $(firstword $(wildcard $(addsuffix /nccl_device.h,$(nccl_places)))))
+nccl_include := $(patsubst %/,%,$(dir $(firstword $(wildcard $(nccl_places:=/nccl_device.h)))))
 CUDA := $(if $(sanitize),0,$(or $(CUDA),$(if $(and $(CUDA_HOME),$(nccl_include)),1,0)))
 NVCC ?= $(CUDA_HOME)/bin/nvcc
 # Kernels are compiled for sm_90, on which they are tested, and in releases for others, too. GPUs of
@@ -167,7 +166,7 @@ help:
 # ---- compiling ----------------------------------------------------------------------------------
 
 # Rebuild objects if the flags change.
-flags := $(CC) $(CFLAGS) $(WERROR) CUDA=$(CUDA) $(NVCC_ARCH) OPENBLAS=$(OPENBLAS)
+flags := $(CC) $(CFLAGS) $(sanitize) $(WERROR) CUDA=$(CUDA) $(NVCC_ARCH) OPENBLAS=$(OPENBLAS)
 old_flags := $(shell mkdir -p $B; cat $B/flags 2>/dev/null)
 $B/flags: $(if $(filter-out $(flags),$(old_flags))$(filter-out $(old_flags),$(flags)),again)
 	$(file >$@,$(flags))
