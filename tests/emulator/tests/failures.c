@@ -82,6 +82,7 @@ static void connect_for_weights(const EpBootstrap *bootstrap) {
     EpWeight *weight = NULL;
     be_quiet();
     config.backend = EP_BACKEND_CUDA, config.timeout_seconds = FAILING_TIMEOUT;
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "1"); /* nodes connect at once */
     set_on_ranks(bootstrap, "EMULATED_CONNECT_FAILS", "1");
     REQUIRE_OK(ep_mesh_parse("fsdp=2", &mesh));
     REQUIRE_OK(ep_mesh_comm_create(bootstrap, &mesh, &config, &comm));
