@@ -73,7 +73,9 @@ class Group(CoreGroup):
         parts = map(id, self._parts)
         self.in_calls.acquire, self.in_calls.release, self.in_calls.at_once = parts
 
-    def place(self, map: Union[torch.Tensor, Sequence[int]]) -> None:
+    def place(  # type: ignore[override]  # on the current stream
+        self, map: Union[torch.Tensor, Sequence[int]]
+    ) -> None:
         """Place the experts anew, on the current stream, in a group with num_physical. Collective.
 
         map  the expert that each of the num_physical places holds, or -1; equal on all ranks. A

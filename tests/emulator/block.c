@@ -20,9 +20,9 @@ enum {
     NAMED = 16,
     BUCKETS = 256,
     LONGEST_BURST = 7,   /* 1 to 64 switches */
-    BACK_OFF_AFTER = 16, /* bursts */
-    YIELDS = 4,          /* until a block that only polls sleeps */
-    LONG = 2000          /* bursts, until it sleeps no longer */
+    BACK_OFF_AFTER = 64, /* polls */
+    YIELDS = 8,         /* until a block that only polls sleeps */
+    NAP_NANOSECONDS = 50000
 };
 
 /* Under the address sanitizer variables lie far apart. It knows nothing of fibers, and sees only
@@ -68,7 +68,7 @@ typedef struct Block {
     uint32_t ready, polling; /* warps with such lanes */
     unsigned burst;          /* switches until another warp may run */
     int threads, ended;
-    unsigned idle; /* bursts since the block got on */
+    unsigned idle; /* polls since the block got on */
     uint64_t random_state;
     unsigned copy_delay; /* a chance to make a bulk copy is used with probability 1 / this */
     Warp warp[WARPS];
@@ -145,12 +145,11 @@ static void report_deadlock(void) {
                  block->threads - block->ended, block->ended);
 }
 
-/* The block may only wait for others: yield the processor to these. Naps grow with the time that it
- * has waited. Warps that spin without a load of others' words are ready. */
+/* All threads that can run only poll, and have for a while: yield the processor to the blocks and
+ * ranks that they wait for. */
 static void back_off(void) {
-    unsigned idle = block->idle / (block->ready ? 4 : 1);
-    struct timespec nap = {0, 50000 + (idle < LONG ? 250 * (long)idle : 250 * LONG)};
-    if (idle < YIELDS * BACK_OFF_AFTER)
+    struct timespec nap = {0, NAP_NANOSECONDS};
+    if (block->idle < YIELDS * BACK_OFF_AFTER)
         sched_yield();
     else if (!emulated_copy_one())
         nanosleep(&nap, NULL);
@@ -160,7 +159,7 @@ static void back_off(void) {
  * others. */
 static unsigned next_burst(void) {
     block->burst = 1u << emulated_draw(LONGEST_BURST);
-    if (++block->idle % BACK_OFF_AFTER == 0 && block->polling) back_off();
+    if (!block->ready && ++block->idle % BACK_OFF_AFTER == 0) back_off();
     for (;;) {
         if (emulated_one_in(2 * block->copy_delay)) emulated_copy_one();
         int polls = emulated_one_in(block->idle < BACK_OFF_AFTER ? 8 : 2);
