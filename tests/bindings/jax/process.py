@@ -10,8 +10,8 @@ import sys
 import time
 
 address, processes, number, devices = sys.argv[1], *map(int, sys.argv[2:])
-fast = "--xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} {fast}"
+flags = "--xla_backend_optimization_level=0 --xla_cpu_enable_concurrency_optimized_scheduler=false"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} {flags}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
