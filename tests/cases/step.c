@@ -244,8 +244,7 @@ static void check_overflow_finding(const Step *step, const EpFinding *found) {
     const Case *c = &step->world->c;
     const RankWorld *me = step_mine(step);
     int64_t capacity = case_block_rows(c) ? case_block_rows(c) : c->capacity;
-    if (case_layout(c)->blocks == BLOCKS_OF_TOKENS && c->mode != EP_MODE_LATENCY)
-        capacity += c->spare_tokens; /* in latency mode tensors have no room for them */
+    if (case_layout(c)->blocks == BLOCKS_OF_TOKENS) capacity += c->spare_tokens;
     CHECK(me->dropped > 0 && c->overflow == EP_OVERFLOW_ERROR, "unasked: %s", ep_last_error());
     CHECK(found->rank == step->rank, "rank %d", (int)found->rank);
     CHECK(found->expected == capacity, "%lld instead of %lld", (long long)found->expected,

@@ -287,16 +287,12 @@ static void read_routes(Prepare *p, int32_t source, const int32_t *words) {
 
 /* ---- rounds -------------------------------------------------------------------------------- */
 
-/* Returns the rows that a block, or all, may have in this call: 0 if that is exact. */
-static int64_t most_rows(const Prepare *p) {
-    return p->routing->block_rows ? p->routing->block_rows : ep_agreed_rows(p->shape);
-}
-
 static EpRoundHeader expected_header(const Prepare *p) {
     const EpPlanShape *s = p->shape;
     return (EpRoundHeader){
         .handle = p->handle->id,
-        .fact = {p->routing->top_k, s->alignment, s->layout, most_rows(p), s->quant},
+        .fact = {p->routing->top_k, s->alignment, s->layout,
+                 p->routing->block_rows ? p->routing->block_rows : ep_agreed_rows(s), s->quant},
         .tokens = (int32_t)p->num_tokens};
 }
 
@@ -470,7 +466,7 @@ static void record_overflow(Prepare *p) {
     EpFinding finding = EP_FINDING_INIT;
     finding.status = EP_ERR_OVERFLOW;
     finding.rank = p->group->rank;
-    finding.expected = most_rows(p);
+    finding.expected = ep_agreed_rows(shape);
     finding.seen = p->plan.header->needed_rows;
     finding.count = p->plan.header->dropped_slots;
     strcpy(finding.phase, "prepare");
