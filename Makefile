@@ -394,8 +394,7 @@ dist:
 	$Qgit archive --format=tar --prefix=libep-$(VERSION)/ HEAD | gzip -9n >$B/libep-$(VERSION).tar.gz
 	@echo '$B/libep-$(VERSION).tar.gz: $(shell git rev-parse --short HEAD)'
 
-clean:
-	rm -rf build build-*
+clean:; rm -rf build build-*
 
 format:
 	clang-format -i $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')
