@@ -432,7 +432,7 @@ typedef struct EpGroupConfig {
                                   EP_DEFAULT: the group has no placement: see ep_group_place */
     EpCopyChoice choice;     /**< = which copy of an expert a token takes, with num_physical */
     int32_t masks;           /**< = 1: ranks may be masked (ep_group_mask), and a missing rank only
-                                  suspends the group; 0: they may not. HOST alone, so AUTO is HOST */
+                                  suspends the group; 0: they may not. HOST alone: AUTO is HOST */
     EpLate on_late;          /**< = MASK needs `masks` */
     int32_t late_us;         /**< = microseconds that an operation of latency mode waits for a rank,
                                   >= 1 with EP_LATE_MASK; else not used */
@@ -545,10 +545,10 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  * until the rank is found to have gone, and then *cuts* it. It completes without that rank, which
  * counts as masked for this rank alone from then on. If the rank's routing had not come, its counts
  * are 0. If it had, its slots stay and are counted, as zero rows with weight 0 and ids -1. Nothing
- * of them returns. Each rank cuts by itself: the late one finds that
- * it was cut, and cuts the other, too. ep_group_status reports cut ranks once, as EP_ERR_MASKED;
- * the group goes on. Operations of throughput mode are refused with EP_ERR_TIMEOUT while a rank is
- * cut. The next ep_group_mask makes the views of all ranks equal and ends all cuts.
+ * of them returns. Each rank cuts by itself: the late one finds that it was cut, and cuts the
+ * other, too. ep_group_status reports cut ranks once, as EP_ERR_MASKED; the group goes on.
+ * Operations of throughput mode are refused with EP_ERR_TIMEOUT while a rank is cut. The next
+ * ep_group_mask makes the views of all ranks equal and ends all cuts.
  *
  * group   a live group, which may be suspended
  * alive   [ceil(R / 32)] words: bit r % 32 of word r / 32 is rank r's. This rank's is set
@@ -563,8 +563,8 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  */
 EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream);
 
-/** Read the ranks that take part, as ep_group_mask takes them: [ceil(R / 32)] words. Ranks that this
- *  rank has cut do not. Local. Without config.masks all do. */
+/** Read the ranks that take part, as ep_group_mask takes them: [ceil(R / 32)] words. Ranks that
+ *  this rank has cut do not. Local. Without config.masks all do. */
 EpStatus ep_group_alive(const EpGroup *group, uint32_t *alive);
 
 /**
