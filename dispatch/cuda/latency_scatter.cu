@@ -120,6 +120,7 @@ __device__ __forceinline__ int32_t *flat_begin(const EpLatencyScatterArgs &a) {
 template <int PLACED>
 __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
     int entries = a.route.num_rows * a.route.top_k;
+    const EpAliveWords alive = ep_fetch_alive(a.route.group); /* beside the first indices */
 #pragma unroll 1
     for (int i = (int)threadIdx.x - ENTRIES_THREAD; i < entries;
          i += LOADED_AT_ONCE * ENTRIES_THREADS) {
@@ -129,10 +130,14 @@ __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
             if (i + j * ENTRIES_THREADS < entries)
                 index[j] = load_index(a.route, i + j * ENTRIES_THREADS);
 #pragma unroll
-        for (int j = 0; j < LOADED_AT_ONCE; j++)
-            if (i + j * ENTRIES_THREADS < entries)
-                workspace_experts(a)[i + j * ENTRIES_THREADS] = (int16_t)place_index<PLACED>(
-                    a.route, index[j], (i + j * ENTRIES_THREADS) / a.route.top_k);
+        for (int j = 0; j < LOADED_AT_ONCE; j++) {
+            if (i + j * ENTRIES_THREADS >= entries) continue;
+            int expert = place_index<PLACED>(a.route, index[j],
+                                             (i + j * ENTRIES_THREADS) / a.route.top_k);
+            if (EP_MASKED && expert >= 0 && !ep_is_among(alive, ep_owner(&a.route.owners, expert)))
+                expert = NO_EXPERT;
+            workspace_experts(a)[i + j * ENTRIES_THREADS] = (int16_t)expert;
+        }
     }
 }
 
@@ -356,6 +361,7 @@ __device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64
 #pragma unroll 1
     for (int r = (int)(threadIdx.x / 32); r < num_sources(a); r += LATENCY_WARPS) {
         int first = ep_owner_first(&a.route.owners, r), count = ep_owner_count(&a.route.owners, r);
+        if (!EP_SEVERAL_NODES && !ep_is_alive(r)) continue;
         if (EP_SEVERAL_NODES) {
             send_head_to_node(a, r, first, count, sent, flag);
             continue;
@@ -451,6 +457,13 @@ __device__ __forceinline__ HeadOrigin head_origin(const EpLatencyScatterArgs &a,
     return HeadOrigin{ep_head_of(at, a.route.group.size), at.number, at.other < 0};
 }
 
+/* Take a masked rank's head: it sends nothing. By a warp. */
+__device__ __forceinline__ void take_no_head(const EpLatencyScatterArgs &a, int source, int words) {
+#pragma unroll 1
+    for (int unit = (int)(threadIdx.x % 32); 4 * unit < words; unit += 32)
+        take_unit(a, source, unit, make_uint4(0, 0, 0, 0));
+}
+
 /* Receive all heads. By all threads of a block. A warp that waits for other warps' heads calls
  * meanwhile() over and over. Returns 0 if a head does not arrive in time or is of another
  * operation. */
@@ -463,8 +476,11 @@ __device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_
 #pragma unroll 1
     for (int r = (int)(threadIdx.x / 32); r < num_sources(a) && alive; r += LATENCY_WARPS) {
         HeadOrigin from = head_origin(a, r);
-        alive = take_head(g, a.latency, from.index, from.peer, words, flag, from.compares,
-                          [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
+        if (EP_MASKED && !ep_is_alive(from.peer))
+            take_no_head(a, r, words);
+        else
+            alive = take_head(g, a.latency, from.index, from.peer, words, flag, from.compares,
+                              [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
         if (threadIdx.x % 32 == 0) atomicAdd(&workspace()->heads, alive ? 1 : MOST_SOURCES);
     }
     while (__any_sync(~0u, *(volatile int32_t *)&workspace()->heads < num_sources(a)))
@@ -802,9 +818,10 @@ __device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, in
                  with_row = __ballot_sync(~0u, has_rank(set, r) & valid);
         int at = with_row >> lane & 1 ? listed + __popc(with_row & below)
                                       : others + __popc(all & ~with_row & below);
+        int to = ep_is_alive(r) ? r : g.rank; /* again, in place of a masked one */
         if (valid)
             workspace()->to[at] =
-                latency_record(a.latency, a.latency.window[r], g.rank, g.size, token, flag);
+                latency_record(a.latency, a.latency.window[to], g.rank, g.size, token, flag);
         listed += __popc(with_row), others += __popc(all & ~with_row);
     }
     if (lane == 0) workspace()->num_to = num_to;

@@ -432,8 +432,8 @@ typedef struct EpGroupConfig {
                                   EP_DEFAULT: the group has no placement: see ep_group_place */
     EpCopyChoice choice;     /**< = which copy of an expert a token takes, with num_physical */
     int32_t masks;           /**< = 1: ranks may be masked (ep_group_mask), and a missing rank only
-                                  suspends the group; 0: they may not. HOST alone: AUTO is HOST */
-    EpLate on_late;          /**< = MASK needs `masks` */
+                                  suspends the group; 0: they may not. CUDA on one node alone */
+    EpLate on_late;          /**< = MASK needs `masks`. HOST alone: AUTO is HOST */
     int32_t late_us;         /**< = microseconds that an operation of latency mode waits for a rank,
                                   >= 1 with EP_LATE_MASK; else not used */
 } EpGroupConfig;
@@ -536,7 +536,9 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  * ep_group_mask makes `alive` the ranks that take part, from the next operation on. Every rank
  * whose bit is set calls it, at the same place in the order of operations: living ones, and masked
  * ones that shall be readmitted. The others are not asked. It waits for them, equalises what ranks
- * count, and drops what is under way. It also ends a suspension. Pending send phases stay pending.
+ * count, and drops what is under way. It also ends a suspension. Pending send phases stay pending;
+ * on CUDA only where all ranks in `alive` have sent the same ones, else they are dropped. There it
+ * first waits for this rank's kernels, on all streams. Captured graphs stay valid.
  *
  * Plans made before stay valid, if all ranks in `alive` have them. Their entries on masked ranks
  * count as "no expert". Receive rows of masked ranks are zero rows, with weight 0 and ids -1.
@@ -552,9 +554,9 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  *
  * group   a live group, which may be suspended
  * alive   [ceil(R / 32)] words: bit r % 32 of word r / 32 is rank r's. This rank's is set
- * stream  ignored on the host backend
+ * stream  the call waits for work before it; not under capture. Ignored on the host backend
  *
- * EP_ERR_UNSUPPORTED: the group has no masks. EP_ERR_RANGE: this rank's bit is not set, or one past
+ * EP_ERR_UNSUPPORTED: the group has no masks, or `stream` is under capture. EP_ERR_RANGE: this rank's bit is not set, or one past
  * the ranks is. EP_ERR_ORDER: a rank has called it with another set; the sentence names a rank
  * that differs. EP_ERR_TIMEOUT: a rank did not call it within the deadline. After these two the
  * ranks that take part are the same as before, and the group is suspended: call it again. EpFinding

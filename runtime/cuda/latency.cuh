@@ -181,7 +181,7 @@ static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const E
     int all = latency.awaits_weights && start, end = all ? g.size : origin.source + 1;
 #pragma unroll 1
     for (int r = all ? 0 : origin.source; r < end; r++)
-        if (ep_peer_differs(g, latency, r, origin.awaited, flag, start)) return 1;
+        if (ep_is_alive(r) && ep_peer_differs(g, latency, r, origin.awaited, flag, start)) return 1;
     return ep_has_given_up(g, origin.source);
 }
 
@@ -195,6 +195,7 @@ static __device__ EpAwaited ep_find_unsent(const EpCudaGroup &g, const EpLatency
     if ((uint32_t)(own >> 32) != awaited.expected) return awaited;
 #pragma unroll 1
     for (int r = 0; r < g.size; r++) {
+        if (!ep_is_alive(r)) continue;
         uint32_t seen = (uint32_t)(ep_load_relaxed_sys(ep_sent(g, g.rank, r, number)) >> 32);
         if ((int32_t)(seen - number) < 0) return EpAwaited{r, EP_AWAIT_HEAD, 0, number, seen};
     }
@@ -565,8 +566,9 @@ __device__ __forceinline__ void store_operation_number(const EpCudaGroup &g, con
     int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int r = lane; r < g.size; r += 32)
-        ep_store_relaxed_sys(ep_sent(g, r, g.rank, op.number),
-                             ep_counter(op.number, ep_own_operation()->digest));
+        if (ep_is_alive(r))
+            ep_store_relaxed_sys(ep_sent(g, r, g.rank, op.number),
+                                 ep_counter(op.number, ep_own_operation()->digest));
     if (lane == 0)
         *(volatile uint64_t *)latency_number(l, (uint32_t)op.flag) =
             ep_counter((uint32_t)op.flag, op.number);
@@ -680,7 +682,7 @@ __device__ __forceinline__ void latency_measure_heads(const EpCudaGroup &g, cons
             (const uint64_t *)(latency_head(l, l.own, r, latency_num_heads(g, l), flag) +
                                LINE_FLAG));
     };
-    auto is_here = [&](int r) { return seen(r) == flag; };
+    auto is_here = [&](int r) { return !ep_is_alive(r) || seen(r) == flag; };
     auto may_wait = [&](int r) {
         if (++polls % EP_POLLS_PER_CLOCK_READ) return 1;
         WaitState wait = ep_check_wait(&g, &l, StepOrigin{r, EP_AWAIT_HEAD, 0}, (uint32_t)flag,

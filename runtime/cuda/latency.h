@@ -40,21 +40,6 @@
 #include "runtime/cuda/plan.h"
 #include "runtime/movement.h"
 
-/* Kernels of latency mode are compiled twice, for one node and for several (EP_SEVERAL_NODES), so
- * that those of one node have no code for others. Their functions differ in their names. */
-#ifndef EP_SEVERAL_NODES
-#define EP_SEVERAL_NODES 0
-#endif
-#if EP_SEVERAL_NODES
-#define EP_VARIANT(name) name##_nodes
-#define EP_VARIANT_BEGIN namespace several_nodes {
-#define EP_VARIANT_END }
-#else
-#define EP_VARIANT(name) name
-#define EP_VARIANT_BEGIN
-#define EP_VARIANT_END
-#endif
-
 /** A step: the unit that a warp moves at once; see latency.cuh. */
 #define EP_STEP_BYTES 512
 #define EP_STEP_UNITS 30 /* of 16 bytes */
