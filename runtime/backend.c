@@ -7,16 +7,12 @@
 
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings) {
     if (config->nccl_comm && config->backend == EP_BACKEND_AUTO) return EP_BACKEND_CUDA;
-    EpBackend wish = config->backend == EP_BACKEND_AUTO ? settings->backend : config->backend;
-    int cuts = config->on_late == EP_LATE_MASK;
-    return wish == EP_BACKEND_AUTO && cuts ? EP_BACKEND_HOST : wish;
+    return config->backend == EP_BACKEND_AUTO ? settings->backend : config->backend;
 }
 
 const char *ep_backend_contradiction(const EpGroupConfig *config, EpBackend wish) {
     if (wish == EP_BACKEND_HOST && config->nccl_comm)
         return "the host backend has no use for an NCCL communicator";
-    if (wish == EP_BACKEND_CUDA && config->on_late == EP_LATE_MASK)
-        return "the cuda backend cannot cut late ranks yet (config.on_late)";
     return NULL;
 }
 

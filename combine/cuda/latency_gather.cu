@@ -412,6 +412,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
     if (awaits_weights(a)) {
         AwaitedWeights w = await_weights(a, s.source, s.token, flag, f);
         if (!w.alive) return 0;
+        if (EP_MASKED && w.alive == STEP_LATE) return 1; /* it gets no sum */
         t.weight = w.weight;
     }
     if (DONE && !await_done(a, t.slot)) return 0;
@@ -749,6 +750,12 @@ __device__ __forceinline__ int living_owner(const EpLatencyGatherArgs &a, const 
     return EP_MASKED && owner >= 0 && !ep_is_alive(owner) ? -1 : owner;
 }
 
+/* Returns it again, -1 if it is late in this operation. */
+__device__ __forceinline__ int drop_late(const EpLatencyGatherArgs &a, int owner, uint64_t flag) {
+    int is_late = owner >= 0 && owner != self(a) && latency_is_late(a.latency, owner, flag);
+    return is_late ? -1 : owner;
+}
+
 /* Some steps of a token. In lane k, `owner` is the rank of its entry k, -1 for none or this
  * rank. */
 typedef struct TokenPart {
@@ -1023,6 +1030,7 @@ __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int to
             s.step += STEPS;
         else if (!await_missing<STEPS>(a, s, missing, flag))
             return 0;
+        if (ep_cuts()) s.owner = drop_late(a, s.owner, flag);
     }
     return 1;
 }
@@ -1184,6 +1192,9 @@ __device__ __forceinline__ int receive_entries(const EpLatencyGatherArgs &a, int
             s.step += EP_REDUCED_AT_ONCE;
         else if (!await_entry(a, s, missing, flag))
             return 0;
+        if (!ep_cuts()) continue;
+        s.owner = drop_late(a, s.owner, flag);
+        s.entries &= __ballot_sync(~0u, s.owner >= 0);
     }
     return 1;
 }
@@ -1222,6 +1233,24 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
     }
     if (role.block == role.blocks - 1) take_heads(a, flag);
 }
+
+#if EP_MASKED
+/* End an operation in which ranks may have been late: parts of a token may have a late rank's sum or
+ * not, so all tokens are received again, without these ranks. By all threads of the last block. */
+template <typename T, int FORM, int DONE>
+__device__ __noinline__ void end_late(const EpLatencyGatherArgs &a, int tokens, uint64_t flag) {
+    const EpLateRanks *late = latency_late(a.latency, flag);
+    if (!latency_leave_late(a.latency, flag)) {
+        if (late->since[0] | late->since[1] | late->since[2])
+            latency_cut(a.group, a.latency, flag);
+        return;
+    }
+    if (ep_failed(a.group)) return;
+    receive_sums<T, FORM, DONE>(a, LatencyRole{0, 1, 0, 1}, tokens, flag);
+    __syncthreads();
+    latency_cut(a.group, a.latency, flag);
+}
+#endif
 
 /* ==== kernel ================================================================================ */
 
@@ -1280,6 +1309,10 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     uint32_t ticket = latency_ticket(a.latency, op);
     if (a.counts) count<FORM>(a, op.flag);
     if (role.receives) receive_sums<T, FORM, DONE>(a, role, tokens[self(a)], op.flag);
+#if EP_MASKED
+    if (ep_cuts() && role.receives && latency_ends_late(a.latency, role.blocks, op.flag))
+        end_late<T, FORM, DONE>(a, tokens[self(a)], op.flag);
+#endif
     latency_pass(a.group, a.latency, op, ticket);
     if (EP_SEVERAL_NODES && role.sends) latency_seal_stamps(a.group, a.latency);
 }

@@ -270,9 +270,20 @@ static void poll_overflow(EpGroup *group) {
     ep_group_record(&group->overflow, &finding);
 }
 
+/* Kernels only add to the words; ep_group_mask clears them. */
+static void poll_cuts(EpGroup *group) {
+    const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
+    EpMask cut = {{0}};
+    if (group->config.on_late != EP_LATE_MASK) return;
+    for (int i = 0; i < EP_ALIVE_WORDS; i++)
+        cut.word[i] = (uint32_t)f->cut[i];
+    ep_group_record_cuts(group, &cut, f->cut_op ? ep_op_find(f->cut_op)->name : "drop");
+}
+
 void ep_cuda_poll(EpGroup *group) {
     poll_failure(group);
     ep_cuda_watch_poll(group);
     poll_routing(group);
     poll_overflow(group);
+    poll_cuts(group);
 }

@@ -145,9 +145,9 @@ __device__ __forceinline__ int ep_member(const EpCudaGroup &g, int rank) {
  * nothing. EpCudaBallot tells how ranks come to one set.
  */
 
-/* Returns the block's copy of the words that say who is alive. */
+/* Returns the block's copy of the words that say who is alive, then of late_us. */
 __device__ __forceinline__ uint32_t *ep_alive_words(void) {
-    __shared__ uint32_t words[EP_ALIVE_WORDS];
+    __shared__ uint32_t words[EP_ALIVE_WORDS + 1];
     return words;
 }
 
@@ -155,6 +155,13 @@ __device__ __forceinline__ uint32_t *ep_alive_words(void) {
 __device__ __forceinline__ void ep_load_alive(const EpCudaGroup &g) {
     if (EP_MASKED && threadIdx.x < EP_ALIVE_WORDS)
         ep_alive_words()[threadIdx.x] = ep_load_relaxed_gpu32(&g.state->alive[threadIdx.x]);
+    if (EP_MASKED && threadIdx.x == EP_ALIVE_WORDS)
+        ep_alive_words()[EP_ALIVE_WORDS] = ep_load_relaxed_gpu32(&g.state->late_us);
+}
+
+/** Returns whether ranks that are late are cut. */
+__device__ __forceinline__ int ep_cuts(void) {
+    return EP_MASKED && ep_alive_words()[EP_ALIVE_WORDS] != 0;
 }
 
 /** Returns whether a rank of this node takes part. */
@@ -326,17 +333,21 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
     out->fault = fault;
 }
 
+/* Masks: returns whether a rank votes, or has masked this one or cut it. */
+__device__ __forceinline__ int ep_has_left(const EpCudaGroup &g, int r, int *masks) {
+    const EpCudaBallot *ballot = ep_ballot(g, g.rank, r);
+    uint32_t past = *(volatile uint32_t *)&g.state->past[r];
+    *masks = ep_load_relaxed_sys(&ballot->masked) != 0;
+    return *masks || ep_is_voting(ep_load_relaxed_sys(&ballot->word), past);
+}
+
 /* Masks: returns whether a living rank votes, and so is in no operation; or has masked this one.
  * Reports it. In a long wait. */
 static __device__ __noinline__ int ep_finds_vote(const EpCudaGroup &g) {
 #pragma unroll 1
     for (int r = 0; r < g.size; r++) {
-        if (r == g.rank || !ep_is_alive(r)) continue;
-        const EpCudaBallot *ballot = ep_ballot(g, g.rank, r);
-        uint32_t past = *(volatile uint32_t *)&g.state->past[r];
-        int votes = ep_is_voting(ep_load_relaxed_sys(&ballot->word), past);
-        int masks = ep_load_relaxed_sys(&ballot->masked) != 0;
-        if (!votes && !masks) continue;
+        int masks;
+        if (r == g.rank || !ep_is_alive(r) || !ep_has_left(g, r, &masks)) continue;
         ep_report(g, masks ? EP_FAULT_MASKED : EP_FAULT_LEFT,
                   EpAwaited{r, EP_AWAIT_ARRIVAL, 0, 0, 0});
         return 1;

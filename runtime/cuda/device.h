@@ -228,6 +228,8 @@ typedef struct EpCudaFailure {
     EpPlanMark mark;            /**< of EP_FAULT_PLAN: as found */
     uint64_t expected_config;
     uint64_t why[EP_ABORT_WORDS]; /**< of EP_FAULT_PEER: the blamed rank's sentence; 0: none */
+    uint64_t cut[EP_ALIVE_WORDS]; /**< no failure: the ranks that operations have cut */
+    int32_t cut_op;               /**< the latest one that has */
 } EpCudaFailure;
 
 /**
@@ -293,6 +295,7 @@ typedef struct __attribute__((aligned(32))) EpCudaState {
     unsigned long long lost;      /**< as in EpCudaAsyncErrors, counted here first */
     uint32_t alive[EP_ALIVE_WORDS];   /**< masks: bit r % 32 of word r / 32: whether rank r, of this
                                            node, takes part */
+    uint32_t late_us;                 /**< masks: see EpLateRanks; 0: no rank is cut */
     uint32_t ticket;                  /**< masks: of this rank's last ballot */
     uint32_t past[EP_CUDA_MAX_RANKS]; /**< masks: each rank's ticket in the last rendezvous */
 } EpCudaState;

@@ -53,7 +53,7 @@ static uint32_t living(const World *world) {
 
 /* Whether the backend has masks on these nodes. */
 static int serves(const Case *c) {
-    return TEST_BACKEND != EP_BACKEND_CUDA || (!c->nodes[0] && !c->late_us);
+    return TEST_BACKEND != EP_BACKEND_CUDA || !c->nodes[0];
 }
 
 /* Returns a call's status. GPUs tell later. */
@@ -417,16 +417,12 @@ TextsTest(handles_masks, rank_that_stays_away, run_rank_that_stays_away, "ranks=
 
 ThreadTest(handles_masks, refused, 2) {
     EpGroup *plain = open_group_of(bootstrap, ""), *group = open_group_of(bootstrap, "masks=1");
-    int cuts = TEST_BACKEND != EP_BACKEND_CUDA;
-    EpGroup *late = cuts ? open_group_of(bootstrap, "masks=1 late_us=1000 mode=latency") : NULL;
+    EpGroup *late = open_group_of(bootstrap, "masks=1 late_us=1000 mode=latency");
     uint32_t own = 1u << bootstrap->rank, other = 3 - own, word = 0, beyond = 7;
     void *memory = NULL;
     _Alignas(4096) static char page[4096];
     EpGroupConfig config = group_config(2);
-    config.masks = 1, config.backend = EP_BACKEND_CUDA;
-    config.on_late = EP_LATE_MASK, config.late_us = 1;
-    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_UNSUPPORTED, "cannot cut late ranks yet");
-    config.backend = TEST_BACKEND, config.masks = bootstrap->rank, config.on_late = EP_LATE_FAIL;
+    config.masks = bootstrap->rank;
     CHECK_NO_GROUP(bootstrap, &config, EP_ERR_MISMATCH, "config.masks", "0 on rank 0", "1 on");
     CHECK_REFUSED(ep_group_mask(NULL, &own, NULL), EP_ERR_NULL, "group");
     CHECK_REFUSED(ep_group_mask(plain, &own, NULL), EP_ERR_UNSUPPORTED, "config.masks");
@@ -435,10 +431,8 @@ ThreadTest(handles_masks, refused, 2) {
     CHECK_REFUSED(ep_group_mask(group, &beyond, NULL), EP_ERR_RANGE, "2 ranks, got that of rank 2");
     CHECK_REFUSED(ep_group_alive(group, NULL), EP_ERR_NULL, "alive");
     CHECK_REFUSED(ep_group_cut(group, 0, NULL), EP_ERR_UNSUPPORTED, "EP_LATE_MASK");
-    if (cuts) {
-        CHECK_REFUSED(ep_group_cut(late, bootstrap->rank, NULL), EP_ERR_RANGE, "another rank's");
-        CHECK_REFUSED(ep_group_cut(late, 2, NULL), EP_ERR_RANGE, "below 2, got 2");
-    }
+    CHECK_REFUSED(ep_group_cut(late, bootstrap->rank, NULL), EP_ERR_RANGE, "another rank's");
+    CHECK_REFUSED(ep_group_cut(late, 2, NULL), EP_ERR_RANGE, "below 2, got 2");
     CHECK_REFUSED(ep_mem_alloc(group, 64, &memory), EP_ERR_UNSUPPORTED, "config.masks");
     CHECK_REFUSED(ep_window_register(group, page, 4096), EP_ERR_UNSUPPORTED, "config.masks");
     CHECK_REFUSED(ep_window_adopt(group, page, 0, page, 64), EP_ERR_UNSUPPORTED, "config.masks");
@@ -453,6 +447,22 @@ ThreadTest(handles_masks, refused, 2) {
     ep_group_destroy(group);
     ep_group_destroy(plain);
 }
+
+#if EP_WITH_CUDA
+/* GPUs of several domains have no masks. */
+static void on_domains(const EpBootstrap *bootstrap, void *given) {
+    EpGroupConfig config = group_config(2);
+    (void)given, config.masks = 1;
+    config.backend = EP_BACKEND_CUDA;
+    CHECK_NO_GROUP(bootstrap, &config, EP_ERR_UNSUPPORTED, "needs one node", "on several");
+}
+
+static void run_on_domains(Case c) {
+    if (TEST_BACKEND == EP_BACKEND_CUDA) run_body_of(on_domains, &c);
+}
+
+TextsTest(handles_masks, on_domains, run_on_domains, "ranks=2 nodes=01");
+#endif
 
 /* An abort ends a wait in ep_group_mask, and the group. */
 ThreadTest(handles_masks, aborted, 2) {

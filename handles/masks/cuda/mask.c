@@ -2,6 +2,7 @@
 /* ep_group_mask on GPUs: waits for this rank's kernels, launches the rendezvous, and waits. */
 #include "handles/masks/cuda/mask.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -10,9 +11,14 @@
 
 EpStatus ep_cuda_open_masks(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
-    uint32_t words[EP_ALIVE_WORDS] = {0};
+    uint32_t words[EP_ALIVE_WORDS + 1] = {0};
+    _Static_assert(offsetof(EpCudaState, late_us) ==
+                       offsetof(EpCudaState, alive) + EP_ALIVE_WORDS * sizeof(uint32_t),
+                   "written together");
     for (int32_t r = 0; r < cuda->device.size; r++)
         words[r / 32] |= 1u << r % 32;
+    if (group->config.on_late == EP_LATE_MASK)
+        words[EP_ALIVE_WORDS] = (uint32_t)group->config.late_us;
     if (!group->config.masks) return EP_OK;
     EP_TRY(ep_cuda_put(group, cuda->device.state->alive, words, sizeof(words)));
     return ep_cuda_check(group, "cudaHostAlloc",
@@ -90,13 +96,17 @@ static void describe(const EpGroup *group, const EpMask *alive, EpMaskArgs *args
         args->alive[i] = alive->word[i];
 }
 
-/* Launch a block, and wait for it. */
-static EpStatus run(EpGroup *group, int (*launch)(const void *, int, void *),
-                    const EpMaskArgs *args, const EpCudaStream *stream) {
+/* Launch a block in the group's order. */
+static EpStatus launch(EpGroup *group, EpCudaLauncher kernel, const EpMaskArgs *args,
+                       const EpCudaStream *stream) {
     EpCuda *cuda = ep_cuda(group);
     EP_TRY(ep_cuda_order_enter(group, &cuda->order, stream));
-    EP_TRY(ep_cuda_order_leave(group, &cuda->order, stream, launch(args, 1, stream->stream)));
-    return ep_cuda_check(group, "cudaStreamSynchronize", cudaStreamSynchronize(stream->stream));
+    return ep_cuda_order_leave(group, &cuda->order, stream, kernel(args, 1, stream->stream));
+}
+
+static EpStatus choose_copies(EpGroup *group, const EpMaskArgs *args, const EpCudaStream *stream) {
+    if (!args->copies.memory.of) return EP_OK;
+    return launch(group, ep_cuda_launch_choose_copies, args, stream);
 }
 
 EpStatus ep_cuda_mask(EpGroup *group, const EpMask *alive, EpStream on) {
@@ -112,11 +122,38 @@ EpStatus ep_cuda_mask(EpGroup *group, const EpMask *alive, EpStream on) {
     EP_TRY(ep_cuda_finish(group));
     *result = (EpMaskResult){.end = 0};
     describe(group, alive, &args);
-    EP_TRY(run(group, ep_cuda_launch_mask, &args, &stream));
+    EP_TRY(launch(group, ep_cuda_launch_mask, &args, &stream));
+    EP_TRY(ep_cuda_check(group, "cudaStreamSynchronize", cudaStreamSynchronize(stream.stream)));
     if (result->end != EP_MASK_DONE) return fail(group, alive, result);
-    if (args.copies.memory.of) EP_TRY(run(group, ep_cuda_launch_choose_copies, &args, &stream));
+    EP_TRY(choose_copies(group, &args, &stream));
+    cuda->chosen = (EpMask){{0}};
     if (result->drops) drop_pending(group);
     ep_cuda_settle_plans(group);
     memset(cuda->device.failure, 0, sizeof(*cuda->device.failure));
     return EP_OK;
+}
+
+EpStatus ep_cuda_cut(EpGroup *group, int32_t rank, EpStream on) {
+    EpCall call = {"ep_group_cut", group->rank};
+    EpMask cut = {{0}};
+    EpCudaStream stream;
+    EpMaskArgs args;
+    EP_TRY(ep_cuda_stream(group, on, &stream));
+    if (stream.captures)
+        return ep_refuse(&call, EP_ERR_UNSUPPORTED, "stream", "expected one that is not captured");
+    ep_mask_add(&cut, rank);
+    describe(group, &cut, &args);
+    EP_TRY(launch(group, ep_cuda_launch_cut, &args, &stream));
+    return choose_copies(group, &args, &stream);
+}
+
+/* Operations that have cut ranks cannot make the table: others may read it beside them. */
+EpStatus ep_cuda_follow_cuts(EpGroup *group, const EpCudaStream *stream) {
+    EpCuda *cuda = ep_cuda(group);
+    EpMaskArgs args;
+    if (!memcmp(&cuda->chosen, &group->cut, sizeof(cuda->chosen)) || stream->captures)
+        return EP_OK;
+    cuda->chosen = group->cut;
+    describe(group, &group->alive, &args);
+    return choose_copies(group, &args, stream);
 }

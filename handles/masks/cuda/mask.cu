@@ -212,6 +212,7 @@ __device__ void set_latency(const EpMaskArgs &a, const Numbers &n) {
     l->turn = (uint32_t)(n.turn & 255);
     for (int s = 0; s < a.sets; s++) {
         l->set[s].passed = l->set[s].left = 0;
+        l->late[s] = EpLateRanks{};
         if (n.differs) l->count[s].sent = l->count[s].done = n.set[s] + NUMBERS_APART;
     }
 }
@@ -305,6 +306,15 @@ __global__ void __launch_bounds__(MASK_THREADS)
     if (threadIdx.x == 0) a.result->rank = rank, a.result->end = end;
 }
 
+/* Cut a rank by hand: the one in the set. By one thread. */
+__global__ void cut_rank(const __grid_constant__ EpMaskArgs a) {
+    const EpCudaGroup &g = a.group;
+    for (int r = 0; r < g.size; r++)
+        if (in_set(a, r)) ep_store_relaxed_sys(&ep_ballot(g, r, g.rank)->masked, 1);
+    for (int i = 0; i < EP_ALIVE_WORDS; i++)
+        g.state->alive[i] &= ~(uint32_t)a.alive[i];
+}
+
 /* Make the table of copies anew. Masks are of one node, so its ranks are the group's. */
 __global__ void __launch_bounds__(COPIES_THREADS)
     choose_copies(const __grid_constant__ EpMaskArgs a) {
@@ -316,11 +326,16 @@ __global__ void __launch_bounds__(COPIES_THREADS)
 
 extern "C" int ep_cuda_open_mask(int shared_bytes) {
     int error = ep_open_kernel(mask_ranks, shared_bytes);
+    if (!error) error = ep_open_kernel(cut_rank, shared_bytes);
     return error ? error : ep_open_kernel(choose_copies, shared_bytes);
 }
 
 extern "C" int ep_cuda_launch_mask(const void *args, int blocks, void *stream) {
     return ep_launch(mask_ranks, blocks, MASK_THREADS, 0, stream, *(const EpMaskArgs *)args);
+}
+
+extern "C" int ep_cuda_launch_cut(const void *args, int blocks, void *stream) {
+    return ep_launch(cut_rank, blocks, 1, 0, stream, *(const EpMaskArgs *)args);
 }
 
 extern "C" int ep_cuda_launch_choose_copies(const void *args, int blocks, void *stream) {

@@ -37,6 +37,7 @@
  */
 
 #include "runtime/cuda/latency.h"
+#include "runtime/cuda/order.h"
 #include "runtime/mask.h"
 
 /** How the rendezvous has ended. */
@@ -69,9 +70,11 @@ typedef struct EpMaskArgs {
 extern "C" {
 #endif
 
-/** See ep_cuda_open_prepare. One block each: the rendezvous, and the table of copies anew. */
+/** See ep_cuda_open_prepare. One block each: the rendezvous; a cut by hand of the ranks in `alive`;
+ *  the table of copies anew. */
 int ep_cuda_open_mask(int shared_bytes);
 int ep_cuda_launch_mask(const void *args, int blocks, void *stream);
+int ep_cuda_launch_cut(const void *args, int blocks, void *stream);
 int ep_cuda_launch_choose_copies(const void *args, int blocks, void *stream);
 
 #ifdef __cplusplus
@@ -84,5 +87,9 @@ void ep_cuda_close_masks(EpGroup *group);
 
 /** See EpBackendOps. */
 EpStatus ep_cuda_mask(EpGroup *group, const EpMask *alive, EpStream stream);
+EpStatus ep_cuda_cut(EpGroup *group, int32_t rank, EpStream stream);
+
+/** Make the table of copies anew, before an operation, if ranks were cut since. */
+EpStatus ep_cuda_follow_cuts(EpGroup *group, const EpCudaStream *stream);
 
 #endif
