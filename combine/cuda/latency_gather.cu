@@ -1235,8 +1235,9 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
 }
 
 #if EP_MASKED
-/* End an operation in which ranks may have been late: parts of a token may have a late rank's sum or
- * not, so all tokens are received again, without these ranks. By all threads of the last block. */
+/* End an operation in which ranks may have been late: parts of a token may have a late rank's
+ * sum or not, so all tokens are received again, without these ranks. By all threads of the last
+ * block. */
 template <typename T, int FORM, int DONE>
 __device__ __noinline__ void end_late(const EpLatencyGatherArgs &a, int tokens, uint64_t flag) {
     const EpLateRanks *late = latency_late(a.latency, flag);

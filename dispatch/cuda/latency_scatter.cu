@@ -476,7 +476,7 @@ __device__ __noinline__ void skip_head(const EpLatencyScatterArgs &a, int source
     atomicAnd(&ep_alive_words()[source / 32], ~(1u << source % 32));
 }
 
-/* Returns whether a rank has cut this one: whatever it has sent before does not count. By a warp. */
+/* Returns whether a rank has cut this one: then what it has sent does not count. By a warp. */
 __device__ __forceinline__ int has_cut(const EpCudaGroup &g, int rank) {
     if (!ep_cuts() || rank == g.rank) return 0;
     return __any_sync(~0u, ep_load_relaxed_sys(&ep_ballot(g, g.rank, rank)->masked) != 0);

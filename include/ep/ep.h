@@ -433,7 +433,7 @@ typedef struct EpGroupConfig {
     EpCopyChoice choice;     /**< = which copy of an expert a token takes, with num_physical */
     int32_t masks;           /**< = 1: ranks may be masked (ep_group_mask), and a missing rank only
                                   suspends the group; 0: they may not. CUDA on one node alone */
-    EpLate on_late;          /**< = MASK needs `masks`. HOST alone: AUTO is HOST */
+    EpLate on_late;          /**< = MASK needs `masks` */
     int32_t late_us;         /**< = microseconds that an operation of latency mode waits for a rank,
                                   >= 1 with EP_LATE_MASK; else not used */
 } EpGroupConfig;
@@ -556,12 +556,13 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  * alive   [ceil(R / 32)] words: bit r % 32 of word r / 32 is rank r's. This rank's is set
  * stream  the call waits for work before it; not under capture. Ignored on the host backend
  *
- * EP_ERR_UNSUPPORTED: the group has no masks, or `stream` is under capture. EP_ERR_RANGE: this rank's bit is not set, or one past
- * the ranks is. EP_ERR_ORDER: a rank has called it with another set; the sentence names a rank
- * that differs. EP_ERR_TIMEOUT: a rank did not call it within the deadline. After these two the
- * ranks that take part are the same as before, and the group is suspended: call it again. EpFinding
- * names the rank. A rank that dies in the call may make it succeed on some ranks alone: they miss
- * the others in the next operation, and their call again makes all alike.
+ * EP_ERR_UNSUPPORTED: the group has no masks, or `stream` is under capture. EP_ERR_RANGE: this
+ * rank's bit is not set, or one past the ranks is. EP_ERR_ORDER: a rank has called it with another
+ * set; the sentence names a rank that differs. EP_ERR_TIMEOUT: a rank did not call it within the
+ * deadline. After these two the ranks that take part are the same as before, and the group is
+ * suspended: call it again. EpFinding names the rank. A rank that dies in the call may make it
+ * succeed on some ranks alone: they miss the others in the next operation, and their call again
+ * makes all alike.
  */
 EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream);
 
@@ -572,9 +573,10 @@ EpStatus ep_group_alive(const EpGroup *group, uint32_t *alive);
 /**
  * Cut a rank by hand, as an operation of latency mode cuts one that is late: this rank goes on
  * without it until ep_group_mask. Local; no call on the group is under way. A rank that is masked
- * or cut stays so.
+ * or cut stays so. On CUDA it takes effect on `stream`, and pending operations do without the rank.
  *
- * EP_ERR_UNSUPPORTED: the group does not have EP_LATE_MASK. EP_ERR_RANGE: no other rank's number.
+ * EP_ERR_UNSUPPORTED: the group does not have EP_LATE_MASK, or `stream` is under capture.
+ * EP_ERR_RANGE: no other rank's number.
  */
 EpStatus ep_group_cut(EpGroup *group, int32_t rank, EpStream stream);
 

@@ -701,7 +701,8 @@ __device__ __forceinline__ void ep_count_rows(const EpCudaGroup &g, const EpStat
     int counts = s.peer_rows || s.peer_bytes;
 #pragma unroll 1
     for (int r = (int)threadIdx.x % 32; r < g.size && counts; r += 32)
-        if (ep_is_alive(r)) ep_count_row(s, ep_member(g, r), min(max(rows[r], 0), g.layout.max_tokens));
+        if (ep_is_alive(r))
+            ep_count_row(s, ep_member(g, r), min(max(rows[r], 0), g.layout.max_tokens));
 }
 
 /** Add the slots of a local expert. By one lane. */

@@ -204,7 +204,7 @@ static __device__ EpAwaited ep_find_unsent(const EpCudaGroup &g, const EpLatency
 
 /* ---- ranks that are late ------------------------------------------------------------------- */
 
-#define STEP_LATE 2 /* what waits return, neither 0 nor 1: the rank is late, and what it sends is void */
+#define STEP_LATE 2 /* what waits return, beside 0 and 1: the rank is late, what it sends is void */
 
 __device__ __forceinline__ EpLateRanks *latency_late(const EpLatency &l, uint64_t flag) {
     return &l.state->late[EP_FLAG_SET(flag)];
@@ -239,9 +239,10 @@ static __device__ __noinline__ int check_late(const EpCudaGroup &g, const EpLate
     uint64_t since = atomicMax((unsigned long long *)&late->since[origin.awaited - EP_AWAIT_HEAD],
                                (unsigned long long)~now);
     uint64_t waited = since ? now - min(now, (uint64_t)~since) : 0;
+    uint32_t epoch = ep_epoch(g);
+    uint64_t given_up = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
     int gone = ep_has_left(g, r, &masks) || ep_find_aborted(g) == 1 + (uint32_t)r ||
-               (uint32_t)(ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, ep_epoch(g))->gone) >> 32) ==
-                   ep_epoch(g);
+               (uint32_t)(given_up >> 32) == epoch;
     if (!gone && waited < g.state->late_us * (uint64_t)1000) return 1;
     atomicOr(&words[r / 32], 1u << r % 32);
     return STEP_LATE;

@@ -137,11 +137,11 @@ typedef struct EpLatencySet {
 } EpLatencySet;
 
 /**
- * Masks, where late ranks are cut (EP_LATE_MASK): who is late in the operation of a set. A wait that
- * has lasted late_us, counted from the first long wait of its kind in the operation, says so, and
- * waits elsewhere then end, too. The last receiving block makes the outcome the same for all: it
- * zeroes rows that are missing in part, or adds up all tokens again without the late ranks. Then it
- * cuts them: from the next operation on they are not alive.
+ * Masks, where late ranks are cut (EP_LATE_MASK): who is late in the operation of a set. A wait
+ * that has lasted late_us, counted from the first long wait of its kind in the operation, says so,
+ * and waits elsewhere then end, too. The last receiving block makes the outcome the same for all:
+ * it zeroes rows that are missing in part, or adds up all tokens again without the late ranks.
+ * Then it cuts them: from the next operation on they are not alive.
  *
  * A head may come while some blocks have given it up and others have not. Then they do not agree on
  * slots, and the last block, which finds that by their number, suspends the group.
@@ -149,7 +149,7 @@ typedef struct EpLatencySet {
 typedef struct EpLateRanks {
     uint64_t since[3]; /**< ~ of the time when the first wait became long, for a head, lines,
                             weights; 0: none has */
-    uint32_t absent[EP_ALIVE_WORDS];     /**< ranks whose heads are late, or that have cut this one */
+    uint32_t absent[EP_ALIVE_WORDS];     /**< ranks whose heads are late, or that cut this one */
     uint32_t lost[EP_ALIVE_WORDS];       /**< ranks of whose rows, sums or weights some are late */
     uint32_t skipped[EP_CUDA_MAX_RANKS]; /**< blocks that have done without a rank's head */
     uint32_t left;                       /**< receiving blocks that have ended */

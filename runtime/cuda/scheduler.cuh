@@ -75,8 +75,8 @@ __device__ __forceinline__ EpEntry load_entry(const Args &a, const Team &t, int 
     return valid ? a.plan.entries[(int64_t)token * a.top_k + t.k] : none;
 }
 
-/* The words may be damaged, and the owner masked. Only here the entry is waited for: the next one, and the claim after
- * it, are on their way by then. */
+/* The words may be damaged, and the owner masked. Only here the entry is waited for: the next one,
+ * and the claim after it, are on their way by then. */
 template <typename Args> __device__ __forceinline__ EpEntry check_entry(const Args &a, EpEntry e) {
     EpEntry none = {-1, 0, -1, 0, 0};
     if (e.owner >= a.owners) return none;

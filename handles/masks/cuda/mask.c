@@ -51,7 +51,8 @@ static EpStatus report(const EpGroup *group, const EpMask *alive, const EpMaskRe
                        group->rank);
     if (r->end == EP_MASK_GONE)
         return ep_fail(EP_ERR_TIMEOUT,
-                       "rank %d: ep_group_mask: rank %d is in `alive`, but has ended or was aborted",
+                       "rank %d: ep_group_mask: rank %d is in `alive`, but has ended or was "
+                       "aborted",
                        group->rank, r->rank);
     return ep_fail(EP_ERR_TIMEOUT,
                    "rank %d: ep_group_mask: rank %d did not call it within %g s", group->rank,
