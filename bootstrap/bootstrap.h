@@ -86,9 +86,9 @@ typedef struct EpHello {
     EpStatus status;                /**< of this rank's own checks */
     int32_t place;                  /**< its number in the group */
     int64_t field[EP_HELLO_FIELDS]; /**< values that must be equal */
-    uint64_t id;                    /**< rank 0's becomes the group's; of a group that exists: its */
-    int32_t admits;                 /**< whether it has the group already */
-    EpMask alive;                   /**< then: the ranks that take part, as it sees them */
+    uint64_t id;    /**< rank 0's becomes the group's; of a group that exists: its */
+    int32_t admits; /**< whether it has the group already */
+    EpMask alive;   /**< then: the ranks that take part, as it sees them */
     EpLocation location;
     uint64_t topology_hash; /**< of LIBEP_TOPOLOGY, which must be equal too */
     char topology[72];      /**< its start */

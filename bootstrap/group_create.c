@@ -48,10 +48,11 @@ static EpStatus check_places(const EpCall *call, const EpBootstrap *bootstrap, E
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.max_ranks",
                          "expected that of a group that processes may join, got EP_DEFAULT");
     if (entrance == EP_ENTER_JOIN || !empty || ep_config_has_copies(config)) return EP_OK;
-    return ep_refuse(call, EP_ERR_RANGE, "config.num_physical",
-                     "expected a number, since %d of %d places are empty, whose experts others must "
-                     "hold (ep_group_place), got EP_DEFAULT",
-                     empty, config->max_ranks);
+    return ep_refuse(
+        call, EP_ERR_RANGE, "config.num_physical",
+        "expected a number, since %d of %d places are empty, whose experts others must "
+        "hold (ep_group_place), got EP_DEFAULT",
+        empty, config->max_ranks);
 }
 
 static EpStatus check_own(const EpCall *call, const EpBootstrap *bootstrap, EpEntrance entrance,
@@ -278,8 +279,8 @@ static void configure_log(const EpSettings *settings, const EpBootstrap *bootstr
         EP_WARN("%s in the environment is no setting of libep (ep_info lists them)", unknown);
 }
 
-/* Compare the hellos, choose the backend and number the nodes: `nodes` has room for the group's. The
- * result is equal on all ranks. */
+/* Compare the hellos, choose the backend and number the nodes: `nodes` has room for the group's.
+ * The result is equal on all ranks. */
 static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootstrap,
                                    const EpGroupConfig *config, const EpSettings *settings,
                                    Agreement *agreed, EpNodes *nodes) {
@@ -324,8 +325,8 @@ static EpStatus open_group(const EpBootstrap *bootstrap, const EpGroupConfig *gi
     /* This rank's own error takes precedence over a missing peer. */
     if (status != EP_OK && mine.status != EP_OK) status = ep_fail(mine.status, "%s", mine.sentence);
     if (status == EP_OK)
-        status = compare_and_choose(&call, bootstrap, &config, &settings, &agreed,
-                                    &agreed.group->nodes);
+        status =
+            compare_and_choose(&call, bootstrap, &config, &settings, &agreed, &agreed.group->nodes);
     if (status == EP_OK) status = build(&call, &config, &settings, &agreed, out);
     if (agreed.group && agreed.places && agreed.group->backend)
         agreed.group->backend->close(agreed.group, 0);

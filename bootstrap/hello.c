@@ -8,34 +8,21 @@
 static const struct {
     const char *text;
     EpNames names;
-} fields[EP_HELLO_FIELDS] = {{"config.num_experts", EP_NUMBERS},
-                             {"config.max_tokens", EP_NUMBERS},
-                             {"config.max_top_k", EP_NUMBERS},
-                             {"config.max_row_bytes", EP_NUMBERS},
-                             {"config.max_scale_bytes", EP_NUMBERS},
-                             {"config.alignment", EP_NUMBERS},
-                             {"config.max_recv_rows", EP_NUMBERS},
-                             {"config.overflow", EP_NAMES_OVERFLOW},
-                             {"config.backend", EP_NAMES_BACKEND},
-                             {"LIBEP_BACKEND", EP_NAMES_BACKEND},
-                             {"LIBEP_STAGE_BYTES", EP_NUMBERS},
-                             {"config.nccl_comm being given", EP_NUMBERS},
-                             {"config.mode", EP_NAMES_MODE},
-                             {"config.duplicates", EP_NAMES_DUPLICATES},
-                             {"config.latency_sets", EP_NUMBERS},
-                             {"config.num_nodes", EP_NUMBERS},
-                             {"config.sums", EP_NAMES_SUMS},
-                             {"config.node_rows", EP_NUMBERS},
-                             {"config.num_physical", EP_NUMBERS},
-                             {"config.choice", EP_NAMES_CHOICE},
-                             {"LIBEP_NODE_CHUNK", EP_NUMBERS},
-                             {"LIBEP_WEIGHT_SMS", EP_NUMBERS},
-                             {"LIBEP_NODE_LATENCY", EP_NUMBERS},
-                             {"config.masks", EP_NUMBERS},
-                             {"config.on_late", EP_NAMES_LATE},
-                             {"config.late_us", EP_NUMBERS},
-                             {"config.max_ranks", EP_NUMBERS},
-                             {"bootstrap.isend being given", EP_NUMBERS}};
+} fields[EP_HELLO_FIELDS] = {
+    {"config.num_experts", EP_NUMBERS},     {"config.max_tokens", EP_NUMBERS},
+    {"config.max_top_k", EP_NUMBERS},       {"config.max_row_bytes", EP_NUMBERS},
+    {"config.max_scale_bytes", EP_NUMBERS}, {"config.alignment", EP_NUMBERS},
+    {"config.max_recv_rows", EP_NUMBERS},   {"config.overflow", EP_NAMES_OVERFLOW},
+    {"config.backend", EP_NAMES_BACKEND},   {"LIBEP_BACKEND", EP_NAMES_BACKEND},
+    {"LIBEP_STAGE_BYTES", EP_NUMBERS},      {"config.nccl_comm being given", EP_NUMBERS},
+    {"config.mode", EP_NAMES_MODE},         {"config.duplicates", EP_NAMES_DUPLICATES},
+    {"config.latency_sets", EP_NUMBERS},    {"config.num_nodes", EP_NUMBERS},
+    {"config.sums", EP_NAMES_SUMS},         {"config.node_rows", EP_NUMBERS},
+    {"config.num_physical", EP_NUMBERS},    {"config.choice", EP_NAMES_CHOICE},
+    {"LIBEP_NODE_CHUNK", EP_NUMBERS},       {"LIBEP_WEIGHT_SMS", EP_NUMBERS},
+    {"LIBEP_NODE_LATENCY", EP_NUMBERS},     {"config.masks", EP_NUMBERS},
+    {"config.on_late", EP_NAMES_LATE},      {"config.late_us", EP_NUMBERS},
+    {"config.max_ranks", EP_NUMBERS},       {"bootstrap.isend being given", EP_NUMBERS}};
 
 void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGroupConfig *c,
                        const EpSettings *settings) {
@@ -77,11 +64,12 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
 static EpStatus compare_topologies(const EpCall *call, const EpHello *all, int32_t size) {
     for (int32_t r = 1; r < size; r++)
         if (all[r].topology_hash != all[0].topology_hash)
-            return ep_refuse(call, EP_ERR_MISMATCH, "LIBEP_TOPOLOGY",
-                             "expected one value on all ranks, got '%s' on rank %d and '%s' on rank "
-                             "%d%s",
-                             all[0].topology, all[0].place, all[r].topology, all[r].place,
-                             strcmp(all[r].topology, all[0].topology) ? "" : ", another one");
+            return ep_refuse(
+                call, EP_ERR_MISMATCH, "LIBEP_TOPOLOGY",
+                "expected one value on all ranks, got '%s' on rank %d and '%s' on rank "
+                "%d%s",
+                all[0].topology, all[0].place, all[r].topology, all[r].place,
+                strcmp(all[r].topology, all[0].topology) ? "" : ", another one");
     return EP_OK;
 }
 
@@ -194,9 +182,9 @@ EpStatus ep_hello_living(const EpCall *call, const EpHello *all, int32_t count,
     int32_t place = find_contradiction(all, count, first);
     const EpHello *other = find_place(all, count, place);
     return ep_refuse(call, EP_ERR_ORDER, "bootstrap",
-                     "rank %d is alive as rank %d sees it, but %s: ep_group_mask comes first", place,
-                     first->place,
-                     !other           ? "is not here"
+                     "rank %d is alive as rank %d sees it, but %s: ep_group_mask comes first",
+                     place, first->place,
+                     !other          ? "is not here"
                      : other->admits ? "sees other ranks alive"
                                      : "another process wants its place");
 }

@@ -25,8 +25,9 @@ void ep_places_free(EpPlaces *places) {
 static EpStatus gather(void *context, const void *in, void *out, size_t bytes, double seconds) {
     EpPlaces *self = context;
     if (bytes > self->room)
-        return ep_fail(EP_ERR_BOOTSTRAP, "bootstrap: expected at most %zu bytes of a place, got %zu",
-                       self->room, bytes);
+        return ep_fail(EP_ERR_BOOTSTRAP,
+                       "bootstrap: expected at most %zu bytes of a place, got %zu", self->room,
+                       bytes);
     EP_TRY(ep_call_allgather(&self->inner, in, self->memory, bytes, seconds));
     memset(out, 0, bytes * (size_t)self->size);
     for (int32_t r = 0; r < self->inner.size; r++)

@@ -8,7 +8,8 @@
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings) {
     if (config->nccl_comm && config->backend == EP_BACKEND_AUTO) return EP_BACKEND_CUDA;
     EpBackend wish = config->backend == EP_BACKEND_AUTO ? settings->backend : config->backend;
-    return wish == EP_BACKEND_AUTO && (config->masks || ep_config_joins(config)) ? EP_BACKEND_HOST : wish;
+    return wish == EP_BACKEND_AUTO && (config->masks || ep_config_joins(config)) ? EP_BACKEND_HOST
+                                                                                 : wish;
 }
 
 const char *ep_backend_contradiction(const EpGroupConfig *config, EpBackend wish) {

@@ -38,10 +38,11 @@ static void count_nodes(const EpGroup *group, int32_t *least, int32_t *here) {
 static EpStatus check_physical(const EpGroup *group, int64_t bytes, int32_t ranks_here) {
     int64_t physical = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     if (bytes * ranks_here <= physical) return EP_OK;
-    return ep_fail(EP_ERR_NO_MEMORY,
-                   "rank %d: %s: memory: expected %lld bytes for each of %d ranks on this node, got "
-                   "a node of %lld",
-                   group->rank, group->call, (long long)bytes, ranks_here, (long long)physical);
+    return ep_fail(
+        EP_ERR_NO_MEMORY,
+        "rank %d: %s: memory: expected %lld bytes for each of %d ranks on this node, got "
+        "a node of %lld",
+        group->rank, group->call, (long long)bytes, ranks_here, (long long)physical);
 }
 
 static EpStatus fail_memory(const EpGroup *group) {
@@ -72,14 +73,14 @@ static void share_free(const EpBootstrap *b, void *memory, int together) {
 }
 
 static EpExchangeSetup describe_exchange(const EpGroup *group, void *const *segments) {
-    return (EpExchangeSetup){
-        .bootstrap = &group->bootstrap,
-        .abort = &group->abort,
-        .segments = segments,
-        .stage_bytes = ep_host_stage_bytes(&group->config, group->size, &group->settings),
-        .tag = group->tag,
-        .timeout = group->timeout,
-        .masks = group->config.masks};
+    return (EpExchangeSetup){.bootstrap = &group->bootstrap,
+                             .abort = &group->abort,
+                             .segments = segments,
+                             .stage_bytes =
+                                 ep_host_stage_bytes(&group->config, group->size, &group->settings),
+                             .tag = group->tag,
+                             .timeout = group->timeout,
+                             .masks = group->config.masks};
 }
 
 static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, void **segments) {
@@ -186,8 +187,7 @@ static void adopt(EpGroup *group, const EpMask *alive, Found *found) {
     EpHost *host = ep_host(group);
     EpMask changed = {{0}};
     for (int32_t r = 0; r < group->size; r++)
-        if (r != group->rank &&
-            (ep_group_connects(group, r) || !ep_mask_has(&group->members, r)))
+        if (r != group->rank && (ep_group_connects(group, r) || !ep_mask_has(&group->members, r)))
             ep_mask_add(&changed, r);
     ep_exchange_admit(host->exchange, &changed, found->segments, alive);
     ep_posix_adopt(host->memory, found->memory, &changed);

@@ -101,10 +101,11 @@ static EpStatus find_addresses(const EpGroup *group, Card *card) {
     list_addresses(interface, 0, card);
     if (!card->num_addresses) list_addresses(interface, 1, card);
     if (card->num_addresses) return EP_OK;
-    return ep_fail(EP_ERR_SYSTEM,
-                   "rank %d: %s: messages between nodes: expected a network interface that is up%s%s, "
-                   "got none",
-                   group->rank, group->call, interface[0] ? ", LIBEP_INTERFACE=" : "", interface);
+    return ep_fail(
+        EP_ERR_SYSTEM,
+        "rank %d: %s: messages between nodes: expected a network interface that is up%s%s, "
+        "got none",
+        group->rank, group->call, interface[0] ? ", LIBEP_INTERFACE=" : "", interface);
 }
 
 /* ---- sockets ------------------------------------------------------------------------------- */
@@ -239,9 +240,10 @@ static EpStatus connect_lower(const EpGroup *group, EpSockets *self, const Card 
     /* A peer that has given up closes its sockets. Whoever it waited for is missing in the
      * rendezvous that follows, whose error is reported after a timeout. */
     int gone = error == ETIMEDOUT || error == ECONNREFUSED || error == ECONNRESET;
-    return ep_fail(gone ? EP_ERR_TIMEOUT : EP_ERR_SYSTEM,
-                   "rank %d: %s: messages between nodes: rank %d does not answer at %s, port %d: %s",
-                   group->rank, group->call, peer, text, ntohs(cards[peer].port), strerror(error));
+    return ep_fail(
+        gone ? EP_ERR_TIMEOUT : EP_ERR_SYSTEM,
+        "rank %d: %s: messages between nodes: rank %d does not answer at %s, port %d: %s",
+        group->rank, group->call, peer, text, ntohs(cards[peer].port), strerror(error));
 }
 
 /* ---- accepting connections from higher ranks ------------------------------------------------ */
@@ -335,9 +337,10 @@ static EpStatus accept_all(const EpGroup *group, EpSockets *self, const Card *ca
     for (int32_t missing; (missing = first_missing(group, self)) < group->size;) {
         int error = wait_for_arrivals(a, end);
         if (error == ETIMEDOUT)
-            return ep_fail(EP_ERR_TIMEOUT,
-                           "rank %d: %s: messages between nodes: rank %d did not connect within %g s",
-                           group->rank, group->call, missing, SHARE_TO_CONNECT * group->timeout);
+            return ep_fail(
+                EP_ERR_TIMEOUT,
+                "rank %d: %s: messages between nodes: rank %d did not connect within %g s",
+                group->rank, group->call, missing, SHARE_TO_CONNECT * group->timeout);
         hear_arrivals(group, self, cards, a);
         if (!error) error = accept_arrival(a);
         if (error) return fail_system(group, "accepting", error);

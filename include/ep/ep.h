@@ -562,11 +562,12 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  * stream  ignored on the host backend
  *
  * EP_ERR_UNSUPPORTED: the group has no masks. EP_ERR_RANGE: this rank's bit is not set, or one past
- * the ranks or of an empty place is. EP_ERR_ORDER: a rank has called it with another set; the sentence names a rank
- * that differs. EP_ERR_TIMEOUT: a rank did not call it within the deadline. After these two the
- * ranks that take part are the same as before, and the group is suspended: call it again. EpFinding
- * names the rank. A rank that dies in the call may make it succeed on some ranks alone: they miss
- * the others in the next operation, and their call again makes all alike.
+ * the ranks, or of an empty place (ep_group_admit), is. EP_ERR_ORDER: a rank has called it with
+ * another set; the sentence names a rank that differs. EP_ERR_TIMEOUT: a rank did not call it within
+ * the deadline. After these two the ranks that take part are the same as before, and the group is
+ * suspended: call it again. EpFinding names the rank. A rank that dies in the call may make it
+ * succeed on some ranks alone: they miss the others in the next operation, and their call again
+ * makes all alike.
  */
 EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream);
 

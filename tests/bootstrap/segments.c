@@ -27,7 +27,8 @@ static EpStatus tampering_gather(void *test, const Wrapped *wrapped, const void 
     Tampering *t = test;
     EpStatus status = forward_gather(wrapped, in, out, bytes, timeout);
     if (bytes == sizeof(Name))
-        snprintf(t->name, sizeof(t->name), "/libep-%016llx-1", (unsigned long long)((Name *)out)[1]);
+        snprintf(t->name, sizeof(t->name), "/libep-%016llx-1",
+                 (unsigned long long)((Name *)out)[1]);
     if (bytes == sizeof(Creation)) t->tamper(t->name, &((Creation *)out)[1]);
     return status;
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Processes, here threads, take places of a group that exists, leave it and come back. Every byte is
- * the oracle's, for which an empty place is a masked rank. tests/bootstrap/killed.c kills some. */
+/* Processes, here threads, take places of a group that exists, leave it and come back. Every byte
+ * is the oracle's, for which an empty place is a masked rank. tests/bootstrap/killed.c kills some.
+ */
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
@@ -130,12 +131,12 @@ static void run_story(const char *text) {
             ep_bootstrap_destroy(&story.bootstrap[n][r]);
 }
 
-#define StoryTest(name, ...)                                               \
-    Test(handles_joining, name, .timeout = 300) {                          \
-        const char *const texts[] = {__VA_ARGS__};                         \
-        for (size_t i = 0; i < LENGTH(texts); i++)                         \
-            run_story(texts[i]);                                           \
-    }                                                                      \
+#define StoryTest(name, ...)                       \
+    Test(handles_joining, name, .timeout = 300) {  \
+        const char *const texts[] = {__VA_ARGS__}; \
+        for (size_t i = 0; i < LENGTH(texts); i++) \
+            run_story(texts[i]);                   \
+    }                                              \
     struct handles_joining_##name##_done
 
 #define COPIES "experts=6 map=random physical=15 spread=full "
@@ -158,13 +159,13 @@ StoryTest(masked_ones, "ranks=4 top_k=4 spread=full weighted=1 : 1111 1mn1 1111 
 
 /** How a newcomer at place 2 of a group of ranks 0 and 1 spoils its call. */
 typedef struct Spoiled {
-    int32_t experts;   /* it has so many more than the others */
-    int32_t place;     /* which it asks for */
-    int32_t max_ranks; /* instead of 3 */
-    int32_t version;   /* it adds to its own */
-    int creates;       /* it calls ep_group_create */
-    int dies_in;       /* number of the gathering in which it dies; 0: it does not */
-    int joined;        /* whether it has lived to the end */
+    int32_t experts;    /* it has so many more than the others */
+    int32_t place;      /* which it asks for */
+    int32_t max_ranks;  /* instead of 3 */
+    int32_t version;    /* it adds to its own */
+    int creates;        /* it calls ep_group_create */
+    int dies_in;        /* number of the gathering in which it dies; 0: it does not */
+    int joined;         /* whether it has lived to the end */
     EpStatus status[2]; /* of the living, of the newcomer */
     const char *words[2];
     EpBootstrap bootstrap[3], living[2];
@@ -267,20 +268,34 @@ static void run_spoiled(Spoiled *all, int count) {
 
 SoloTest(handles_joining, refused_newcomers) {
     Spoiled all[] = {
-        {.place = 2, .experts = 1, .status = {EP_ERR_MISMATCH, EP_ERR_MISMATCH},
+        {.place = 2,
+         .experts = 1,
+         .status = {EP_ERR_MISMATCH, EP_ERR_MISMATCH},
          .words = {"config.num_experts: expected one value on all ranks, got 6 on rank 0 and 7 on "
-                   "rank 2", "config.num_experts"}},
-        {.place = 2, .max_ranks = 4, .status = {EP_ERR_MISMATCH, EP_ERR_MISMATCH},
+                   "rank 2",
+                   "config.num_experts"}},
+        {.place = 2,
+         .max_ranks = 4,
+         .status = {EP_ERR_MISMATCH, EP_ERR_MISMATCH},
          .words = {"config.max_ranks: expected one value on all ranks, got 3 on", "4 on rank 2"}},
-        {.place = 2, .max_ranks = 1, .status = {EP_ERR_PEER, EP_ERR_RANGE},
+        {.place = 2,
+         .max_ranks = 1,
+         .status = {EP_ERR_PEER, EP_ERR_RANGE},
          .words = {"rank 2 was refused: ", "config.max_ranks: expected 3 .. 1024"}},
-        {.place = 2, .max_ranks = EP_DEFAULT, .status = {EP_ERR_PEER, EP_ERR_RANGE},
+        {.place = 2,
+         .max_ranks = EP_DEFAULT,
+         .status = {EP_ERR_PEER, EP_ERR_RANGE},
          .words = {"rank 2 was refused: ", "config.max_ranks: expected 3 .. 1024, got -1"}},
-        {.place = 1, .status = {EP_ERR_ORDER, EP_ERR_ORDER},
+        {.place = 1,
+         .status = {EP_ERR_ORDER, EP_ERR_ORDER},
          .words = {"expected places below 3 that ascend", "got 1 on rank 2"}},
-        {.place = 2, .version = 1, .status = {EP_ERR_MISMATCH, EP_ERR_MISMATCH},
+        {.place = 2,
+         .version = 1,
+         .status = {EP_ERR_MISMATCH, EP_ERR_MISMATCH},
          .words = {"the library's version: expected one value", "on rank 0 and"}},
-        {.place = 2, .creates = 1, .status = {EP_ERR_ORDER, EP_ERR_ORDER},
+        {.place = 2,
+         .creates = 1,
+         .status = {EP_ERR_ORDER, EP_ERR_ORDER},
          .words = {"got rank 0 in ep_group_admit and rank 2 in ep_group_create", "in one call"}},
     };
     run_spoiled(all, LENGTH(all));
@@ -290,7 +305,9 @@ SoloTest(handles_joining, newcomers_that_die) {
     Spoiled all[10];
     int died = 0;
     for (int i = 0; i < (int)LENGTH(all); i++)
-        all[i] = (Spoiled){.place = 2, .dies_in = 1 + i, .status = {EP_ERR_TIMEOUT, EP_ERR_SYSTEM},
+        all[i] = (Spoiled){.place = 2,
+                           .dies_in = 1 + i,
+                           .status = {EP_ERR_TIMEOUT, EP_ERR_SYSTEM},
                            .words = {"rank 2", "expected EP_OK, got EP_ERR_SYSTEM"}};
     run_spoiled(all, LENGTH(all));
     for (int i = 0; i < (int)LENGTH(all); i++)

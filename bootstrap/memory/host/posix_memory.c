@@ -55,9 +55,9 @@ typedef struct PosixMemory {
 /* One call of ep_posix_share. It is on the stack, so a rank without memory can tell its peers. */
 typedef struct Sharing {
     EpGroup *group;
-    size_t bytes;       /* of each segment, with the proof */
-    PosixMemory *posix; /* NULL: out of memory */
-    int nameless;       /* this rank's nameless file, or -1 */
+    size_t bytes;                 /* of each segment, with the proof */
+    PosixMemory *posix;           /* NULL: out of memory */
+    int nameless;                 /* this rank's nameless file, or -1 */
     uint64_t names[EP_MAX_RANKS]; /* gathered in step 1: random numbers, which name the objects */
     Creation creations[EP_MAX_RANKS];
     char why_not[128]; /* why a peer's segment cannot be mapped */
@@ -69,8 +69,8 @@ typedef struct ObjectName {
 
 static ObjectName name_of(const Sharing *s, int32_t rank) {
     ObjectName name;
-    snprintf(name.text, sizeof(name.text), "/libep-%016llx-%d",
-             (unsigned long long)s->names[rank], (int)rank);
+    snprintf(name.text, sizeof(name.text), "/libep-%016llx-%d", (unsigned long long)s->names[rank],
+             (int)rank);
     return name;
 }
 
@@ -270,14 +270,12 @@ static EpStatus fail_memory(const EpGroup *group, size_t bytes, int32_t rank, in
 static EpStatus gather_creations(Sharing *s, const Creation *mine) {
     EP_TRY(ep_group_gather(s->group, mine, s->creations, sizeof(*mine)));
     for (int32_t r = 0; r < s->group->size; r++)
-        if (s->creations[r].error)
-            return fail_memory(s->group, s->bytes, r, s->creations[r].error);
+        if (s->creations[r].error) return fail_memory(s->group, s->bytes, r, s->creations[r].error);
     int32_t rank;
     const Creation *other = ep_bootstrap_elsewhere(&s->group->bootstrap, sizeof(*other), &rank);
     if (!other) return EP_OK;
-    return ep_fail(EP_ERR_NO_MEMORY,
-                   "rank %d: %s: shared memory on rank %d of the mesh: %s", s->group->rank,
-                   s->group->call, rank, reason(other->error));
+    return ep_fail(EP_ERR_NO_MEMORY, "rank %d: %s: shared memory on rank %d of the mesh: %s",
+                   s->group->rank, s->group->call, rank, reason(other->error));
 }
 
 static EpStatus map_and_meet(Sharing *s) {

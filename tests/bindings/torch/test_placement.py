@@ -42,3 +42,33 @@ def test_place(seed, choice):
                 assert_equal(x.grad, expected.contiguous())
 
     run_threads(2, body)
+
+
+def test_join():
+    """Rank 1 joins a group of rank 0, over a store, and gets the placement; experts add numbers."""
+    store = torch.distributed.HashStore()
+    fields = dict(num_experts=2, num_physical=4, max_tokens=T, max_top_k=1, max_row_bytes=4 * H)
+    fields.update(masks=1, max_ranks=2, backend="host")
+
+    def body(world):
+        rank = world.rank
+        if rank == 0:
+            first = torch.distributed.PrefixStore("first", store)
+            group = ep.Group(ep.from_store(first, 0, 1), **fields)
+            group.place([1, 0, 1, 0])
+        second = torch.distributed.PrefixStore("second", store)
+        both = ep.from_store(second, rank, 2)
+        if rank == 0:
+            group.admit(both)
+        else:
+            group = ep.Group.join(both, place=1, **fields)
+        group.mask([0, 1])
+        handle = ep.Handle(group)
+        idx = torch.arange(T)[:, None] % 2
+        got = ep.dispatch(handle, torch.zeros(T, H), idx, torch.ones(T, 1))
+        added = torch.tensor([2.0, 1.0]).repeat_interleave(got.plan.expert_counts.long())
+        out = ep.combine(handle, got.plan, got.tokens + added[:, None], got.topk_weights)
+        assert_equal(out, (idx + 1).float().expand(T, H))
+        group.close()
+
+    run_threads(2, body)
