@@ -147,7 +147,7 @@ StoryTest(grow_and_shrink, "ranks=4 top_k=4 weighted=1 " COPIES ": 1100 11n0 111
 StoryTest(replace, "ranks=3 top_k=4 spread=full counters=1 : 111 1n1 11n n11 nn1",
           "ranks=3 nodes=001 layout=flat spread=full mode=latency phases=1 : 111 1n1 11n n11",
           "ranks=4 nodes=0011 late_us=30000000 mode=latency layout=batched : 1111 11nn nn11 n11n",
-          "ranks=3 nodes=012 layout=rank-major max_tokens=700 hidden=512 : 111 n11 1nn",
+          "ranks=3 nodes=012 layout=rank-major max_tokens=300 hidden=72 : 111 n11 1nn",
           "ranks=5 nodes=00112 node_rows=4 capacity=300 spread=full : 11111 n1n11 1n1nn");
 /* Ranks that were masked come back after others have joined. */
 StoryTest(masked_ones, "ranks=4 top_k=4 spread=full weighted=1 : 1111 1mn1 1111 mm1n 1101",

@@ -283,9 +283,9 @@ static EpStatus map_and_meet(Sharing *s) {
     int32_t unmapped = map_peers(s, &error);
     /* No rank may remove a name before all ranks have opened it. */
     EpStatus arrived = ep_group_meet(s->group);
-    /* A rank that gives up removes the names of all. Then the barrier's error, which names the
-     * missing rank, is the cause. */
-    if (unmapped && (error != ENOENT || arrived == EP_OK))
+    /* A rank that gives up removes the names of all, and one that ends closes its file. Then the
+     * barrier's error, which names the missing rank, is the cause. */
+    if (unmapped && (arrived == EP_OK || (error != ENOENT && !joins(s))))
         return ep_fail(EP_ERR_SYSTEM,
                        "rank %d: %s: cannot map the shared memory of rank %d, said to be on the "
                        "same node: %s",
