@@ -21,10 +21,11 @@
  *     ep_weight_reduce(w1, &grad_full, 0, &workspace, stream, &grad_shard);
  *
  * The rules of ep.h hold: calls are collective over the ranks concerned, in the same order on each;
- * a refused call took no part and left its outputs unchanged; operations allocate nothing; on the
- * host backend a call has finished when it returns. docs/mesh.md says which ranks are concerned,
- * what NCCL, which moves the bytes between nodes of GPUs, does not do, and what must hold where
- * these calls run beside the operations of an EP group, on another stream.
+ * a refused call took no part and left its outputs unchanged; operations allocate nothing, but
+ * ep_weight_move its plan; on the host backend a call has finished when it returns. docs/mesh.md
+ * says which ranks are concerned, what NCCL, which moves the bytes between nodes of GPUs, does not
+ * do, and what must hold where these calls run beside the operations of an EP group, on another
+ * stream.
  */
 
 #include "ep/ep_mesh.h"
@@ -210,6 +211,8 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream, co
 
 /* ---- Experts to a new placement ------------------------------------------------------------ */
 
+#define EP_MAX_MOVED 64 /**< tensors of a call */
+
 /**
  * Move experts' weights from one placement of a group with num_physical to another, so that each
  * place holds what ep_group_place will say. An operation of the group: collective, and in the order
@@ -250,8 +253,6 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream, co
 EpStatus ep_weight_move(EpGroup *group, const int32_t *from, const int32_t *to,
                         const EpTensor *weights, int32_t num_weights, const EpTensor *workspace,
                         EpStream stream, const EpTensor *out);
-
-#define EP_MAX_MOVED 64 /**< tensors of a call */
 
 #ifdef __cplusplus
 }

@@ -15,6 +15,7 @@ _Static_assert(EP_MOVE_ROWS <= EP_PUSH_ROWS, "a batch fits into a launch");
 /* Of a row in a slice: so numbers of words, and of a batch's chunks, fit into 32 bits. */
 #define MOST_CHUNKS (1 << 20)
 #define MOST_BYTES (1 << 30)
+#define LEAST_DEPTH 16 /* of a ring */
 
 /** A move under way. */
 typedef struct Work {
@@ -140,11 +141,19 @@ static EpStatus end_on_nodes(Work *work, EpStatus status) {
     return ep_group_fail(group, &finding);
 }
 
+/* Make fewer and larger records of the rings: their words carry the epoch, so each operation may
+ * divide the same memory in its own way. */
+static void enlarge_records(EpWindowLayout *layout) {
+    while (2 * layout->record_bytes <= EP_PUSH_BYTES && layout->depth > LEAST_DEPTH)
+        layout->record_bytes *= 2, layout->depth /= 2;
+}
+
 EpStatus ep_cuda_weight_move(const EpMove *move) {
     EpGroup *group = move->group;
     Work work = {.move = move, .group = ep_cuda(group)->device};
     EpMover mover = {&work, INT64_MAX, exchange, copy};
     uint32_t digest = ep_digest_of(&ep_op_weight_move, 0, move->fact, EP_OP_FACTS);
+    enlarge_records(&work.group.layout);
     work.chunk = (int32_t)ep_min(EP_PUSH_BYTES, work.group.layout.record_bytes / 16 * 16);
     mover.most_bytes = ep_min(MOST_BYTES, (int64_t)work.chunk * MOST_CHUNKS);
     work.group.digest = digest;
