@@ -71,4 +71,30 @@ def test_join():
         assert_equal(out, (idx + 1).float().expand(T, H))
         group.close()
 
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_move_weights(in_place):
+    """Parameters and codes, of types that libep has and has not, of any number of dimensions."""
+    before, after = [0, 1, 2, 3, 4, -1, 0, -1], [4, 3, 2, 1, 0, 0, -1, 2]
+
+    def body(bootstrap):
+        mine = slice(bootstrap.rank * 4, bootstrap.rank * 4 + 4)
+        fields = dict(num_experts=EXPERTS, num_physical=PLACES, max_tokens=T, backend="host")
+        types = (2, 3, 5, 7), torch.bfloat16, (9,), torch.int8, (), torch.float8_e4m3fn
+        weights = [
+            torch.tensor(before[mine]).reshape(4, *[1] * len(shape)).expand(4, *shape).to(dtype)
+            for shape, dtype in zip(types[::2], types[1::2])
+        ]
+        weights = [torch.nn.Parameter(each.contiguous(), requires_grad=False) for each in weights]
+        out = None if in_place else [torch.zeros_like(each) for each in weights]
+        kept = before if in_place else [0] * PLACES
+        rows = torch.tensor([b if a < 0 else a for a, b in zip(after, kept)][mine])
+        with ep.create_group(bootstrap, hidden=H, top_k=3, dtype=torch.float32, **fields) as group:
+            group.move_weights(before, after, weights, out=out)
+            for each in out or weights:
+                moved = each.detach().float().reshape(4, -1)
+                assert_equal(moved, rows.float()[:, None].expand_as(moved).contiguous())
+            with pytest.raises(ValueError, match=r"weights\[0\]: expected a contiguous tensor"):
+                group.move_weights(before, after, [weights[0].transpose(1, 2)])
+
     run_threads(2, body)
