@@ -81,7 +81,7 @@ class _Counting:
         zeros = np.zeros((self._ends[-1], 2), np.int32)
         self._array = jax.block_until_ready(jax.device_put(zeros, rank.device, may_alias=False))
         pointer = self._array.unsafe_buffer_pointer()
-        _calls.library.ep_jax_rank_count(key, rank.ordinal, pointer, local, size)
+        _calls.library.ep_jax_rank_count(key, rank.ordinal, pointer, local)
         _kept.append(self._array)
 
     def read(self) -> Counters:
@@ -337,11 +337,10 @@ def _make_rank(
 
 def _add(key: int, rank: _Rank) -> None:
     on_host = rank.group.query().backend is Backend.HOST
-    added = _calls.library.ep_jax_rank_add(
-        key, rank.ordinal, rank.group.rank, on_host, rank.group.require(), rank.handle._require()
-    )
-    if not added:
-        raise MemoryError("libep.jax: no memory for a rank")
+    numbers = (rank.ordinal, rank.group.rank, rank.group.size, on_host)
+    pointers = (rank.group.require(), rank.handle._require())
+    if not _calls.library.ep_jax_rank_add(key, *numbers, *pointers):
+        raise MemoryError("libep.jax: no memory or thread for a rank")
 
 
 def _close_local() -> None:

@@ -17,13 +17,19 @@ JaxRank *jax_rank_find(int64_t key, int32_t ordinal) {
     return rank;
 }
 
-int ep_jax_rank_add(int64_t key, int32_t ordinal, int32_t number, int32_t on_host, EpGroup *group,
-                    EpHandle *handle) {
+int ep_jax_rank_add(int64_t key, int32_t ordinal, int32_t number, int32_t num_ranks,
+                    int32_t on_host, EpGroup *group, EpHandle *handle) {
     JaxRank *rank = calloc(1, sizeof(*rank));
     if (!rank) return 0;
     rank->key = key, rank->ordinal = ordinal, rank->number = number, rank->on_host = on_host;
-    rank->group = group, rank->handle = handle;
+    rank->group = group, rank->handle = handle, rank->num_ranks = num_ranks;
     pthread_mutex_init(&rank->mutex, NULL);
+    pthread_mutex_init(&rank->queue_mutex, NULL);
+    pthread_cond_init(&rank->queue_filled, NULL);
+    if (on_host && num_ranks > 1 && !jax_rank_start(rank)) {
+        free(rank);
+        return 0;
+    }
     pthread_mutex_lock(&list_mutex);
     rank->next = list;
     list = rank;
@@ -31,12 +37,11 @@ int ep_jax_rank_add(int64_t key, int32_t ordinal, int32_t number, int32_t on_hos
     return 1;
 }
 
-void ep_jax_rank_count(int64_t key, int32_t ordinal, void *counters, int32_t num_local,
-                       int32_t num_ranks) {
+void ep_jax_rank_count(int64_t key, int32_t ordinal, void *counters, int32_t num_local) {
     JaxRank *rank = jax_rank_find(key, ordinal);
     if (!rank) return;
     pthread_mutex_lock(&rank->mutex);
-    rank->counters = counters, rank->num_local = num_local, rank->num_ranks = num_ranks;
+    rank->counters = counters, rank->num_local = num_local;
     pthread_mutex_unlock(&rank->mutex);
 }
 
@@ -59,6 +64,7 @@ void ep_jax_rank_close(int64_t key, int32_t ordinal, double seconds) {
     }
     rank->is_closed = 1;
     pthread_mutex_unlock(&rank->mutex);
+    jax_rank_stop(rank);
 }
 
 int ep_jax_rank_waits(int64_t key, int32_t ordinal, double before) {
