@@ -172,8 +172,25 @@ static int64_t now(void) {
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
+static size_t bytes_of(const EpTensor *tensor) {
+    size_t bytes = tensor->type == EP_TYPE_INT64                                   ? 8
+                   : tensor->type == EP_TYPE_INT32 || tensor->type == EP_TYPE_FP32 ? 4
+                   : tensor->type == EP_TYPE_BF16 || tensor->type == EP_TYPE_FP16  ? 2
+                                                                                   : 1;
+    for (int32_t d = 0; d < tensor->ndim; d++)
+        bytes *= (size_t)tensor->shape[d];
+    return bytes;
+}
+
+/* What a call of a masked rank gives. Such a rank is on the host backend. */
+static EpStatus zero_results(JaxCall *call) {
+    for (int64_t i = 0; i < call->num_results; i++)
+        memset(call->results[i].data, 0, bytes_of(&call->results[i]));
+    return EP_OK;
+}
+
 /* A failed call aborts the group: the program has failed, and its peers need not wait for the
- * deadline. */
+ * deadline. In a group with masks a missing rank is no failure of the group. */
 static XLA_FFI_Error *run_operation(JaxCall *call) {
     XLA_FFI_Error *error = NULL;
     JaxRank *rank = call->rank;
@@ -183,11 +200,10 @@ static XLA_FFI_Error *run_operation(JaxCall *call) {
     } else {
         call->handle = rank->handle;
         __atomic_store_n(&rank->began, now(), __ATOMIC_RELAXED);
-        const EpStatus status = call->operation(call);
-        if (status != EP_OK) {
-            error = make_error(call, status);
+        const EpStatus status = rank->is_masked ? zero_results(call) : call->operation(call);
+        if (status != EP_OK) error = make_error(call, status);
+        if (status != EP_OK && !(rank->has_masks && status == EP_ERR_TIMEOUT))
             ep_group_abort(rank->group, ep_last_error());
-        }
         __atomic_store_n(&rank->began, 0, __ATOMIC_RELAXED);
     }
     pthread_mutex_unlock(&rank->mutex);

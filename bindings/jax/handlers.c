@@ -30,8 +30,9 @@ static EpStatus check_place(const JaxCall *call, const EpTensor *place) {
     return ep_set_last_error(EP_ERR_FOREIGN, sentence);
 }
 
-/* topk_idx, place[, num_tokens]
- *     -> plan, expert_counts, expert_padded, expert_offsets, totals */
+/* topk_idx, place[, num_tokens][, placement]
+ *     -> plan, expert_counts, expert_padded, expert_offsets, totals
+ * The attribute `placed` says whether the last operand is there. */
 static EpStatus prepare(JaxCall *call) {
     EpPlanTensors out = EP_PLAN_TENSORS_INIT;
     out.expert_counts = jax_result(call, 1);
@@ -39,10 +40,14 @@ static EpStatus prepare(JaxCall *call) {
     out.expert_offsets = jax_result(call, 3);
     out.totals = jax_result(call, 4);
     const EpExtras extras = jax_extras(call, JAX_WAITS);
+    const int64_t map = call->num_operands - jax_attribute(call, "placed");
     EpStatus status = check_place(call, jax_operand(call, 1));
+    if (status == EP_OK && map < call->num_operands)
+        status = ep_group_place(call->rank->group, jax_operand(call, map), call->stream);
     if (status == EP_OK)
-        status = ep_prepare_with(call->handle, jax_result(call, 0), jax_operand(call, 0),
-                                 jax_operand(call, 2), call->stream, &out, &extras);
+        status =
+            ep_prepare_with(call->handle, jax_result(call, 0), jax_operand(call, 0),
+                            map > 2 ? jax_operand(call, 2) : NULL, call->stream, &out, &extras);
     return status;
 }
 

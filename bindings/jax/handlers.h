@@ -45,6 +45,8 @@ typedef struct JaxRank {
                             longest waits; NULL: none */
     int32_t num_local, num_ranks;
     int is_closed;         /**< group and handle are gone */
+    int32_t has_masks;     /**< the group's option */
+    int is_masked;         /**< by ep_jax_rank_mask: its results are zero, and it calls nothing */
     pthread_mutex_t mutex; /**< held during a call on the group */
     pthread_mutex_t queue_mutex;
     int has_thread;              /**< calls wait for other ranks, and the rank's thread runs them */
@@ -58,10 +60,14 @@ JaxRank *jax_rank_find(int64_t key, int32_t ordinal);
 
 /** Add a rank. The group and the handle stay the caller's. Returns 0 if there is no memory. */
 int ep_jax_rank_add(int64_t key, int32_t ordinal, int32_t number, int32_t num_ranks,
-                    int32_t on_host, EpGroup *group, EpHandle *handle);
+                    int32_t on_host, int32_t has_masks, EpGroup *group, EpHandle *handle);
 
 /** Let the operations of a rank count, in memory that its backend reaches and that stays. */
 void ep_jax_rank_count(int64_t key, int32_t ordinal, void *counters, int32_t num_local);
+
+/** ep_group_mask on a rank whose bit is set, between the calls of running programs. Another rank is
+ *  masked from now on, and asks nobody. */
+EpStatus ep_jax_rank_mask(int64_t key, int32_t ordinal, const uint32_t *alive);
 
 /** Refuse calls from now on, and return once none is under way. A call that is still waiting for
  *  peers after `seconds` is aborted. The caller may then destroy group and handle. */

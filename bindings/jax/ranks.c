@@ -18,10 +18,11 @@ JaxRank *jax_rank_find(int64_t key, int32_t ordinal) {
 }
 
 int ep_jax_rank_add(int64_t key, int32_t ordinal, int32_t number, int32_t num_ranks,
-                    int32_t on_host, EpGroup *group, EpHandle *handle) {
+                    int32_t on_host, int32_t has_masks, EpGroup *group, EpHandle *handle) {
     JaxRank *rank = calloc(1, sizeof(*rank));
     if (!rank) return 0;
     rank->key = key, rank->ordinal = ordinal, rank->number = number, rank->on_host = on_host;
+    rank->has_masks = has_masks;
     rank->group = group, rank->handle = handle, rank->num_ranks = num_ranks;
     pthread_mutex_init(&rank->mutex, NULL);
     pthread_mutex_init(&rank->queue_mutex, NULL);
@@ -71,6 +72,21 @@ int ep_jax_rank_waits(int64_t key, int32_t ordinal, double before) {
     JaxRank *rank = jax_rank_find(key, ordinal);
     int64_t began = rank && rank->on_host ? __atomic_load_n(&rank->began, __ATOMIC_RELAXED) : 0;
     return began && (double)began * 1e-9 < before;
+}
+
+EpStatus ep_jax_rank_mask(int64_t key, int32_t ordinal, const uint32_t *alive) {
+    JaxRank *rank = jax_rank_find(key, ordinal);
+    EpStatus status = EP_OK;
+    if (!rank) return ep_set_last_error(EP_ERR_FOREIGN, "mask: there is no such rank");
+    pthread_mutex_lock(&rank->mutex);
+    const int is_alive = alive[rank->number / 32] >> rank->number % 32 & 1;
+    if (rank->is_closed)
+        status = ep_set_last_error(EP_ERR_DESTROYED, "mask: the group is closed");
+    else if (is_alive)
+        status = ep_group_mask(rank->group, alive, NULL);
+    if (status == EP_OK) rank->is_masked = !is_alive;
+    pthread_mutex_unlock(&rank->mutex);
+    return status;
 }
 
 EpStatus ep_jax_rank_status(int64_t key, int32_t ordinal, EpFinding *out) {
