@@ -31,12 +31,14 @@ void ep_cuda_close_masks(EpGroup *group) {
 
 /* ---- failures ------------------------------------------------------------------------------ */
 
-static EpStatus report_differs(const EpGroup *group, const EpMask *alive, const EpMaskResult *r) {
+static EpStatus report_differs(const EpGroup *group, const EpMask *alive, const EpMaskResult *r,
+                               EpFinding *finding) {
     int32_t rank = 0;
     while (rank + 1 < group->size &&
            ep_mask_has(alive, rank) == (int)(r->theirs[rank / 32] >> rank % 32 & 1))
         rank++;
     int here = ep_mask_has(alive, rank);
+    finding->expected = here ? rank : -1, finding->seen = here ? -1 : rank;
     return ep_fail(EP_ERR_ORDER,
                    "rank %d: ep_group_mask: expected one set on all ranks, got rank %d as %s on "
                    "rank %d and as %s on rank %d",
@@ -44,8 +46,10 @@ static EpStatus report_differs(const EpGroup *group, const EpMask *alive, const 
                    here ? "masked" : "alive", r->rank);
 }
 
-static EpStatus report(const EpGroup *group, const EpMask *alive, const EpMaskResult *r) {
-    if (r->end == EP_MASK_DIFFERS) return report_differs(group, alive, r);
+static EpStatus report(const EpGroup *group, const EpMask *alive, const EpMaskResult *r,
+                       EpFinding *finding) {
+    finding->expected = finding->seen = -1;
+    if (r->end == EP_MASK_DIFFERS) return report_differs(group, alive, r, finding);
     if (r->end == EP_MASK_ABORTED)
         return ep_fail(EP_ERR_ABORTED, "rank %d: ep_group_mask: the group was aborted",
                        group->rank);
@@ -62,7 +66,7 @@ static EpStatus report(const EpGroup *group, const EpMask *alive, const EpMaskRe
 /* The group is suspended, or has failed. Returns the call's own status. */
 static EpStatus fail(EpGroup *group, const EpMask *alive, const EpMaskResult *result) {
     EpFinding finding = EP_FINDING_INIT;
-    EpStatus status = report(group, alive, result);
+    EpStatus status = report(group, alive, result, &finding);
     char sentence[EP_SENTENCE_BYTES];
     snprintf(sentence, sizeof(sentence), "%s", ep_last_error());
     finding.status = status == EP_ERR_ABORTED ? status : EP_ERR_TIMEOUT;
