@@ -55,6 +55,9 @@ static EpGroupConfig group_config(const Options *o, int64_t max_tokens) {
     config.node_rows = (int32_t)o->node_rows;
     if (o->physical) config.num_physical = (int32_t)o->physical;
     config.choice = (EpCopyChoice)o->choice;
+    config.masks = o->masks != BENCH_MASKS_OFF;
+    if (o->masks == BENCH_MASKS_LATE)
+        config.on_late = EP_LATE_MASK, config.late_us = (int32_t)o->late_us;
     return config;
 }
 

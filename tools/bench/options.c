@@ -145,6 +145,8 @@ static const Choice quants[] = {{"none", EP_QUANT_NONE},
                                 {NULL, 0}};
 static const Choice sum_quants[] = {{"none", EP_QUANT_NONE}, {"fp8", EP_QUANT_FP8}, {NULL, 0}};
 static const Choice sums[] = {{"rank", EP_SUMS_BY_RANK}, {"entry", EP_SUMS_BY_ENTRY}, {NULL, 0}};
+static const Choice masks[] = {
+    {"off", BENCH_MASKS_OFF}, {"on", BENCH_MASKS_ON}, {"late", BENCH_MASKS_LATE}, {NULL, 0}};
 static const Choice choices[] = {
     {"near", EP_CHOICE_NEAR}, {"spread", EP_CHOICE_SPREAD}, {NULL, 0}};
 static const Choice overflows[] = {
@@ -246,6 +248,8 @@ static const Option specs[] = {
      "how partial sums travel in combine and dispatch_backward (default none)"},
     {0, "sums", "rank|entry", OPTION_CHOICE(sums, sums), "sums", EP_SUMS_BY_RANK,
      "who adds a token's rows: each expert rank its own, or the token's rank all (default rank)"},
+    {0, "masks", "off|on|late", OPTION_CHOICE(masks, masks), "masks", BENCH_MASKS_OFF,
+     "whether ranks of the group may be masked; late: and late ones are cut (default off)"},
     {0, "placement", "balance:N|FILE", parse_placement, AT(physical), 0, 0, NULL, "placement", 0,
      "places that hold copies of experts: N, balanced by this routing's loads, or those of a file"},
     {0, "mask", "LIST", parse_mask, AT(mask), 0, 0, NULL, NULL, 0,
@@ -253,7 +257,7 @@ static const Option specs[] = {
     {0, "kill-at", "STEP[:RANK]", parse_kill, AT(kill_step), 0, 0, NULL, NULL, 0,
      "--case decode: kill a rank in a step, from 1 (default: the last rank)"},
     {0, "late-us", "N", OPTION_INT(late_us, 1, INT32_MAX), NULL, 100000,
-     "--case decode: microseconds after which a late rank is cut (default 100000)"},
+     "--case decode, --masks late: microseconds after which a late rank is cut (default 100000)"},
     {0, "choice", "near|spread", OPTION_CHOICE(choice, choices), "choice", EP_CHOICE_NEAR,
      "which copy a token takes (default near)"},
     {0, "baseline", NULL, OPTION_FLAG(baseline), NULL, 0,

@@ -28,6 +28,9 @@ typedef enum BenchCase {
     CASE_NCCL_EP
 } BenchCase;
 
+/** Whether ranks may be masked, and whether late ones are cut. */
+enum { BENCH_MASKS_OFF, BENCH_MASKS_ON, BENCH_MASKS_LATE };
+
 enum { MASK_AFTER = 8 }; /* steps after a rank's death in which the others mask it */
 
 typedef struct Options {
@@ -70,6 +73,7 @@ typedef struct Options {
     int32_t *map;       /**< of a file; NULL: made from the routing's loads */
     int64_t map_experts;
     int64_t choice; /**< EpCopyChoice */
+    int64_t masks;  /**< BENCH_MASKS_... */
     bool split;         /**< latency mode: dispatch and combine as send and wait (--split) */
     bool baseline;
     bool pair; /**< also chains of dispatch and combine (--pair) */

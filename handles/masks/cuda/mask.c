@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "handles/cuda/handle.h"
+#include "handles/placement/cuda/place.h"
 #include "runtime/args.h"
 
 EpStatus ep_cuda_open_masks(EpGroup *group) {
@@ -93,7 +94,6 @@ static void drop_pending(EpGroup *group) {
 static void describe(const EpGroup *group, const EpMask *alive, EpMaskArgs *args) {
     const EpCuda *cuda = ep_cuda(group);
     *args = (EpMaskArgs){.group = cuda->device,
-                         .copies = group->copies,
                          .sets = cuda->latency ? group->latency_sets : 0,
                          .latency = cuda->latency ? cuda->latency->device.state : NULL,
                          .result = cuda->masked};
@@ -102,16 +102,17 @@ static void describe(const EpGroup *group, const EpMask *alive, EpMaskArgs *args
 }
 
 /* Launch a block in the group's order. */
-static EpStatus launch(EpGroup *group, EpCudaLauncher kernel, const EpMaskArgs *args,
+static EpStatus launch(EpGroup *group, EpCudaLauncher kernel, const void *args,
                        const EpCudaStream *stream) {
     EpCuda *cuda = ep_cuda(group);
     EP_TRY(ep_cuda_order_enter(group, &cuda->order, stream));
     return ep_cuda_order_leave(group, &cuda->order, stream, kernel(args, 1, stream->stream));
 }
 
-static EpStatus choose_copies(EpGroup *group, const EpMaskArgs *args, const EpCudaStream *stream) {
-    if (!args->copies.memory.of) return EP_OK;
-    return launch(group, ep_cuda_launch_choose_copies, args, stream);
+static EpStatus choose_copies(EpGroup *group, const EpCudaStream *stream) {
+    const EpPlaceArgs args = {.group = ep_cuda(group)->device, .copies = group->copies};
+    if (!args.copies.memory.of) return EP_OK;
+    return launch(group, ep_cuda_launch_choose_copies, &args, stream);
 }
 
 EpStatus ep_cuda_mask(EpGroup *group, const EpMask *alive, EpStream on) {
@@ -130,7 +131,7 @@ EpStatus ep_cuda_mask(EpGroup *group, const EpMask *alive, EpStream on) {
     EP_TRY(launch(group, ep_cuda_launch_mask, &args, &stream));
     EP_TRY(ep_cuda_check(group, "cudaStreamSynchronize", cudaStreamSynchronize(stream.stream)));
     if (result->end != EP_MASK_DONE) return fail(group, alive, result);
-    EP_TRY(choose_copies(group, &args, &stream));
+    EP_TRY(choose_copies(group, &stream));
     cuda->chosen = (EpMask){{0}};
     if (result->drops) drop_pending(group);
     ep_cuda_settle_plans(group);
@@ -149,16 +150,14 @@ EpStatus ep_cuda_cut(EpGroup *group, int32_t rank, EpStream on) {
     ep_mask_add(&cut, rank);
     describe(group, &cut, &args);
     EP_TRY(launch(group, ep_cuda_launch_cut, &args, &stream));
-    return choose_copies(group, &args, &stream);
+    return choose_copies(group, &stream);
 }
 
 /* Operations that have cut ranks cannot make the table: others may read it beside them. */
 EpStatus ep_cuda_follow_cuts(EpGroup *group, const EpCudaStream *stream) {
     EpCuda *cuda = ep_cuda(group);
-    EpMaskArgs args;
     if (!memcmp(&cuda->chosen, &group->cut, sizeof(cuda->chosen)) || stream->captures)
         return EP_OK;
     cuda->chosen = group->cut;
-    describe(group, &group->alive, &args);
-    return choose_copies(group, &args, stream);
+    return choose_copies(group, stream);
 }

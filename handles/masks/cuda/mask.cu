@@ -4,7 +4,7 @@
 #define EP_MASKED 1
 #include "handles/masks/cuda/mask.h"
 
-#include "handles/placement/cuda/copies.cuh"
+#include "runtime/cuda/device.cuh"
 
 using namespace masked;
 
@@ -315,19 +315,9 @@ __global__ void cut_rank(const __grid_constant__ EpMaskArgs a) {
         g.state->alive[i] &= ~(uint32_t)a.alive[i];
 }
 
-/* Make the table of copies anew. Masks are of one node, so its ranks are the group's. */
-__global__ void __launch_bounds__(COPIES_THREADS)
-    choose_copies(const __grid_constant__ EpMaskArgs a) {
-    const EpCudaGroup &g = a.group;
-    if ((int)threadIdx.x < (g.size + 31) / 32)
-        a.copies.memory.alive[threadIdx.x] = g.state->alive[threadIdx.x];
-    build_copies(a.copies);
-}
-
 extern "C" int ep_cuda_open_mask(int shared_bytes) {
     int error = ep_open_kernel(mask_ranks, shared_bytes);
-    if (!error) error = ep_open_kernel(cut_rank, shared_bytes);
-    return error ? error : ep_open_kernel(choose_copies, shared_bytes);
+    return error ? error : ep_open_kernel(cut_rank, shared_bytes);
 }
 
 extern "C" int ep_cuda_launch_mask(const void *args, int blocks, void *stream) {
@@ -336,8 +326,4 @@ extern "C" int ep_cuda_launch_mask(const void *args, int blocks, void *stream) {
 
 extern "C" int ep_cuda_launch_cut(const void *args, int blocks, void *stream) {
     return ep_launch(cut_rank, blocks, 1, 0, stream, *(const EpMaskArgs *)args);
-}
-
-extern "C" int ep_cuda_launch_choose_copies(const void *args, int blocks, void *stream) {
-    return ep_launch(choose_copies, blocks, COPIES_THREADS, 0, stream, *(const EpMaskArgs *)args);
 }

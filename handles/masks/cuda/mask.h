@@ -37,8 +37,9 @@
  */
 
 #include "runtime/cuda/latency.h"
-#include "runtime/cuda/order.h"
 #include "runtime/mask.h"
+
+struct EpCudaStream;
 
 /** How the rendezvous has ended. */
 enum EpMaskEnd {
@@ -62,7 +63,6 @@ typedef struct EpMaskArgs {
     uint64_t alive[EP_ALIVE_WORDS]; /**< the new set */
     EpLatencyState *latency;        /**< NULL: no latency mode */
     int32_t sets;
-    EpCopySetup copies; /**< memory.of NULL: none */
     EpMaskResult *result;
 } EpMaskArgs;
 
@@ -70,12 +70,11 @@ typedef struct EpMaskArgs {
 extern "C" {
 #endif
 
-/** See ep_cuda_open_prepare. One block each: the rendezvous; a cut by hand of the ranks in `alive`;
- *  the table of copies anew. */
+/** See ep_cuda_open_prepare. One block each: the rendezvous; a cut by hand of the ranks in
+ *  `alive`. */
 int ep_cuda_open_mask(int shared_bytes);
 int ep_cuda_launch_mask(const void *args, int blocks, void *stream);
 int ep_cuda_launch_cut(const void *args, int blocks, void *stream);
-int ep_cuda_launch_choose_copies(const void *args, int blocks, void *stream);
 
 #ifdef __cplusplus
 }
@@ -90,6 +89,6 @@ EpStatus ep_cuda_mask(EpGroup *group, const EpMask *alive, EpStream stream);
 EpStatus ep_cuda_cut(EpGroup *group, int32_t rank, EpStream stream);
 
 /** Make the table of copies anew, before an operation, if ranks were cut since. */
-EpStatus ep_cuda_follow_cuts(EpGroup *group, const EpCudaStream *stream);
+EpStatus ep_cuda_follow_cuts(EpGroup *group, const struct EpCudaStream *stream);
 
 #endif

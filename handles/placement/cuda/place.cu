@@ -40,7 +40,26 @@ __global__ void __launch_bounds__(COPIES_THREADS)
     (void)ep_end_operation(g, epoch, 0);
 }
 
+#if EP_MASKED
+/* Make the table anew. Masks are of one node, so its ranks are the group's. */
+__global__ void __launch_bounds__(COPIES_THREADS)
+    choose_copies(const __grid_constant__ EpPlaceArgs a) {
+    const EpCudaGroup &g = a.group;
+    if ((int)threadIdx.x < (g.size + 31) / 32)
+        a.copies.memory.alive[threadIdx.x] = g.state->alive[threadIdx.x];
+    build_copies(a.copies);
+}
+
+extern "C" int ep_cuda_launch_choose_copies(const void *args, int blocks, void *stream) {
+    return ep_launch(choose_copies, blocks, COPIES_THREADS, 0, stream, *(const EpPlaceArgs *)args);
+}
+#endif
+
 extern "C" int EP_VARIANT(ep_cuda_open_place)(int shared_bytes) {
+#if EP_MASKED
+    int error = ep_open_kernel(choose_copies, shared_bytes);
+    if (error) return error;
+#endif
     return ep_open_kernel(place_experts, shared_bytes);
 }
 

@@ -23,6 +23,9 @@ int ep_cuda_open_place_masked(int shared_bytes);
 int ep_cuda_launch_place(const void *args, int blocks, void *stream);
 int ep_cuda_launch_place_masked(const void *args, int blocks, void *stream);
 
+/** Makes the table anew, since other ranks are alive: one block with EpPlaceArgs, without a map. */
+int ep_cuda_launch_choose_copies(const void *args, int blocks, void *stream);
+
 #ifdef __cplusplus
 }
 #endif
