@@ -2,6 +2,8 @@
 /* Processes, here threads, take places of a group that exists, leave it and come back. Every byte
  * is the oracle's, for which an empty place is a masked rank. tests/bootstrap/killed.c kills some.
  */
+#include <pthread.h>
+
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
@@ -315,6 +317,40 @@ SoloTest(handles_joining, newcomers_that_die) {
     CHECK(died > 5 && died < (int)LENGTH(all), "%d gatherings", died);
 }
 
+static void *abort_soon(void *group) {
+    usleep(50000);
+    (void)ep_group_abort(group, "enough");
+    return NULL;
+}
+
+/* An abort ends a wait for newcomers. Destroying the group waits for nobody. */
+SoloTest(handles_joining, aborted) {
+    EpBootstrap one = EP_BOOTSTRAP_INIT, two[2] = {EP_BOOTSTRAP_INIT};
+    pthread_t thread;
+    double begin = seconds_now();
+    CHECK_OK(ep_bootstrap_local(1, &one));
+    CHECK_OK(ep_bootstrap_local(2, two));
+    Case c = case_complete(case_of("ranks=2 masks=1 " COPIES));
+    EpGroupConfig config = config_of(&c, 0);
+    EpGroup *group = open_group_with(&one, &config);
+    pthread_create(&thread, NULL, abort_soon, group);
+    CHECK_REFUSED(ep_group_admit(group, &two[0]), EP_ERR_ABORTED, "enough");
+    pthread_join(thread, NULL);
+    ep_group_destroy(group);
+    CHECK(seconds_now() - begin < 30, "it took %.1f s", seconds_now() - begin);
+    ep_bootstrap_destroy(&one), ep_bootstrap_destroy(&two[0]), ep_bootstrap_destroy(&two[1]);
+}
+
+/* A group takes the memory of all its places. */
+static void check_memory(EpGroupConfig config) {
+    EpGroupMemory places = EP_GROUP_MEMORY_INIT, ranks = EP_GROUP_MEMORY_INIT;
+    CHECK_OK(ep_group_memory(&config, 1, &places));
+    config.max_ranks = EP_DEFAULT;
+    CHECK_OK(ep_group_memory(&config, 3, &ranks));
+    CHECK(places.shared_bytes == ranks.shared_bytes && places.handle_bytes == ranks.handle_bytes,
+          "%lld and %lld bytes", (long long)places.shared_bytes, (long long)ranks.shared_bytes);
+}
+
 /* Calls that are refused by themselves do not take part. */
 SoloTest(handles_joining, refused) {
     EpBootstrap one = EP_BOOTSTRAP_INIT, two[2] = {EP_BOOTSTRAP_INIT};
@@ -334,6 +370,7 @@ SoloTest(handles_joining, refused) {
     CHECK_OK(ep_group_admit(group, &one)); /* nobody */
     CHECK_OK(ep_group_status(group, NULL));
     config.max_ranks = 3;
+    check_memory(config);
     CHECK_NO_GROUP(&one, &config, EP_ERR_RANGE, "config.num_physical", "since 2 of 3 places are");
     config.backend = EP_BACKEND_CUDA, config.num_physical = config.num_experts;
     CHECK_NO_GROUP(&one, &config, EP_ERR_UNSUPPORTED, "no rank can join a group of the cuda");
