@@ -27,6 +27,7 @@ struct EpRoutingMap;
 struct EpWeightGather;
 struct EpWeightReduce;
 struct EpWeightAmax;
+struct EpMove;
 struct EpWeight;
 struct EpWeightView;
 
@@ -172,6 +173,8 @@ typedef struct EpBackendOps {
     EpStatus (*gather_weight)(const struct EpWeightGather *gather);
     EpStatus (*reduce_weight)(const struct EpWeightReduce *reduce);
     EpStatus (*reduce_amax)(const struct EpWeightAmax *amax);
+    /** See handles/weights/move.h. */
+    EpStatus (*move_weights)(const struct EpMove *move);
     /** Set the workspaces in view->sizes. */
     void (*measure_weight)(const struct EpWeight *weight, struct EpWeightView *view);
     EpStatus (*quantise_rows)(const struct EpRowsQuant *quant);

@@ -740,9 +740,9 @@ EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, i
  * of those that EpGroupConfig.choice leaves. An entry whose expert has no copy counts as "no
  * expert". A new group has the map p -> p for p < E, and -1 from there on.
  *
- * libep moves no weights: ranks must hold those of the new map once operations use it. Their
- * gradients belong to each copy alone; a training loop adds those of an expert's copies itself. In
- * latency mode the dispatch routes, whenever its ep_prepare was called.
+ * Ranks must hold the weights of the new map once operations use it: ep_weight_move (ep_weight.h)
+ * moves them. Their gradients belong to each copy alone; a training loop adds those of an expert's
+ * copies itself. In latency mode the dispatch routes, whenever its ep_prepare was called.
  *
  * Errors
  *   EP_ERR_UNSUPPORTED  the group has no num_physical

@@ -17,7 +17,7 @@ from ._tensor import read, written
 
 if TYPE_CHECKING:
     from ctypes import Array
-    from typing import Callable, Iterable, Optional, TypeVar
+    from typing import Callable, Iterable, Optional, Sequence, TypeVar
 
     from typing_extensions import Self, Unpack
 
@@ -349,6 +349,46 @@ class Group(Shared):
              is read when the stream gets there.
         """
         self.call(library.ep_group_place, self.require(), read(map, "map"), stream)
+
+    def move_weights(
+        self,
+        before: Sequence[int],
+        after: Sequence[int],
+        weights: Sequence[TensorLike],
+        *,
+        out: Optional[Sequence[TensorLike]] = None,
+        workspace: Optional[TensorLike] = None,
+        stream: int = 0,
+    ) -> None:
+        """Move experts' weights from one placement to another. Collective. See ep_weight_move.
+
+        before, after  the expert that each of the num_physical places holds, and shall hold, or -1;
+                       equal on all ranks, and read at once
+        weights        tensors [num_local_experts, ...] of any type: row i is of place i
+        out            tensors like them, for the rows by `after`; None: `weights`, in place
+        workspace      UINT8, as long on all ranks; in place only
+        """
+        places = self.query().num_physical
+        for name, map in ("before", before), ("after", after):
+            if len(map) != places:
+                raise ValueError(f"{name}: expected {places} numbers, got {len(map)}")
+        convert = read if out is not None else written
+        moved = [convert(each, f"weights[{i}]") for i, each in enumerate(weights)]
+        outs = None if out is None else [written(each, f"out[{i}]") for i, each in enumerate(out)]
+        if outs is not None and len(outs) != len(moved):
+            raise ValueError(f"out: expected {len(moved)} tensors, got {len(outs)}")
+        tensors = _abi.EpTensor * len(moved)
+        self.call(
+            library.ep_weight_move,
+            self.require(),
+            (c_int32 * places)(*before),
+            (c_int32 * places)(*after),
+            tensors(*moved),
+            len(moved),
+            written(workspace, "workspace"),
+            stream,
+            None if outs is None else tensors(*outs),
+        )
 
     # ---- memory that peers reach --------------------------------------------------------------
 
