@@ -17,7 +17,7 @@ typedef struct Story {
     Case c;
     int events;
     char event[MOST_EVENTS][MOST_PLACES + 1]; /* '1' goes on, 'n' joins, 'm' admits, but stays
-                                                 masked, '0': nobody is there */
+                                                 masked, 'x' is left out, '0': nobody is there */
     EpBootstrap bootstrap[MOST_EVENTS][MOST_PLACES];
 } Story;
 
@@ -34,7 +34,7 @@ static int count_ranks(const char *event, const char *kinds) {
 static const EpBootstrap *bootstrap_of(int event, int place) {
     int rank = 0;
     for (int p = 0; p < place; p++)
-        rank += story.event[event][p] != '0';
+        rank += strchr("1nm", story.event[event][p]) != NULL;
     return &story.bootstrap[event][rank];
 }
 
@@ -95,6 +95,18 @@ static void take_part(int n, int place, EpGroup **group) {
     if (event[place] != 'm' && joins) mask_to(*group, event, "1n");
 }
 
+/* A rank that was left out finds no others. It cannot come back, but as a newcomer. */
+static void find_nobody(EpGroup *group, int place) {
+    World *world = world_new(&story.c);
+    Step step = {group, open_handle(group, &world->c), world, place, NULL};
+    EpStatus status = EP_OK;
+    for (int i = 0; i < 4 && status == EP_OK; i++)
+        status = call_op(&step, i ? STEP_DISPATCH : STEP_PREPARE);
+    CHECK(status == EP_ERR_TIMEOUT, "%d: %s", (int)status, ep_last_error());
+    ep_handle_destroy(step.handle);
+    world_free(world);
+}
+
 static void live(const EpBootstrap *all, __attribute__((unused)) void *arg) {
     EpGroup *group = NULL;
     int place = all->rank;
@@ -103,7 +115,8 @@ static void live(const EpBootstrap *all, __attribute__((unused)) void *arg) {
         char kind = story.event[n][place];
         if (strchr("0n", kind)) ep_group_destroy(group), group = NULL;
         REQUIRE_OK(all->barrier(all->context, 60));
-        if (n > 0 && kind != '0') take_part(n, place, &group);
+        if (n > 0 && strchr("1nm", kind)) take_part(n, place, &group);
+        if (kind == 'x') find_nobody(group, place);
         if (n == 0 && kind != '0') {
             REQUIRE_OK(ep_group_create(bootstrap_of(n, place), &config, &group));
             if (story.c.map != MAP_FIRST) CHECK_OK(place_experts(group, &story.c));
@@ -151,6 +164,9 @@ StoryTest(replace, "ranks=3 top_k=4 spread=full counters=1 : 111 1n1 11n n11 nn1
           "ranks=4 nodes=0011 late_us=30000000 mode=latency layout=batched : 1111 11nn nn11 n11n",
           "ranks=3 nodes=012 layout=rank-major max_tokens=300 hidden=72 : 111 n11 1nn",
           "ranks=5 nodes=00112 node_rows=4 capacity=300 spread=full : 11111 n1n11 1n1nn");
+/* Ranks that were left out, and do not know it, come back as newcomers. */
+StoryTest(left_out, "ranks=4 spread=full top_k=4 : 1111 1x1n 1n11 1n1x 111n",
+          "ranks=4 nodes=0011 spread=full mode=latency layout=flat : 1111 n11x 1x1n");
 /* Ranks that were masked come back after others have joined. */
 StoryTest(masked_ones, "ranks=4 top_k=4 spread=full weighted=1 : 1111 1mn1 1111 mm1n 1101",
           "ranks=4 nodes=0011 mode=latency layout=flat " COPIES ": 1101 1mn1 1111 n1m1 1111");
