@@ -558,7 +558,8 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  * the ranks is. EP_ERR_ORDER: a rank has called it with another set; the sentence names a rank
  * that differs. EP_ERR_TIMEOUT: a rank did not call it within the deadline. After these two the
  * ranks that take part are the same as before, and the group is suspended: call it again. EpFinding
- * names the rank. A rank that dies in the call may make it succeed on some ranks alone: they miss
+ * names the rank. After EP_ERR_ORDER its `expected` is a rank that is in this rank's set alone, or
+ * its `seen` one that is in the other's alone; else they are -1. A rank that dies in the call may make it succeed on some ranks alone: they miss
  * the others in the next operation, and their call again makes all alike.
  */
 EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream);
