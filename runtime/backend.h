@@ -82,6 +82,15 @@ typedef struct EpBackendOps {
     /** Collective: open and close a group. `together`: whether all ranks close it now. */
     EpStatus (*open)(EpGroup *group);
     void (*close)(EpGroup *group, int together);
+    /**
+     * Optional (NULL: nobody joins a group). `reserve`, local: allocate a group's memory, before
+     * its rank meets the others; `close` frees it, also after a failure. `admit`, collective over
+     * the group's bootstrap: connect the ranks of which ep_group_connects speaks, and forget those
+     * that are no members. group->nodes and `members` are the new ones. A rank outside of `alive` is
+     * masked from then on, and those in it take part. On failure nothing has changed.
+     */
+    EpStatus (*reserve)(EpGroup *group);
+    EpStatus (*admit)(EpGroup *group, const EpMask *alive);
     /** Bring asynchronous errors into the group. */
     void (*poll)(EpGroup *group);
     /** Optional (NULL: no peer can wait): the group has failed outside of operations; let peers

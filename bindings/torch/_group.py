@@ -19,7 +19,7 @@ from . import _fast
 from ._bootstrap import from_process_group, nccl_comm
 
 if TYPE_CHECKING:
-    from typing import Any, Optional, Sequence, Union
+    from typing import Any, Iterable, Optional, Sequence, Union
 
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
@@ -126,6 +126,17 @@ class Group(CoreGroup):
             )
         stream = current_stream(self.ordinal)
         super().move_weights(before, after, moved, out=outs, workspace=workspace, stream=stream)
+
+    def mask(self, alive: Iterable[int]) -> None:  # type: ignore[override]  # as place
+        """Make these ranks the ones that take part, this rank among them, on the current stream.
+
+        All of them call it. See libep.Group.mask.
+        """
+        super().mask(alive, current_stream(self.ordinal))
+
+    def cut(self, rank: int) -> None:  # type: ignore[override]  # as place
+        """Go on without a rank until the next mask(), on this rank alone. See ep_group_cut. Local."""
+        super().cut(rank, current_stream(self.ordinal))
 
     def close(self) -> None:
         """Destroy the group and its handles. A second call does nothing. See libep.Group.close."""

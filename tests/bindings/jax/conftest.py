@@ -15,8 +15,7 @@ os.environ["JAX_PLATFORMS"] = DEVICE
 if DEVICE == "cpu":
     # Most of the time goes to compiling, half of which LLVM needs for quick programs.
     fast = "--xla_backend_optimization_level=0"
-    in_order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} {fast} {in_order}"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} {fast}"
 else:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
