@@ -184,7 +184,9 @@ static void poll_failure(EpGroup *group) {
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
     int32_t fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
     if (!fault || group->failed != EP_OK) return;
-    if (fault == EP_FAULT_ENDED && ep_cuda_watch_explains(group)) return;
+    /* Kernels learn by NCCL that a rank of another node has given up, but not why. */
+    int others_know = fault == EP_FAULT_ENDED || (fault == EP_FAULT_PEER && !f->why[0]);
+    if (others_know && ep_cuda_watch_explains(group)) return;
     EpFinding finding = EP_FINDING_INIT;
     finding.rank = group->rank, finding.peer = f->peer;
     finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;

@@ -22,6 +22,7 @@
 #include "handles/prepare/cuda/count.h"
 #include "handles/prepare/cuda/prepare.h"
 #include "handles/prepare/cuda/routing_map.h"
+#include "handles/weights/cuda/push.h"
 #include "handles/weights/cuda/quantise.h"
 #include "handles/weights/cuda/slices.h"
 #include "handles/weights/cuda/weight.h"
@@ -55,6 +56,8 @@ static EpStatus load_kernels(const EpGroup *group) {
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_pack(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_check(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter(bytes)));
+    if (ep_config_has_copies(&group->config))
+        EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_push_rows()));
     if (group->latency_sets && group->nodes.sizes.nodes > 1) {
         EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_forward(bytes)));
         EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter_nodes(bytes)));
@@ -183,6 +186,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .gather_weight = ep_cuda_weight_gather,
                                       .reduce_weight = ep_cuda_weight_reduce,
                                       .reduce_amax = ep_cuda_weight_amax,
+                                      .move_weights = ep_cuda_weight_move,
                                       .measure_weight = ep_cuda_weight_measure,
                                       .quantise_rows = ep_cuda_quantise_rows,
                                       .count_routing = ep_cuda_count_routing,

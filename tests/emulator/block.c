@@ -20,9 +20,9 @@ enum {
     NAMED = 16,
     BUCKETS = 256,
     LONGEST_BURST = 7,   /* 1 to 64 switches */
-    BACK_OFF_AFTER = 64, /* polls */
+    BACK_OFF_AFTER = 16, /* polls */
     YIELDS = 8,         /* until a block that only polls sleeps */
-    NAP_NANOSECONDS = 50000
+    NAP_NANOSECONDS = 200000
 };
 
 /* Under the address sanitizer variables lie far apart. It knows nothing of fibers, and sees only
@@ -32,6 +32,9 @@ enum {
 #else
 #define STACK_BYTES ((size_t)32 << 10)
 #endif
+/* Stacks lie a few cache lines off a power of two, or their tops would share a few sets of the cache,
+ * and each switch would miss it. */
+#define STACK_STRIDE (STACK_BYTES + 320)
 #define STACK_END 0x57ac4e4d57ac4e4dull
 #define GARBAGE 0xa5
 
@@ -326,7 +329,7 @@ static void open_block(void) {
     pthread_mutex_unlock(&mutex);
     if (block) return;
     block = map(sizeof(*block), 0);
-    block->stacks = map(MAX_THREADS * STACK_BYTES, 0);
+    block->stacks = map(MAX_THREADS * STACK_STRIDE, 0);
     block->shared_end = (char *)map(shared, 4096) + shared;
 }
 
@@ -340,7 +343,7 @@ static void fill_block(const EmulatedGrid *grid, uint64_t seed) {
     block->random_state = seed * 0x9e3779b97f4a7c15ull | 1;
     block->copy_delay = 1u << emulated_draw(4);
     for (unsigned i = 0; i < grid->threads; i++) {
-        char *stack = block->stacks + i * STACK_BYTES;
+        char *stack = block->stacks + i * STACK_STRIDE;
         *(uint64_t *)(void *)stack = STACK_END;
         fiber_init(&block->fiber[i], stack, STACK_BYTES, begin);
         if (i % WARP == 0) block->warp[i / WARP].turn = emulated_draw(WARP);
@@ -351,7 +354,7 @@ static void fill_block(const EmulatedGrid *grid, uint64_t seed) {
 static void close_block(void) {
     emulated_copy_all();
     for (int i = 0; i < block->threads; i++)
-        if (*(uint64_t *)(void *)(block->stacks + (size_t)i * STACK_BYTES) != STACK_END)
+        if (*(uint64_t *)(void *)(block->stacks + (size_t)i * STACK_STRIDE) != STACK_END)
             emulated_die("thread %d needs a larger stack", i);
     pthread_mutex_lock(&mutex);
     block->next = unused, unused = block;

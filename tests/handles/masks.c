@@ -351,8 +351,14 @@ static void sets_that_differ(const EpBootstrap *bootstrap, void *given) {
         EpStatus status = ep_group_mask(m.step.group, &wrong, NULL);
         CHECK(status == EP_ERR_ORDER || status == EP_ERR_TIMEOUT, "%d: %s", (int)status,
               ep_last_error());
-        if (status == EP_ERR_ORDER)
+        if (status == EP_ERR_ORDER) {
+            EpFinding found = EP_FINDING_INIT;
             told += CHECK(strstr(ep_last_error(), "rank 2 as "), "%s", ep_last_error());
+            CHECK(ep_group_status(m.step.group, &found) == EP_ERR_TIMEOUT, "%s", ep_last_error());
+            int64_t alone = bootstrap->rank == 1 ? found.expected : found.seen;
+            CHECK(alone == 2 && found.expected + found.seen == 1, "%d, %d", (int)found.expected,
+                  (int)found.seen);
+        }
         CHECK_OK(ep_group_alive(m.step.group, &word));
         CHECK(word == 7, "%#x", word);
         CHECK_REFUSED(call_op(&m.step, STEP_PREPARE), EP_ERR_TIMEOUT, "until ep_group_mask");

@@ -24,8 +24,11 @@ typedef enum BenchCase {
     CASE_CALLS,
     CASE_SUMS,
     CASE_WEIGHTS,
+    CASE_DECODE,
     CASE_NCCL_EP
 } BenchCase;
+
+enum { MASK_AFTER = 8 }; /* steps after a rank's death in which the others mask it */
 
 typedef struct Options {
     RunOptions run;
@@ -33,6 +36,10 @@ typedef struct Options {
     const char *nccl_ep; /**< CASE_NCCL_EP: the library */
     int64_t ffn;         /**< CASE_WEIGHTS: last dimension of the weights */
     int64_t sums_kind;   /**< CASE_SUMS: of the outputs that are summed */
+    int64_t processes;   /**< CASE_DECODE: ranks, which are processes */
+    uint32_t mask[EP_MAX_RANKS / 32]; /**< likewise: ranks that are masked */
+    int64_t kill_step, kill_rank;     /**< likewise, from 1; 0: no step */
+    int64_t late_us;                  /**< likewise: after which a late rank is cut */
     int64_t tokens_begin, tokens_end, tokens_factor; /**< sweep of tokens per rank */
     bool tokens_given;                               /**< any of -b, -e, --tokens */
     bool uneven; /**< a rank brings between half and all of the tokens */

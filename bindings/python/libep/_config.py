@@ -70,6 +70,8 @@ class GroupFields(TypedDict, total=False):
     masks: int  # = 1: ranks may be masked (Group.mask); host backend (0)
     on_late: Late  # = MASK: latency mode cuts late ranks; needs masks (FAIL)
     late_us: int  # = how long it waits for them (0)
+    max_ranks: int  # = places for ranks that may join (Group.join); needs masks (nobody joins)
+    place: int  # with max_ranks: this rank's place (its rank in the bootstrap)
 
 
 class HandleFields(TypedDict, total=False):
