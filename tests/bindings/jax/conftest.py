@@ -112,11 +112,12 @@ def mlp(rows, sizes, weights):
     return jax.lax.ragged_dot(hidden, weights["down"], sizes)
 
 
-def moe(ep, params, x):
-    """A Mixture-of-Experts layer with a residual connection, inside shard_map."""
+def moe(ep, params, x, placement=None):
+    """A Mixture-of-Experts layer with a residual connection, inside shard_map or outside."""
     weights, idx = route(scores(x, params["router"]))
-    rows, row_weights, plan = ep.dispatch(x, idx, weights)
-    return x + ep.combine(mlp(rows, plan.expert_padded, params), plan, row_weights)
+    rows, row_weights, plan = ep.dispatch(x, idx, weights, placement=placement)
+    experts = {name: params[name] for name in ("up", "down")}
+    return x + ep.combine(ep.experts(mlp, rows, plan, experts, P(ep.axes)), plan, row_weights)
 
 
 def dense(params, x):

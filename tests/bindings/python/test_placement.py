@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of experts: what placement_balance returns. The common suite places experts."""
+"""Copies of experts: maps from loads, and weights that move. The common suite places experts."""
 
 import libep
 import numpy as np
 import pytest
 from base import refused, run_threads
+from libep import Group
 
-PLACES = 6
+EXPERTS, PLACES, T = 4, 6, 5
 
 
 def test_group_without_places():
     fields = dict(num_experts=4, max_tokens=5, max_top_k=2, max_row_bytes=16, backend="host")
-    with libep.Bootstrap.local(1)[0] as bootstrap, libep.Group(bootstrap, **fields) as group:
+    with libep.Bootstrap.local(1)[0] as bootstrap, Group(bootstrap, **fields) as group:
         with refused("UNSUPPORTED config.num_physical"):
             group.place(np.zeros(4, np.int32))
 
@@ -23,7 +24,7 @@ def test_move_weights(in_place):
 
     def body(bootstrap):
         mine = slice(3 * bootstrap.rank, 3 * bootstrap.rank + 3)
-        fields = dict(num_experts=4, max_tokens=5, max_top_k=2, max_row_bytes=16, backend="host")
+        fields = dict(num_experts=EXPERTS, max_tokens=T, max_top_k=2, max_row_bytes=16)
         weights = [np.empty((3, 5, 7), np.float32), np.empty(3, np.int32)]
         out = [np.full_like(each, -2) for each in weights]
         for each in weights:
@@ -32,7 +33,7 @@ def test_move_weights(in_place):
         rows = [b if a < 0 else a for a, b in zip(after, kept)][mine]
         memory = np.empty(3 * 64 + 64, np.uint8)
         workspace = memory[-memory.ctypes.data % 64 :][: 3 * 64]
-        with libep.Group(bootstrap, num_physical=PLACES, **fields) as group:
+        with Group(bootstrap, num_physical=PLACES, backend="host", **fields) as group:
             how = dict(workspace=workspace) if in_place else dict(out=out)
             group.move_weights(before, after, weights, **how)
             for each in weights if in_place else out:
