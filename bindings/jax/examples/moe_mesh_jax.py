@@ -18,7 +18,8 @@ AXES = {name: int(size) for name, size in (part.split("=") for part in MESH.spli
 DEVICES = math.prod(AXES.values())
 # In order: otherwise devices start independent collectives differently, and wait for each other.
 IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} {IN_ORDER}"
+FLAGS = f"--xla_force_host_platform_device_count={DEVICES} {IN_ORDER}"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
