@@ -341,10 +341,10 @@ run-demo: all
 	$(mpirun) -n 4 $B/ep_bench
 	@echo 'A whole MoE layer: $(mpirun) -n 4 $B/ep_moe'
 
-# Many tests mostly wait, so twice as many run at a time as there are cores (TEST_JOBS). Sanitizers
+# Many tests mostly wait, so more run at a time than there are cores (TEST_JOBS). Sanitizers
 # do not work with MPI, so their builds run the tests whose ranks are threads, and no emulated ones:
 # the thread sanitizer knows no fibers. "make ASAN=1 check-nodes-emulated" runs some of these.
-TEST_JOBS ?= $(shell echo $$((2 * $$(nproc))))
+export TEST_JOBS ?= $(shell echo $$((2 * $$(nproc) + 2)))
 run-check: all $(if $(variant),,$(emulated))
 	$B/tests/ep_tests -j$(TEST_JOBS) $(CHECK_ARGS)
 	$(if $(variant)$(CHECK_ARGS),,tests/emulator/check $B few)

@@ -440,8 +440,8 @@ class Ep(OfProcess):
         zeros. Programs need not be compiled again. If a device does not come to a call, the others
         raise at their deadline, and all calls raise from then on. Ep.mask ends this, too.
 
-        All processes that have a device that takes part call it, with the same array. Waits for
-        running programs, and for the devices that take part. EpError if one does not come.
+        All processes call it, with the same array. Waits for running programs, and for the devices
+        that take part. EpError if one does not come.
         """
         alive = np.asarray(alive)
         if alive.shape != self._regions.mesh.devices.shape:

@@ -149,9 +149,11 @@ class Ranks:
     def mask(self, alive: np.ndarray[Any, Any]) -> None:
         """Let the devices take part whose element of an array of the mesh's shape is set."""
         self.wait()
-        bits = dict(zip(self._mesh.devices.flat, alive.flat))
-        words = [_words(bits[device] for device in self._line_of[rank.device]) for rank in self.ranks]
-        self._run([functools.partial(_mask_rank, self.key, *pair) for pair in zip(self.ranks, words)])
+        of_device, calls = dict(zip(self._mesh.devices.flat, alive.flat)), []
+        for rank in self.ranks:
+            words = _words(of_device[device] for device in self._line_of[rank.device])
+            calls.append(functools.partial(_mask_rank, self.key, rank, words))
+        self._run(calls)
 
     def counters(self) -> dict[Any, Counters]:
         """What the operations of each device of this process have counted."""

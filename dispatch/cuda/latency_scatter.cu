@@ -1290,7 +1290,9 @@ __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a
         EpRankPlace at = rank_place(l, source);
         char *window = l.window[at.number], *messages = window + l.layout.landing;
         if (!l.nodes.reads_landing) messages = latency_messages(l, window, flag);
-        if (at.other >= 0) return message_place(l, messages, at.other, r.token);
+        /* Parts are fetched before heads tell how many places are filled: no place past the last. */
+        if (at.other >= 0)
+            return message_place(l, messages, at.other, min(r.token, l.layout.node_rows - 1));
         source = at.number;
     }
     return latency_record(l, l.own, source, a.route.group.size, r.token, flag);

@@ -36,7 +36,8 @@ def program(ep, case):
         sends = case.weights != "none"
 
         def layer(x, w, *biases):
-            rows, row_w, plan = ep.dispatch(x, idx, w if sends else None, counts, placement=placement)
+            given = x, idx, w if sends else None, counts
+            rows, row_w, plan = ep.dispatch(*given, placement=placement)
             if not sends:
                 return ep.combine(rows, plan, bias=biases), (rows, row_w, plan)
             done = rows * scale[:, None].astype(rows.dtype)

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of experts: what placement_balance returns. The common suite places experts."""
+"""Copies of experts: maps from loads, and weights that move. The common suite places experts."""
 
 import libep
 import numpy as np
 import pytest
-from base import refused
+from base import refused, run_threads
+from libep import Group
+
+EXPERTS, PLACES, T = 4, 6, 5
+
 
 def test_group_without_places():
     fields = dict(num_experts=4, max_tokens=5, max_top_k=2, max_row_bytes=16, backend="host")
-    with libep.Bootstrap.local(1)[0] as bootstrap, libep.Group(bootstrap, **fields) as group:
+    with libep.Bootstrap.local(1)[0] as bootstrap, Group(bootstrap, **fields) as group:
         with refused("UNSUPPORTED config.num_physical"):
             group.place(np.zeros(4, np.int32))
 

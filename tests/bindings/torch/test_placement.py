@@ -39,6 +39,8 @@ def test_join():
         assert_equal(out, (idx + 1).float().expand(T, H))
         group.close()
 
+    run_threads(2, body)
+
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_move_weights(in_place):
