@@ -203,8 +203,7 @@ extern const EpBackendOps ep_backend_host, ep_backend_cuda;
 #define EP_CUDA_OFFERS \
     (EP_OFFERS_LATENCY | EP_OFFERS_QUANT | EP_OFFERS_SCALE_COLUMNS | EP_OFFERS_SOURCE_COUNTS)
 
-/** Returns the backend that configuration and settings ask for: AUTO, HOST or CUDA. A group with
- *  masks asks for HOST, which alone has them. */
+/** Returns the backend that configuration and settings ask for: AUTO, HOST or CUDA. */
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings);
 
 /** Returns why no machine can serve `wish` with this configuration, or NULL. */

@@ -432,7 +432,7 @@ typedef struct EpGroupConfig {
                                   EP_DEFAULT: the group has no placement: see ep_group_place */
     EpCopyChoice choice;     /**< = which copy of an expert a token takes, with num_physical */
     int32_t masks;           /**< = 1: ranks may be masked (ep_group_mask), and a missing rank only
-                                  suspends the group; 0: they may not. HOST alone: AUTO is HOST */
+                                  suspends the group; 0: they may not. CUDA on one node alone */
     EpLate on_late;          /**< = MASK needs `masks` */
     int32_t late_us;         /**< = microseconds that an operation of latency mode waits for a rank,
                                   >= 1 with EP_LATE_MASK; else not used */
@@ -543,7 +543,9 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  * ep_group_mask makes `alive` the ranks that take part, from the next operation on. Every rank
  * whose bit is set calls it, at the same place in the order of operations: living ones, and masked
  * ones that shall be readmitted. The others are not asked. It waits for them, equalises what ranks
- * count, and drops what is under way. It also ends a suspension. Pending send phases stay pending.
+ * count, and drops what is under way. It also ends a suspension. Pending send phases stay pending;
+ * on CUDA only where all ranks in `alive` have sent the same ones, else they are dropped. There it
+ * first waits for this rank's kernels, on all streams. Captured graphs stay valid.
  *
  * Plans made before stay valid, if all ranks in `alive` have them. Their entries on masked ranks
  * count as "no expert". Receive rows of masked ranks are zero rows, with weight 0 and ids -1.
@@ -559,16 +561,17 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  *
  * group   a live group, which may be suspended
  * alive   [ceil(R / 32)] words: bit r % 32 of word r / 32 is rank r's. This rank's is set
- * stream  ignored on the host backend
+ * stream  the call waits for work before it; not under capture. Ignored on the host backend
  *
- * EP_ERR_UNSUPPORTED: the group has no masks. EP_ERR_RANGE: this rank's bit is not set, or one past
- * the ranks, or of an empty place (ep_group_admit), is. EP_ERR_ORDER: a rank has called it with
- * another set; the sentence names a rank that differs. EP_ERR_TIMEOUT: a rank did not call it within
- * the deadline. After these two the ranks that take part are the same as before, and the group is
- * suspended: call it again. EpFinding names the rank. After EP_ERR_ORDER its `expected` is a rank
- * that is in this rank's set alone, or its `seen` one that is in the other's alone; else they are
- * -1. A rank that dies in the call may make it succeed on some ranks alone: they miss the others in
- * the next operation, and their call again makes all alike.
+ * EP_ERR_UNSUPPORTED: the group has no masks, or `stream` is under capture. EP_ERR_RANGE: this
+ * rank's bit is not set, or one past the ranks, or of an empty place (ep_group_admit), is.
+ * EP_ERR_ORDER: a rank has called it with another set; the sentence names a rank that differs.
+ * EP_ERR_TIMEOUT: a rank did not call it within the deadline. After these two the ranks that take
+ * part are the same as before, and the group is suspended: call it again. EpFinding names the rank.
+ * After EP_ERR_ORDER its `expected` is a rank that is in this rank's set alone, or its `seen` one
+ * that is in the other's alone; else they are -1. A rank that dies in the call may make it succeed
+ * on some ranks alone: they miss the others in the next operation, and their call again makes all
+ * alike.
  */
 EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream);
 
@@ -579,9 +582,10 @@ EpStatus ep_group_alive(const EpGroup *group, uint32_t *alive);
 /**
  * Cut a rank by hand, as an operation of latency mode cuts one that is late: this rank goes on
  * without it until ep_group_mask. Local; no call on the group is under way. A rank that is masked
- * or cut stays so.
+ * or cut stays so. On CUDA it takes effect on `stream`, and pending operations do without the rank.
  *
- * EP_ERR_UNSUPPORTED: the group does not have EP_LATE_MASK. EP_ERR_RANGE: no other rank's number.
+ * EP_ERR_UNSUPPORTED: the group does not have EP_LATE_MASK, or `stream` is under capture.
+ * EP_ERR_RANGE: no other rank's number.
  */
 EpStatus ep_group_cut(EpGroup *group, int32_t rank, EpStream stream);
 

@@ -172,6 +172,50 @@ static void replay_moves(const EpBootstrap *bootstrap) {
 
 RankTests24(gpu_graphs, moves, replay_moves(bootstrap));
 
+/* ---- masks --------------------------------------------------------------------------------- */
+
+/* Ranks leave and come back between replays. The first is missed by a replay: it ends at its
+ * deadline, and one after it does nothing. */
+static void replay_masked(const EpBootstrap *bootstrap, Case c) {
+    static const char *const sets[] = {"000", "010", "011", "100", "000"};
+    GraphStep graph;
+    c.masks = 1, c.timeout = 2;
+    EpGroup *group = open_group(bootstrap, &c);
+    unsigned ops = device_step_all(&c);
+    graph_step_open(&graph, group, &c, bootstrap->rank);
+    graph_step_capture(&graph);
+    for (unsigned i = 0; i < sizeof(sets) / sizeof(*sets); i++) {
+        uint32_t alive = 0;
+        strcpy(c.masked, sets[i]);
+        for (int r = 0; r < c.ranks; r++)
+            alive |= (uint32_t)!case_is_masked(&c, r) << r;
+        meet(bootstrap);
+        if (case_is_masked(&c, bootstrap->rank)) continue;
+        for (int again = 0; again < 2 && i == 1; again++) {
+            device_step_launch(&graph.gpu, graph.exec, ops);
+            CHECK_CUDA(cudaStreamSynchronize(graph.gpu.stream));
+            CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_TIMEOUT);
+        }
+        CHECK_OK(ep_group_mask(group, &alive, graph.gpu.stream));
+        for (int step = 0; step < 2; step++) {
+            c.seed = 10 * i + (unsigned)step;
+            device_step_draw(&graph.gpu, &c);
+            device_step_launch(&graph.gpu, graph.exec, ops);
+            device_step_check(&graph.gpu);
+        }
+    }
+    CHECK_OK(ep_group_status(group, NULL));
+    meet(bootstrap);
+    ep_group_destroy(group);
+    graph_step_close(&graph);
+}
+
+RankTest(gpu_graphs, masked_3, 3, replay_masked(bootstrap, graph_case(3, EP_LAYOUT_EXPERT_MAJOR)));
+LatencyTest(gpu_graphs, masked_in_latency_3, 3,
+            replay_masked(bootstrap, latency_case(3, EP_LAYOUT_FLAT, 0)));
+LatencyTest(gpu_graphs, masked_in_phases_3, 3,
+            replay_masked(bootstrap, latency_case(3, EP_LAYOUT_BATCHED, 1)));
+
 /* ---- counters ------------------------------------------------------------------------------ */
 
 /* A replayed graph adds again. */

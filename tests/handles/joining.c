@@ -2,6 +2,8 @@
 /* Processes, here threads, take places of a group that exists, leave it and come back. Every byte
  * is the oracle's, for which an empty place is a masked rank. tests/bootstrap/killed.c kills some.
  */
+#include <pthread.h>
+
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
@@ -15,7 +17,7 @@ typedef struct Story {
     Case c;
     int events;
     char event[MOST_EVENTS][MOST_PLACES + 1]; /* '1' goes on, 'n' joins, 'm' admits, but stays
-                                                 masked, '0': nobody is there */
+                                                 masked, 'x' is left out, '0': nobody is there */
     EpBootstrap bootstrap[MOST_EVENTS][MOST_PLACES];
 } Story;
 
@@ -32,7 +34,7 @@ static int count_ranks(const char *event, const char *kinds) {
 static const EpBootstrap *bootstrap_of(int event, int place) {
     int rank = 0;
     for (int p = 0; p < place; p++)
-        rank += story.event[event][p] != '0';
+        rank += strchr("1nm", story.event[event][p]) != NULL;
     return &story.bootstrap[event][rank];
 }
 
@@ -93,6 +95,18 @@ static void take_part(int n, int place, EpGroup **group) {
     if (event[place] != 'm' && joins) mask_to(*group, event, "1n");
 }
 
+/* A rank that was left out finds no others. It cannot come back, but as a newcomer. */
+static void find_nobody(EpGroup *group, int place) {
+    World *world = world_new(&story.c);
+    Step step = {group, open_handle(group, &world->c), world, place, NULL};
+    EpStatus status = EP_OK;
+    for (int i = 0; i < 4 && status == EP_OK; i++)
+        status = call_op(&step, i ? STEP_DISPATCH : STEP_PREPARE);
+    CHECK(status == EP_ERR_TIMEOUT, "%d: %s", (int)status, ep_last_error());
+    ep_handle_destroy(step.handle);
+    world_free(world);
+}
+
 static void live(const EpBootstrap *all, __attribute__((unused)) void *arg) {
     EpGroup *group = NULL;
     int place = all->rank;
@@ -101,7 +115,8 @@ static void live(const EpBootstrap *all, __attribute__((unused)) void *arg) {
         char kind = story.event[n][place];
         if (strchr("0n", kind)) ep_group_destroy(group), group = NULL;
         REQUIRE_OK(all->barrier(all->context, 60));
-        if (n > 0 && kind != '0') take_part(n, place, &group);
+        if (n > 0 && strchr("1nm", kind)) take_part(n, place, &group);
+        if (kind == 'x') find_nobody(group, place);
         if (n == 0 && kind != '0') {
             REQUIRE_OK(ep_group_create(bootstrap_of(n, place), &config, &group));
             if (story.c.map != MAP_FIRST) CHECK_OK(place_experts(group, &story.c));
@@ -149,6 +164,9 @@ StoryTest(replace, "ranks=3 top_k=4 spread=full counters=1 : 111 1n1 11n n11 nn1
           "ranks=4 nodes=0011 late_us=30000000 mode=latency layout=batched : 1111 11nn nn11 n11n",
           "ranks=3 nodes=012 layout=rank-major max_tokens=300 hidden=72 : 111 n11 1nn",
           "ranks=5 nodes=00112 node_rows=4 capacity=300 spread=full : 11111 n1n11 1n1nn");
+/* Ranks that were left out, and do not know it, come back as newcomers. */
+StoryTest(left_out, "ranks=4 spread=full top_k=4 : 1111 1x1n 1n11 1n1x 111n",
+          "ranks=4 nodes=0011 spread=full mode=latency layout=flat : 1111 n11x 1x1n");
 /* Ranks that were masked come back after others have joined. */
 StoryTest(masked_ones, "ranks=4 top_k=4 spread=full weighted=1 : 1111 1mn1 1111 mm1n 1101",
           "ranks=4 nodes=0011 mode=latency layout=flat " COPIES ": 1101 1mn1 1111 n1m1 1111");
@@ -315,6 +333,40 @@ SoloTest(handles_joining, newcomers_that_die) {
     CHECK(died > 5 && died < (int)LENGTH(all), "%d gatherings", died);
 }
 
+static void *abort_soon(void *group) {
+    usleep(50000);
+    (void)ep_group_abort(group, "enough");
+    return NULL;
+}
+
+/* An abort ends a wait for newcomers. Destroying the group waits for nobody. */
+SoloTest(handles_joining, aborted) {
+    EpBootstrap one = EP_BOOTSTRAP_INIT, two[2] = {EP_BOOTSTRAP_INIT};
+    pthread_t thread;
+    double begin = seconds_now();
+    CHECK_OK(ep_bootstrap_local(1, &one));
+    CHECK_OK(ep_bootstrap_local(2, two));
+    Case c = case_complete(case_of("ranks=2 masks=1 " COPIES));
+    EpGroupConfig config = config_of(&c, 0);
+    EpGroup *group = open_group_with(&one, &config);
+    pthread_create(&thread, NULL, abort_soon, group);
+    CHECK_REFUSED(ep_group_admit(group, &two[0]), EP_ERR_ABORTED, "enough");
+    pthread_join(thread, NULL);
+    ep_group_destroy(group);
+    CHECK(seconds_now() - begin < 30, "it took %.1f s", seconds_now() - begin);
+    ep_bootstrap_destroy(&one), ep_bootstrap_destroy(&two[0]), ep_bootstrap_destroy(&two[1]);
+}
+
+/* A group takes the memory of all its places. */
+static void check_memory(EpGroupConfig config) {
+    EpGroupMemory places = EP_GROUP_MEMORY_INIT, ranks = EP_GROUP_MEMORY_INIT;
+    CHECK_OK(ep_group_memory(&config, 1, &places));
+    config.max_ranks = EP_DEFAULT;
+    CHECK_OK(ep_group_memory(&config, 3, &ranks));
+    CHECK(places.shared_bytes == ranks.shared_bytes && places.handle_bytes == ranks.handle_bytes,
+          "%lld and %lld bytes", (long long)places.shared_bytes, (long long)ranks.shared_bytes);
+}
+
 /* Calls that are refused by themselves do not take part. */
 SoloTest(handles_joining, refused) {
     EpBootstrap one = EP_BOOTSTRAP_INIT, two[2] = {EP_BOOTSTRAP_INIT};
@@ -334,6 +386,7 @@ SoloTest(handles_joining, refused) {
     CHECK_OK(ep_group_admit(group, &one)); /* nobody */
     CHECK_OK(ep_group_status(group, NULL));
     config.max_ranks = 3;
+    check_memory(config);
     CHECK_NO_GROUP(&one, &config, EP_ERR_RANGE, "config.num_physical", "since 2 of 3 places are");
     config.backend = EP_BACKEND_CUDA, config.num_physical = config.num_experts;
     CHECK_NO_GROUP(&one, &config, EP_ERR_UNSUPPORTED, "no rank can join a group of the cuda");

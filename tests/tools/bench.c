@@ -84,6 +84,8 @@ static const BadOptions bad_options[] = {
     {"--threads 4 -n 99 --kill-at 92", "a step from 2 to 91, 8 before the last, got 92"},
     {"--threads 4 --kill-at 5:4", "one of 4 ranks that is not masked, got rank 4"},
     {"--threads 4 --kill-at 5:1 --mask 1", "one of 4 ranks that is not masked, got rank 1"},
+    {"--threads 4 --join-at 9", "--join-at: expected --kill-at, got none"},
+    {"--threads 4 --kill-at 5 --join-at 13", "--join-at: expected a step from 14 to 20, got 13"},
     {"--case decode", "expected --threads N with N >= 2, the processes that it starts, got none"},
     {"--case decode --threads 1", "the processes that it starts, got 1"},
     {"--threads 2 --mask 1 --mode throughput", "--case decode: expected plain rows in --mode lat"},
@@ -261,11 +263,12 @@ SoloTest(tools_bench, cases_with_lines) {
     check_run("--case calls --threads 1 -n 1 -w 0", 0, "\n ep_weight_reduce, 1 rank ", NULL);
 }
 
-/* Ranks are processes. One is killed, and the others go on. */
+/* Ranks are processes. One is killed, the others go on, and another one takes its place. */
 SoloTest(tools_bench, decoding_with_masks) {
     static const char *const cases[][2] = {
         {"--mask 1 --dtype fp32", "\n step of 3 ranks "},
         {"--kill-at 4:2 --late-us 300000", "\n step in which rank 2 dies "},
+        {"--kill-at 3:0 --join-at 12 --mask 3 --late-us 300000", "\n ep_group_join to the first "},
         {"--kill-at 9 --mask 0 --late-us 300000 --tokens 0", "\n step without it, masked "}};
     char line[200];
     for (int i = 0; i < LENGTH(cases); i++) {

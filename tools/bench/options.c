@@ -82,11 +82,17 @@ static bool parse_kill(const Option *spec, const char *text, void *values) {
     snprintf(digits, sizeof(digits), "%.*s", (int)(colon ? colon - text : 31), text);
     options->kind = CASE_DECODE;
     if (!option_read_real(digits, 1, 1e9, &step) || step != (int64_t)step ||
-        (colon && (!option_read_real(colon + 1, 0, EP_MAX_RANKS - 1, &rank) ||
-                   rank != (int64_t)rank)))
+        (colon &&
+         (!option_read_real(colon + 1, 0, EP_MAX_RANKS - 1, &rank) || rank != (int64_t)rank)))
         return bench_refuse("--%s: expected STEP or STEP:RANK, got \"%s\"", spec->name, text);
     options->kill_step = (int64_t)step, options->kill_rank = (int64_t)rank;
     return true;
+}
+
+static bool parse_join(const Option *spec, const char *text, void *values) {
+    Options *options = values;
+    options->kind = CASE_DECODE;
+    return option_parse_int(spec, text, options);
 }
 
 static bool parse_placement(const Option *spec, const char *text, void *values) {
@@ -145,8 +151,7 @@ static const Choice quants[] = {{"none", EP_QUANT_NONE},
                                 {NULL, 0}};
 static const Choice sum_quants[] = {{"none", EP_QUANT_NONE}, {"fp8", EP_QUANT_FP8}, {NULL, 0}};
 static const Choice sums[] = {{"rank", EP_SUMS_BY_RANK}, {"entry", EP_SUMS_BY_ENTRY}, {NULL, 0}};
-static const Choice choices[] = {
-    {"near", EP_CHOICE_NEAR}, {"spread", EP_CHOICE_SPREAD}, {NULL, 0}};
+static const Choice choices[] = {{"near", EP_CHOICE_NEAR}, {"spread", EP_CHOICE_SPREAD}, {NULL, 0}};
 static const Choice overflows[] = {
     {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
 
@@ -156,12 +161,9 @@ static const Choice modes[] = {{"auto", EP_MODE_AUTO},
                                {NULL, 0}};
 
 enum { NOT_GIVEN = -1 };
-static const Choice cases[] = {{"step", CASE_STEP},
-                               {"calls", CASE_CALLS},
-                               {"sums", CASE_SUMS},
-                               {"weights", CASE_WEIGHTS},
-                               {"decode", CASE_DECODE},
-                               {NULL, 0}};
+static const Choice cases[] = {{"step", CASE_STEP},     {"calls", CASE_CALLS},
+                               {"sums", CASE_SUMS},     {"weights", CASE_WEIGHTS},
+                               {"decode", CASE_DECODE}, {NULL, 0}};
 
 #define AT(member) offsetof(Options, member)
 
@@ -252,6 +254,8 @@ static const Option specs[] = {
      "--case decode: ranks that are masked from the start, as 1,3"},
     {0, "kill-at", "STEP[:RANK]", parse_kill, AT(kill_step), 0, 0, NULL, NULL, 0,
      "--case decode: kill a rank in a step, from 1 (default: the last rank)"},
+    {0, "join-at", "STEP", parse_join, AT(join_step), 1, OPTION_MAX_COUNT, NULL, NULL, 0,
+     "--case decode: before this step another process takes the killed rank's place"},
     {0, "late-us", "N", OPTION_INT(late_us, 1, INT32_MAX), NULL, 100000,
      "--case decode: microseconds after which a late rank is cut (default 100000)"},
     {0, "choice", "near|spread", OPTION_CHOICE(choice, choices), "choice", EP_CHOICE_NEAR,
@@ -374,6 +378,8 @@ static bool validate_decode(const Options *o) {
     }
     if (living < (o->kill_step ? 2 : 1))
         return bench_refuse("--mask: expected a rank that goes on, got none");
+    if (o->join_step && !o->kill_step)
+        return bench_refuse("--join-at: expected --kill-at, got none");
     if (!o->kill_step) return true;
     if (o->kill_step < 2 || o->kill_step + MASK_AFTER > o->run.iterations)
         return bench_refuse("--kill-at: expected a step from 2 to %lld, %d before the last, got "
@@ -384,7 +390,12 @@ static bool validate_decode(const Options *o) {
         return bench_refuse("--kill-at: expected one of %lld ranks that is not masked, got rank "
                             "%lld",
                             (long long)ranks, (long long)o->kill_rank);
-    return true;
+    if (!o->join_step ||
+        (o->join_step > o->kill_step + MASK_AFTER && o->join_step <= o->run.iterations))
+        return true;
+    return bench_refuse("--join-at: expected a step from %lld to %lld, got %lld",
+                        (long long)(o->kill_step + MASK_AFTER + 1), (long long)o->run.iterations,
+                        (long long)o->join_step);
 }
 
 /* What the other cases have no use for. */

@@ -16,7 +16,8 @@ FP8 = "--fp8" in sys.argv
 MESH = next((word for word in sys.argv[1:] if "=" in word), "data=2,fsdp=2,expert=2")
 AXES = {name: int(size) for name, size in (part.split("=") for part in MESH.split(","))}
 DEVICES = math.prod(AXES.values())
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+FLAGS = f"--xla_force_host_platform_device_count={DEVICES}"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402

@@ -9,6 +9,8 @@
 
 #include "runtime/cuda/plan.cuh"
 
+EP_VARIANT_BEGIN
+
 __device__ __forceinline__ int64_t load_integer(const void *data, int is_int64, int64_t i) {
     return is_int64 ? ((const int64_t *)data)[i] : ((const int32_t *)data)[i];
 }
@@ -145,7 +147,9 @@ __device__ inline void publish_offset_end(const EpPrepareArgs &a, int64_t step, 
  * a later sum with its own finds the later one after the fence, and writes that. By one thread. */
 __device__ inline void report_overflow(const EpPrepareArgs &a, int64_t needed, int64_t dropped) {
     volatile EpCudaAsyncErrors *errors = a.errors;
-    int64_t capacity = ep_agreed_rows(&a.shape);
+    /* In latency mode the shape has the block_rows of the tensors, and the plan has max_tokens. */
+    int64_t capacity =
+        ep_has_source_blocks(&a.shape) ? a.shape.max_tokens : ep_agreed_rows(&a.shape);
     unsigned long long *sum = &a.group.state->lost, written;
     errors->overflow = (unsigned long long)needed << 32 | (uint32_t)capacity;
     unsigned long long latest = atomicAdd(sum, (unsigned long long)dropped) + dropped;
@@ -400,5 +404,7 @@ __device__ inline void publish_step(const EpPrepareArgs &a, int64_t step, int to
     h->step = step;
     publish_word(a, step, EP_INFO_TOKENS, tokens);
 }
+
+EP_VARIANT_END
 
 #endif

@@ -10,12 +10,15 @@ sys.path[:0] = [HERE, os.path.join(HERE, "../common")]
 import base  # noqa: E402
 from base import DEVICE, SECONDS, make_nodes  # noqa: E402
 
-DEVICES = 8
+DEVICES, FLAGS = 8, ""
 os.environ["JAX_PLATFORMS"] = DEVICE
 if DEVICE == "cpu":
     # Most of the time goes to compiling, half of which LLVM needs for quick programs.
     fast = "--xla_backend_optimization_level=0"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} {fast}"
+    # XLA ends a process whose devices do not meet in time, as on a busy machine.
+    patient = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+    FLAGS = f"{fast} {patient} --xla_cpu_collective_timeout_seconds=600"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} {FLAGS}"
 else:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 

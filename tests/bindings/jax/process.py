@@ -10,7 +10,7 @@ import sys
 import time
 
 address, processes, number, devices = sys.argv[1], *map(int, sys.argv[2:])
-flags = "--xla_backend_optimization_level=0"
+flags = os.environ["XLA_FLAGS"]
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} {flags}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 

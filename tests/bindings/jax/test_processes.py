@@ -8,6 +8,7 @@ import time
 import processes
 import pytest
 from base import DEVICE, TREE
+from conftest import FLAGS
 from processes import finish, finish_all, free_port, spawn
 from programs import programs
 
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="starts CPU devices of i
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     monkeypatch.setattr(processes, "PRELOADED", ["jax", "jax.numpy"])
-    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XLA_FLAGS", FLAGS)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
 
 
 def run(*arguments):
