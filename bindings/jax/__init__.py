@@ -205,6 +205,9 @@ def _check_fields(fields: dict[str, Any]) -> None:
             _refuse(Status.UNSUPPORTED, field, expected, repr(fields[field]))
         if field in HandleFields.__annotations__ and field not in GroupFields.__annotations__:
             _refuse(Status.UNSUPPORTED, field, "none, since libep.jax sets it", repr(fields[field]))
+        if field in ("max_ranks", "place"):
+            expected = "none, since devices of a mesh do not join"
+            _refuse(Status.UNSUPPORTED, field, expected, repr(fields[field]))
     _check_members(fields)
     mode = Mode(fields.get("mode", Mode.THROUGHPUT))
     if mode is not Mode.THROUGHPUT:

@@ -105,6 +105,7 @@ class Ranks:
     ) -> None:
         self.key = next(_keys)
         self.has_masks = bool(fields.get("masks", 0))
+        self._masked: set[Any] = set()  # devices
         self.bootstraps: list[Bootstrap] = []
         self.ranks: list[_Rank] = []
         makers = []
@@ -154,6 +155,7 @@ class Ranks:
             words = _words(of_device[device] for device in self._line_of[rank.device])
             calls.append(functools.partial(_mask_rank, self.key, rank, words))
         self._run(calls)
+        self._masked = {device for device, is_alive in of_device.items() if not is_alive}
 
     def counters(self) -> dict[Any, Counters]:
         """What the operations of each device of this process have counted."""
@@ -221,8 +223,17 @@ class Ranks:
             for rank in self.ranks:
                 rank.group.abort(f"a program failed on {self._name(device)}: {failed[device]}")
 
+    def abort_masked(self) -> None:
+        """Abort the groups of masked devices, which would wait for the others when they close."""
+        for rank in self.ranks:
+            if rank.device in self._masked:
+                rank.group.abort("the device is masked")
+
     def _close_groups(self) -> None:
-        self._run([rank.group.close for rank in self.ranks])
+        self._run([rank.group.close for rank in self.ranks if rank.device not in self._masked])
+        self.abort_masked()
+        for rank in self.ranks:
+            rank.group.close()
         self._threads.shutdown(wait=False)
         for bootstrap in self.bootstraps:
             bootstrap.close()
@@ -381,6 +392,7 @@ def _leave() -> None:
     for ranks in _open.values():
         for rank in ranks.ranks:
             _close_rank(ranks.key, rank)
+        ranks.abort_masked()
 
 
 def _interrupt(sent: float) -> None:

@@ -59,6 +59,7 @@ def pair(bootstrap):
     ("ALIGNMENT alignment", {"alignment": 3}),
     ("RANGE num_physical: expected a multiple of the 2 devices", {"num_physical": 9}),
     ("RANGE num_physical", {"num_physical": -2}),
+    ("UNSUPPORTED max_ranks: expected none, .* do not join, got 4", {"masks": 1, "max_ranks": 4}),
     ("RANGE choice: expected one of near, spread, got 'far'", {"choice": "far"}),
     ("TYPE axis: expected an axis of the mesh or a tuple .*, got None", {"axis": None}),
     ("UNSUPPORTED max_recv_rows: expected a number of rows, got 0", {"max_recv_rows": 0}),
