@@ -121,12 +121,16 @@ gpu_tests_c := $(filter-out $(host_only),$(tests_c)) $(call in,tests/gpu)
 
 # $(call objects,FOLDER/,SOURCES): their objects, in a folder of $B. rowmath.c is compiled once for
 # each instruction set; the library chooses one at run time.
-# Kernels of latency mode are compiled once for one node and once for several.
+# Kernels of latency mode are compiled for several nodes, too; those that wait for ranks for masks.
 objects = $(foreach f,$2,$(if $(filter %/rowmath.c,$f),\
               $(row_sets:%=$B/$1$(basename $f)_%.o),$B/$1$(f:.c=).o)\
-              $(if $(filter $(nodes_cu),$f),$B/$1$(basename $f)_nodes.cu.o))
+              $(if $(filter $(nodes_cu),$f),$B/$1$(basename $f)_nodes.cu.o)\
+              $(if $(filter $(masked_cu),$f),$B/$1$(basename $f)_masked.cu.o))
 nodes_cu := dispatch/cuda/latency_scatter.cu combine/cuda/latency_gather.cu
-on_nodes = $(if $(filter %_nodes.cu.o,$@),-DEP_SEVERAL_NODES=1)
+masked_cu := handles/prepare/cuda/prepare.cu handles/placement/cuda/place.cu \
+             dispatch/cuda/scatter.cu combine/cuda/gather.cu $(nodes_cu)
+variant = $(if $(filter %_nodes.cu.o,$@),-DEP_SEVERAL_NODES) \
+          $(if $(filter %_masked.cu.o,$@),-DEP_MASKED)
 row_sets := base $(if $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null)),v3 v4)
 row_flags_v3 := -march=x86-64-v3
 row_flags_v4 := -march=x86-64-v4 -mprefer-vector-width=512
@@ -209,14 +213,11 @@ $B/emulated/$(basename $(rowmath))_%.o: $(rowmath) $B/flags
 define compile_kernels
 @mkdir -p $(@D)
 $(call say,NVCC,$@)
-$Q$(NVCC) $(nvcc_target) $(nvcc_arch) $(on_nodes) -O3 -std=c++17 -fmad=false -Iinclude -I. \
+$Q$(NVCC) $(nvcc_target) $(nvcc_arch) $(variant) -O3 -std=c++17 -fmad=false -Iinclude -I. \
     -I$(nccl_include) -MMD -MP $(if $(WERROR),-Werror all-warnings) \
     -Xcompiler -fPIC,-pthread,-ffp-contract=off,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
 endef
-$B/%_nodes.cu.o: %.cu $B/flags
-	$(compile_kernels)
-$B/%.cu.o: %.cu $B/flags
-	$(compile_kernels)
+$(foreach v,.cu _nodes.cu _masked.cu,$(eval $B/%$v.o: %.cu $B/flags; $$(compile_kernels)))
 
 # Emulated GPUs: the CUDA backend's sources are compiled against replacements of CUDA and NCCL (see
 # tests/emulator/), without an installation of either. Rings are short, so that they wrap, and so is
@@ -229,15 +230,13 @@ define emulate_kernels
 @mkdir -p $(@D)
 $(call say,CXX,$@)
 $Qsed -E -f tests/emulator/kernel.sed $< >$(@:.o=.cpp)
-$Q$(CXX) $(on_nodes) \
+$Q$(CXX) $(variant) \
     $(filter-out -std=% -Wstrict-prototypes -Wmissing-prototypes,$(cflags)) \
     -std=c++17 -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused-parameter \
     -include cuda_runtime.h -c $(@:.o=.cpp) -o $@
 endef
-$B/emulated/%_nodes.cu.o: %.cu tests/emulator/kernel.sed $B/flags
-	$(emulate_kernels)
-$B/emulated/%.cu.o: %.cu tests/emulator/kernel.sed $B/flags
-	$(emulate_kernels)
+$(foreach v,.cu _nodes.cu _masked.cu,\
+    $(eval $B/emulated/%$v.o: %.cu tests/emulator/kernel.sed $B/flags; $$(emulate_kernels)))
 
 -include $(shell find $B -name '*.d' 2>/dev/null)
 

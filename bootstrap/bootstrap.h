@@ -12,7 +12,8 @@
  *     choose.c, gpus.c   which backend serves the group, and which GPU each rank uses (gpus.h)
  *     bind.c             binding a rank to the CPUs near its GPU
  *     rendezvous.c       how the ranks of a group agree later
- *     group_create.c     creates a group from all of these, and destroys it
+ *     group_create.c     creates a group from all of these, lets ranks join, and destroys it
+ *     places.c           a bootstrap of a group's places, some of them empty (places.h)
  *     subset.c           a bootstrap of some of another one's ranks, for meshes (subset.h)
  *     host/, cuda/       what each backend sets up with the peers
  *     memory/            memory that peers reach: windows and shared segments
@@ -26,6 +27,18 @@
 
 /** Refuse a bootstrap that lacks a required part. */
 EpStatus ep_bootstrap_check(const EpCall *call, const EpBootstrap *bootstrap);
+
+/** What ranks that meet call. All call the same, but for newcomers and those that admit them. */
+typedef enum EpEntrance {
+    EP_ENTER_CREATE,
+    EP_ENTER_JOIN,
+    EP_ENTER_ADMIT,
+    EP_ENTER_MESH,
+    EP_ENTER_COMM
+} EpEntrance;
+
+/** Returns the call's name. */
+const char *ep_entrance_name(EpEntrance entrance);
 
 /** ep_group_create, for a purpose. */
 EpStatus ep_group_open(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpPurpose purpose,
@@ -66,13 +79,16 @@ int ep_location_same_node(const EpLocation *a, const EpLocation *b);
 #define EP_HELLO_FIELDS 28
 
 /**
- * What each rank sends to all others when a group is created. Every rank compares all hellos by the
- * same rules, so all ranks come to the same result without a leader.
+ * What each rank sends to all others when a group is created, or a rank joins it. Every rank
+ * compares all hellos by the same rules, so all ranks come to the same result without a leader.
  */
 typedef struct EpHello {
     EpStatus status;                /**< of this rank's own checks */
+    int32_t place;                  /**< its number in the group */
     int64_t field[EP_HELLO_FIELDS]; /**< values that must be equal */
-    uint64_t id;                    /**< rank 0's becomes the group's */
+    uint64_t id;    /**< rank 0's becomes the group's; of a group that exists: its */
+    int32_t admits; /**< whether it has the group already */
+    EpMask alive;   /**< then: the ranks that take part, as it sees them */
     EpLocation location;
     uint64_t topology_hash; /**< of LIBEP_TOPOLOGY, which must be equal too */
     char topology[72];      /**< its start */
@@ -86,11 +102,18 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
 /** Terminate the strings of hellos that came from other ranks. */
 void ep_hello_terminate(EpHello *all, int32_t size);
 
-/** Number the nodes in the order of their first rank: nodes[size]. */
-void ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes);
+/** Number the nodes of `count` ranks in the order of their first rank: nodes[size], of all places.
+ *  An empty place is on the node of the rank before it, or of the first one. */
+void ep_hello_nodes(const EpHello *all, int32_t count, int32_t size, int32_t *nodes);
 
-/** EP_OK if all ranks passed their checks and agree. */
-EpStatus ep_hello_compare(const EpCall *call, const EpBootstrap *bootstrap, const EpHello *all);
+/** Of ranks that join and admit: find the lowest of those that are alive, all of which are here.
+ *  Newcomers have other places. */
+EpStatus ep_hello_living(const EpCall *call, const EpHello *all, int32_t count,
+                         const EpHello **living);
+
+/** EP_OK if all ranks passed their checks and agree. `places`: of the group. */
+EpStatus ep_hello_compare(const EpCall *call, const EpBootstrap *bootstrap, int32_t places,
+                          const EpHello *all);
 
 /* ---- rendezvous ---------------------------------------------------------------------------- */
 
@@ -106,12 +129,13 @@ EpStatus ep_bootstrap_gather(const EpBootstrap *bootstrap, const void *mine, voi
                              size_t bytes, double timeout);
 
 /**
- * Gather, on the stack, whether each rank has the memory for the rendezvous that follow: one that
- * has not could not take part in them, and its peers would wait for it. EP_ERR_NO_MEMORY on a rank
- * that has not, EP_ERR_PEER on the others.
+ * Gather, on the stack, what each rank calls, with which version of the library, and whether it has
+ * the memory for the rendezvous that follow. One that has not could not take part in them, and its
+ * peers would wait for it. What ranks gather here is the same in all versions. EP_ERR_NO_MEMORY on
+ * a rank without memory, EP_ERR_PEER on the others; EP_ERR_MISMATCH, EP_ERR_ORDER.
  */
-EpStatus ep_bootstrap_agree_on_memory(const EpCall *call, const EpBootstrap *bootstrap,
-                                      int has_memory, double timeout);
+EpStatus ep_bootstrap_enter(const EpCall *call, const EpBootstrap *bootstrap, EpEntrance entrance,
+                            int has_memory, double timeout);
 
 /** Bytes of a rank that the bootstrap of a group of a mesh can gather without new memory. A
  *  rendezvous must not fail for want of memory, since the peers would wait. */

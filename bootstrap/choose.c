@@ -8,6 +8,13 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/gpus.h"
 
+static int spans_nodes(const int32_t *nodes, int32_t size) {
+    int32_t r = 1;
+    while (r < size && nodes[r] == nodes[0])
+        r++;
+    return r < size;
+}
+
 /* Assign devices and check whether the CUDA backend can serve all ranks with them. Returns 0, with
  * the reason in `why_not`, if it cannot. */
 static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
@@ -18,6 +25,12 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
     int64_t shared_bytes = ep_cuda_least_shared(config, b->size);
     ep_gpus_domains(all, b->size, devices, settings->topology.text[0] != 0, nodes);
     if (!ep_gpus_agree(all, b->size, nodes, devices, shared_bytes, why_not, bytes)) return 0;
+    if (config->masks && spans_nodes(nodes, b->size)) {
+        snprintf(why_not, bytes,
+                 "a group with masks (config.masks) needs one node, that is one NVLink domain, and "
+                 "its GPUs are on several");
+        return 0;
+    }
     const EpGpu *gpu = &all[b->rank].gpu[devices[b->rank]];
     out->device = devices[b->rank];
     out->assigned = all[b->rank].wanted == EP_DEFAULT && all[b->rank].current != out->device;

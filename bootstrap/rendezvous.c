@@ -17,15 +17,53 @@ EpStatus ep_bootstrap_gather(const EpBootstrap *bootstrap, const void *mine, voi
                    bootstrap->rank, bytes);
 }
 
-EpStatus ep_bootstrap_agree_on_memory(const EpCall *call, const EpBootstrap *bootstrap,
-                                      int has_memory, double timeout) {
-    int32_t mine = has_memory ? EP_OK : EP_ERR_NO_MEMORY, all[EP_MAX_RANKS];
-    EpStatus status = ep_bootstrap_gather(bootstrap, &mine, all, sizeof(mine), timeout);
-    if (!has_memory) return ep_refuse(call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
-    for (int32_t r = 0; r < bootstrap->size && status == EP_OK; r++)
-        if (all[r] != EP_OK)
+const char *ep_entrance_name(EpEntrance entrance) {
+    static const char *const names[] = {"ep_group_create", "ep_group_join", "ep_group_admit",
+                                        "ep_bootstrap_mesh", "ep_mesh_comm_create"};
+    return (unsigned)entrance < sizeof(names) / sizeof(*names) ? names[entrance] : "another call";
+}
+
+/* What ranks tell each other first. */
+typedef struct Entry {
+    int32_t status, version, entrance, reserved;
+} Entry;
+
+static int is_admission(int32_t entrance) {
+    return entrance == EP_ENTER_JOIN || entrance == EP_ENTER_ADMIT;
+}
+
+static EpStatus compare_entries(const EpCall *call, const Entry *all, int32_t size) {
+    int admits = !is_admission(all[0].entrance);
+    for (int32_t r = 0; r < size; r++)
+        if (all[r].version != all[0].version)
+            return ep_refuse(call, EP_ERR_MISMATCH, "the library's version",
+                             "expected one value on all ranks, got %d on rank 0 and %d on rank %d",
+                             all[0].version, all[r].version, r);
+    for (int32_t r = 0; r < size; r++)
+        if (all[r].status != EP_OK)
             return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: out of memory",
                              r);
+    for (int32_t r = 0; r < size; r++) {
+        int is_same = all[r].entrance == all[0].entrance;
+        if (!is_same && !(is_admission(all[0].entrance) && is_admission(all[r].entrance)))
+            return ep_refuse(call, EP_ERR_ORDER, "bootstrap",
+                             "expected all ranks in one call, got rank 0 in %s and rank %d in %s",
+                             ep_entrance_name((EpEntrance)all[0].entrance), r,
+                             ep_entrance_name((EpEntrance)all[r].entrance));
+        admits |= all[r].entrance == EP_ENTER_ADMIT;
+    }
+    if (admits) return EP_OK;
+    return ep_refuse(call, EP_ERR_ORDER, "bootstrap",
+                     "expected ranks that call ep_group_admit, got newcomers alone");
+}
+
+EpStatus ep_bootstrap_enter(const EpCall *call, const EpBootstrap *bootstrap, EpEntrance entrance,
+                            int has_memory, double timeout) {
+    Entry mine = {has_memory ? EP_OK : EP_ERR_NO_MEMORY, ep_version(), entrance, 0};
+    Entry all[EP_MAX_RANKS];
+    EpStatus status = ep_bootstrap_gather(bootstrap, &mine, all, sizeof(mine), timeout);
+    if (!has_memory) return ep_refuse(call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
+    if (status == EP_OK) status = compare_entries(call, all, bootstrap->size);
     int32_t rank;
     if (status == EP_OK && ep_bootstrap_elsewhere(bootstrap, sizeof(mine), &rank))
         return ep_refuse(call, EP_ERR_PEER, "bootstrap",

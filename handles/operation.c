@@ -328,3 +328,17 @@ EpStatus ep_run_gather(const EpOperation *o, EpGather *gather) {
     note_phase(o, gather->phase, EP_PENDING_COMBINE, gather->place);
     return EP_OK;
 }
+
+EpStatus ep_refuse_cuts(EpGroup *group) {
+    EpFinding finding = EP_FINDING_INIT;
+    int32_t r = 0;
+    while (r < group->size && !ep_mask_has(&group->cut, r))
+        r++;
+    if (r == group->size) return EP_OK;
+    finding.status = EP_ERR_TIMEOUT, finding.rank = group->rank, finding.peer = r;
+    finding.count = 1;
+    ep_fail(EP_ERR_TIMEOUT,
+            "rank %d: throughput mode: expected no rank that latency mode has cut, got rank %d",
+            group->rank, r);
+    return ep_group_suspend(group, &finding);
+}

@@ -109,6 +109,10 @@ EpStatus ep_run_publish(const EpOperation *o, const EpRouting *routing);
 EpStatus ep_run_scatter(const EpOperation *o, EpScatter *scatter);
 EpStatus ep_run_gather(const EpOperation *o, EpGather *gather);
 
+/** Returns EP_OK unless a rank is cut, which suspends the group: ranks that have cut others do not
+ *  agree on what operations of throughput mode exchange. */
+EpStatus ep_refuse_cuts(EpGroup *group);
+
 /** Returns the number of receive rows in a checked tensor of slot rows. */
 int64_t ep_slot_capacity(const EpHandle *handle, const EpTensor *t);
 

@@ -280,8 +280,8 @@ EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
                                const EpHandleConfig *config, EpHandleConfig *read,
                                EpPlanShape *shape) {
     const EpNodeSizes *nodes = &group->nodes.sizes;
-    EP_TRY(ep_handle_shape(call, &group->config, ep_backend_offers(group->backend, nodes), nodes,
-                           group->size, group->rank, config, read, shape));
+    EP_TRY(ep_handle_shape(call, &group->config, ep_group_offers(group), nodes, group->size,
+                           group->rank, config, read, shape));
     return group->backend->check_shape ? group->backend->check_shape(group, call, shape) : EP_OK;
 }
 
@@ -377,7 +377,7 @@ EpStatus ep_group_memory(const EpGroupConfig *config, int32_t num_ranks, EpGroup
     EpSettings settings;
     EP_TRY(ep_settings_load(&settings));
     EpGroupMemory m = EP_GROUP_MEMORY_INIT;
-    EP_TRY(measure(&call, &read, num_ranks, &settings, &m));
+    EP_TRY(measure(&call, &read, ep_config_places(&read, num_ranks), &settings, &m));
     ep_write_struct(out, &m);
     return EP_OK;
 }

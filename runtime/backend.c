@@ -8,14 +8,14 @@
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings) {
     if (config->nccl_comm && config->backend == EP_BACKEND_AUTO) return EP_BACKEND_CUDA;
     EpBackend wish = config->backend == EP_BACKEND_AUTO ? settings->backend : config->backend;
-    return wish == EP_BACKEND_AUTO && config->masks ? EP_BACKEND_HOST : wish;
+    return wish == EP_BACKEND_AUTO && ep_config_joins(config) ? EP_BACKEND_HOST : wish;
 }
 
 const char *ep_backend_contradiction(const EpGroupConfig *config, EpBackend wish) {
     if (wish == EP_BACKEND_HOST && config->nccl_comm)
         return "the host backend has no use for an NCCL communicator";
-    if (wish == EP_BACKEND_CUDA && config->masks)
-        return "the cuda backend has no masks yet, and the group shall have them (config.masks)";
+    if (wish == EP_BACKEND_CUDA && ep_config_joins(config))
+        return "no rank can join a group of the cuda backend yet (config.max_ranks)";
     return NULL;
 }
 

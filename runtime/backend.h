@@ -27,6 +27,7 @@ struct EpRoutingMap;
 struct EpWeightGather;
 struct EpWeightReduce;
 struct EpWeightAmax;
+struct EpMove;
 struct EpWeight;
 struct EpWeightView;
 
@@ -81,6 +82,15 @@ typedef struct EpBackendOps {
     /** Collective: open and close a group. `together`: whether all ranks close it now. */
     EpStatus (*open)(EpGroup *group);
     void (*close)(EpGroup *group, int together);
+    /**
+     * Optional (NULL: nobody joins a group). `reserve`, local: allocate a group's memory, before
+     * its rank meets the others; `close` frees it, also after a failure. `admit`, collective over
+     * the group's bootstrap: connect the ranks of which ep_group_connects speaks, and forget those
+     * that are no members. group->nodes and `members` are the new ones. A rank outside of `alive` is
+     * masked from then on, and those in it take part. On failure nothing has changed.
+     */
+    EpStatus (*reserve)(EpGroup *group);
+    EpStatus (*admit)(EpGroup *group, const EpMask *alive);
     /** Bring asynchronous errors into the group. */
     void (*poll)(EpGroup *group);
     /** Optional (NULL: no peer can wait): the group has failed outside of operations; let peers
@@ -163,6 +173,8 @@ typedef struct EpBackendOps {
     EpStatus (*gather_weight)(const struct EpWeightGather *gather);
     EpStatus (*reduce_weight)(const struct EpWeightReduce *reduce);
     EpStatus (*reduce_amax)(const struct EpWeightAmax *amax);
+    /** See handles/weights/move.h. */
+    EpStatus (*move_weights)(const struct EpMove *move);
     /** Set the workspaces in view->sizes. */
     void (*measure_weight)(const struct EpWeight *weight, struct EpWeightView *view);
     EpStatus (*quantise_rows)(const struct EpRowsQuant *quant);
@@ -191,8 +203,7 @@ extern const EpBackendOps ep_backend_host, ep_backend_cuda;
 #define EP_CUDA_OFFERS \
     (EP_OFFERS_LATENCY | EP_OFFERS_QUANT | EP_OFFERS_SCALE_COLUMNS | EP_OFFERS_SOURCE_COUNTS)
 
-/** Returns the backend that configuration and settings ask for: AUTO, HOST or CUDA. A group with
- *  masks asks for HOST, which alone has them. */
+/** Returns the backend that configuration and settings ask for: AUTO, HOST or CUDA. */
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings);
 
 /** Returns why no machine can serve `wish` with this configuration, or NULL. */

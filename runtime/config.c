@@ -58,6 +58,16 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
     return EP_OK;
 }
 
+static EpStatus check_places(const EpCall *call, const EpGroupConfig *c, int32_t num_ranks) {
+    if (c->max_ranks == EP_DEFAULT && c->place == EP_DEFAULT) return EP_OK;
+    EP_TRY(check_range(call, "config.max_ranks", c->max_ranks, num_ranks, EP_MAX_RANKS));
+    if (c->place != EP_DEFAULT)
+        EP_TRY(check_range(call, "config.place", c->place, 0, c->max_ranks - 1));
+    if (c->masks) return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, "config.masks",
+                     "expected 1, since config.max_ranks is given, got 0");
+}
+
 static EpStatus check_masks(const EpCall *call, const EpGroupConfig *c) {
     EP_TRY(check_range(call, "config.masks", c->masks, 0, 1));
     EP_TRY(check_range(call, "config.on_late", c->on_late, EP_LATE_FAIL, EP_LATE_MASK));
@@ -81,6 +91,7 @@ static EpStatus check(const EpCall *call, const EpGroupConfig *c, int32_t num_ra
     if (c->num_physical != EP_DEFAULT)
         EP_TRY(check_range(call, "config.num_physical", c->num_physical, 1, EP_MAX_EXPERTS));
     EP_TRY(check_masks(call, c));
+    EP_TRY(check_places(call, c, num_ranks));
     return check_choices(call, c);
 }
 
@@ -150,6 +161,8 @@ void ep_config_chunks(const EpGroupConfig *config, const EpSettings *settings, E
     int64_t token = out->most * ep_config_record_bytes(config);
     int32_t rows = ep_config_node_rows(config);
     out->limit = out->chunk = out->message = out->latency = 0;
+    /* Handles outlive a change of nodes, so such a group has the limit on any. */
+    if (ep_config_joins(config) && rows < config->max_tokens) out->limit = rows;
     if (out->nodes == 1) return;
     out->latency = config->max_tokens <= settings->node_latency;
     int64_t bytes = ep_max(LEAST_CHUNK_BYTES, rows * token / LEAST_CHUNKS);
@@ -201,6 +214,7 @@ EpStatus ep_max_recv_rows(const EpGroupConfig *given, int32_t num_ranks, int32_t
     EpGroupConfig read;
     EP_TRY(ep_config_read(&call, given, num_ranks, &read));
     const EpGroupConfig *config = &read;
+    num_ranks = ep_config_places(config, num_ranks);
     EP_TRY(check_range(&call, "rank", rank, 0, num_ranks - 1));
     EP_TRY(check_range(&call, "layout", layout, 1, ep_layout_last()));
     EP_TRY(check_range(&call, "flags", flags, 0, EP_ROWS_DUPLICATES));

@@ -25,6 +25,16 @@ EpStatus ep_config_check_sms(const EpCall *call, int32_t num_sms);
 /** Returns where the physical experts are. */
 EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks);
 
+/** Returns whether processes may join a group. */
+static inline int ep_config_joins(const EpGroupConfig *config) {
+    return config->max_ranks != EP_DEFAULT;
+}
+
+/** Returns the places of a group that has `num_ranks` ranks at first: R. */
+static inline int32_t ep_config_places(const EpGroupConfig *config, int32_t num_ranks) {
+    return ep_config_joins(config) ? config->max_ranks : num_ranks;
+}
+
 /** Returns whether a group has a table of copies, and routes by it. */
 static inline int ep_config_has_copies(const EpGroupConfig *config) {
     return config->num_physical != EP_DEFAULT;

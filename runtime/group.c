@@ -45,6 +45,16 @@ EpStatus ep_group_suspend(EpGroup *group, const EpFinding *finding) {
     return group->suspended;
 }
 
+void ep_group_keep_out(EpGroup *group) {
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = EP_ERR_TIMEOUT, finding.rank = finding.peer = group->rank, finding.count = 1;
+    snprintf(finding.phase, sizeof(finding.phase), "join");
+    group->failure = finding;
+    snprintf(group->failure_sentence, sizeof(group->failure_sentence),
+             "rank %d: %s: this rank is masked", group->rank, group->call);
+    group->suspended = finding.status;
+}
+
 /* Another thread has aborted the group, and no wait has noticed. */
 static EpStatus fail_aborted(EpGroup *group) {
     EpFinding finding = EP_FINDING_INIT;
@@ -89,7 +99,7 @@ EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out) {
                         .mode =
                             ep_config_mode(group->config.mode, group->config.max_tokens,
                                            group->config.max_recv_rows > 0,
-                                           ep_backend_offers(group->backend, &group->nodes.sizes)),
+                                           ep_group_offers(group)),
                         .num_physical = group->placement.num_experts,
                         .choice = group->config.choice};
     snprintf(info.gpu, sizeof(info.gpu), "%s", group->choice.gpu);

@@ -51,6 +51,11 @@ struct EpGroup {
     EpGroupConfig config;
     EpSettings settings; /* read at creation */
     int32_t rank, size;
+    /* Of the places 0 .. size - 1, with config.max_ranks; else all of them, and none once it is
+     * open. */
+    EpMask members;   /* that are not empty */
+    EpMask newcomers; /* whose ranks join in the call that is under way */
+    const char *call; /* that opens the group, or lets ranks join */
     EpPlacement placement;
     int32_t first_expert, num_local;
     EpCopySetup copies; /* memory.of NULL: no placement. The backend's memory */
@@ -92,6 +97,18 @@ static inline int64_t ep_group_own_bytes(int32_t num_ranks) {
            num_ranks * (int64_t)(4 * sizeof(int32_t) + EP_RENDEZVOUS_BYTES);
 }
 
+/** Returns what the group's backend offers to it, whatever nodes it has after ranks have joined. */
+static inline unsigned ep_group_offers(const EpGroup *group) {
+    unsigned offers = ep_backend_offers(group->backend, &group->nodes.sizes);
+    return ep_config_joins(&group->config) ? offers | EP_OFFERS_AUTO_LATENCY : offers;
+}
+
+/** Returns whether this rank and another one connect in the call that is under way. */
+static inline int ep_group_connects(const EpGroup *group, int32_t rank) {
+    if (rank == group->rank || !ep_mask_has(&group->members, rank)) return 0;
+    return ep_mask_has(&group->newcomers, rank) || ep_mask_has(&group->newcomers, group->rank);
+}
+
 /** ep_group_enter and ep_group_leave surround calls that use the backend; see EpBackendOps. */
 static inline int ep_group_enter(const EpGroup *group, const char *call) {
     const EpActivity activity = {.call = call, .tokens = -1};
@@ -108,6 +125,9 @@ EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding);
 
 /** The same of a group with masks, until ep_group_mask. Returns the finding's status. */
 EpStatus ep_group_suspend(EpGroup *group, const EpFinding *finding);
+
+/** Refuse operations of this rank, which is masked, until ep_group_mask. */
+void ep_group_keep_out(EpGroup *group);
 
 /** Record that this rank has cut these ranks, some of them before. */
 void ep_group_record_cuts(EpGroup *group, const EpMask *cut, const char *phase);

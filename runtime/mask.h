@@ -27,6 +27,14 @@ static inline void ep_mask_add(EpMask *mask, int32_t rank) {
     mask->word[rank / 32] |= 1u << rank % 32;
 }
 
+/** Returns the lowest rank of a set that is not empty. */
+static inline int32_t ep_mask_lowest(const EpMask *mask) {
+    int32_t r = 0;
+    while (!ep_mask_has(mask, r))
+        r++;
+    return r;
+}
+
 /** Returns the set of ranks 0 .. num_ranks - 1. */
 static inline EpMask ep_mask_of_all(int32_t num_ranks) {
     EpMask mask = {{0}};

@@ -28,6 +28,10 @@ static EpStatus read_mask(const EpCall *call, const EpGroup *group, const uint32
         if (ep_mask_has(out, r))
             return ep_refuse(call, EP_ERR_RANGE, "alive",
                              "expected bits of %d ranks, got that of rank %d", group->size, r);
+    for (int32_t r = 0; r < group->size; r++)
+        if (ep_mask_has(out, r) && !ep_mask_has(&group->members, r))
+            return ep_refuse(call, EP_ERR_RANGE, "alive",
+                             "expected ranks that are there, got rank %d, whose place is empty", r);
     if (ep_mask_has(out, group->rank)) return EP_OK;
     return ep_refuse(call, EP_ERR_RANGE, "alive",
                      "expected this rank's own bit, %d, which ranks that stay away lack, got 0",

@@ -71,6 +71,15 @@ const EpOp ep_op_placement = {12,
                                {"", EP_NUMBERS}},
                               EP_OP_FACTS};
 
+const EpOp ep_op_weight_move = {13,
+                                "weight move",
+                                {{"hash of the map `from`", EP_NUMBERS},
+                                 {"hash of the map `to`", EP_NUMBERS},
+                                 {"hash of the weights' sizes", EP_NUMBERS},
+                                 {"bytes of the workspace", EP_NUMBERS},
+                                 {"", EP_NUMBERS}},
+                                EP_OP_FACTS};
+
 const EpOp *ep_op_find(int32_t code) {
     static const EpOp unknown = {.name = "?"};
     const EpOp *const ops[] = {&ep_op_prepare,           &ep_op_route,
@@ -78,7 +87,8 @@ const EpOp *ep_op_find(int32_t code) {
                                &ep_op_dispatch_backward, &ep_op_combine_backward,
                                &ep_op_weight_gather,     &ep_op_weight_reduce,
                                &ep_op_weight_amax,       &ep_op_route_send,
-                               &ep_op_combine_send,      &ep_op_placement};
+                               &ep_op_combine_send,      &ep_op_placement,
+                               &ep_op_weight_move};
     for (size_t i = 0; i < sizeof(ops) / sizeof(*ops); i++)
         if (ops[i]->code == code) return ops[i];
     return &unknown;
@@ -91,7 +101,9 @@ const char *ep_op_name(int32_t code) {
 }
 
 const char *ep_op_owner(int32_t code) {
-    return code >= ep_op_weight_gather.code && code <= ep_op_weight_amax.code ? "weight" : "handle";
+    int is_of_weight = (code >= ep_op_weight_gather.code && code <= ep_op_weight_amax.code) ||
+                       code == ep_op_weight_move.code;
+    return is_of_weight ? "weight" : "handle";
 }
 
 const char *ep_op_values(const EpOp *op, int fact, int32_t rank, int64_t mine, int32_t peer,

@@ -29,7 +29,7 @@ typedef struct EpOp {
 extern const EpOp ep_op_route_send, ep_op_combine_send;
 extern const EpOp ep_op_prepare, ep_op_route, ep_op_dispatch, ep_op_combine,
     ep_op_dispatch_backward, ep_op_combine_backward, ep_op_weight_gather, ep_op_weight_reduce,
-    ep_op_weight_amax, ep_op_placement;
+    ep_op_weight_amax, ep_op_placement, ep_op_weight_move;
 
 /** Returns the operation with this code, or one named "?" if there is none. */
 const EpOp *ep_op_find(int32_t code);

@@ -192,6 +192,7 @@ static bool run(World *world, const void *options) {
                                                               [CASE_CALLS] = calls_case,
                                                               [CASE_SUMS] = sums_case,
                                                               [CASE_WEIGHTS] = weights_case,
+                                                              [CASE_DECODE] = decode_case,
                                                               [CASE_NCCL_EP] = nccl_ep_case};
     return cases[((const Options *)options)->kind](world, options);
 }

@@ -43,7 +43,9 @@ class Buffer(OfProcess):
     num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank,
     allow_nvlink_for_low_latency_mode, allow_mnnvl, explicitly_destroy
                         not used: memory is allocated at the first call of each configuration
-    enable_shrink, comm EpError UNSUPPORTED if given
+    enable_shrink       low-latency calls go on without ranks that are late: see
+                        low_latency_late_us
+    comm                EpError UNSUPPORTED if given without a group
 
     Not collective. Each first call of a configuration is: it makes a libep group. All calls are in
     the same order on every rank, as in DeepEP. Waits end at libep's deadline (LIBEP_TIMEOUT).
@@ -55,6 +57,10 @@ class Buffer(OfProcess):
     low_latency_sums: Sums = Sums.BY_RANK
     """How low_latency_combine adds. BY_ENTRY: all of a token's rows on its own rank, in the order of
     topk_idx, as DeepEP does: more bytes travel. Set it on all ranks before their first call."""
+
+    low_latency_late_us: int = 100_000_000
+    """With enable_shrink, how long low-latency calls wait for a rank before they go on without it,
+    in microseconds. DeepEP waits for 100 s, too. Set it on all ranks before they make the Buffer."""
 
     def __init__(
         self,
@@ -71,11 +77,6 @@ class Buffer(OfProcess):
         **unknown: Any,
     ) -> None:
         ignore("Buffer", unknown)
-        if enable_shrink:
-            refuse(
-                "Buffer: expected enable_shrink to be False, got True: libep has no mask of ranks; "
-                "a group whose rank is gone fails"
-            )
         if group is None:
             refuse(
                 "Buffer: expected a torch.distributed process group, got "
@@ -90,7 +91,7 @@ class Buffer(OfProcess):
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        self._groups = Groups(bootstrap)
+        self._groups = Groups(bootstrap, Buffer.low_latency_late_us if enable_shrink else None)
         self._lane = Lane()
 
     def destroy(self) -> None:
@@ -651,7 +652,7 @@ class Buffer(OfProcess):
     ) -> None:
         """Do nothing: libep's buffers need no cleaning."""
 
-    # ---- what libep cannot do ---------------------------------------------------------------------
+    # ---- ranks that are late or gone --------------------------------------------------------------
 
     def get_local_buffer_tensor(
         self,
@@ -660,20 +661,68 @@ class Buffer(OfProcess):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """EpError UNSUPPORTED: there is no such buffer."""
-        refuse("get_local_buffer_tensor: libep has no communication buffer that callers may use")
+        """Memory that nothing uses, which callers may clean after a rank has been lost.
+
+        EpError UNSUPPORTED without enable_shrink: libep has no communication buffer for callers.
+
+        dtype   the tensor's type
+        size    its shape; None: one element
+        """
+        if not self.enable_shrink:
+            refuse(
+                "get_local_buffer_tensor: libep has no communication buffer that callers may use"
+            )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.empty(size or (1,), dtype=dtype, device=device)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """EpError UNSUPPORTED: libep has no mask of ranks."""
-        refuse("low_latency_update_mask_buffer: libep has no mask of ranks")
+        """Let low-latency calls of this rank go on without another one, from now on. Local.
+
+        mask  True. EpError UNSUPPORTED for False where the rank is masked: ranks come back together,
+              by low_latency_clean_mask_buffer.
+        """
+        call = "low_latency_update_mask_buffer"
+        self._require_shrink(call)
+        if not 0 <= rank_to_mask < self.group_size or rank_to_mask == self.rank:
+            raise EpError(
+                Status.RANGE,
+                f"{call}: rank_to_mask: expected another rank below {self.group_size}, got "
+                f"{rank_to_mask}",
+            )
+        if mask and not self._groups.cut(rank_to_mask):
+            refuse(f"{call}: expected a low-latency call before, got none: nothing can be masked")
+        if mask:
+            return
+        if rank_to_mask in self._groups.masked():
+            refuse(
+                f"{call}: expected mask to be True, got False: to bring rank {rank_to_mask} back, "
+                "all ranks call low_latency_clean_mask_buffer"
+            )
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """EpError UNSUPPORTED: libep has no mask of ranks."""
-        refuse("low_latency_query_mask_buffer: libep has no mask of ranks")
+        """Write 1 for each rank that low-latency calls of this rank go on without, else 0. Local.
+
+        mask_status  [R] int32
+        """
+        call = "low_latency_query_mask_buffer"
+        self._require_shrink(call)
+        _checks.mask_status(call, mask_status, self.group_size)
+        masked = self._groups.masked()
+        words = [int(rank in masked) for rank in range(self.group_size)]
+        mask_status.copy_(torch.tensor(words, dtype=torch.int32))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """EpError UNSUPPORTED: libep has no mask of ranks."""
-        refuse("low_latency_clean_mask_buffer: libep has no mask of ranks")
+        """Bring all ranks back that come. Collective over the ranks that live.
+
+        Waits for each other rank until libep's deadline (LIBEP_TIMEOUT). One that does not come is
+        masked on all others.
+        """
+        self._require_shrink("low_latency_clean_mask_buffer")
+        self._groups.readmit()
+
+    def _require_shrink(self, call: str) -> None:
+        if not self.enable_shrink:
+            refuse(f"{call}: expected a Buffer with enable_shrink, got one without")
 
 
 def _meet(group: ProcessGroup) -> Bootstrap:

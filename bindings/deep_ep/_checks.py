@@ -278,6 +278,12 @@ def waits(call: str, name: str, given: Any, num_ranks: int, device: torch.device
         _tensor(call, name, given, (num_ranks,), (torch.int64,), device)
 
 
+def mask_status(call: str, given: Any, num_ranks: int) -> None:
+    """Check the tensor that masks are written to."""
+    device = getattr(given, "device", torch.device("cpu"))
+    _tensor(call, "mask_status", given, (num_ranks,), (torch.int32,), device)
+
+
 def signals(
     handle: LatencyHandle,
     by_block: Optional[Tensor],

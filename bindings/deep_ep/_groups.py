@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._abi import DEFAULT, Backend, Layout, Mode, Quant, ScaleOrder, Status, Sums, Tail
+from .._abi import (
+    DEFAULT,
+    Backend,
+    Late,
+    Layout,
+    Mode,
+    Quant,
+    ScaleOrder,
+    Status,
+    Sums,
+    Tail,
+)
 from .._library import EpError
 from ..torch import Handle, _fast, create_group
 from ._keywords import refuse
@@ -173,8 +184,11 @@ class NormalGroup:
 class LatencyGroup:
     """A group for low-latency dispatch and combine."""
 
-    def __init__(self, bootstrap: Bootstrap, key: LatencyKey) -> None:
+    def __init__(self, bootstrap: Bootstrap, key: LatencyKey, late_us: Optional[int]) -> None:
         self.key = key
+        masks: dict[str, Any] = {}
+        if late_us is not None:
+            masks = dict(masks=1, on_late=Late.MASK, late_us=late_us)
         self.rows_per_expert = bootstrap.size * key.max_tokens
         self.group = create_group(
             bootstrap,
@@ -187,6 +201,7 @@ class LatencyGroup:
             sums=key.sums,
             backend=_backend(key.device),
             device=_ordinal(key.device),
+            **masks,
         )
         self._idle: dict[tuple[Quant, int], list[Handle]] = {}
         self._combine_buffer: Optional[Tensor] = None
@@ -216,6 +231,26 @@ class LatencyGroup:
         """Let others take the handle."""
         self._idle[Quant(handle.quant), num_sms].append(handle)
 
+    def readmit(self) -> None:
+        """Bring all ranks back. Collective over the ranks that live.
+
+        A rank that does not come within the deadline is left out, by another attempt without it.
+        Ranks that waited for different ones then differ, and leave out what another one has.
+        """
+        alive = set(range(self.group.size))
+        while True:
+            try:
+                self.group.mask(sorted(alive))
+                return
+            except EpError as error:
+                found = self.group.status()
+                if error.status == Status.TIMEOUT:
+                    alive.discard(found.peer)
+                elif error.status == Status.ORDER:
+                    alive.discard(found.expected)  # which another rank has left out
+                else:
+                    raise
+
     def combine_buffer(self) -> Tensor:
         """[L, rows, H]: memory for the experts' outputs, always the same."""
         if self._combine_buffer is None:
@@ -228,8 +263,10 @@ class LatencyGroup:
 class Groups:
     """The groups of a Buffer."""
 
-    def __init__(self, bootstrap: Bootstrap) -> None:
+    def __init__(self, bootstrap: Bootstrap, late_us: Optional[int]) -> None:
         self.bootstrap = bootstrap
+        self.late_us = late_us
+        """Microseconds after which latency mode goes on without a rank; None: it never does."""
         self._is_open = True
         self._all: list[Group] = []  # in the order in which all ranks made them
         self._normal: dict[NormalKey, list[NormalGroup]] = {}  # the newest last
@@ -289,9 +326,26 @@ class Groups:
         found = self._latency.get(key)
         if found is None:
             self._require("low_latency_dispatch", key.device)
-            found = self._latency[key] = LatencyGroup(self.bootstrap, key)
+            found = self._latency[key] = LatencyGroup(self.bootstrap, key, self.late_us)
             self._all.append(found.group)
         return found
+
+    def masked(self) -> set[int]:
+        """The ranks that some group of latency mode goes on without. Local."""
+        everyone = set(range(self.bootstrap.size))
+        alive = (made.group.alive() for made in self._latency.values())
+        return everyone - everyone.intersection(*alive)
+
+    def cut(self, rank: int) -> bool:
+        """Let all groups of latency mode go on without a rank. Local. False: there are none."""
+        for made in self._latency.values():
+            made.group.cut(rank)
+        return bool(self._latency)
+
+    def readmit(self) -> None:
+        """See LatencyGroup.readmit."""
+        for made in self._latency.values():
+            made.readmit()
 
     def _require(self, call: str, device: torch.device) -> None:
         if not self._is_open:

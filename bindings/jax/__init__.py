@@ -91,7 +91,9 @@ def bootstrap(
 
     axis           the name of a mesh axis, or several names, outermost first. Devices that differ
                    in another axis belong to different groups.
-    num_experts    experts of a group, a multiple of its devices; device r owns the r-th block
+    num_experts    experts of a group, a multiple of its devices; device r owns the r-th block.
+                   With num_physical among the fields, device r owns the r-th block of so many
+                   places, and dispatch takes a placement, which says what expert is where
     max_tokens     most tokens of a device in one call
     hidden, dtype  the largest row, and its type
     top_k          experts per token, in every call
@@ -107,7 +109,7 @@ def bootstrap(
     grad_quant     how gradients of an unweighted combine are quantised on their way, any but NVFP4;
                    they are turned back where they arrive
     fields         more of the group's configuration (libep.GroupFields): alignment, overflow,
-                   timeout_seconds, ...
+                   timeout_seconds, num_physical and choice, masks (on CPUs), ...
 
     With several processes (jax.distributed) each of them calls this, in the same order relative to
     other calls of bootstrap. EpError if the configuration is refused.
@@ -119,6 +121,8 @@ def bootstrap(
     numbers = dict(num_experts=num_experts, max_tokens=max_tokens, hidden=hidden, top_k=top_k)
     if max_recv_rows is not None:
         numbers["max_recv_rows"] = max_recv_rows
+    if "num_physical" in fields:
+        numbers["num_physical"] = fields["num_physical"]
     _check_numbers(numbers)
     _check_fields(fields)
     row = _row_type(hidden, dtype)
@@ -129,9 +133,12 @@ def bootstrap(
     if not set(axes) <= set(tokens):
         _refuse(Status.RANGE, "token_axes", f"{axes} among them", tokens)
     size = product(mesh, axes)
-    if num_experts % size:
-        expected = f"a multiple of the {size} devices along {axis!r}"
-        _refuse(Status.RANGE, "num_experts", expected, num_experts)
+    places = fields.get("num_physical", num_experts)
+    if places % size:
+        field = "num_physical" if "num_physical" in fields else "num_experts"
+        _refuse(Status.RANGE, field, f"a multiple of the {size} devices along {axis!r}", places)
+    if fields.get("masks") and mesh.devices.flat[0].platform != "cpu":
+        _refuse(Status.UNSUPPORTED, "masks", "0 on GPUs", fields["masks"])
     config = dict(
         fields,
         num_experts=num_experts,
@@ -144,7 +151,7 @@ def bootstrap(
             expected = "none, with max_recv_rows"
             _refuse(Status.UNSUPPORTED, "capacity_factor", expected, capacity_factor)
         policy, alignment = fields.get("overflow", Overflow.ERROR), fields.get("alignment", 1)
-        local = num_experts // size
+        local = places // size
         max_recv_rows = _layer.count_capacity(
             capacity_factor, policy, max_tokens, top_k, local, alignment
         )
@@ -251,7 +258,9 @@ class Ep(OfProcess):
         self._regions = regions
         self.num_ranks = product(regions.mesh, regions.axes)
         self.num_experts: int = config["num_experts"]
-        self.num_local_experts = self.num_experts // self.num_ranks
+        self.num_physical: int = config.get("num_physical", self.num_experts)
+        """Places for experts on all devices; without bootstrap's num_physical one for each."""
+        self.num_local_experts = self.num_physical // self.num_ranks
         self.max_tokens: int = config["max_tokens"]
         self.top_k: int = config["max_top_k"]
         self.max_recv_rows: int = config["max_recv_rows"]
@@ -266,6 +275,7 @@ class Ep(OfProcess):
             axes=regions.axes,
             on_host=ranks.on_host,
             num_local_experts=self.num_local_experts,
+            num_places=config.get("num_physical", 0),
             max_tokens=self.max_tokens,
             top_k=self.top_k,
             max_recv_rows=self.max_recv_rows,
@@ -287,6 +297,7 @@ class Ep(OfProcess):
         num_tokens: Optional[jax.Array] = None,
         *,
         global_scale: Optional[jax.Array] = None,
+        placement: Optional[jax.Array] = None,
     ) -> tuple[Received, Optional[jax.Array], Plan]:
         """Send each token's row to its experts. Return (recv_tokens, recv_weights, plan).
 
@@ -297,6 +308,11 @@ class Ep(OfProcess):
                       others are not sent, and become zero in combine's out and in gradients
         global_scale  [1] float32, by which quant="nvfp4" multiplies: commonly 448 * 6 / (the
                       largest magnitude of all devices' tokens). Else None
+        placement     [P] int32, equal on all devices, if bootstrap has num_physical = P, else None:
+                      the expert that each place holds, or -1. Device r has the r-th block of P / R
+                      places. What is said here of its experts holds for its places. An entry takes
+                      one of its expert's copies (bootstrap's choice); without one, it has no
+                      expert. libep.placement_balance makes placements
         recv_tokens   [rows, H]: the rows of the first local expert, of the second, ..., then zeros
         recv_weights  [rows] float32, the weight of each row; None without topk_weights
 
@@ -308,7 +324,9 @@ class Ep(OfProcess):
         Differentiable in tokens and topk_weights, unless rows are quantised.
         """
         operands = (tokens, topk_idx, topk_weights, num_tokens, global_scale)
-        return self._regions.run("dispatch", self._operations.dispatch, operands)
+        whole = () if placement is None else (placement,)  # on each device, also outside shard_map
+        specs = (PartitionSpec(),) * len(whole)
+        return self._regions.run("dispatch", self._operations.dispatch, operands, whole, specs)
 
     def combine(
         self,
@@ -352,7 +370,7 @@ class Ep(OfProcess):
                   array with a leading dimension, such as [rows, H], or a tree of such.
         rows      recv_tokens, what was computed from it, or a tree of such
         plan      of the dispatch
-        weights   a tree of arrays [E, ...]
+        weights   a tree of arrays [E, ...], or [P, ...] with bootstrap's num_physical
         specs     how the weights are sharded: a PartitionSpec for all, or a tree of them. The
                   first dimension begins with the group's axes, P("expert", "fsdp") or
                   P(("expert", "fsdp")). Other axes that split the tokens are gathered for use, and
@@ -371,7 +389,7 @@ class Ep(OfProcess):
         form = sharded.form_of(quantise)
         gathers = [
             sharded.gather_of(
-                self._regions, name, weight.shape, spec, self.num_experts, is_shard, form
+                self._regions, name, weight.shape, spec, self.num_physical, is_shard, form
             )
             for name, weight, spec in zip(sharded.names_of(weights), leaves, specs)
         ]
@@ -411,6 +429,27 @@ class Ep(OfProcess):
         Waits for the arrays that programs are computing. EpError without bootstrap's counters=True.
         """
         return self._ranks.counters()
+
+    def mask(self, alive: Any) -> None:
+        """Let only some devices take part, in the programs that are called from now on.
+
+        alive  array of the mesh's shape: a nonzero element lets its device take part
+
+        For bootstrap's masks=1. The experts of the other devices are no experts; of a copy of an
+        expert, one on another device is taken. Calls on the other devices do nothing, and give
+        zeros. Programs need not be compiled again. If a device does not come to a call, the others
+        raise at their deadline, and all calls raise from then on. Ep.mask ends this, too.
+
+        All processes call it, with the same array. Waits for running programs, and for the devices
+        that take part. EpError if one does not come.
+        """
+        alive = np.asarray(alive)
+        if alive.shape != self._regions.mesh.devices.shape:
+            expected, got = self._regions.mesh.devices.shape, alive.shape
+            raise EpError(
+                Status.SHAPE, f"mask: alive: expected the mesh's shape {expected}, got {got}"
+            )
+        self._ranks.mask(alive)
 
     def check(self) -> None:
         """Raise EpError for what went wrong on the devices of this process since the last check.

@@ -48,12 +48,13 @@ def _load() -> ctypes.CDLL:
     except OSError as error:
         raise ImportError(f"libep.jax: its shared library cannot be loaded: {error}") from None
     key, ordinal = ctypes.c_int64, ctypes.c_int32
-    loaded.ep_jax_rank_add.argtypes = [key, ordinal, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 2]
-    loaded.ep_jax_rank_count.argtypes = [key, ordinal, ctypes.c_void_p, *[ctypes.c_int32] * 2]
+    loaded.ep_jax_rank_add.argtypes = [key, ordinal, *[ctypes.c_int32] * 4, *[ctypes.c_void_p] * 2]
+    loaded.ep_jax_rank_count.argtypes = [key, ordinal, ctypes.c_void_p, ctypes.c_int32]
     loaded.ep_jax_rank_count.restype = None
     loaded.ep_jax_rank_close.argtypes = [key, ordinal, ctypes.c_double]
     loaded.ep_jax_rank_close.restype = None
     loaded.ep_jax_rank_waits.argtypes = [key, ordinal, ctypes.c_double]
+    loaded.ep_jax_rank_mask.argtypes = [key, ordinal, ctypes.POINTER(ctypes.c_uint32)]
     loaded.ep_jax_rank_status.argtypes = [key, ordinal, ctypes.POINTER(_abi.EpFinding)]
     return loaded
 

@@ -157,6 +157,7 @@ def moe(
     is_early: bool = False,
     specs: Optional[dict[str, PartitionSpec]] = None,
     quantise: Any = False,
+    placement: Optional[jax.Array] = None,
 ) -> jax.Array:
     """A layer of experts: the sum of the weighted outputs of each token's experts, plus the shared
     expert's. Inside shard_map over the group's axes or outside, as the operations of Ep.
@@ -176,6 +177,8 @@ def moe(
     specs       how the experts' parameters are sharded, by name, as Ep.experts takes them; a name
                 that is missing, and None: along the group's axes alone
     quantise    how shards are quantised before they are gathered: see Ep.experts
+    placement   [P] int32, with bootstrap's num_physical = P: see Ep.dispatch. The experts' parameters
+                are then those of the places, [P, ...]
 
     Returns y of x's shape. jax.checkpoint keeps the plan and the experts' numbers under any policy,
     and rows under policies that save by the name "libep_dispatch". EpError for what is refused.
@@ -186,7 +189,7 @@ def moe(
     _check(ep, parameters, x)
     tokens = x.reshape(-1, x.shape[-1])
     idx, weights = _route(ep, routing, parameters, tokens)
-    rows, row_weights, plan = ep.dispatch(tokens, idx, weights)
+    rows, row_weights, plan = ep.dispatch(tokens, idx, weights, placement=placement)
     along = PartitionSpec(ep.axes)
     local = {name: parameters[name] for name in _EXPERTS if name in parameters}
     split = {name: (specs or {}).get(name, along) for name in local}

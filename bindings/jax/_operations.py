@@ -64,6 +64,7 @@ class Operations:
     axes: tuple[str, ...]
     on_host: bool
     num_local_experts: int
+    num_places: int  # P; 0: the group has no placement
     max_tokens: int
     top_k: int
     max_recv_rows: int
@@ -81,14 +82,17 @@ class Operations:
         topk_weights: Optional[jax.Array],
         num_tokens: Optional[jax.Array],
         global_scale: Optional[jax.Array],
+        placement: Optional[jax.Array] = None,
     ) -> tuple[Received, Optional[jax.Array], Plan]:
         self._check_routing(tokens, topk_idx, topk_weights, num_tokens)
         self._check_scale(tokens, global_scale)
+        self._check_placement(placement)
         tokens, topk_idx, *others = _vary_alike(
             self.axes, tokens, topk_idx, topk_weights, global_scale
         )
-        routing = _vary_alike(self.axes, topk_idx, self._place(), num_tokens)
-        numbers = self._bind("prepare", *routing, outputs=self._plan_types())
+        routing = _vary_alike(self.axes, topk_idx, self._place(), num_tokens, placement)
+        placed = {} if placement is None else dict(placed=1)
+        numbers = self._bind("prepare", *routing, outputs=self._plan_types(), **placed)
         arrays = dict(zip(_PLAN_ARRAYS, numbers))
         plan = Plan(**arrays, num_tokens=tokens.shape[0], group=self.key)
         rows, *scales = self._row_types(tokens)
@@ -202,6 +206,17 @@ class Operations:
                 f"dispatch: tokens: expected a multiple of {unit} elements where rows are "
                 f"quantised, got {tokens.shape[1]}",
             )
+
+    def _check_placement(self, placement: Optional[jax.Array]) -> None:
+        if (placement is None) == (self.num_places > 0):
+            expected, got = ("one", "None") if placement is None else ("None", "one")
+            raise EpError(
+                Status.NULL if placement is None else Status.UNSUPPORTED,
+                f"dispatch: placement: expected {expected}, since bootstrap has "
+                f"{'a' if placement is None else 'no'} num_physical, got {got}",
+            )
+        if placement is not None:
+            _check("dispatch: placement", placement, ("int32",), (self.num_places,))
 
     def _check_rows(self, expert_out: jax.Array, recv_weights: Optional[jax.Array]) -> None:
         _check("combine: expert_out", expert_out, ROW_TYPES, (self.max_recv_rows, None))

@@ -81,7 +81,7 @@ class _Counting:
         zeros = np.zeros((self._ends[-1], 2), np.int32)
         self._array = jax.block_until_ready(jax.device_put(zeros, rank.device, may_alias=False))
         pointer = self._array.unsafe_buffer_pointer()
-        _calls.library.ep_jax_rank_count(key, rank.ordinal, pointer, local, size)
+        _calls.library.ep_jax_rank_count(key, rank.ordinal, pointer, local)
         _kept.append(self._array)
 
     def read(self) -> Counters:
@@ -104,6 +104,7 @@ class Ranks:
         counts: bool,
     ) -> None:
         self.key = next(_keys)
+        self.has_masks = bool(fields.get("masks", 0))
         self.bootstraps: list[Bootstrap] = []
         self.ranks: list[_Rank] = []
         makers = []
@@ -124,9 +125,10 @@ class Ranks:
         self.plan_bytes: int = self.ranks[0].handle.plan_bytes
         self.on_host = self.ranks[0].group.query().backend is Backend.HOST
         for rank in self.ranks:
-            _add(self.key, rank)
+            _add(self.key, rank, self.has_masks)
         self._counters = [_Counting(self.key, rank) for rank in self.ranks if counts]
         self._mesh = mesh
+        self._line_of = {device: line for line in lines(mesh, axes) for device in line}
         self._devices = set(mesh.local_devices)
         timeout = fields.get("timeout_seconds") or settings()["LIBEP_TIMEOUT"].value
         self._wait_seconds = float(timeout)
@@ -143,6 +145,15 @@ class Ranks:
             # All in one: a rank reports a finding once, and the next check is about later steps.
             sentences = [f"{self._name(rank.device)}: {error}" for rank, error in found]
             raise EpError(found[0][1].status, "; ".join(sentences))
+
+    def mask(self, alive: np.ndarray[Any, Any]) -> None:
+        """Let the devices take part whose element of an array of the mesh's shape is set."""
+        self.wait()
+        of_device, calls = dict(zip(self._mesh.devices.flat, alive.flat)), []
+        for rank in self.ranks:
+            words = _words(of_device[device] for device in self._line_of[rank.device])
+            calls.append(functools.partial(_mask_rank, self.key, rank, words))
+        self._run(calls)
 
     def counters(self) -> dict[Any, Counters]:
         """What the operations of each device of this process have counted."""
@@ -198,6 +209,8 @@ class Ranks:
         devices have ended. All groups: those that wait for nobody would soon wait in a collective
         of XLA.
         """
+        if self.has_masks:
+            return  # those that wait are suspended at their deadline, and go on after a mask
         before = time.time() - _WATCH_SECONDS
         waits = _calls.library.ep_jax_rank_waits
         waiting = {rank.device for rank in self.ranks if waits(self.key, rank.ordinal, before)}
@@ -287,6 +300,19 @@ def _rank_error(key: int, rank: _Rank) -> Optional[EpError]:
     return last_error(status) if status else None
 
 
+def _words(bits: Iterable[Any]) -> Any:
+    """Bits as ep_group_mask takes them."""
+    numbers = np.packbits([bool(bit) for bit in bits], bitorder="little")
+    numbers = np.pad(numbers, (0, -len(numbers) % 4)).view("<u4")
+    return (ctypes.c_uint32 * len(numbers))(*numbers)
+
+
+def _mask_rank(key: int, rank: _Rank, words: Any) -> None:
+    status = _calls.library.ep_jax_rank_mask(key, rank.ordinal, words)
+    if status:
+        raise last_error(status)
+
+
 def _close_rank(key: int, rank: _Rank) -> None:
     _calls.library.ep_jax_rank_close(key, rank.ordinal, CLOSE_SECONDS)
 
@@ -335,13 +361,12 @@ def _make_rank(
     return _Rank(group, handle, device, ordinal)
 
 
-def _add(key: int, rank: _Rank) -> None:
+def _add(key: int, rank: _Rank, has_masks: bool) -> None:
     on_host = rank.group.query().backend is Backend.HOST
-    added = _calls.library.ep_jax_rank_add(
-        key, rank.ordinal, rank.group.rank, on_host, rank.group.require(), rank.handle._require()
-    )
-    if not added:
-        raise MemoryError("libep.jax: no memory for a rank")
+    numbers = (rank.ordinal, rank.group.rank, rank.group.size, on_host, has_masks)
+    pointers = (rank.group.require(), rank.handle._require())
+    if not _calls.library.ep_jax_rank_add(key, *numbers, *pointers):
+        raise MemoryError("libep.jax: no memory or thread for a rank")
 
 
 def _close_local() -> None:

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -8,13 +9,13 @@
 /* ---- errors -------------------------------------------------------------------------------- */
 
 /* XLA adds the name of the code to the message; the status says more. */
-static XLA_FFI_Error *make_error(const XLA_FFI_CallFrame *frame, EpStatus status) {
+static XLA_FFI_Error *make_error(const JaxCall *call, EpStatus status) {
     const char *name = ep_status_string(status);
     char message[1024];
     snprintf(message, sizeof(message), "%s (%.*s)", ep_last_error(), (int)strcspn(name, ":"), name);
     XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, message,
                                       XLA_FFI_Error_Code_INTERNAL};
-    return frame->api->XLA_FFI_Error_Create(&args);
+    return call->api->XLA_FFI_Error_Create(&args);
 }
 
 static XLA_FFI_Error *refuse(const JaxCall *call, EpStatus status, const char *why) {
@@ -24,7 +25,7 @@ static XLA_FFI_Error *refuse(const JaxCall *call, EpStatus status, const char *w
                  why);
     else
         snprintf(sentence, sizeof(sentence), "%s: %s", call->name, why);
-    return make_error(call->frame, ep_set_last_error(status, sentence));
+    return make_error(call, ep_set_last_error(status, sentence));
 }
 
 /* ---- what XLA gives ------------------------------------------------------------------------- */
@@ -58,7 +59,7 @@ static int read_attribute(const XLA_FFI_Attrs *attrs, const char *name, int64_t 
 
 int64_t jax_attribute(const JaxCall *call, const char *name) {
     int64_t value = 0;
-    return read_attribute(&call->frame->attrs, name, &value) ? value : 0;
+    return read_attribute(&call->attrs, name, &value) ? value : 0;
 }
 
 static XLA_FFI_Error *read_device(const XLA_FFI_CallFrame *frame, int32_t *ordinal) {
@@ -139,13 +140,13 @@ const EpTensor *jax_result(const JaxCall *call, int64_t index) {
 
 /* ---- a call -------------------------------------------------------------------------------- */
 
-static XLA_FFI_Error *find_rank(JaxCall *call) {
+static XLA_FFI_Error *find_rank(JaxCall *call, const XLA_FFI_CallFrame *frame) {
     int64_t key;
     int32_t ordinal;
     char why[160];
-    if (!read_attribute(&call->frame->attrs, "key", &key))
+    if (!read_attribute(&call->attrs, "key", &key))
         return refuse(call, EP_ERR_NULL, "expected the attribute key, a 64-bit integer, got none");
-    XLA_FFI_Error *error = read_device(call->frame, &ordinal);
+    XLA_FFI_Error *error = read_device(frame, &ordinal);
     if (error) return error;
     call->rank = jax_rank_find(key, ordinal);
     if (call->rank) return NULL;
@@ -155,39 +156,80 @@ static XLA_FFI_Error *find_rank(JaxCall *call) {
     return refuse(call, EP_ERR_FOREIGN, why);
 }
 
+/* Copies what the operation needs: XLA uses the frame again before a future is complete. */
+static XLA_FFI_Error *read_call(JaxCall *call, const XLA_FFI_CallFrame *frame) {
+    call->api = frame->api, call->attrs = frame->attrs;
+    XLA_FFI_Error *error = find_rank(call, frame);
+    if (error) return error;
+    call->num_operands = read_buffers(frame->args.size, frame->args.args, call->operands);
+    call->num_results = read_buffers(frame->rets.size, frame->rets.rets, call->results);
+    return call->rank->on_host ? NULL : read_stream(frame, &call->stream);
+}
+
 static int64_t now(void) {
     struct timespec time;
     clock_gettime(CLOCK_REALTIME, &time);
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, XLA_FFI_Error **result) {
-    *result = NULL;
-    if (jax_answer_metadata(frame)) return 0;
-    memset(call, 0, sizeof(*call));
-    call->frame = frame, call->name = name;
-    if ((*result = find_rank(call)) != NULL) return 0;
-    call->num_operands = read_buffers(frame->args.size, frame->args.args, call->operands);
-    call->num_results = read_buffers(frame->rets.size, frame->rets.rets, call->results);
-    if (!call->rank->on_host && (*result = read_stream(frame, &call->stream)) != NULL) return 0;
-    pthread_mutex_lock(&call->rank->mutex);
-    if (call->rank->is_closed) {
-        *result = refuse(call, EP_ERR_DESTROYED, "the group is closed");
-        pthread_mutex_unlock(&call->rank->mutex);
-        return 0;
-    }
-    call->handle = call->rank->handle;
-    __atomic_store_n(&call->rank->began, now(), __ATOMIC_RELAXED);
-    return 1;
+static size_t bytes_of(const EpTensor *tensor) {
+    size_t bytes = tensor->type == EP_TYPE_INT64                                   ? 8
+                   : tensor->type == EP_TYPE_INT32 || tensor->type == EP_TYPE_FP32 ? 4
+                   : tensor->type == EP_TYPE_BF16 || tensor->type == EP_TYPE_FP16  ? 2
+                                                                                   : 1;
+    for (int32_t d = 0; d < tensor->ndim; d++)
+        bytes *= (size_t)tensor->shape[d];
+    return bytes;
 }
 
-XLA_FFI_Error *jax_end(JaxCall *call, EpStatus status) {
+/* What a call of a masked rank gives. Such a rank is on the host backend. */
+static EpStatus zero_results(JaxCall *call) {
+    for (int64_t i = 0; i < call->num_results; i++)
+        memset(call->results[i].data, 0, bytes_of(&call->results[i]));
+    return EP_OK;
+}
+
+/* A failed call aborts the group: the program has failed, and its peers need not wait for the
+ * deadline. In a group with masks a missing rank is no failure of the group. */
+static XLA_FFI_Error *run_operation(JaxCall *call) {
     XLA_FFI_Error *error = NULL;
-    if (status != EP_OK) {
-        error = make_error(call->frame, status);
-        ep_group_abort(call->rank->group, ep_last_error());
+    JaxRank *rank = call->rank;
+    pthread_mutex_lock(&rank->mutex);
+    if (rank->is_closed) {
+        error = refuse(call, EP_ERR_DESTROYED, "the group is closed");
+    } else {
+        call->handle = rank->handle;
+        __atomic_store_n(&rank->began, now(), __ATOMIC_RELAXED);
+        const EpStatus status = rank->is_masked ? zero_results(call) : call->operation(call);
+        if (status != EP_OK) error = make_error(call, status);
+        if (status != EP_OK && !(rank->has_masks && status == EP_ERR_TIMEOUT))
+            ep_group_abort(rank->group, ep_last_error());
+        __atomic_store_n(&rank->began, 0, __ATOMIC_RELAXED);
     }
-    __atomic_store_n(&call->rank->began, 0, __ATOMIC_RELAXED);
-    pthread_mutex_unlock(&call->rank->mutex);
+    pthread_mutex_unlock(&rank->mutex);
     return error;
+}
+
+void jax_finish(JaxCall *call) {
+    XLA_FFI_Error *error = run_operation(call);
+    const XLA_FFI_Api *api = call->api;
+    XLA_FFI_Future *future = call->future;
+    free(call);
+    if (error) {
+        XLA_FFI_Future_SetError_Args args = {XLA_FFI_Future_SetError_Args_STRUCT_SIZE, NULL, future,
+                                             error};
+        api->XLA_FFI_Future_SetError(&args);
+    } else {
+        XLA_FFI_Future_SetAvailable_Args args = {XLA_FFI_Future_SetAvailable_Args_STRUCT_SIZE, NULL,
+                                                 future};
+        api->XLA_FFI_Future_SetAvailable(&args);
+    }
+}
+
+XLA_FFI_Error *jax_call(XLA_FFI_CallFrame *frame, const char *name, JaxOperation *operation) {
+    if (jax_answer_metadata(frame)) return NULL;
+    JaxCall call = {.name = name, .operation = operation};
+    XLA_FFI_Error *error = read_call(&call, frame);
+    if (error || jax_rank_defer(&call, frame)) return error;
+    return run_operation(&call);
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from . import _fast
 from ._bootstrap import from_process_group, nccl_comm
 
 if TYPE_CHECKING:
-    from typing import Any, Optional, Sequence, Union
+    from typing import Any, Iterable, Optional, Sequence, Union
 
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
@@ -33,6 +34,14 @@ def current_stream(ordinal: int) -> int:
     torch.cuda.current_stream makes an object, which takes ten times as long.
     """
     return 0 if ordinal < 0 else int(torch._C._cuda_getCurrentRawStream(ordinal))
+
+
+def _rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The bytes of a tensor, [places, bytes of one]."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+    rows = tensor.detach().reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+    return rows.view(torch.uint8)
 
 
 class Group(CoreGroup):
@@ -81,10 +90,53 @@ class Group(CoreGroup):
         map  the expert that each of the num_physical places holds, or -1; equal on all ranks. A
              tensor on the group's device is read when the stream gets there.
 
-        Weights do not move by it: see ep_group_place in ep.h. libep.placement_balance makes maps.
+        Weights do not move by it: move_weights does that. libep.placement_balance makes maps.
         """
         tensor = torch.as_tensor(map, dtype=torch.int32).to(self.device).contiguous()
         super().place(tensor, stream=current_stream(self.ordinal))
+
+    def move_weights(  # type: ignore[override]  # on the current stream
+        self,
+        before: Sequence[int],
+        after: Sequence[int],
+        weights: Sequence[torch.Tensor],
+        *,
+        out: Optional[Sequence[torch.Tensor]] = None,
+        workspace: Optional[torch.Tensor] = None,
+    ) -> None:
+        """Move experts' weights from one placement to another, on the current stream. Collective.
+
+        before, after  the expert that each of the num_physical places holds, and shall hold, or -1;
+                       equal on all ranks
+        weights        contiguous tensors [num_local_experts, ...] of any types and dimensions, such
+                       as parameters, their codes and scales: row i is of place i
+        out            tensors like them, for the rows by `after`; None: `weights`, in place
+        workspace      uint8, as long on all ranks; None: in place, one is made, of at most 8 MiB
+                       for each place
+
+        Autograd does not see it. See ep_weight_move in ep_weight.h.
+        """
+        moved = [_rows(each, f"weights[{i}]") for i, each in enumerate(weights)]
+        outs = None if out is None else [_rows(each, f"out[{i}]") for i, each in enumerate(out)]
+        if outs is None and workspace is None and moved:
+            slot = min(max(64, *(rows.shape[1] for rows in moved)), 8 << 20)
+            places = -(-self.query().num_physical // self.size)
+            workspace = torch.empty(
+                places * ((slot + 63) // 64 * 64), dtype=torch.uint8, device=self.device
+            )
+        stream = current_stream(self.ordinal)
+        super().move_weights(before, after, moved, out=outs, workspace=workspace, stream=stream)
+
+    def mask(self, alive: Iterable[int]) -> None:  # type: ignore[override]  # as place
+        """Make these ranks the ones that take part, this rank among them, on the current stream.
+
+        All of them call it. See libep.Group.mask.
+        """
+        super().mask(alive, current_stream(self.ordinal))
+
+    def cut(self, rank: int) -> None:  # type: ignore[override]  # as place
+        """Go on without a rank until the next mask(), on this rank alone. See ep_group_cut. Local."""
+        super().cut(rank, current_stream(self.ordinal))
 
     def close(self) -> None:
         """Destroy the group and its handles. A second call does nothing. See libep.Group.close."""

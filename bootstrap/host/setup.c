@@ -38,10 +38,16 @@ static void count_nodes(const EpGroup *group, int32_t *least, int32_t *here) {
 static EpStatus check_physical(const EpGroup *group, int64_t bytes, int32_t ranks_here) {
     int64_t physical = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     if (bytes * ranks_here <= physical) return EP_OK;
-    return ep_fail(EP_ERR_NO_MEMORY,
-                   "rank %d: ep_group_create: memory: expected %lld bytes for each of %d ranks on "
-                   "this node, got a node of %lld",
-                   group->rank, (long long)bytes, ranks_here, (long long)physical);
+    return ep_fail(
+        EP_ERR_NO_MEMORY,
+        "rank %d: %s: memory: expected %lld bytes for each of %d ranks on this node, got "
+        "a node of %lld",
+        group->rank, group->call, (long long)bytes, ranks_here, (long long)physical);
+}
+
+static EpStatus fail_memory(const EpGroup *group) {
+    return ep_fail(EP_ERR_NO_MEMORY, "rank %d: %s: memory: out of memory", group->rank,
+                   group->call);
 }
 
 static int64_t choose_spins(const EpGroup *group, int32_t ranks_here) {
@@ -66,47 +72,138 @@ static void share_free(const EpBootstrap *b, void *memory, int together) {
         ep_posix_share_free(memory);
 }
 
+static EpExchangeSetup describe_exchange(const EpGroup *group, void *const *segments) {
+    return (EpExchangeSetup){.bootstrap = &group->bootstrap,
+                             .abort = &group->abort,
+                             .segments = segments,
+                             .stage_bytes =
+                                 ep_host_stage_bytes(&group->config, group->size, &group->settings),
+                             .tag = group->tag,
+                             .timeout = group->timeout,
+                             .masks = group->config.masks};
+}
+
 static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, void **segments) {
     const EpBootstrap *b = &group->bootstrap;
     int32_t least, here;
     count_nodes(group, &least, &here);
     EpStatus status = b->isend ? EP_OK : ep_sockets_open(group, &host->messages);
-    EpExchangeSetup setup = {.bootstrap = b->isend ? b : &host->messages,
-                             .abort = &group->abort,
-                             .segments = segments,
-                             .most_remote = group->size - least,
-                             .tag = group->tag,
-                             .timeout = group->timeout,
-                             .masks = group->config.masks};
-    setup.stage_bytes = ep_host_stage_bytes(&group->config, group->size, &group->settings);
+    EpExchangeSetup setup = describe_exchange(group, segments);
+    if (!b->isend) setup.bootstrap = &host->messages;
+    setup.most_remote = group->size - least;
     setup.spins = choose_spins(group, here);
     int64_t bytes = ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);
     if (status == EP_OK) status = check_physical(group, bytes, here);
     EP_TRY(ep_group_agree(group, call, status));
     EP_TRY(share(group, (size_t)bytes, segments, &host->memory));
     host->exchange = ep_exchange_create(&setup);
-    if (!host->exchange)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
-                       group->rank);
+    if (!host->exchange) return fail_memory(group);
     EP_INFO("host backend: %d ranks on this node, %lld bytes of shared memory each, %s", here,
             (long long)bytes, host->math->name);
     return EP_OK;
 }
 
-EpStatus ep_host_open(EpGroup *group) {
-    EpCall call = {"ep_group_create", group->rank};
-    void *segments[EP_MAX_RANKS];
+/* Make the backend's state. Returns NULL when out of memory. */
+static EpHost *make_host(EpGroup *group) {
     EpHost *host = calloc(1, sizeof(*host));
     group->backend_state = host;
-    EpStatus status = EP_OK;
-    if (!host)
-        status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
-                         group->rank);
-    EP_TRY(ep_group_agree(group, &call, status));
+    if (!host) return NULL;
     host->math = ep_rowmath();
     const EpBackendOps *cuda = ep_backend_ops(EP_BACKEND_CUDA);
     if (cuda) host->device_of = cuda->find_device_of();
+    return host;
+}
+
+EpStatus ep_host_open(EpGroup *group) {
+    EpCall call = {group->call, group->rank};
+    void *segments[EP_MAX_RANKS];
+    EpHost *host = make_host(group);
+    EP_TRY(ep_group_agree(group, &call, host ? EP_OK : fail_memory(group)));
     return open_exchange(&call, group, host, segments);
+}
+
+/* ---- groups that processes may join -------------------------------------------------------- */
+
+#define MAP_PIECE 512 /* experts of a placement that ranks gather at a time */
+
+/** What an admission has found, before it counts. */
+typedef struct Found {
+    void *segments[EP_MAX_RANKS];
+    void *memory;
+    EpSockets *sockets;
+    int32_t *map; /* [size] pieces of a placement */
+} Found;
+
+EpStatus ep_host_reserve(EpGroup *group) {
+    void *segments[EP_MAX_RANKS] = {NULL};
+    EpHost *host = make_host(group);
+    if (!host) return fail_memory(group);
+    EpExchangeSetup setup = describe_exchange(group, segments);
+    /* Any rank may be on another node once. */
+    setup.bootstrap = &host->messages;
+    setup.most_remote = group->size - 1;
+    setup.joins = 1;
+    setup.spins = choose_spins(group, group->size);
+    int64_t bytes = ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);
+    EP_TRY(check_physical(group, bytes, 1));
+    EP_TRY(ep_sockets_reserve(group, &host->messages));
+    EP_TRY(ep_posix_reserve(group, (size_t)bytes, &segments[group->rank], &host->memory));
+    setup.ticket = ep_posix_proof(host->memory) >> 8;
+    host->exchange = ep_exchange_create(&setup);
+    return host->exchange ? EP_OK : fail_memory(group);
+}
+
+/* Give ranks that are masked the placement of the lowest rank that is not, piece by piece. */
+static EpStatus share_map(EpGroup *group, const EpMask *alive, int32_t *pieces) {
+    int32_t count = group->placement.num_experts, from = ep_mask_lowest(alive);
+    int32_t *map = group->copies.memory.logical_of, piece[MAP_PIECE];
+    for (int32_t first = 0; first < count; first += MAP_PIECE) {
+        size_t bytes = sizeof(*map) * (size_t)ep_min(MAP_PIECE, count - first);
+        memset(piece, 0, sizeof(piece));
+        if (group->rank == from) memcpy(piece, map + first, bytes);
+        EP_TRY(ep_group_gather(group, piece, pieces, sizeof(piece)));
+        if (!ep_mask_has(alive, group->rank))
+            memcpy(map + first, pieces + (int64_t)from * MAP_PIECE, bytes);
+    }
+    return EP_OK;
+}
+
+/* Connect to the others. All that is found stays apart until all ranks have it. */
+static EpStatus find_others(EpGroup *group, const EpCall *call, const EpMask *alive, Found *found) {
+    EpHost *host = ep_host(group);
+    size_t bytes = sizeof(*found->map) * MAP_PIECE * (size_t)group->size;
+    EpStatus status = ep_sockets_connect_new(group, &found->sockets);
+    int has_map = ep_config_has_copies(&group->config) &&
+                  !ep_mask_has(&group->newcomers, ep_mask_lowest(alive));
+    if (has_map && !(found->map = malloc(bytes)) && status == EP_OK) status = fail_memory(group);
+    EP_TRY(ep_group_agree(group, call, status));
+    status = ep_posix_connect(group, host->memory, found->segments, &found->memory);
+    EP_TRY(ep_group_agree(group, call, status));
+    /* Only a masked rank's map changes, which no operation of its own reads before its mask. */
+    return has_map ? share_map(group, alive, found->map) : EP_OK;
+}
+
+static void adopt(EpGroup *group, const EpMask *alive, Found *found) {
+    EpHost *host = ep_host(group);
+    EpMask changed = {{0}};
+    for (int32_t r = 0; r < group->size; r++)
+        if (r != group->rank && (ep_group_connects(group, r) || !ep_mask_has(&group->members, r)))
+            ep_mask_add(&changed, r);
+    ep_exchange_admit(host->exchange, &changed, found->segments, alive);
+    ep_posix_adopt(host->memory, found->memory, &changed);
+    ep_sockets_adopt(&host->messages, found->sockets, &changed);
+    ep_host_choose_copies(group);
+}
+
+EpStatus ep_host_admit(EpGroup *group, const EpMask *alive) {
+    EpCall call = {group->call, group->rank};
+    Found found = {.memory = NULL};
+    EpStatus status = find_others(group, &call, alive, &found);
+    if (status == EP_OK) adopt(group, alive, &found);
+    ep_posix_share_free(found.memory);
+    ep_sockets_discard(found.sockets);
+    free(found.map);
+    return status;
 }
 
 void ep_host_close(EpGroup *group, int together) {
@@ -122,7 +219,7 @@ void ep_host_close(EpGroup *group, int together) {
 void ep_host_describe(const EpGroup *group, EpGroupInfo *out) {
     snprintf(out->within, sizeof(out->within), "%s",
              group->nodes.sizes.ranks > 1 ? "shared memory" : "one rank");
-    if (group->nodes.sizes.nodes == 1) return;
+    if (group->nodes.sizes.nodes == 1 && !ep_config_joins(&group->config)) return;
     snprintf(out->between, sizeof(out->between), "%s",
              group->bootstrap.isend ? "messages of the bootstrap" : "TCP");
 }

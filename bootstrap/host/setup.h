@@ -11,6 +11,8 @@
 void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                      int64_t *shared_bytes, int64_t *private_bytes);
 EpStatus ep_host_open(EpGroup *group);
+EpStatus ep_host_reserve(EpGroup *group);
+EpStatus ep_host_admit(EpGroup *group, const EpMask *alive);
 void ep_host_close(EpGroup *group, int together);
 void ep_host_describe(const EpGroup *group, EpGroupInfo *out);
 

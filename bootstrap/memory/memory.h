@@ -7,10 +7,12 @@
  *
  *     windows.c              windows that ranks make together: ep_mem_alloc, ep_window_register
  *     adopt.c                windows that the caller has made, which each rank adopts alone
+ *     descriptors.c          file descriptors that ranks of a node give each other
  *     host/posix_memory.c    shared segments of the host backend, if the bootstrap offers none
  *     host/windows.c         windows of the host backend: plain memory
  *     cuda/windows.c         windows of the CUDA backend: device memory that NCCL maps
  *     cuda/ipc.c             likewise, where ranks share GPUs: mapped by CUDA IPC
+ *     cuda/places.c          memory that the driver maps into parts of places, for ranks that join
  *     cuda/adopt.c, probe.cu adopted windows; kernels that find addresses and try them
  */
 

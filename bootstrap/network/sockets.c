@@ -92,8 +92,8 @@ static void list_addresses(const char *interface, int loopback, Card *card) {
 }
 
 static EpStatus fail_system(const EpGroup *group, const char *what, int error) {
-    return ep_fail(EP_ERR_SYSTEM, "rank %d: ep_group_create: messages between nodes: %s: %s",
-                   group->rank, what, strerror(error));
+    return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: messages between nodes: %s: %s", group->rank,
+                   group->call, what, strerror(error));
 }
 
 static EpStatus find_addresses(const EpGroup *group, Card *card) {
@@ -101,10 +101,11 @@ static EpStatus find_addresses(const EpGroup *group, Card *card) {
     list_addresses(interface, 0, card);
     if (!card->num_addresses) list_addresses(interface, 1, card);
     if (card->num_addresses) return EP_OK;
-    return ep_fail(EP_ERR_SYSTEM,
-                   "rank %d: ep_group_create: messages between nodes: expected a network interface "
-                   "that is up%s%s, got none",
-                   group->rank, interface[0] ? ", LIBEP_INTERFACE=" : "", interface);
+    return ep_fail(
+        EP_ERR_SYSTEM,
+        "rank %d: %s: messages between nodes: expected a network interface that is up%s%s, "
+        "got none",
+        group->rank, group->call, interface[0] ? ", LIBEP_INTERFACE=" : "", interface);
 }
 
 /* ---- sockets ------------------------------------------------------------------------------- */
@@ -239,10 +240,10 @@ static EpStatus connect_lower(const EpGroup *group, EpSockets *self, const Card 
     /* A peer that has given up closes its sockets. Whoever it waited for is missing in the
      * rendezvous that follows, whose error is reported after a timeout. */
     int gone = error == ETIMEDOUT || error == ECONNREFUSED || error == ECONNRESET;
-    return ep_fail(gone ? EP_ERR_TIMEOUT : EP_ERR_SYSTEM,
-                   "rank %d: ep_group_create: messages between nodes: rank %d does not answer at "
-                   "%s, port %d: %s",
-                   group->rank, peer, text, ntohs(cards[peer].port), strerror(error));
+    return ep_fail(
+        gone ? EP_ERR_TIMEOUT : EP_ERR_SYSTEM,
+        "rank %d: %s: messages between nodes: rank %d does not answer at %s, port %d: %s",
+        group->rank, group->call, peer, text, ntohs(cards[peer].port), strerror(error));
 }
 
 /* ---- accepting connections from higher ranks ------------------------------------------------ */
@@ -336,10 +337,10 @@ static EpStatus accept_all(const EpGroup *group, EpSockets *self, const Card *ca
     for (int32_t missing; (missing = first_missing(group, self)) < group->size;) {
         int error = wait_for_arrivals(a, end);
         if (error == ETIMEDOUT)
-            return ep_fail(EP_ERR_TIMEOUT,
-                           "rank %d: ep_group_create: messages between nodes: rank %d did not "
-                           "connect within %g s",
-                           group->rank, missing, SHARE_TO_CONNECT * group->timeout);
+            return ep_fail(
+                EP_ERR_TIMEOUT,
+                "rank %d: %s: messages between nodes: rank %d did not connect within %g s",
+                group->rank, group->call, missing, SHARE_TO_CONNECT * group->timeout);
         hear_arrivals(group, self, cards, a);
         if (!error) error = accept_arrival(a);
         if (error) return fail_system(group, "accepting", error);
@@ -444,7 +445,7 @@ static int connects_any(const EpGroup *group) {
 
 /* The ranks of a group on one node gather, too: groups of a mesh may have to gather together. */
 static EpStatus meet(EpGroup *group, EpSockets *self, EpStatus mine, Card *cards) {
-    EpCall call = {"ep_group_create", group->rank};
+    EpCall call = {group->call, group->rank};
     Card card = {.num_addresses = 0};
     int connects = connects_any(group);
     if (mine == EP_OK && connects) mine = find_addresses(group, &card);
@@ -454,19 +455,13 @@ static EpStatus meet(EpGroup *group, EpSockets *self, EpStatus mine, Card *cards
     return connects ? connect_all(group, self, cards) : EP_OK;
 }
 
-EpStatus ep_sockets_open(EpGroup *group, EpBootstrap *out) {
-    EpSockets *self = make_sockets(group);
-    Card *cards = calloc((size_t)group->size, sizeof(*cards));
-    EpStatus status = EP_OK;
-    if (!self || !cards)
-        status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
-                         group->rank);
-    status = meet(group, self, status, cards);
-    free(cards);
-    if (self) close_socket(&self->listener);
-    if (status != EP_OK && self) sockets_destroy(self);
-    if (status != EP_OK) return status;
-    *out = (EpBootstrap){.struct_size = sizeof(*out),
+static EpStatus refuse_memory(const EpGroup *group) {
+    return ep_fail(EP_ERR_NO_MEMORY, "rank %d: %s: memory: out of memory", group->rank,
+                   group->call);
+}
+
+static EpBootstrap make_messages(const EpGroup *group, EpSockets *self) {
+    return (EpBootstrap){.struct_size = sizeof(EpBootstrap),
                          .rank = group->rank,
                          .size = group->size,
                          .context = self,
@@ -475,5 +470,44 @@ EpStatus ep_sockets_open(EpGroup *group, EpBootstrap *out) {
                          .test = ep_socket_test,
                          .cancel = ep_socket_cancel,
                          .destroy = sockets_destroy};
+}
+
+EpStatus ep_sockets_connect_new(EpGroup *group, EpSockets **found) {
+    EpSockets *self = make_sockets(group);
+    Card *cards = calloc((size_t)group->size, sizeof(*cards));
+    EpStatus status = self && cards ? EP_OK : refuse_memory(group);
+    status = meet(group, self, status, cards);
+    free(cards);
+    if (self) close_socket(&self->listener);
+    if (status != EP_OK && self) sockets_destroy(self);
+    *found = status == EP_OK ? self : NULL;
+    return status;
+}
+
+EpStatus ep_sockets_open(EpGroup *group, EpBootstrap *out) {
+    EpSockets *self;
+    EP_TRY(ep_sockets_connect_new(group, &self));
+    *out = make_messages(group, self);
     return EP_OK;
+}
+
+EpStatus ep_sockets_reserve(const EpGroup *group, EpBootstrap *messages) {
+    EpSockets *self = make_sockets(group);
+    if (!self) return refuse_memory(group);
+    *messages = make_messages(group, self);
+    return EP_OK;
+}
+
+void ep_sockets_adopt(const EpBootstrap *messages, EpSockets *found, const EpMask *changed) {
+    EpSockets *self = messages->context;
+    for (int32_t r = 0; r < self->size; r++) {
+        if (!ep_mask_has(changed, r)) continue;
+        close_socket(&self->connection[r].socket);
+        self->connection[r] = found->connection[r];
+        found->connection[r].socket = -1;
+    }
+}
+
+void ep_sockets_discard(EpSockets *found) {
+    if (found) sockets_destroy(found);
 }

@@ -50,8 +50,9 @@ typedef struct EpSockets {
     EpConnection connection[];
 } EpSockets;
 
-/** Returns whether this rank and another one are connected. */
+/** Returns whether this rank and another one are connected, or are to connect where ranks join. */
 static inline int ep_sockets_connect(const EpGroup *group, int32_t rank) {
+    if (ep_config_joins(&group->config) && !ep_group_connects(group, rank)) return 0;
     int all = group->purpose == EP_FOR_WEIGHTS && group->backend->id == EP_BACKEND_CUDA;
     return all ? rank != group->rank : group->nodes.of[rank] != group->nodes.node;
 }
@@ -62,6 +63,17 @@ static inline int ep_sockets_connect(const EpGroup *group, int32_t rank) {
  * The status is this rank's alone.
  */
 EpStatus ep_sockets_open(EpGroup *group, EpBootstrap *out);
+
+/**
+ * The same in groups that processes may join. `reserve`, local: make what sends messages, without
+ * connections. `connect`, collective: connect the ranks of which ep_group_connects speaks. The
+ * status is this rank's alone; *found may be NULL then. `adopt`, once all ranks have succeeded: let
+ * `messages` have the connections of the places that have changed. `discard` closes what is left.
+ */
+EpStatus ep_sockets_reserve(const EpGroup *group, EpBootstrap *messages);
+EpStatus ep_sockets_connect_new(EpGroup *group, EpSockets **found);
+void ep_sockets_adopt(const EpBootstrap *messages, EpSockets *found, const EpMask *changed);
+void ep_sockets_discard(EpSockets *found);
 
 /** The callbacks. `context` is an EpSockets. */
 EpStatus ep_socket_isend(void *context, int32_t peer, int32_t tag, const void *data, size_t bytes,

@@ -93,7 +93,9 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
     if (handle->shape.nodes.nodes > 1) return ep_cuda_gather_nodes(handle, g, &args);
     if (!ep_partition_gather(&cuda->tuned.constants, &args, cuda->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_gather,
+    EpCudaLauncher launch =
+        ep_cuda_variant(group, ep_cuda_launch_gather, ep_cuda_launch_gather_masked);
+    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = launch,
                                                   .args = &args,
                                                   .blocks = args.group.blocks,
                                                   .stream = g->stream});

@@ -24,6 +24,8 @@
 #include "runtime/cuda/rows.cuh"
 #include "runtime/cuda/scheduler.cuh"
 
+EP_VARIANT_BEGIN
+
 /* ==== sums ================================================================================== */
 
 /* The compute warps' sums of rows, and the values that travel beside them, in blocks of both
@@ -747,6 +749,7 @@ __device__ __forceinline__ float own_value(const EpGatherArgs &a, const EpEntry 
 __device__ __forceinline__ float returned_value(const EpGatherArgs &a, const EpEntry &e, int k) {
     const EpCudaGroup &g = a.group;
     if (e.owner < 0 || e.owner >= a.owners) return 0;
+    if (EP_MASKED && !ep_is_alive(e.owner)) return 0;
     if (e.owner == g.rank) return own_value(a, e, k);
     if (!is_elsewhere<NODES>(a, e)) return 0;
     const char *record =
@@ -904,21 +907,30 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     if (has_nodes(FORM) && a.stamp) ep_seal_stamp(a.group, a.stamp);
 }
 
+/* Groups with masks are on one node. */
+#if EP_MASKED
+#define NODES_TOO ONE_NODE
+#define ENTRIES_NODES_TOO ENTRIES
+#else
+#define NODES_TOO NODES
+#define ENTRIES_NODES_TOO ENTRIES_NODES
+#endif
+
 /* With done blocks a kernel without biases is that with any. */
 static decltype(&gather_kernel<ONE_NODE, 0>) kernel_of(int is_packed, int has_nodes, int has_biases,
                                                        int waits) {
     if (is_packed && waits) return gather_kernel<PACKED_BIASED, 1>;
     if (is_packed) return has_biases ? gather_kernel<PACKED_BIASED, 0> : gather_kernel<PACKED, 0>;
-    if (waits) return has_nodes ? gather_kernel<NODES, 1> : gather_kernel<ONE_NODE, 1>;
-    return has_nodes ? gather_kernel<NODES, 0> : gather_kernel<ONE_NODE, 0>;
+    if (waits) return has_nodes ? gather_kernel<NODES_TOO, 1> : gather_kernel<ONE_NODE, 1>;
+    return has_nodes ? gather_kernel<NODES_TOO, 0> : gather_kernel<ONE_NODE, 0>;
 }
 
 static decltype(&gather_kernel<ONE_NODE, 0>) entries_kernel_of(int has_nodes, int waits) {
-    if (waits) return has_nodes ? gather_kernel<ENTRIES_NODES, 1> : gather_kernel<ENTRIES, 1>;
-    return has_nodes ? gather_kernel<ENTRIES_NODES, 0> : gather_kernel<ENTRIES, 0>;
+    if (waits) return has_nodes ? gather_kernel<ENTRIES_NODES_TOO, 1> : gather_kernel<ENTRIES, 1>;
+    return has_nodes ? gather_kernel<ENTRIES_NODES_TOO, 0> : gather_kernel<ENTRIES, 0>;
 }
 
-extern "C" int ep_cuda_open_gather(int shared_bytes) {
+extern "C" int EP_VARIANT(ep_cuda_open_gather)(int shared_bytes) {
     int error = 0;
     for (int i = 0; i < 16 && !error; i++) {
         error = ep_open_kernel(kernel_of(i & 1, i & 2, i & 4, i & 8), shared_bytes);
@@ -927,7 +939,7 @@ extern "C" int ep_cuda_open_gather(int shared_bytes) {
     return error;
 }
 
-extern "C" int ep_cuda_launch_gather(const void *args, int blocks, void *stream) {
+extern "C" int EP_VARIANT(ep_cuda_launch_gather)(const void *args, int blocks, void *stream) {
     const EpGatherArgs *a = (const EpGatherArgs *)args;
     int on_nodes = a->rounds || a->nodes.order || a->nodes.records, waits = !!a->t.done.words;
     auto kernel = a->t.by_entry
@@ -935,3 +947,5 @@ extern "C" int ep_cuda_launch_gather(const void *args, int blocks, void *stream)
                       : kernel_of(a->t.format.bits != 0, on_nodes, a->t.num_biases, waits);
     return ep_launch(kernel, blocks, GATHER_THREADS, pipeline_bytes(a->pipeline), stream, *a);
 }
+
+EP_VARIANT_END

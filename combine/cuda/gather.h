@@ -103,7 +103,9 @@ extern "C" {
 
 /** See ep_cuda_open_prepare. */
 int ep_cuda_open_gather(int shared_bytes);
+int ep_cuda_open_gather_masked(int shared_bytes);
 int ep_cuda_launch_gather(const void *args, int blocks, void *stream);
+int ep_cuda_launch_gather_masked(const void *args, int blocks, void *stream);
 
 /** Divide the work: sets receivers, schedulers, chunk and the pipeline's shape from the other
  * fields. Blocks have `shared_bytes` of shared memory. Returns 0 if that is too small. */

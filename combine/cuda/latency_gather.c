@@ -108,7 +108,8 @@ static EpStatus gather_on_nodes(EpHandle *handle, const EpGather *g, const EpCud
 EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     EpCudaLatency *latency = ep_cuda(handle->group)->latency;
     EpLatencyGatherArgs args;
-    EpCudaLaunch launch = {.launch = ep_cuda_launch_latency_gather,
+    EpCudaLaunch launch = {.launch = ep_cuda_variant(handle->group, ep_cuda_launch_latency_gather,
+                                                     ep_cuda_launch_latency_gather_masked),
                            .args = &args,
                            .stream = g->stream,
                            .phase = g->phase,
@@ -130,10 +131,12 @@ void ep_cuda_drop(EpHandle *handle) {
     int blocks = ep_latency_blocks(&args.group, EP_PHASE_RECEIVE, 0, 1, 0, &args.latency);
     args.latency.token = place.token;
     args.latency.received = ep_partition(0, 1, EP_REDUCED_AT_ONCE, blocks * EP_LATENCY_WARPS);
+    EpCudaLauncher one_node = ep_cuda_variant(handle->group, ep_cuda_launch_latency_gather,
+                                              ep_cuda_launch_latency_gather_masked);
     EpStatus status =
         ep_cuda_launch(handle, &(EpCudaLaunch){.launch = args.latency.nodes.num_others
                                                              ? ep_cuda_launch_latency_gather_nodes
-                                                             : ep_cuda_launch_latency_gather,
+                                                             : one_node,
                                                .args = &args,
                                                .blocks = blocks,
                                                .stream = cuda->stream,

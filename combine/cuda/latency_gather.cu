@@ -100,6 +100,7 @@ __device__ __forceinline__ void for_each_owner(const EpLatencyGatherArgs &a, int
         owner = at.other < 0 ? at.number : -1;
     }
     owner = owner < g.size && owner != g.rank ? owner : -1;
+    if (EP_MASKED && owner >= 0 && !ep_is_alive(owner)) owner = -1;
     int is_first = __ffs((int)__match_any_sync(~0u, owner)) - 1 == lane;
     unsigned owners = __ballot_sync(~0u, is_first && owner >= 0);
     while (owners) {
@@ -411,6 +412,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
     if (awaits_weights(a)) {
         AwaitedWeights w = await_weights(a, s.source, s.token, flag, f);
         if (!w.alive) return 0;
+        if (EP_MASKED && w.alive == STEP_LATE) return 1; /* it gets no sum */
         t.weight = w.weight;
     }
     if (DONE && !await_done(a, t.slot)) return 0;
@@ -591,8 +593,9 @@ __device__ void send_heads(const EpLatencyGatherArgs &a, const LatencyOp &op) {
     const EpOwnOperation own = *ep_own_operation();
 #pragma unroll 1
     for (int r = warp; r < a.group.size; r += LATENCY_WARPS)
-        send_head(a.group, a.latency, r, 1, op.flag,
-                  [&](int) { return make_uint4(own.digest, own.generation, 0, 0); });
+        if (ep_is_alive(r))
+            send_head(a.group, a.latency, r, 1, op.flag,
+                      [&](int) { return make_uint4(own.digest, own.generation, 0, 0); });
     if (warp == LATENCY_WARPS - 1) store_operation_number(a.group, a.latency, op);
 }
 
@@ -739,6 +742,18 @@ __device__ __forceinline__ TokenWords load_token(const EpLatencyGatherArgs &a, i
     if (EP_SEVERAL_NODES && lane < a.top_k) w.place = __ldg(&entry->row);
     if (a.latency.senders) w.slot = load_slot(a, self(a), token);
     return w;
+}
+
+/* Returns the rank of this lane's entry, -1: none, or it is masked. */
+__device__ __forceinline__ int living_owner(const EpLatencyGatherArgs &a, const TokenWords &w) {
+    int owner = w.owner < num_sources(a) ? w.owner : -1;
+    return EP_MASKED && owner >= 0 && !ep_is_alive(owner) ? -1 : owner;
+}
+
+/* Returns it again, -1 if it is late in this operation. */
+__device__ __forceinline__ int drop_late(const EpLatencyGatherArgs &a, int owner, uint64_t flag) {
+    int is_late = owner >= 0 && owner != self(a) && latency_is_late(a.latency, owner, flag);
+    return is_late ? -1 : owner;
 }
 
 /* Some steps of a token. In lane k, `owner` is the rank of its entry k, -1 for none or this
@@ -1003,7 +1018,7 @@ template <typename T, int PACKED, int DONE>
 __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int token, int step,
                                             const TokenWords &w, uint64_t flag) {
     constexpr int STEPS = ReducedShape<T, PACKED>::STEPS;
-    int owner = w.owner < num_sources(a) ? w.owner : -1;
+    int owner = living_owner(a, w);
     int has_own = __any_sync(~0u, owner == self(a));
     int end = min(step + a.latency.received.steps, a.steps);
     TokenPart s = {token, step, end, owner == self(a) ? -1 : owner, has_own, w.place};
@@ -1015,6 +1030,7 @@ __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int to
             s.step += STEPS;
         else if (!await_missing<STEPS>(a, s, missing, flag))
             return 0;
+        if (ep_cuts()) s.owner = drop_late(a, s.owner, flag);
     }
     return 1;
 }
@@ -1147,7 +1163,7 @@ __device__ __noinline__ int await_entry(const EpLatencyGatherArgs &a, EntriesPar
 __device__ __forceinline__ EntriesPart find_entries(const EpLatencyGatherArgs &a, int token,
                                                     int step, const TokenWords &w, uint64_t flag) {
     int lane = threadIdx.x % 32, end = min(step + a.latency.received.steps, a.steps);
-    int owner = w.owner < num_sources(a) ? w.owner : -1;
+    int owner = living_owner(a, w);
     int reads = owner == self(a) && a.latency.senders, slot = -1;
     if (reads) slot = ep_check_slot(a.plan, w.slot);
     EntriesPart s = {token, step, end, owner, slot, 1, 0, w.place};
@@ -1176,6 +1192,9 @@ __device__ __forceinline__ int receive_entries(const EpLatencyGatherArgs &a, int
             s.step += EP_REDUCED_AT_ONCE;
         else if (!await_entry(a, s, missing, flag))
             return 0;
+        if (!ep_cuts()) continue;
+        s.owner = drop_late(a, s.owner, flag);
+        s.entries &= __ballot_sync(~0u, s.owner >= 0);
     }
     return 1;
 }
@@ -1187,8 +1206,8 @@ __device__ __forceinline__ int receive_entries(const EpLatencyGatherArgs &a, int
 __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 #pragma unroll 1
     for (int r = LATENCY_WARPS - 1 - (int)(threadIdx.x / 32); r < a.group.size; r += LATENCY_WARPS)
-        if (!take_head(a.group, a.latency, r, r, 1, flag, a.plan.use.is_read,
-                       [](int, const uint4 &) {}))
+        if (ep_is_alive(r) && !take_head(a.group, a.latency, r, r, 1, flag, a.plan.use.is_read,
+                                         [](int, const uint4 &) {}))
             return;
 }
 
@@ -1214,6 +1233,25 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
     }
     if (role.block == role.blocks - 1) take_heads(a, flag);
 }
+
+#if EP_MASKED
+/* End an operation in which ranks may have been late: parts of a token may have a late rank's
+ * sum or not, so all tokens are received again, without these ranks. By all threads of the last
+ * block. */
+template <typename T, int FORM, int DONE>
+__device__ __noinline__ void end_late(const EpLatencyGatherArgs &a, int tokens, uint64_t flag) {
+    const EpLateRanks *late = latency_late(a.latency, flag);
+    if (!latency_leave_late(a.latency, flag)) {
+        if (late->since[0] | late->since[1] | late->since[2])
+            latency_cut(a.group, a.latency, flag);
+        return;
+    }
+    if (ep_failed(a.group)) return;
+    receive_sums<T, FORM, DONE>(a, LatencyRole{0, 1, 0, 1}, tokens, flag);
+    __syncthreads();
+    latency_cut(a.group, a.latency, flag);
+}
+#endif
 
 /* ==== kernel ================================================================================ */
 
@@ -1260,7 +1298,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     if (role.sends && is_all_claimed(a)) claims_begin(a.latency);
 #pragma unroll 1
     for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < num_sources(a); r += LATENCY_THREADS)
-        tokens[r] = count_source_tokens(a, r);
+        tokens[r] = ep_find_alive(a.group, r) ? count_source_tokens(a, r) : 0;
     if (!latency_begin_operation(a.group, a.plan, a.latency, &op)) {
         latency_report(a.group, a.plan, a.latency);
         if (EP_SEVERAL_NODES) latency_mark_begin(a.group, a.latency);
@@ -1272,6 +1310,10 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     uint32_t ticket = latency_ticket(a.latency, op);
     if (a.counts) count<FORM>(a, op.flag);
     if (role.receives) receive_sums<T, FORM, DONE>(a, role, tokens[self(a)], op.flag);
+#if EP_MASKED
+    if (ep_cuts() && role.receives && latency_ends_late(a.latency, role.blocks, op.flag))
+        end_late<T, FORM, DONE>(a, tokens[self(a)], op.flag);
+#endif
     latency_pass(a.group, a.latency, op, ticket);
     if (EP_SEVERAL_NODES && role.sends) latency_seal_stamps(a.group, a.latency);
 }

@@ -42,7 +42,9 @@ extern "C" {
 
 /** See ep_cuda_open_prepare. At least 2 blocks. */
 int ep_cuda_open_latency_gather(int shared_bytes);
+int ep_cuda_open_latency_gather_masked(int shared_bytes);
 int ep_cuda_launch_latency_gather(const void *args, int blocks, void *stream);
+int ep_cuda_launch_latency_gather_masked(const void *args, int blocks, void *stream);
 
 /** On several nodes: between the launches that send and receive, the relays add up sums. Weights
  *  that are given at the tokens' ranks are put into messages, and given to the ranks of the node,

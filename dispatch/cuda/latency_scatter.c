@@ -106,7 +106,8 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     EpCudaLatency *latency = ep_cuda(handle->group)->latency;
     const EpRouting *completed = s->phase == EP_PHASE_RECEIVE ? NULL : s->routing;
     EpLatencyScatterArgs args;
-    EpCudaLaunch launch = {.launch = ep_cuda_launch_latency_scatter,
+    EpCudaLaunch launch = {.launch = ep_cuda_variant(handle->group, ep_cuda_launch_latency_scatter,
+                                                     ep_cuda_launch_latency_scatter_masked),
                            .args = &args,
                            .stream = s->stream,
                            .phase = s->phase,

@@ -120,6 +120,7 @@ __device__ __forceinline__ int32_t *flat_begin(const EpLatencyScatterArgs &a) {
 template <int PLACED>
 __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
     int entries = a.route.num_rows * a.route.top_k;
+    const EpAliveWords alive = ep_fetch_alive(a.route.group); /* beside the first indices */
 #pragma unroll 1
     for (int i = (int)threadIdx.x - ENTRIES_THREAD; i < entries;
          i += LOADED_AT_ONCE * ENTRIES_THREADS) {
@@ -129,10 +130,14 @@ __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
             if (i + j * ENTRIES_THREADS < entries)
                 index[j] = load_index(a.route, i + j * ENTRIES_THREADS);
 #pragma unroll
-        for (int j = 0; j < LOADED_AT_ONCE; j++)
-            if (i + j * ENTRIES_THREADS < entries)
-                workspace_experts(a)[i + j * ENTRIES_THREADS] = (int16_t)place_index<PLACED>(
-                    a.route, index[j], (i + j * ENTRIES_THREADS) / a.route.top_k);
+        for (int j = 0; j < LOADED_AT_ONCE; j++) {
+            if (i + j * ENTRIES_THREADS >= entries) continue;
+            int expert = place_index<PLACED>(a.route, index[j],
+                                             (i + j * ENTRIES_THREADS) / a.route.top_k);
+            if (EP_MASKED && expert >= 0 && !ep_is_among(alive, ep_owner(&a.route.owners, expert)))
+                expert = NO_EXPERT;
+            workspace_experts(a)[i + j * ENTRIES_THREADS] = (int16_t)expert;
+        }
     }
 }
 
@@ -356,6 +361,7 @@ __device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64
 #pragma unroll 1
     for (int r = (int)(threadIdx.x / 32); r < num_sources(a); r += LATENCY_WARPS) {
         int first = ep_owner_first(&a.route.owners, r), count = ep_owner_count(&a.route.owners, r);
+        if (!EP_SEVERAL_NODES && !ep_is_alive(r)) continue;
         if (EP_SEVERAL_NODES) {
             send_head_to_node(a, r, first, count, sent, flag);
             continue;
@@ -451,6 +457,31 @@ __device__ __forceinline__ HeadOrigin head_origin(const EpLatencyScatterArgs &a,
     return HeadOrigin{ep_head_of(at, a.route.group.size), at.number, at.other < 0};
 }
 
+/* Take a masked rank's head: it sends nothing. By a warp. */
+__device__ __forceinline__ void take_no_head(const EpLatencyScatterArgs &a, int source, int words) {
+#pragma unroll 1
+    for (int unit = (int)(threadIdx.x % 32); 4 * unit < words; unit += 32)
+        take_unit(a, source, unit, make_uint4(0, 0, 0, 0));
+}
+
+/* Do without a head that is late, or of a rank that has cut this one: for this block that rank is
+ * masked. By a warp. */
+__device__ __noinline__ void skip_head(const EpLatencyScatterArgs &a, int source, int words,
+                                       uint64_t flag) {
+    EpLateRanks *late = latency_late(a.latency, flag);
+    take_no_head(a, source, words);
+    if (threadIdx.x % 32) return;
+    atomicOr(&late->absent[source / 32], 1u << source % 32);
+    atomicAdd(&late->skipped[source], 1u);
+    atomicAnd(&ep_alive_words()[source / 32], ~(1u << source % 32));
+}
+
+/* Returns whether a rank has cut this one: then what it has sent does not count. By a warp. */
+__device__ __forceinline__ int has_cut(const EpCudaGroup &g, int rank) {
+    if (!ep_cuts() || rank == g.rank) return 0;
+    return __any_sync(~0u, ep_load_relaxed_sys(&ep_ballot(g, g.rank, rank)->masked) != 0);
+}
+
 /* Receive all heads. By all threads of a block. A warp that waits for other warps' heads calls
  * meanwhile() over and over. Returns 0 if a head does not arrive in time or is of another
  * operation. */
@@ -463,8 +494,14 @@ __device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_
 #pragma unroll 1
     for (int r = (int)(threadIdx.x / 32); r < num_sources(a) && alive; r += LATENCY_WARPS) {
         HeadOrigin from = head_origin(a, r);
-        alive = take_head(g, a.latency, from.index, from.peer, words, flag, from.compares,
-                          [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
+        if (EP_MASKED && !ep_is_alive(from.peer))
+            take_no_head(a, r, words);
+        else if (EP_MASKED && has_cut(g, from.peer))
+            skip_head(a, r, words, flag);
+        else
+            alive = take_head(g, a.latency, from.index, from.peer, words, flag, from.compares,
+                              [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
+        if (EP_MASKED && alive == STEP_LATE) skip_head(a, r, words, flag), alive = 1;
         if (threadIdx.x % 32 == 0) atomicAdd(&workspace()->heads, alive ? 1 : MOST_SOURCES);
     }
     while (__any_sync(~0u, *(volatile int32_t *)&workspace()->heads < num_sources(a)))
@@ -802,9 +839,10 @@ __device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, in
                  with_row = __ballot_sync(~0u, has_rank(set, r) & valid);
         int at = with_row >> lane & 1 ? listed + __popc(with_row & below)
                                       : others + __popc(all & ~with_row & below);
+        int to = ep_is_alive(r) ? r : g.rank; /* again, in place of a masked one */
         if (valid)
             workspace()->to[at] =
-                latency_record(a.latency, a.latency.window[r], g.rank, g.size, token, flag);
+                latency_record(a.latency, a.latency.window[to], g.rank, g.size, token, flag);
         listed += __popc(with_row), others += __popc(all & ~with_row);
     }
     if (lane == 0) workspace()->num_to = num_to;
@@ -1295,7 +1333,7 @@ __device__ __forceinline__ int await_steps(const EpLatencyScatterArgs &a, const 
     int alive = 1;
 #pragma unroll
     for (int i = 0; i < EP_RECEIVED_AT_ONCE; i++)
-        if (alive && r.step + i < r.end)
+        if (alive && !(EP_MASKED && alive == STEP_LATE) && r.step + i < r.end)
             alive = step_await(a.route.group, a.latency, from + (r.step + i) * EP_STEP_BYTES, flag,
                                &x[i], origin);
     return alive;
@@ -1316,6 +1354,17 @@ __device__ __forceinline__ void store_relay_owners(const EpLatencyScatterArgs &a
     if (lane < k) a.route.plan.relay_owners[row * k + lane] = at.other < 0 ? at.number : -1;
 }
 
+/* A record's rank is late. The last block zeroes its rows; but words of blocks of rows cannot wait
+ * for that, so there the group is suspended. Returns 0 then. */
+template <int READY>
+__device__ __forceinline__ int lose_record(const EpLatencyScatterArgs &a, const Record &r,
+                                           uint64_t flag) {
+    if (READY)
+        ep_report(a.route.group, EP_FAULT_LATE,
+                  EpAwaited{r.source, EP_AWAIT_LINES, r.token, (uint32_t)flag, 0});
+    return !READY;
+}
+
 /* Receive a warp's part of a record. Returns 0 on timeout. */
 template <int TILED, int READY>
 __device__ __forceinline__ int receive_record(const EpLatencyScatterArgs &a, Record r, Fetched f,
@@ -1323,7 +1372,9 @@ __device__ __forceinline__ int receive_record(const EpLatencyScatterArgs &a, Rec
     int is_first = r.step == 0;
     const char *from = record_from(a, r, flag);
     const StepOrigin origin = {peer_of(a, r.source), EP_AWAIT_LINES, r.token};
-    if (!step_await(a.route.group, a.latency, from, flag, &f.head, origin)) return 0;
+    int here = step_await(a.route.group, a.latency, from, flag, &f.head, origin);
+    if (!here) return 0;
+    if (EP_MASKED && here == STEP_LATE) return lose_record<READY>(a, r, flag);
     if (!steps_are_here(r, flag, f.x)) fetch_steps(r, from, f.x);
     Entry e = read_header<TILED>(a, r.source, step_unpack(f.head));
     if (r.step == 0) store_plan_row(a, e, r.source, r.token), store_weights(a, e);
@@ -1331,8 +1382,11 @@ __device__ __forceinline__ int receive_record(const EpLatencyScatterArgs &a, Rec
 #pragma unroll 1
     while (e.slot_lanes) {
         uint4 unit[EP_RECEIVED_AT_ONCE];
-        if (!a.latency.whole || !steps_are_here(r, flag, f.x))
-            if (!await_steps(a, r, from, flag, f.x)) return 0;
+        if (!a.latency.whole || !steps_are_here(r, flag, f.x)) {
+            here = await_steps(a, r, from, flag, f.x);
+            if (!here) return 0;
+            if (EP_MASKED && here == STEP_LATE) return lose_record<READY>(a, r, flag);
+        }
 #pragma unroll
         for (int i = 0; i < EP_RECEIVED_AT_ONCE; i++)
             unit[i] = step_unpack(f.x[i]);
@@ -1423,13 +1477,14 @@ __device__ __forceinline__ int receive_records(const EpLatencyScatterArgs &a, Re
 
 /* ---- padding ------------------------------------------------------------------------------- */
 
-/* Zero a slot. By a warp. */
-template <int TILED>
+/* Zero a slot; ROW: of a row that does not come. By a warp. */
+template <int TILED, int ROW = 0>
 __device__ __noinline__ void zero_slot(const EpLatencyScatterArgs &a, int64_t slot) {
     int lane = threadIdx.x % 32, k = a.route.top_k, flat = a.route.shape.has_rows;
     int values = flat ? k : 1, unit_bytes = scale_unit<TILED>(a);
     if (lane < k) store_integer(row_experts(a), slot * k + lane, -1);
-    if (a.route.shape.tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
+    /* Such layouts have no padding but the tail. */
+    if (a.route.shape.tail == EP_TAIL_IDS && !ROW) return;
 #pragma unroll 1
     for (int at = lane; at < a.record.row_units; at += 32)
         *((uint4 *)(a.t.out_rows + slot * row_bytes_of(a)) + at) = make_uint4(0, 0, 0, 0);
@@ -1501,6 +1556,54 @@ __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, cons
     zero_slots<TILED, READY>(a, c, min(end, ep_row_limit(&route.shape)),
                              lane == 0 ? a.t.out_capacity : 0, warp, warps);
 }
+
+/* ==== late ranks ============================================================================ */
+
+#if EP_MASKED
+/* Zero slots `first` to before `end`, as far as there are so many. By all warps of a block. */
+template <int TILED>
+__device__ void zero_rows(const EpLatencyScatterArgs &a, int64_t first, int64_t end,
+                          int64_t limit) {
+#pragma unroll 1
+    for (int64_t slot = first + threadIdx.x / 32; slot < min(end, limit); slot += LATENCY_WARPS)
+        zero_slot<TILED, 1>(a, slot);
+}
+
+/* Zero all rows of a rank whose head has come, and let combine send it nothing. By all threads of a
+ * block that has received the heads. */
+template <int TILED> __device__ void lose_rows(const EpLatencyScatterArgs &a, int source) {
+    const EpPlanShape &s = a.route.shape;
+    int64_t first = flat_begin(a)[source];
+    if (s.has_rows) zero_rows<TILED>(a, first, first + source_rows(a)[source], ep_row_limit(&s));
+#pragma unroll 1
+    for (int e = 0; e < s.num_local && !s.has_rows; e++) {
+        first = workspace_offset(a)[e] + (int64_t)workspace_counts(a)[source * s.num_local + e];
+        zero_rows<TILED>(a, first, first + count_of(a, e, source), ep_slot_limit(&s, e));
+    }
+    if (threadIdx.x == 0) a.route.plan.tokens[source] = 0;
+}
+
+/* End an operation in which ranks may have been late. By all threads of the last block. */
+template <int TILED>
+__device__ __noinline__ void end_late(const EpLatencyScatterArgs &a, int blocks, uint64_t flag) {
+    const EpCudaGroup &g = a.route.group;
+    const EpLateRanks *late = latency_late(a.latency, flag);
+    if (!latency_leave_late(a.latency, flag)) {
+        if (late->since[0] | late->since[1]) latency_cut(g, a.latency, flag);
+        return;
+    }
+    if (ep_failed(g)) return;
+#pragma unroll 1
+    for (int r = 0; r < g.size; r++) {
+        int skipped = (int)*(const volatile uint32_t *)&late->skipped[r];
+        if (has_bit(late->absent, r) && skipped != blocks && threadIdx.x == 0)
+            ep_report(g, EP_FAULT_LATE, EpAwaited{r, EP_AWAIT_HEAD, 0, (uint32_t)flag, 0});
+        if (!has_bit(late->absent, r) && has_bit(late->lost, r)) lose_rows<TILED>(a, r);
+    }
+    __syncthreads();
+    latency_cut(g, a.latency, flag);
+}
+#endif
 
 /* ==== kernel ================================================================================ */
 
@@ -1609,6 +1712,10 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     }
     uint32_t ticket = latency_ticket(l, op);
     if (role.receives) receive<TILED, READY>(a, role, op);
+#if EP_MASKED
+    if (ep_cuts() && role.receives && latency_ends_late(l, role.blocks, op.flag))
+        end_late<TILED>(a, role.blocks, op.flag);
+#endif
     latency_pass(g, l, op, ticket);
 }
 

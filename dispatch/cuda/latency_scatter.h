@@ -42,7 +42,9 @@ extern "C" {
 
 /** See ep_cuda_open_prepare. At least 2 blocks. */
 int ep_cuda_open_latency_scatter(int shared_bytes);
+int ep_cuda_open_latency_scatter_masked(int shared_bytes);
 int ep_cuda_launch_latency_scatter(const void *args, int blocks, void *stream);
+int ep_cuda_launch_latency_scatter_masked(const void *args, int blocks, void *stream);
 
 /** On several nodes; it sends or receives. */
 int ep_cuda_open_latency_scatter_nodes(int shared_bytes);

@@ -168,7 +168,9 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
     if (handle->shape.nodes.nodes > 1) return ep_cuda_scatter_nodes(handle, s, &args, unit);
     if (!ep_partition_scatter(&cuda->tuned.constants, &args, cuda->shared_bytes, unit))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_scatter,
+    EpCudaLauncher launch =
+        ep_cuda_variant(group, ep_cuda_launch_scatter, ep_cuda_launch_scatter_masked);
+    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = launch,
                                                   .args = &args,
                                                   .blocks = args.group.blocks,
                                                   .stream = s->stream});

@@ -25,6 +25,8 @@
 #include "runtime/cuda/rows.cuh"
 #include "runtime/cuda/scheduler.cuh"
 
+EP_VARIANT_BEGIN
+
 /* ==== metadata ============================================================================== */
 
 /* Weights, scales and local experts on the way to a row's slots, in blocks of both kinds. */
@@ -280,6 +282,7 @@ __device__ __forceinline__ void send_metadata(const EpScatterArgs &a, int64_t to
             *((const float *)((const char *)a.t.topk_weights + token * a.source.weight_stride) +
               lane);
     if (e.owner >= a.owners) e.owner = -1; /* damaged; now, since both loads overlap */
+    if (EP_MASKED && e.owner >= 0 && !ep_is_alive(e.owner)) e.owner = -1;
     if (FORM != MULTIPLIED && e.owner == g.rank)
         metadata.slot = ep_check_slot(a.plan, ep_flat_position(a.plan, g.rank, e.row, e.slot));
     if (e.owner == g.rank) metadata.expert = e.expert;
@@ -669,12 +672,14 @@ __device__ void set_no_experts(const EpScatterArgs &a, int64_t begin, int64_t en
     }
 }
 
-template <Form FORM>
+/* ROWS: they are slots of rows that do not come. */
+template <Form FORM, int ROWS = 0>
 __device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
     begin = max(begin, (int64_t)0), end = min(end, a.t.out_capacity);
     if (begin >= end) return;
     set_no_experts(a, begin, end, z);
-    if (a.shape.tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
+    /* Such layouts have no padding but the tail. */
+    if (a.shape.tail == EP_TAIL_IDS && !ROWS) return;
     zero_words<uint4>(a.t.out_rows + begin * a.t.row_bytes, (end - begin) * a.t.row_bytes, z);
     int64_t values = a.shape.has_rows && a.t.carries_weights ? a.top_k : 1;
     if (a.t.out_weights)
@@ -825,6 +830,30 @@ __device__ void clear_counters(const EpScatterArgs &a) {
         a.blocks.counter[i] = 0;
 }
 
+/* ==== masked ranks ========================================================================== */
+
+/* Zero a receiving block's part of the slots of masked ranks' rows, which a plan made before still
+ * has. Where rows are counted, count them as rows without a token. */
+template <Form FORM>
+__device__ void zero_masked_rows(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
+    const EpCudaGroup &g = a.group;
+    int64_t stride = g.layout.max_tokens + 1;
+    int slots = a.shape.has_rows ? 1 : a.top_k; /* of a row, at most */
+#pragma unroll 1
+    for (int r = 0; r < g.size; r++) {
+        if (ep_is_alive(r)) continue;
+        int tokens = ep_check_count(g, a.plan.tokens[r]);
+        int rows = ep_check_count(g, a.plan.begins[r * stride + tokens]);
+#pragma unroll 1
+        for (int i = role.index; i < rows * slots; i += role.count) {
+            int slot = ep_slot(a.plan, g, a.top_k, r, i / slots, i % slots);
+            if (slot < 0) continue;
+            zero_slots<FORM, 1>(a, slot, slot + 1, z);
+            if (is_counted(FORM)) finish_rest<FORM>(a, slot, slot + 1, 0, 0, z);
+        }
+    }
+}
+
 /* ==== kernel ================================================================================ */
 
 #define SCATTER_THREADS (FIRST_COMPUTE_WARP * 32 + COMPUTE_THREADS)
@@ -901,6 +930,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const FirstClaim &fir
         finish_padding<FORM>(a, role, zero_threads);
     else if (zero_threads.index >= 0 && a.plan.use.fills_rest)
         zero_padding<FORM>(a, role, zero_threads);
+    if (EP_MASKED && zero_threads.index >= 0) zero_masked_rows<FORM>(a, role, zero_threads);
     if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch, role.count);
     else if (warp == LOAD_WARP)
@@ -964,12 +994,15 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     if (is_counted(FORM) && is_last && a.blocks.clears) clear_counters(a);
 }
 
+/* Groups with masks are on one node. */
+#define READS_RECORDS_TOO (!EP_MASKED)
+
 template <Form FORM> static int open(int shared_bytes) {
     int error = ep_open_kernel(scatter_kernel<FORM, 0>, shared_bytes);
-    return error ? error : ep_open_kernel(scatter_kernel<FORM, 1>, shared_bytes);
+    return error ? error : ep_open_kernel(scatter_kernel<FORM, READS_RECORDS_TOO>, shared_bytes);
 }
 
-extern "C" int ep_cuda_open_scatter(int shared_bytes) {
+extern "C" int EP_VARIANT(ep_cuda_open_scatter)(int shared_bytes) {
     int error = open<COPIED>(shared_bytes);
     if (!error) error = open<MULTIPLIED>(shared_bytes);
     if (!error) error = open<TILED>(shared_bytes);
@@ -979,11 +1012,11 @@ extern "C" int ep_cuda_open_scatter(int shared_bytes) {
 
 template <Form FORM> static int launch(const EpScatterArgs &a, int blocks, void *stream) {
     size_t send = pipeline_bytes(a.send), receive = pipeline_bytes(a.receive);
-    auto kernel = a.marks.watch ? scatter_kernel<FORM, 1> : scatter_kernel<FORM, 0>;
+    auto kernel = a.marks.watch ? scatter_kernel<FORM, READS_RECORDS_TOO> : scatter_kernel<FORM, 0>;
     return ep_launch(kernel, blocks, SCATTER_THREADS, send > receive ? send : receive, stream, a);
 }
 
-extern "C" int ep_cuda_launch_scatter(const void *args, int blocks, void *stream) {
+extern "C" int EP_VARIANT(ep_cuda_launch_scatter)(const void *args, int blocks, void *stream) {
     const EpScatterArgs *a = (const EpScatterArgs *)args;
     int tiled = ep_scatter_is_tiled(&a->t), counts = a->t.ready.words != NULL;
     if (a->multiplied) return launch<MULTIPLIED>(*a, blocks, stream);
@@ -991,3 +1024,5 @@ extern "C" int ep_cuda_launch_scatter(const void *args, int blocks, void *stream
     if (tiled) return launch<TILED>(*a, blocks, stream);
     return counts ? launch<COUNTED>(*a, blocks, stream) : launch<COPIED>(*a, blocks, stream);
 }
+
+EP_VARIANT_END

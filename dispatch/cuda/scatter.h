@@ -46,7 +46,9 @@ extern "C" {
 
 /** See ep_cuda_open_prepare. */
 int ep_cuda_open_scatter(int shared_bytes);
+int ep_cuda_open_scatter_masked(int shared_bytes);
 int ep_cuda_launch_scatter(const void *args, int blocks, void *stream);
+int ep_cuda_launch_scatter_masked(const void *args, int blocks, void *stream);
 
 /** Divide the work: sets receivers, schedulers, chunk and the pipelines' shapes from the other
  * fields. Blocks have `shared_bytes` of shared memory; tokens are cut into fragments of multiples

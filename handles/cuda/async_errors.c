@@ -173,6 +173,27 @@ static EpStatus report_ended(const EpGroup *group, const volatile EpCudaFailure 
                    group->rank, finding->phase, f->peer);
 }
 
+/* Masks: ranks that have left the operation, which the caller cannot tell from ranks that are
+ * late. */
+static EpStatus report_left(const EpGroup *group, const volatile EpCudaFailure *f,
+                            EpFinding *finding) {
+    finding->expected = finding->seen = -1;
+    return ep_fail(EP_ERR_TIMEOUT, "rank %d: %s: rank %d has left it to call ep_group_mask",
+                   group->rank, finding->phase, f->peer);
+}
+
+static EpStatus report_masked(const EpGroup *group, const volatile EpCudaFailure *f,
+                              EpFinding *finding) {
+    finding->peer = group->rank, finding->expected = finding->seen = -1;
+    return ep_fail(EP_ERR_TIMEOUT, "rank %d: %s: rank %d has masked this rank", group->rank,
+                   finding->phase, f->peer);
+}
+
+/* Whether a failure only suspends the group: ranks are missing, or have given up. */
+static int suspends(const EpGroup *group, EpStatus status) {
+    return group->config.masks && (status == EP_ERR_TIMEOUT || status == EP_ERR_PEER);
+}
+
 /* The acquire orders the failure's fields, which the kernel writes before `fault`, after it. */
 static void poll_failure(EpGroup *group) {
     static EpStatus (*const report[])(const EpGroup *, const volatile EpCudaFailure *,
@@ -180,17 +201,25 @@ static void poll_failure(EpGroup *group) {
         [EP_FAULT_LATE] = report_timeout,  [EP_FAULT_ORDER] = report_order,
         [EP_FAULT_PEER] = report_peer,     [EP_FAULT_PLAN] = report_plan,
         [EP_FAULT_FLIGHT] = report_flight, [EP_FAULT_WINDOW] = report_window,
-        [EP_FAULT_ENDED] = report_ended,   [EP_FAULT_GLOBAL] = report_global};
+        [EP_FAULT_ENDED] = report_ended,   [EP_FAULT_GLOBAL] = report_global,
+        [EP_FAULT_LEFT] = report_left,     [EP_FAULT_MASKED] = report_masked};
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
     int32_t fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
-    if (!fault || group->failed != EP_OK) return;
-    if (fault == EP_FAULT_ENDED && ep_cuda_watch_explains(group)) return;
+    if (!fault || group->failed != EP_OK || group->suspended != EP_OK) return;
+    /* Kernels learn by NCCL that a rank of another node has given up, but not why. */
+    int others_know = fault == EP_FAULT_ENDED || (fault == EP_FAULT_PEER && !f->why[0]);
+    if (others_know && ep_cuda_watch_explains(group)) return;
     EpFinding finding = EP_FINDING_INIT;
     finding.rank = group->rank, finding.peer = f->peer;
     finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;
     strncpy(finding.phase, ep_op_find(f->op)->name, sizeof(finding.phase) - 1);
     finding.status = report[fault](group, f, &finding);
-    ep_group_fail(group, &finding);
+    if (suspends(group, finding.status)) {
+        finding.status = EP_ERR_TIMEOUT;
+        ep_group_suspend(group, &finding);
+    } else {
+        ep_group_fail(group, &finding);
+    }
 }
 
 /* Copy the latest report of bad indices. Returns its number. A kernel writes report n + 2 where
@@ -243,9 +272,20 @@ static void poll_overflow(EpGroup *group) {
     ep_group_record(&group->overflow, &finding);
 }
 
+/* Kernels only add to the words; ep_group_mask clears them. */
+static void poll_cuts(EpGroup *group) {
+    const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
+    EpMask cut = {{0}};
+    if (group->config.on_late != EP_LATE_MASK) return;
+    for (int i = 0; i < EP_ALIVE_WORDS; i++)
+        cut.word[i] = (uint32_t)f->cut[i];
+    ep_group_record_cuts(group, &cut, f->cut_op ? ep_op_find(f->cut_op)->name : "drop");
+}
+
 void ep_cuda_poll(EpGroup *group) {
     poll_failure(group);
     ep_cuda_watch_poll(group);
     poll_routing(group);
     poll_overflow(group);
+    poll_cuts(group);
 }

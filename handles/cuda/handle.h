@@ -99,6 +99,9 @@ void ep_cuda_free_plans(EpGroup *group);
  * captures: see EpInfoWord. They stay until the next call. */
 EpStatus ep_cuda_await_numbers(EpHandle *handle, const int32_t **number);
 
+/** The device is idle: steps that the plans still wait for have failed, and will never be complete. */
+void ep_cuda_settle_plans(EpGroup *group);
+
 /** Returns the number of steps that kernels have reported so far. */
 int64_t ep_cuda_steps_seen(EpCudaOwn *own);
 
@@ -132,9 +135,18 @@ void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, 
  *  EpArrival. */
 uint32_t ep_cuda_digest(const EpHandle *handle, const EpOp *op, const int64_t *values, int count);
 
+/** Launches `blocks` blocks of a kernel on a cudaStream_t. Returns a cudaError_t. */
+typedef int (*EpCudaLauncher)(const void *args, int blocks, void *stream);
+
+/** Returns the kernel that serves a group: that of groups with masks, or the other one. */
+static inline EpCudaLauncher ep_cuda_variant(const EpGroup *group, EpCudaLauncher plain,
+                                             EpCudaLauncher masked) {
+    return group->config.masks ? masked : plain;
+}
+
 /** A kernel launch. */
 typedef struct EpCudaLaunch {
-    int (*launch)(const void *args, int blocks, void *stream);
+    EpCudaLauncher launch;
     const void *args;
     int blocks;
     EpStream stream;

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Describes and launches kernels: the part common to all operations. */
 #include "handles/cuda/handle.h"
+#include "handles/masks/cuda/mask.h"
+#include "handles/operation.h"
 #include "runtime/cuda/digest.h"
 
 uint32_t ep_cuda_digest(const EpHandle *handle, const EpOp *op, const int64_t *values, int count) {
@@ -98,9 +100,20 @@ EpStatus ep_cuda_launch_leave(const EpHandle *handle, const EpCudaLaunch *l,
     return EP_OK;
 }
 
+/* Where late ranks are cut, operations have a look at who is. */
+static EpStatus follow_cuts(const EpHandle *handle, const EpCudaStream *stream) {
+    EpGroup *group = handle->group;
+    if (group->config.on_late != EP_LATE_MASK) return EP_OK;
+    ep_cuda_poll(group);
+    EP_TRY(ep_group_usable(group));
+    if (!ep_handle_is_latency(handle)) return ep_refuse_cuts(group);
+    return ep_cuda_follow_cuts(group, stream);
+}
+
 EpStatus ep_cuda_launch(const EpHandle *handle, const EpCudaLaunch *l) {
     EpCudaStream stream;
     EP_TRY(ep_cuda_stream(handle->group, l->stream, &stream));
+    EP_TRY(follow_cuts(handle, &stream));
     EP_TRY(ep_cuda_launch_enter(handle, l, &stream));
     EpCudaOwn *own = l->routing && !l->routing->plan.is_named ? handle->own_state : NULL;
     int64_t seen = own ? ep_cuda_steps_seen(own) : 0;

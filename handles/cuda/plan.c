@@ -149,6 +149,25 @@ int64_t ep_cuda_steps_seen(EpCudaOwn *own) {
     return own->step + count_new_steps(own);
 }
 
+/* A step that has failed may have left some of its numbers. The next one has its number. */
+static void settle(EpCudaOwn *own) {
+    update_step(own);
+    for (int64_t i = 0; i < own->words; i++)
+        if ((uint32_t)(own->info[i] >> 32) != (uint32_t)own->step)
+            own->info[i] = (uint64_t)own->step << 32 | (uint32_t)own->number[i];
+    if (own->awaited > own->step && !own->captured) own->issued = 0;
+    own->awaited = ep_min(own->awaited, own->step);
+}
+
+void ep_cuda_settle_plans(EpGroup *group) {
+    for (EpOwned *owned = group->handles; owned; owned = owned->next) {
+        const EpHandle *handle = owned->object;
+        if (handle->own_state) settle(handle->own_state);
+    }
+    for (EpCudaOwn *own = ep_cuda(group)->spare; own; own = own->next)
+        settle(own);
+}
+
 /* A captured kernel produces a step at each replay, so a capture sets no step to wait for. */
 void ep_cuda_routing_issued(EpCudaOwn *own, const EpRouting *routing, int captured,
                             int64_t before) {

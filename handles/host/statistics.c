@@ -4,22 +4,13 @@
 #include <string.h>
 
 #include "handles/handle.h"
+#include "handles/operation.h"
 
-/* Returns EP_OK unless a rank is cut: operations of throughput mode have as many rounds as the
- * routing of all ranks needs, on which ranks that have cut others do not agree. */
 static EpStatus refuse_cuts(EpGroup *group) {
-    EpFinding finding = EP_FINDING_INIT;
-    int32_t r = 0;
-    while (r < group->size && !ep_mask_has(&group->cut, r))
-        r++;
-    if (r == group->size) return EP_OK;
-    finding.status = EP_ERR_TIMEOUT, finding.rank = group->rank, finding.peer = r;
-    finding.count = 1;
-    ep_fail(EP_ERR_TIMEOUT,
-            "rank %d: throughput mode: expected no rank that latency mode has cut, got rank %d",
-            group->rank, r);
-    ep_exchange_give_up(ep_host(group)->exchange, r, "");
-    return ep_group_suspend(group, &finding);
+    EpStatus status = ep_refuse_cuts(group);
+    if (status == EP_OK) return EP_OK;
+    ep_exchange_give_up(ep_host(group)->exchange, group->failure.peer, "");
+    return ep_group_usable(group);
 }
 
 static EpStatus run_timed(EpHandle *handle, const EpStatistics *stats, EpHostRun *run,

@@ -126,7 +126,7 @@ EpStatus ep_bootstrap_mesh_within(const EpBootstrap *world, const EpMesh *given,
     MeshHello *all = calloc((size_t)world->size, sizeof(*all));
     int has_memory = all && self && ep_bootstrap_reserve(world, sizeof(*all)) &&
                      (mine.status.status != EP_OK || ep_subset_reserve(self, EP_RESERVED_BYTES));
-    EpStatus status = ep_bootstrap_agree_on_memory(&call, world, has_memory, timeout);
+    EpStatus status = ep_bootstrap_enter(&call, world, EP_ENTER_MESH, has_memory, timeout);
     if (status == EP_OK) status = agree(&call, world, &mine, all, timeout);
     if (status == EP_OK) made = ep_subset_bootstrap(self, all[0].number);
     free(all);

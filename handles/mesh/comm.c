@@ -230,7 +230,7 @@ EpStatus ep_mesh_comm_create(const EpBootstrap *world, const EpMesh *mesh,
     EpMeshComm *comm = make_comm(world);
     EpRankStatus mine =
         ep_rank_status(check_own(&call, mesh, given, out, world->size, &config, &timeout, comm));
-    EpStatus status = ep_bootstrap_agree_on_memory(&call, world, comm != NULL, timeout);
+    EpStatus status = ep_bootstrap_enter(&call, world, EP_ENTER_COMM, comm != NULL, timeout);
     if (comm) comm->config = config, comm->timeout = timeout;
     if (status == EP_OK) status = ep_mesh_comm_gather(comm, &call, &mine, sizeof(mine));
     /* This rank's own error takes precedence over a missing peer. */

@@ -12,9 +12,8 @@ EpStatus ep_copies_create(const EpGroup *group, EpCopyMemory *memory) {
     void *block = calloc(1, bytes);
     if (!block)
         return ep_fail(EP_ERR_NO_MEMORY,
-                       "rank %d: ep_group_create: memory: expected %zu bytes for a placement, got "
-                       "none",
-                       group->rank, bytes);
+                       "rank %d: %s: memory: expected %zu bytes for a placement, got none",
+                       group->rank, group->call, bytes);
     ep_copies_map(setup.placement, setup.num_logical, block, &setup.memory);
     for (int32_t r = 0; r < group->size; r++) {
         setup.memory.node_of[r] = group->nodes.of[r];

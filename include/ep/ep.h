@@ -432,10 +432,16 @@ typedef struct EpGroupConfig {
                                   EP_DEFAULT: the group has no placement: see ep_group_place */
     EpCopyChoice choice;     /**< = which copy of an expert a token takes, with num_physical */
     int32_t masks;           /**< = 1: ranks may be masked (ep_group_mask), and a missing rank only
-                                  suspends the group; 0: they may not. HOST alone: AUTO is HOST */
+                                  suspends the group; 0: they may not. CUDA on one node alone */
     EpLate on_late;          /**< = MASK needs `masks` */
     int32_t late_us;         /**< = microseconds that an operation of latency mode waits for a rank,
                                   >= 1 with EP_LATE_MASK; else not used */
+    int32_t max_ranks;       /**< = places for ranks, present or not, up to EP_MAX_RANKS: processes
+                                  may join later (ep_group_join). Needs `masks`; HOST alone.
+                                  EP_DEFAULT: the bootstrap's ranks, and nobody joins */
+    int32_t place;           /**< with max_ranks: this rank's place, below max_ranks, and its number
+                                  in the group. EP_DEFAULT: its rank in the bootstrap. Places
+                                  ascend with the ranks of the bootstrap */
 } EpGroupConfig;
 
 /*
@@ -479,7 +485,8 @@ typedef struct EpGroupConfig {
     {                                                                                         \
         sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,       \
             EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT, EP_DEFAULT, EP_DUPLICATES_KEEP, \
-            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0, EP_DEFAULT, EP_CHOICE_NEAR, 0, EP_LATE_FAIL, 0 \
+            EP_DEFAULT, 0, EP_SUMS_BY_RANK, 0, EP_DEFAULT, EP_CHOICE_NEAR, 0, EP_LATE_FAIL, 0, \
+            EP_DEFAULT, EP_DEFAULT                                                             \
     }
 
 /**
@@ -536,7 +543,9 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  * ep_group_mask makes `alive` the ranks that take part, from the next operation on. Every rank
  * whose bit is set calls it, at the same place in the order of operations: living ones, and masked
  * ones that shall be readmitted. The others are not asked. It waits for them, equalises what ranks
- * count, and drops what is under way. It also ends a suspension. Pending send phases stay pending.
+ * count, and drops what is under way. It also ends a suspension. Pending send phases stay pending;
+ * on CUDA only where all ranks in `alive` have sent the same ones, else they are dropped. There it
+ * first waits for this rank's kernels, on all streams. Captured graphs stay valid.
  *
  * Plans made before stay valid, if all ranks in `alive` have them. Their entries on masked ranks
  * count as "no expert". Receive rows of masked ranks are zero rows, with weight 0 and ids -1.
@@ -552,14 +561,17 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence);
  *
  * group   a live group, which may be suspended
  * alive   [ceil(R / 32)] words: bit r % 32 of word r / 32 is rank r's. This rank's is set
- * stream  ignored on the host backend
+ * stream  the call waits for work before it; not under capture. Ignored on the host backend
  *
- * EP_ERR_UNSUPPORTED: the group has no masks. EP_ERR_RANGE: this rank's bit is not set, or one past
- * the ranks is. EP_ERR_ORDER: a rank has called it with another set; the sentence names a rank
- * that differs. EP_ERR_TIMEOUT: a rank did not call it within the deadline. After these two the
- * ranks that take part are the same as before, and the group is suspended: call it again. EpFinding
- * names the rank. A rank that dies in the call may make it succeed on some ranks alone: they miss
- * the others in the next operation, and their call again makes all alike.
+ * EP_ERR_UNSUPPORTED: the group has no masks, or `stream` is under capture. EP_ERR_RANGE: this
+ * rank's bit is not set, or one past the ranks, or of an empty place (ep_group_admit), is.
+ * EP_ERR_ORDER: a rank has called it with another set; the sentence names a rank that differs.
+ * EP_ERR_TIMEOUT: a rank did not call it within the deadline. After these two the ranks that take
+ * part are the same as before, and the group is suspended: call it again. EpFinding names the rank.
+ * After EP_ERR_ORDER its `expected` is a rank that is in this rank's set alone, or its `seen` one
+ * that is in the other's alone; else they are -1. A rank that dies in the call may make it succeed
+ * on some ranks alone: they miss the others in the next operation, and their call again makes all
+ * alike.
  */
 EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream);
 
@@ -570,11 +582,54 @@ EpStatus ep_group_alive(const EpGroup *group, uint32_t *alive);
 /**
  * Cut a rank by hand, as an operation of latency mode cuts one that is late: this rank goes on
  * without it until ep_group_mask. Local; no call on the group is under way. A rank that is masked
- * or cut stays so.
+ * or cut stays so. On CUDA it takes effect on `stream`, and pending operations do without the rank.
  *
- * EP_ERR_UNSUPPORTED: the group does not have EP_LATE_MASK. EP_ERR_RANGE: no other rank's number.
+ * EP_ERR_UNSUPPORTED: the group does not have EP_LATE_MASK, or `stream` is under capture.
+ * EP_ERR_RANGE: no other rank's number.
  */
 EpStatus ep_group_cut(EpGroup *group, int32_t rank, EpStream stream);
+
+/**
+ * Joining: processes take places of a group that exists. A group with config.max_ranks has that
+ * many places. R is max_ranks then, and a rank is a place: experts are divided among all places
+ * (ep_expert_range). A place without a process is *empty*. It counts as a masked rank and cannot be
+ * in ep_group_mask's `alive`. If places are empty when the group is created, the group needs
+ * num_physical (ep_group_place), since experts of empty places are "no expert".
+ *
+ * Living ranks call ep_group_admit, newcomers ep_group_join, over one bootstrap of them all in
+ * ascending order of their places. It has nothing to do with the bootstrap of ep_group_create, and
+ * may be destroyed afterwards. Newcomers give the group's configuration and their own `place`: an
+ * empty one, or one whose rank the living have masked. So a process that was killed comes back: the
+ * living mask it, a new process joins in its place.
+ *
+ * Newcomers allocate before they meet the living. They are masked until ep_group_mask, which all
+ * call then, and have the placement of the last ep_group_place. Plans are not theirs: operations
+ * that read a plan from before need one that all ranks in `alive` have.
+ *
+ * All ranks that shall go on take part, masked ones, too. A process that is left out no longer
+ * belongs to the group: its place is empty, and it may join again. The call is no operation, and
+ * may come while the group is suspended; no other call on the group is under way.
+ *
+ * On failure the group is as it was, and goes on; newcomers have no group. A rank that loses
+ * another one in the last moment may have failed alone. Then its ep_group_mask with the newcomers
+ * is refused: admit others in their places, or mask without them.
+ *
+ * On a node, ranks of such a group reach each other's memory through /proc, so they share a PID
+ * namespace. Nodes exchange messages over TCP. The group never uses the bootstrap outside of the
+ * three calls, and destroying it waits for nobody.
+ *
+ * bootstrap  of the living and the newcomers; isend and share are not used
+ * config     as in ep_group_create, with max_ranks
+ *
+ * EP_ERR_MISMATCH: configurations or versions of the library differ. EP_ERR_PEER: another rank was
+ * refused. EP_ERR_TIMEOUT: a rank did not come within the deadline, or died meanwhile.
+ * EP_ERR_ORDER: places do not ascend; a newcomer's place, or one that the living do not mask, is
+ * taken; a rank that is alive is missing; or nobody admits. EP_ERR_UNSUPPORTED: no max_ranks.
+ */
+EpStatus ep_group_admit(EpGroup *group, const EpBootstrap *bootstrap);
+
+/** Join a group: see ep_group_admit. *out is written only on success. */
+EpStatus ep_group_join(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpGroup **out);
 
 /** The memory that a configuration takes, and whether it is feasible. */
 typedef struct EpGroupMemory {
@@ -605,7 +660,7 @@ EpStatus ep_group_memory(const EpGroupConfig *config, int32_t num_ranks, EpGroup
 /** Facts about a live group. */
 typedef struct EpGroupInfo {
     size_t struct_size;
-    int32_t rank, size;
+    int32_t rank, size;        /**< with max_ranks: its place, and the places */
     int32_t num_experts;       /**< E */
     int32_t first_expert;      /**< this rank owns first_expert .. + num_local_experts - 1 */
     int32_t num_local_experts; /**< L */
@@ -689,9 +744,9 @@ EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, i
  * of those that EpGroupConfig.choice leaves. An entry whose expert has no copy counts as "no
  * expert". A new group has the map p -> p for p < E, and -1 from there on.
  *
- * libep moves no weights: ranks must hold those of the new map once operations use it. Their
- * gradients belong to each copy alone; a training loop adds those of an expert's copies itself. In
- * latency mode the dispatch routes, whenever its ep_prepare was called.
+ * Ranks must hold the weights of the new map once operations use it: ep_weight_move (ep_weight.h)
+ * moves them. Their gradients belong to each copy alone; a training loop adds those of an expert's
+ * copies itself. In latency mode the dispatch routes, whenever its ep_prepare was called.
  *
  * Errors
  *   EP_ERR_UNSUPPORTED  the group has no num_physical

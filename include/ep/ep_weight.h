@@ -21,10 +21,11 @@
  *     ep_weight_reduce(w1, &grad_full, 0, &workspace, stream, &grad_shard);
  *
  * The rules of ep.h hold: calls are collective over the ranks concerned, in the same order on each;
- * a refused call took no part and left its outputs unchanged; operations allocate nothing; on the
- * host backend a call has finished when it returns. docs/mesh.md says which ranks are concerned,
- * what NCCL, which moves the bytes between nodes of GPUs, does not do, and what must hold where
- * these calls run beside the operations of an EP group, on another stream.
+ * a refused call took no part and left its outputs unchanged; operations allocate nothing, but
+ * ep_weight_move its plan; on the host backend a call has finished when it returns. docs/mesh.md
+ * says which ranks are concerned, what NCCL, which moves the bytes between nodes of GPUs, does not
+ * do, and what must hold where these calls run beside the operations of an EP group, on another
+ * stream.
  */
 
 #include "ep/ep_mesh.h"
@@ -207,6 +208,51 @@ typedef enum EpAmaxScope {
  * its first dimension is not one of experts.
  */
 EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream, const EpTensor *amax);
+
+/* ---- Experts to a new placement ------------------------------------------------------------ */
+
+#define EP_MAX_MOVED 64 /**< tensors of a call */
+
+/**
+ * Move experts' weights from one placement of a group with num_physical to another, so that each
+ * place holds what ep_group_place will say. An operation of the group: collective, and in the order
+ * of its operations. What an expert has is bytes: weights, scales and codes of any type, whole or
+ * shards. Sharded experts move in the group of the expert axes, each shard among its likes.
+ *
+ * from         [P] in host memory: the map by which weights lie now; -1: the place holds none
+ * to           [P] likewise: where they shall lie. Both are read before the call returns. They are
+ *              equal on all ranks
+ * weights      [num_weights] tensors [L, ...] of 1 to 3 dimensions: row i is of this rank's place
+ * i. All ranks have the same tensors, but for L num_weights  1 .. EP_MAX_MOVED workspace    UINT8
+ * on a multiple of 64 bytes, as long on all ranks; needed in place, else ignored out [num_weights]
+ * tensors like `weights`, which they do not overlap; NULL: in place
+ *
+ * With `out` every place of `to` is written there, those that stay, too; rows of places with -1 are
+ * left alone. `weights` stay as they are, so steps that use them may run meanwhile, in another
+ * group, since a group's own operations follow each other. Engines that keep such a second set of a
+ * layer's weights, as EPLB does, then swap the sets or copy, and call ep_group_place.
+ *
+ * In place, rows move through the workspace, a part of each at a time: it holds as many bytes of
+ * each row as fit once for each place that changes, on the rank where most do. 64 bytes for each of
+ * the ceil(P / R) places are always enough; some MB for each are fast. A move that fails leaves
+ * `weights` undefined, on any rank: with masks, where it may be repeated, use `out`.
+ *
+ * Each place takes its expert from a copy on the same rank if there is one, else on the same node,
+ * else from any. Of several, the rank gives it that gives fewest so far. A rank that needs an
+ * expert twice gets it once. In a group with masks, masked ranks give and get nothing.
+ *
+ * The operation can be captured: a graph keeps the maps. On several nodes of GPUs, NCCL connects
+ * two ranks when the first expert moves between them, which may take a second.
+ *
+ * EP_ERR_ROUTING: an expert that `to` names has no copy in `from` on a rank that takes part; the
+ * sentence names it, and nothing is written. EP_ERR_RANGE: entries below -1 or >= E.
+ * EP_ERR_BUFFER_SIZE: a workspace that is too small. EP_ERR_ORDER: ranks differ in maps, sizes of
+ * weights or workspace; it ends the group. EP_ERR_NO_MEMORY: for the plan, which is freed at the
+ * end. EP_ERR_UNSUPPORTED: the group has no num_physical.
+ */
+EpStatus ep_weight_move(EpGroup *group, const int32_t *from, const int32_t *to,
+                        const EpTensor *weights, int32_t num_weights, const EpTensor *workspace,
+                        EpStream stream, const EpTensor *out);
 
 #ifdef __cplusplus
 }

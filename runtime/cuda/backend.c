@@ -14,6 +14,7 @@
 #include "dispatch/cuda/pack.h"
 #include "dispatch/cuda/scatter.h"
 #include "handles/cuda/handle.h"
+#include "handles/masks/cuda/mask.h"
 #include "handles/nodes/cuda/forward.h"
 #include "handles/nodes/cuda/latency_nodes.h"
 #include "handles/nodes/cuda/relay.h"
@@ -22,6 +23,7 @@
 #include "handles/prepare/cuda/count.h"
 #include "handles/prepare/cuda/prepare.h"
 #include "handles/prepare/cuda/routing_map.h"
+#include "handles/weights/cuda/push.h"
 #include "handles/weights/cuda/quantise.h"
 #include "handles/weights/cuda/slices.h"
 #include "handles/weights/cuda/weight.h"
@@ -40,11 +42,27 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNode
     *private_bytes += counter_bytes(ep_config_latency_sets(config, ep_latency_offers(nodes)));
     *private_bytes += ep_latency_tables_bytes(config, num_ranks, nodes);
     *private_bytes += ep_cuda_relay_bytes(config, num_ranks, nodes);
+    if (config->masks) *private_bytes += (int64_t)sizeof(EpMaskResult);
+}
+
+/* Load the kernels of groups with masks. */
+static EpStatus load_masked_kernels(const EpGroup *group) {
+    int bytes = ep_cuda(group)->shared_bytes;
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_mask(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_numbers(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_quantise(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare_masked(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_place_masked(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter_masked(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter_masked(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather_masked(bytes)));
+    return ep_cuda_check(group, "loading kernels", ep_cuda_open_gather_masked(bytes));
 }
 
 /* Load the kernels with their shared memory, so that no later call has to do it. */
 static EpStatus load_kernels(const EpGroup *group) {
     int bytes = ep_cuda(group)->shared_bytes;
+    if (group->config.masks) return load_masked_kernels(group);
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_numbers(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_place(bytes)));
@@ -55,6 +73,8 @@ static EpStatus load_kernels(const EpGroup *group) {
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_pack(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_check(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter(bytes)));
+    if (ep_config_has_copies(&group->config))
+        EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_push_rows()));
     if (group->latency_sets && group->nodes.sizes.nodes > 1) {
         EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_forward(bytes)));
         EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter_nodes(bytes)));
@@ -74,6 +94,7 @@ static EpStatus open_own(EpGroup *group) {
     EP_TRY(ep_tuning_open(group, links_of(group), &cuda->tuned));
     size_t counters = (size_t)counter_bytes(group->latency_sets);
     EP_TRY(ep_cuda_open_copies(group));
+    EP_TRY(ep_cuda_open_masks(group));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&cuda->workspace, bytes)));
     EP_TRY(
         ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&cuda->block_counters, counters)));
@@ -118,6 +139,7 @@ static void close(EpGroup *group, int together) {
     ep_cuda_slices_close(group);
     ep_cuda_free_plans(group);
     ep_cuda_close_copies(group);
+    ep_cuda_close_masks(group);
     (void)cudaFree(cuda->workspace);
     (void)cudaFree(cuda->block_counters);
     if (cuda->stream) (void)cudaStreamDestroy(cuda->stream);
@@ -157,6 +179,8 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .find_failed = find_failed,
                                       .refuse = refuse,
                                       .depart = depart,
+                                      .mask = ep_cuda_mask,
+                                      .cut = ep_cuda_cut,
                                       .finish = ep_cuda_finish,
                                       .open_window = ep_cuda_open_window,
                                       .close_window = ep_cuda_close_window,
@@ -183,6 +207,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .gather_weight = ep_cuda_weight_gather,
                                       .reduce_weight = ep_cuda_weight_reduce,
                                       .reduce_amax = ep_cuda_weight_amax,
+                                      .move_weights = ep_cuda_weight_move,
                                       .measure_weight = ep_cuda_weight_measure,
                                       .quantise_rows = ep_cuda_quantise_rows,
                                       .count_routing = ep_cuda_count_routing,

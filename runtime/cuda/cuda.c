@@ -288,7 +288,8 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, const EpNodeSizes *
     w.counts = ep_arena_offset(&arena, 2 * routed * words * 8);
     w.begins = ep_arena_offset(&arena, 2 * routed * tokens * 8);
     w.routes = ep_arena_offset(&arena, 2 * routed * tokens * config->max_top_k * 4);
-    w.aborted = ep_arena_offset(&arena, (1 + ranks) * EP_ABORT_BYTES);
+    int64_t ballots = config->masks ? ranks * (int64_t)sizeof(EpCudaBallot) : 0;
+    w.aborted = ep_arena_offset(&arena, (1 + ranks) * EP_ABORT_BYTES + ballots);
     w.ring = ep_arena_offset(&arena, ranks > 1 ? rings * ring_bytes : 0);
     w.bytes = arena.bytes;
     return w;

@@ -13,6 +13,8 @@
 
 #define RANK_WORDS ((EP_CUDA_MAX_RANKS + 31) / 32) /* ranks per lane of a warp */
 
+EP_VARIANT_BEGIN
+
 /* ---- kernels ------------------------------------------------------------------------------- */
 
 /**
@@ -134,6 +136,71 @@ __device__ __forceinline__ int ep_member(const EpCudaGroup &g, int rank) {
     return g.members && rank >= 0 ? g.members[rank] : rank;
 }
 
+/* ---- masks --------------------------------------------------------------------------------- */
+
+/*
+ * In kernels for groups with masks (EP_MASKED). A rank that is masked is not waited for, nothing is
+ * stored in its window, and what it stores in this one is not read: whatever it may still send lies
+ * where only its own data does. In other kernels all ranks are alive, and these functions are
+ * nothing. EpCudaBallot tells how ranks come to one set.
+ */
+
+/* Returns the block's copy of the words that say who is alive, then of late_us. */
+__device__ __forceinline__ uint32_t *ep_alive_words(void) {
+    __shared__ uint32_t words[EP_ALIVE_WORDS + 1];
+    return words;
+}
+
+/** Load who is alive. By all threads, before a barrier behind which ep_is_alive is called. */
+__device__ __forceinline__ void ep_load_alive(const EpCudaGroup &g) {
+    if (EP_MASKED && threadIdx.x < EP_ALIVE_WORDS)
+        ep_alive_words()[threadIdx.x] = ep_load_relaxed_gpu32(&g.state->alive[threadIdx.x]);
+    if (EP_MASKED && threadIdx.x == EP_ALIVE_WORDS)
+        ep_alive_words()[EP_ALIVE_WORDS] = ep_load_relaxed_gpu32(&g.state->late_us);
+}
+
+/** Returns whether ranks that are late are cut. */
+__device__ __forceinline__ int ep_cuts(void) {
+    return EP_MASKED && ep_alive_words()[EP_ALIVE_WORDS] != 0;
+}
+
+/** Returns whether a rank of this node takes part. */
+__device__ __forceinline__ int ep_is_alive(int rank) {
+    return !EP_MASKED || (ep_alive_words()[rank / 32] >> rank % 32 & 1);
+}
+
+/** As ep_is_alive, before ep_load_alive. */
+__device__ __forceinline__ int ep_find_alive(const EpCudaGroup &g, int rank) {
+    return !EP_MASKED || (ep_load_relaxed_gpu32(&g.state->alive[rank / 32]) >> rank % 32 & 1);
+}
+
+/** The words that say who is alive, in a thread's registers. */
+typedef struct EpAliveWords {
+    uint32_t word[EP_ALIVE_WORDS];
+} EpAliveWords;
+
+/** Begin to load them, before ep_load_alive. */
+__device__ __forceinline__ EpAliveWords ep_fetch_alive(const EpCudaGroup &g) {
+    EpAliveWords alive = {};
+#pragma unroll
+    for (int i = 0; i < EP_ALIVE_WORDS && EP_MASKED; i++)
+        alive.word[i] = ep_load_relaxed_gpu32(&g.state->alive[i]);
+    return alive;
+}
+
+__device__ __forceinline__ int ep_is_among(const EpAliveWords &alive, int rank) {
+    uint32_t word = alive.word[0];
+#pragma unroll
+    for (int i = 1; i < EP_ALIVE_WORDS; i++)
+        word = rank >= 32 * i ? alive.word[i] : word;
+    return !EP_MASKED || (word >> rank % 32 & 1);
+}
+
+/** Returns the ballot of `voter` in `reader`'s window. */
+__device__ __forceinline__ EpCudaBallot *ep_ballot(const EpCudaGroup &g, int reader, int voter) {
+    return ep_at<EpCudaBallot>(g, reader, ep_ballots_at(&g.layout, g.size)) + voter;
+}
+
 /* ---- counters ------------------------------------------------------------------------------ */
 
 /** Returns the epoch of the operation under way. */
@@ -195,6 +262,7 @@ static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited
     uint32_t epoch = ep_epoch(g);
 #pragma unroll 1
     for (int r = 0; r < g.size; r++) {
+        if (!ep_is_alive(r)) continue;
         uint32_t seen =
             (uint32_t)(ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->what) >> 32);
         if ((int32_t)(seen - epoch) < 0) return EpAwaited{r, EP_AWAIT_ARRIVAL, 0, epoch, seen};
@@ -210,7 +278,7 @@ static __device__ void ep_give_up(const EpCudaGroup &g, int blamed) {
 #pragma unroll 1
     for (int r = 0; r < g.size; r++)
 #pragma unroll 1
-        for (uint32_t e = epoch; e != epoch + 2; e++) {
+        for (uint32_t e = epoch; e != epoch + 2 && ep_is_alive(r); e++) {
             EpArrival *arrival = ep_arrival(g, r, g.rank, e);
             ep_store_relaxed_sys(&arrival->gone, ep_counter(e, 1 + (uint32_t)blamed));
             ep_store_relaxed_sys(&arrival->what, ep_counter(e, gone));
@@ -231,6 +299,13 @@ static __device__ void ep_copy_why(const EpCudaGroup &g, uint32_t member, volati
         out[i] = ep_load_relaxed_sys(why + i);
 }
 
+/* Returns the word that names a rank which is aborted: 1 + its number, or 0. A masked rank's abort
+ * is nobody's business. */
+__device__ __forceinline__ uint32_t ep_find_aborted(const EpCudaGroup &g) {
+    uint32_t aborted = (uint32_t)ep_load_relaxed_sys(ep_aborted(g));
+    return !EP_MASKED || (aborted && ep_is_alive((int)aborted - 1)) ? aborted : 0;
+}
+
 /* Report this rank's first failure to the host, and to all ranks. A wait that ends since a rank is
  * aborted is reported as that rank's giving up; the caller says EP_FAULT_LATE. Ranks that disagree
  * about the operation (EP_FAULT_ORDER) need no such word: each of them sees that itself. The fence
@@ -238,7 +313,7 @@ static __device__ void ep_copy_why(const EpCudaGroup &g, uint32_t member, volati
 static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, EpAwaited awaited,
                                               uint64_t peer_facts = 0) {
     if (atomicCAS(&g.state->failed, 0u, ep_epoch(g))) return;
-    uint32_t aborted = (uint32_t)ep_load_relaxed_sys(ep_aborted(g));
+    uint32_t aborted = ep_find_aborted(g);
     if (fault == EP_FAULT_LATE && aborted) {
         fault = EP_FAULT_PEER;
         awaited.peer = (int)aborted - 1, awaited.seen = (uint32_t)ep_member(g, awaited.peer);
@@ -258,6 +333,28 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
     out->fault = fault;
 }
 
+/* Masks: returns whether a rank votes, or has masked this one or cut it. */
+__device__ __forceinline__ int ep_has_left(const EpCudaGroup &g, int r, int *masks) {
+    const EpCudaBallot *ballot = ep_ballot(g, g.rank, r);
+    uint32_t past = *(volatile uint32_t *)&g.state->past[r];
+    *masks = ep_load_relaxed_sys(&ballot->masked) != 0;
+    return *masks || ep_is_voting(ep_load_relaxed_sys(&ballot->word), past);
+}
+
+/* Masks: returns whether a living rank votes, and so is in no operation; or has masked this one.
+ * Reports it. In a long wait. */
+static __device__ __noinline__ int ep_finds_vote(const EpCudaGroup &g) {
+#pragma unroll 1
+    for (int r = 0; r < g.size; r++) {
+        int masks;
+        if (r == g.rank || !ep_is_alive(r) || !ep_has_left(g, r, &masks)) continue;
+        ep_report(g, masks ? EP_FAULT_MASKED : EP_FAULT_LEFT,
+                  EpAwaited{r, EP_AWAIT_ARRIVAL, 0, 0, 0});
+        return 1;
+    }
+    return 0;
+}
+
 /**
  * Count one more poll of a wait. Returns 0 once the timeout has passed, a rank is aborted, or
  * another wait of this rank has failed. Then all threads leave, and what the kernel wrote is void.
@@ -266,7 +363,8 @@ __device__ __forceinline__ int ep_keep_waiting(const EpCudaGroup &g, EpTimeout *
                                                const EpAwaited &awaited) {
     if (__builtin_expect(++timeout->polls % EP_POLLS_PER_CLOCK_READ != 0, 1)) return 1;
     if (ep_failed(g)) return 0;
-    int aborted = ep_load_relaxed_sys(ep_aborted(g)) != 0;
+    if (EP_MASKED && ep_finds_vote(g)) return 0;
+    int aborted = EP_MASKED ? ep_find_aborted(g) != 0 : ep_load_relaxed_sys(ep_aborted(g)) != 0;
     uint64_t now = ep_global_timer();
     timeout->start = timeout->start ? timeout->start : now;
     if (now - timeout->start < g.timeout_ns && !aborted) return 1;
@@ -290,6 +388,7 @@ static __device__ __noinline__ int ep_finds_failure(const EpCudaGroup &g) {
     uint32_t epoch = ep_epoch(g);
 #pragma unroll 1
     for (int r = 0; r < g.size; r++) {
+        if (!ep_is_alive(r)) continue;
         uint64_t gone = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
         uint32_t member = (uint32_t)ep_member(g, r);
         if (gone != ep_counter(epoch, 1 + member)) continue;
@@ -392,6 +491,7 @@ __device__ __forceinline__ int ep_await_room(const EpCudaGroup &g, uint32_t epoc
 /** Send a rank this one's arrival. The words order nothing, so their stores are relaxed. */
 __device__ __forceinline__ void ep_send_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
                                                 uint64_t where, uint32_t rows) {
+    if (!ep_is_alive(peer)) return;
     EpArrival *arrival = ep_arrival(g, peer, g.rank, epoch);
     const EpOwnOperation own = *ep_own_operation();
     if (rows) ep_store_relaxed_sys(&arrival->rows, ep_counter(epoch, rows));
@@ -416,12 +516,17 @@ static __device__ __noinline__ void ep_report_other(const EpCudaGroup &g, int pe
 /**
  * Wait until a rank has entered the operation, and check that it is the same one there. `where` may
  * be NULL, and so may *rows, the word beside it, arrived or not: see ep_await_rows. `end` may be
- * NULL; it becomes the time of the arrival, unless that was here already. Returns 0 on timeout, if
- * the rank has given up, or if it is in another operation or mode.
+ * NULL; it becomes the time of the arrival, unless that was here already. A masked rank is not
+ * waited for; its `where` is 0. Returns 0 on timeout, if the rank has given up, or if it is in
+ * another operation or mode.
  */
 __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
                                                 uint64_t *where, uint64_t *rows,
                                                 uint64_t *end = NULL) {
+    if (!ep_is_alive(peer)) {
+        if (where) *where = 0;
+        return 1;
+    }
     const EpArrival *arrival = ep_arrival(g, g.rank, peer, epoch);
     EpTimeout timeout = {0, 0};
     uint64_t what, at;
@@ -596,7 +701,8 @@ __device__ __forceinline__ void ep_count_rows(const EpCudaGroup &g, const EpStat
     int counts = s.peer_rows || s.peer_bytes;
 #pragma unroll 1
     for (int r = (int)threadIdx.x % 32; r < g.size && counts; r += 32)
-        ep_count_row(s, ep_member(g, r), min(max(rows[r], 0), g.layout.max_tokens));
+        if (ep_is_alive(r))
+            ep_count_row(s, ep_member(g, r), min(max(rows[r], 0), g.layout.max_tokens));
 }
 
 /** Add the slots of a local expert. By one lane. */
@@ -663,7 +769,7 @@ __device__ __forceinline__ void ep_measure_arrivals(const EpCudaGroup &g, const 
     auto seen = [&](int r) {
         return (uint32_t)(ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->what) >> 32);
     };
-    auto is_here = [&](int r) { return seen(r) == epoch; };
+    auto is_here = [&](int r) { return !ep_is_alive(r) || seen(r) == epoch; };
     auto may_wait = [&](int r) {
         return ep_keep_waiting(g, &timeout, EpAwaited{r, EP_AWAIT_ARRIVAL, 0, epoch, seen(r)});
     };
@@ -759,5 +865,7 @@ __device__ __forceinline__ void ep_report_stamps(const EpCudaGroup &g, const EpM
                                                                       const EpMarks &m) {
     ep_report_stamps(g, m, [&](int i) { return m.theirs + i; });
 }
+
+EP_VARIANT_END
 
 #endif

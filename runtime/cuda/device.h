@@ -60,6 +60,31 @@
 
 #define EP_ABORT_WORDS 32 /* of 8 bytes, of an abort's sentence */
 
+/* Some kernels are compiled several times: as they are; those of latency mode for several nodes
+ * (EP_SEVERAL_NODES); those that wait for ranks for groups with masks (EP_MASKED). So kernels of
+ * one kind have no code of another. Their functions differ in their names. */
+#ifndef EP_SEVERAL_NODES
+#define EP_SEVERAL_NODES 0
+#endif
+#ifndef EP_MASKED
+#define EP_MASKED 0
+#endif
+#if EP_SEVERAL_NODES
+#define EP_VARIANT(name) name##_nodes
+#define EP_VARIANT_BEGIN namespace several_nodes {
+#define EP_VARIANT_END }
+#elif EP_MASKED
+#define EP_VARIANT(name) name##_masked
+#define EP_VARIANT_BEGIN namespace masked {
+#define EP_VARIANT_END }
+#else
+#define EP_VARIANT(name) name
+#define EP_VARIANT_BEGIN
+#define EP_VARIANT_END
+#endif
+
+#define EP_ALIVE_WORDS ((EP_CUDA_MAX_RANKS + 31) / 32)
+
 #define EP_MAX_PARTITIONS 64 /* of a rank's tokens, each the work of one block of prepare */
 
 /** What a rank sends each other rank when it enters an operation. All words carry the epoch, and
@@ -104,6 +129,30 @@ typedef struct EpWindowLayout {
     int64_t entries_bytes; /**< of this size, each with the rows of all of a token's entries */
 } EpWindowLayout;
 
+/**
+ * Masks: what a rank tells another one in ep_group_mask, in that rank's window. The ballots [R] lie
+ * behind the sentences of aborts. The kernel of ep_group_mask (mask.cu) says what ranks do with
+ * them.
+ */
+typedef struct EpCudaBallot {
+    uint64_t word;   /**< ticket << 2 | EpBallotState */
+    uint64_t seen;   /**< the reader's ticket that the voter has seen, once it is ready */
+    uint64_t done;   /**< the voter's last ticket that has succeeded; 0: none */
+    uint64_t masked; /**< 1: the voter has masked the reader, or cut it */
+    uint64_t alive[EP_ALIVE_WORDS]; /**< the new set */
+    uint64_t epoch, sent, turn;     /**< as in EpCudaState and EpLatencyState */
+    uint64_t sets[EP_MAX_LATENCY_SETS]; /**< operations that each set has sent */
+} EpCudaBallot;
+
+enum EpBallotState { EP_BALLOT_NONE, EP_BALLOT_CAST, EP_BALLOT_READY };
+#define EP_BALLOT_STATE_BITS 2
+
+/** Returns whether a ballot's word is of a rendezvous that is under way: `past` is the ticket of
+ *  the last one in which this rank and the voter were. */
+EP_HOST_DEVICE static inline int ep_is_voting(uint64_t word, uint32_t past) {
+    return (word & 3) != EP_BALLOT_NONE && (uint32_t)(word >> EP_BALLOT_STATE_BITS) != past;
+}
+
 #define EP_SENT_WORDS 64
 
 /** A ring has at least as many records, or one for each of max_tokens: no claim may have more
@@ -115,6 +164,11 @@ typedef struct EpWindowLayout {
 #define EP_COUNT_STRIDE(experts, ranks) ((EP_COUNT_WORDS(experts, ranks) + 3) / 4 * 4)
 
 #define EP_PARTITIONS_BEFORE 0x80000000u /* in a word of partition_counts */
+
+/** Returns the offset of the ballots, in a group with masks of so many ranks. */
+EP_HOST_DEVICE static inline int64_t ep_ballots_at(const EpWindowLayout *w, int64_t ranks) {
+    return w->aborted + (1 + ranks) * 8 * EP_ABORT_WORDS;
+}
 
 /** `nodes`: of the group. On several nodes ep_prepare gets its routing over the network, so the
  *  window has no room for counts, begins and routes. */
@@ -130,7 +184,9 @@ enum EpCudaFault {
     EP_FAULT_WINDOW,   /**< rank `seen` receives in the adopted window `row`, unknown here; -1: in a
                             paired one */
     EP_FAULT_ENDED,    /**< several nodes: an exchange ended before another rank's data was here */
-    EP_FAULT_GLOBAL    /**< the call's global scale, whose bits are in `seen`, is none */
+    EP_FAULT_GLOBAL,   /**< the call's global scale, whose bits are in `seen`, is none */
+    EP_FAULT_LEFT,     /**< masks: another rank has left the operation to call ep_group_mask */
+    EP_FAULT_MASKED    /**< masks: another rank has masked this one */
 };
 
 /** What a wait waits for. */
@@ -172,6 +228,8 @@ typedef struct EpCudaFailure {
     EpPlanMark mark;            /**< of EP_FAULT_PLAN: as found */
     uint64_t expected_config;
     uint64_t why[EP_ABORT_WORDS]; /**< of EP_FAULT_PEER: the blamed rank's sentence; 0: none */
+    uint64_t cut[EP_ALIVE_WORDS]; /**< no failure: the ranks that operations have cut */
+    int32_t cut_op;               /**< the latest one that has */
 } EpCudaFailure;
 
 /**
@@ -235,6 +293,11 @@ typedef struct __attribute__((aligned(32))) EpCudaState {
     unsigned long long bad_count; /**< bad indices found by the prepare under way */
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
     unsigned long long lost;      /**< as in EpCudaAsyncErrors, counted here first */
+    uint32_t alive[EP_ALIVE_WORDS];   /**< masks: bit r % 32 of word r / 32: whether rank r, of this
+                                           node, takes part */
+    uint32_t late_us;                 /**< masks: see EpLateRanks; 0: no rank is cut */
+    uint32_t ticket;                  /**< masks: of this rank's last ballot */
+    uint32_t past[EP_CUDA_MAX_RANKS]; /**< masks: each rank's ticket in the last rendezvous */
 } EpCudaState;
 
 /**

@@ -181,7 +181,7 @@ static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const E
     int all = latency.awaits_weights && start, end = all ? g.size : origin.source + 1;
 #pragma unroll 1
     for (int r = all ? 0 : origin.source; r < end; r++)
-        if (ep_peer_differs(g, latency, r, origin.awaited, flag, start)) return 1;
+        if (ep_is_alive(r) && ep_peer_differs(g, latency, r, origin.awaited, flag, start)) return 1;
     return ep_has_given_up(g, origin.source);
 }
 
@@ -195,10 +195,104 @@ static __device__ EpAwaited ep_find_unsent(const EpCudaGroup &g, const EpLatency
     if ((uint32_t)(own >> 32) != awaited.expected) return awaited;
 #pragma unroll 1
     for (int r = 0; r < g.size; r++) {
+        if (!ep_is_alive(r)) continue;
         uint32_t seen = (uint32_t)(ep_load_relaxed_sys(ep_sent(g, g.rank, r, number)) >> 32);
         if ((int32_t)(seen - number) < 0) return EpAwaited{r, EP_AWAIT_HEAD, 0, number, seen};
     }
     return awaited;
+}
+
+/* ---- ranks that are late ------------------------------------------------------------------- */
+
+#define STEP_LATE 2 /* what waits return, beside 0 and 1: the rank is late, what it sends is void */
+
+__device__ __forceinline__ EpLateRanks *latency_late(const EpLatency &l, uint64_t flag) {
+    return &l.state->late[EP_FLAG_SET(flag)];
+}
+
+__device__ __forceinline__ int has_bit(const uint32_t *words, int rank) {
+    return *(const volatile uint32_t *)&words[rank / 32] >> rank % 32 & 1;
+}
+
+/* Returns whether a rank is late in this operation: what is summed of it does not count. */
+__device__ __forceinline__ int latency_is_late(const EpLatency &l, int rank, uint64_t flag) {
+    const EpLateRanks *late = latency_late(l, flag);
+    return has_bit(late->absent, rank) || has_bit(late->lost, rank);
+}
+
+/* Check a long wait for a rank, where late ranks are cut. Returns 1 while it goes on, 0 if it has
+ * failed. */
+static __device__ __noinline__ int check_late(const EpCudaGroup &g, const EpLatency &l,
+                                              const StepOrigin &origin, uint32_t flag,
+                                              uint64_t start) {
+    EpLateRanks *late = latency_late(l, flag);
+    uint32_t *words = origin.awaited == EP_AWAIT_HEAD ? late->absent : late->lost;
+    int r = origin.source, masks;
+    uint64_t now = ep_global_timer();
+    if (ep_failed(g)) return 0;
+    if (ep_find_aborted(g) == 1 + (uint32_t)g.rank) {
+        ep_report(g, EP_FAULT_LATE, EpAwaited{r, origin.awaited, origin.row, flag, 0});
+        return 0;
+    }
+    if (has_bit(words, r)) return STEP_LATE;
+    if (ep_peer_differs(g, l, r, origin.awaited, flag, start)) return 0;
+    uint64_t since = atomicMax((unsigned long long *)&late->since[origin.awaited - EP_AWAIT_HEAD],
+                               (unsigned long long)~now);
+    uint64_t waited = since ? now - min(now, (uint64_t)~since) : 0;
+    uint32_t epoch = ep_epoch(g);
+    uint64_t given_up = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
+    int gone = ep_has_left(g, r, &masks) || ep_find_aborted(g) == 1 + (uint32_t)r ||
+               (uint32_t)(given_up >> 32) == epoch;
+    if (!gone && waited < g.state->late_us * (uint64_t)1000) return 1;
+    atomicOr(&words[r / 32], 1u << r % 32);
+    return STEP_LATE;
+}
+
+/** Returns 1 in the last receiving block, as latency_is_last does. By all threads of each receiving
+ *  block, where late ranks are cut. */
+__device__ __forceinline__ int latency_ends_late(const EpLatency &l, int blocks, uint64_t flag) {
+    __shared__ int is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        uint32_t *left = &latency_late(l, flag)->left;
+        __threadfence();
+        is_last = atomicAdd(left, 1u) == (unsigned)blocks - 1;
+        if (is_last) *(volatile uint32_t *)left = 0;
+    }
+    __syncthreads();
+    return is_last;
+}
+
+/** Take the late ranks out of this block's set of those who are alive. Returns whether there are
+ *  any. By all threads of the last block. */
+__device__ __forceinline__ int latency_leave_late(const EpLatency &l, uint64_t flag) {
+    const EpLateRanks *late = latency_late(l, flag);
+    uint32_t cut = 0;
+    if (threadIdx.x < EP_ALIVE_WORDS)
+        cut = *(volatile uint32_t *)&late->absent[threadIdx.x] |
+              *(volatile uint32_t *)&late->lost[threadIdx.x];
+    if (cut) ep_alive_words()[threadIdx.x] &= ~cut;
+    return !__syncthreads_and(!cut);
+}
+
+/** Cut the late ranks: tell the host and them, and leave nothing for the next operation of the set.
+ *  By all threads of the last block. */
+[[maybe_unused]] static __device__ __noinline__ void
+latency_cut(const EpCudaGroup &g, const EpLatency &l, uint64_t flag) {
+    EpLateRanks *late = latency_late(l, flag);
+    int t = (int)threadIdx.x;
+    if (t < g.size && latency_is_late(l, t, flag))
+        ep_store_relaxed_sys(&ep_ballot(g, t, g.rank)->masked, 1);
+    if (t < g.size) late->skipped[t] = 0;
+    __syncthreads();
+    if (t < EP_ALIVE_WORDS) {
+        uint32_t cut = late->absent[t] | late->lost[t];
+        volatile EpCudaFailure *out = g.failure;
+        if (cut) atomicAnd(&g.state->alive[t], ~cut);
+        if (cut) out->cut_op = EP_DIGEST_OP(g.digest), out->cut[t] = out->cut[t] | cut;
+        late->absent[t] = late->lost[t] = 0;
+    }
+    if (t < 3) late->since[t] = 0;
 }
 
 /* State of a long wait. */
@@ -213,6 +307,10 @@ static __device__ __noinline__ WaitState ep_check_wait(const EpCudaGroup *g,
                                                        const EpLatency *latency, StepOrigin origin,
                                                        uint32_t expected, uint32_t seen,
                                                        uint64_t start) {
+    if (ep_cuts() && origin.source != g->rank) {
+        int alive = check_late(*g, *latency, origin, expected, start);
+        return WaitState{start ? start : ep_global_timer(), alive};
+    }
     EpTimeout timeout = {start, EP_POLLS_PER_CLOCK_READ - 1};
     EpAwaited awaited = {origin.source, origin.awaited, origin.row, expected, seen};
     if (latency->awaits_weights && start && ep_global_timer() - start >= g->timeout_ns)
@@ -224,7 +322,7 @@ static __device__ __noinline__ WaitState ep_check_wait(const EpCudaGroup *g,
 
 /**
  * Wait until a step is here; x is what a load of it has returned so far. Returns 0 if it will not
- * come. By a warp.
+ * come, or STEP_LATE. By a warp.
  */
 __device__ __forceinline__ int step_await(const EpCudaGroup &g, const EpLatency &latency,
                                           const char *from, uint64_t flag, ulonglong2 *x,
@@ -236,6 +334,7 @@ __device__ __forceinline__ int step_await(const EpCudaGroup &g, const EpLatency 
             WaitState wait =
                 ep_check_wait(&g, &latency, origin, (uint32_t)flag, (uint32_t)x->y, start);
             if (!__all_sync(~0u, wait.alive)) return 0;
+            if (EP_MASKED && __any_sync(~0u, wait.alive == STEP_LATE)) return STEP_LATE;
             start = wait.start;
         }
         *x = step_load(from);
@@ -565,8 +664,9 @@ __device__ __forceinline__ void store_operation_number(const EpCudaGroup &g, con
     int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int r = lane; r < g.size; r += 32)
-        ep_store_relaxed_sys(ep_sent(g, r, g.rank, op.number),
-                             ep_counter(op.number, ep_own_operation()->digest));
+        if (ep_is_alive(r))
+            ep_store_relaxed_sys(ep_sent(g, r, g.rank, op.number),
+                                 ep_counter(op.number, ep_own_operation()->digest));
     if (lane == 0)
         *(volatile uint64_t *)latency_number(l, (uint32_t)op.flag) =
             ep_counter((uint32_t)op.flag, op.number);
@@ -618,7 +718,7 @@ __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency 
 }
 
 /** Receive head number `index`, which rank r has stored: take(u, unit u). Returns 0 if it does not
- *  come or, where that is to be compared, is of another operation. By a warp. */
+ *  come or, where that is to be compared, is of another operation; or STEP_LATE. By a warp. */
 template <typename Take>
 __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &l, int index, int r,
                                          int words, uint64_t flag, int compares, Take take) {
@@ -628,7 +728,13 @@ __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &
     for (int step = 0; step < steps; step++) {
         ulonglong2 x = step_load(from + step * EP_STEP_BYTES);
         const StepOrigin origin = {r, EP_AWAIT_HEAD, 0};
-        if (!step_await(g, l, from + step * EP_STEP_BYTES, flag, &x, origin)) return 0;
+        int here = step_await(g, l, from + step * EP_STEP_BYTES, flag, &x, origin);
+        if (!here) return 0;
+        if (EP_MASKED && here == STEP_LATE && step == 0) return STEP_LATE;
+        if (EP_MASKED && here == STEP_LATE) {
+            ep_report(g, EP_FAULT_LATE, EpAwaited{r, EP_AWAIT_HEAD, 0, (uint32_t)flag, 0});
+            return 0;
+        }
         uint4 unit = step_unpack(x);
         if (step == 0 && threadIdx.x % 32 == 0 && compares &&
             !ep_same_operation(ep_own_operation()->digest, unit.x)) {
@@ -680,7 +786,9 @@ __device__ __forceinline__ void latency_measure_heads(const EpCudaGroup &g, cons
             (const uint64_t *)(latency_head(l, l.own, r, latency_num_heads(g, l), flag) +
                                LINE_FLAG));
     };
-    auto is_here = [&](int r) { return seen(r) == flag; };
+    auto is_here = [&](int r) {
+        return !ep_is_alive(r) || seen(r) == flag || (ep_cuts() && latency_is_late(l, r, flag));
+    };
     auto may_wait = [&](int r) {
         if (++polls % EP_POLLS_PER_CLOCK_READ) return 1;
         WaitState wait = ep_check_wait(&g, &l, StepOrigin{r, EP_AWAIT_HEAD, 0}, (uint32_t)flag,

@@ -40,21 +40,6 @@
 #include "runtime/cuda/plan.h"
 #include "runtime/movement.h"
 
-/* Kernels of latency mode are compiled twice, for one node and for several (EP_SEVERAL_NODES), so
- * that those of one node have no code for others. Their functions differ in their names. */
-#ifndef EP_SEVERAL_NODES
-#define EP_SEVERAL_NODES 0
-#endif
-#if EP_SEVERAL_NODES
-#define EP_VARIANT(name) name##_nodes
-#define EP_VARIANT_BEGIN namespace several_nodes {
-#define EP_VARIANT_END }
-#else
-#define EP_VARIANT(name) name
-#define EP_VARIANT_BEGIN
-#define EP_VARIANT_END
-#endif
-
 /** A step: the unit that a warp moves at once; see latency.cuh. */
 #define EP_STEP_BYTES 512
 #define EP_STEP_UNITS 30 /* of 16 bytes */
@@ -151,6 +136,25 @@ typedef struct EpLatencySet {
     uint32_t left;   /**< receiving blocks that have finished */
 } EpLatencySet;
 
+/**
+ * Masks, where late ranks are cut (EP_LATE_MASK): who is late in the operation of a set. A wait
+ * that has lasted late_us, counted from the first long wait of its kind in the operation, says so,
+ * and waits elsewhere then end, too. The last receiving block makes the outcome the same for all:
+ * it zeroes rows that are missing in part, or adds up all tokens again without the late ranks.
+ * Then it cuts them: from the next operation on they are not alive.
+ *
+ * A head may come while some blocks have given it up and others have not. Then they do not agree on
+ * slots, and the last block, which finds that by their number, suspends the group.
+ */
+typedef struct EpLateRanks {
+    uint64_t since[3]; /**< ~ of the time when the first wait became long, for a head, lines,
+                            weights; 0: none has */
+    uint32_t absent[EP_ALIVE_WORDS];     /**< ranks whose heads are late, or that cut this one */
+    uint32_t lost[EP_ALIVE_WORDS];       /**< ranks of whose rows, sums or weights some are late */
+    uint32_t skipped[EP_CUDA_MAX_RANKS]; /**< blocks that have done without a rank's head */
+    uint32_t left;                       /**< receiving blocks that have ended */
+} EpLateRanks;
+
 /** Device memory of latency mode that no peer touches. Kernels that send follow each other; those
  *  that only receive may run beside them, one for each set. */
 typedef struct EpLatencyState {
@@ -161,6 +165,7 @@ typedef struct EpLatencyState {
     uint32_t claimed; /**< work items that its blocks have claimed to send */
     EpLatencySet set[EP_MAX_LATENCY_SETS];
     uint32_t set_of[EP_MAX_LATENCY_SETS + EP_CAPTURED_TOKENS + 1]; /**< by token */
+    EpLateRanks late[EP_MAX_LATENCY_SETS];
 } EpLatencyState;
 
 /** The token of whole operations on several nodes, which are sent and received by two kernels. */

@@ -78,6 +78,8 @@
 
 #include "runtime/cuda/device.cuh"
 
+EP_VARIANT_BEGIN
+
 #define PIPELINE_ENTRIES 32
 #define PIPELINE_END (-1)
 #define PIPELINE_END_ITEMS 12
@@ -720,5 +722,7 @@ __device__ __forceinline__ void pipeline_signal(Pipeline *p, const EpCudaGroup &
         items.finish();
     }
 }
+
+EP_VARIANT_END
 
 #endif

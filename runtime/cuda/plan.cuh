@@ -10,6 +10,8 @@
 #include "runtime/cuda/plan.h"
 #include "runtime/quant.h"
 
+EP_VARIANT_BEGIN
+
 /* What is found in a plan. */
 typedef struct FoundPlan {
     EpPlanMark mark;
@@ -123,6 +125,7 @@ typedef struct EpLoadedHeader {
 __device__ __forceinline__ EpLoadedHeader ep_load_header(const EpCudaGroup &g,
                                                          const EpCudaPlan &plan) {
     EpLoadedHeader header = {};
+    ep_load_alive(g);
     if (threadIdx.x) return header;
     if (plan.use.is_read) header.plan = ep_load_plan(plan);
     const ulonglong2 state = ep_load_relaxed_gpu_pair((const uint64_t *)g.state);
@@ -271,5 +274,7 @@ __device__ __forceinline__ int32_t ep_slot(const EpCudaPlan &plan, const EpCudaG
     EpChain chain = ep_load_slot(plan, g, top_k, source, row, k);
     return ep_check_slot(plan, ep_follow_chain(plan, chain, k));
 }
+
+EP_VARIANT_END
 
 #endif

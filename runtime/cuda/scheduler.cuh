@@ -20,6 +20,8 @@
 #include "runtime/cuda/pipeline.cuh"
 #include "runtime/cuda/plan.cuh"
 
+EP_VARIANT_BEGIN
+
 /* ---- claims -------------------------------------------------------------------------------- */
 
 /** Who claims what: sending blocks, receiving blocks, and these the rows of this rank's own tokens
@@ -73,11 +75,12 @@ __device__ __forceinline__ EpEntry load_entry(const Args &a, const Team &t, int 
     return valid ? a.plan.entries[(int64_t)token * a.top_k + t.k] : none;
 }
 
-/* The words may be damaged. Only here the entry is waited for: the next one, and the claim after
- * it, are on their way by then. */
+/* The words may be damaged, and the owner masked. Only here the entry is waited for: the next one,
+ * and the claim after it, are on their way by then. */
 template <typename Args> __device__ __forceinline__ EpEntry check_entry(const Args &a, EpEntry e) {
     EpEntry none = {-1, 0, -1, 0, 0};
     if (e.owner >= a.owners) return none;
+    if (EP_MASKED && e.owner >= 0 && !ep_is_alive(e.owner)) return none;
     e.slot = ep_flat_position(a.plan, a.group.rank, e.row, e.slot);
     if (e.owner == a.group.rank) e.slot = ep_check_slot(a.plan, e.slot);
     return e;
@@ -206,7 +209,8 @@ __device__ __forceinline__ FirstClaim claim_first_rows(const Args &a, ChunkRows 
 #pragma unroll
     for (int w = 0; w < RANK_WORDS; w++) {
         int source = lane_source(a.group, w);
-        int tokens = source >= 0 ? ep_check_count(a.group, a.plan.tokens[source]) : 0;
+        int sends = source >= 0 && ep_find_alive(a.group, source);
+        int tokens = sends ? ep_check_count(a.group, a.plan.tokens[source]) : 0;
         rows->tokens[w * 32 + threadIdx.x % 32] = tokens;
         first_claim.tokens = max(first_claim.tokens, tokens);
     }
@@ -381,5 +385,7 @@ __device__ __forceinline__ int post_own(const Args &a, const Team &t, OwnWalk *w
     post(batch, weight);
     return 1;
 }
+
+EP_VARIANT_END
 
 #endif

@@ -25,25 +25,33 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNode
         ep_host_routes_bytes(config, num_ranks);
 }
 
-static EpStatus open(EpGroup *group) {
-    EP_TRY(ep_host_open(group));
+static EpStatus allocate(EpGroup *group) {
     if (ep_config_has_copies(&group->config))
         EP_TRY(ep_copies_create(group, &group->copies.memory));
     EpHost *host = ep_host(group);
     int64_t routes = ep_host_routes_bytes(&group->config, group->size);
     host->routes = routes ? malloc((size_t)routes) : NULL;
     if (routes && !host->routes)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
-                       group->rank);
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: %s: memory: out of memory", group->rank,
+                       group->call);
     if (!group->latency_sets) return EP_OK;
     host->set_bytes = ep_host_set_bytes(&group->config, group->size);
     int64_t bytes = group->latency_sets * host->set_bytes;
     host->sets = aligned_alloc(64, (size_t)bytes);
     if (host->sets) return EP_OK;
-    return ep_fail(
-        EP_ERR_NO_MEMORY,
-        "rank %d: ep_group_create: memory: expected %lld bytes for latency mode, got none",
-        group->rank, (long long)bytes);
+    return ep_fail(EP_ERR_NO_MEMORY,
+                   "rank %d: %s: memory: expected %lld bytes for latency mode, got none",
+                   group->rank, group->call, (long long)bytes);
+}
+
+static EpStatus open(EpGroup *group) {
+    EP_TRY(ep_host_open(group));
+    return allocate(group);
+}
+
+static EpStatus reserve(EpGroup *group) {
+    EP_TRY(ep_host_reserve(group));
+    return allocate(group);
 }
 
 static void close(EpGroup *group, int together) {
@@ -126,6 +134,8 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                                 EP_OFFERS_SCALE_COLUMNS | EP_OFFERS_SOURCE_COUNTS,
                                       .measure = measure,
                                       .open = open,
+                                      .reserve = reserve,
+                                      .admit = ep_host_admit,
                                       .describe = ep_host_describe,
                                       .close = close,
                                       .poll = poll,
@@ -153,6 +163,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .gather_weight = ep_host_weight_gather,
                                       .reduce_weight = ep_host_weight_reduce,
                                       .reduce_amax = ep_host_weight_amax,
+                                      .move_weights = ep_host_weight_move,
                                       .measure_weight = ep_host_weight_measure,
                                       .quantise_rows = ep_host_quantise_rows,
                                       .count_routing = ep_host_count_routing,

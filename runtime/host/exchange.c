@@ -59,11 +59,41 @@ static void map_control(EpExchange *x, void *const *segments) {
     }
 }
 
-static void divide_inboxes(EpExchange *x, int64_t bytes) {
+/* Returns whether a rank is on another node, or may be once. */
+static int has_inboxes(const EpExchange *x, int32_t rank, int joins) {
+    return joins ? rank != x->rank : !x->control[rank];
+}
+
+static void divide_inboxes(EpExchange *x, int64_t bytes, int joins) {
     char *next = x->inboxes;
     for (int32_t r = 0; r < x->size; r++)
-        for (int parity = 0; parity < BUFFERS && !x->control[r]; parity++, next += bytes)
+        for (int parity = 0; parity < BUFFERS && has_inboxes(x, r, joins); parity++, next += bytes)
             x->remote[r].inbox[parity] = next;
+}
+
+static void forget(EpExchange *x, int32_t rank) {
+    Remote *remote = &x->remote[rank];
+    free(remote->refusal);
+    *remote = (Remote){.inbox = {remote->inbox[0], remote->inbox[1]}};
+    for (int parity = 0; parity < BUFFERS && x->spans_nodes; parity++)
+        memset(remote->inbox[parity], 0, LINE);
+    if (x->ballots) memset(x->ballots + rank * EP_BALLOT_BYTES, 0, (size_t)EP_BALLOT_BYTES);
+    x->votes[rank] = (EpVote){.state = EP_VOTE_NONE};
+    x->expected[rank] = x->past[rank] = 0;
+}
+
+void ep_exchange_admit(EpExchange *x, const EpMask *changed, void *const *segments,
+                       const EpMask *alive) {
+    x->peers_on_node = 0;
+    for (int32_t r = 0; r < x->size; r++) {
+        if (r == x->rank) continue;
+        if (ep_mask_has(changed, r)) forget(x, r);
+        if (ep_mask_has(changed, r)) x->control[r] = segments[r];
+        x->peers_on_node += x->control[r] != NULL;
+    }
+    x->alive = *alive;
+    for (int i = 0; i < EP_MASK_WORDS; i++)
+        x->cut.word[i] &= alive->word[i];
 }
 
 /* Returns 0 when out of memory. */
@@ -95,7 +125,8 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
     x->control = calloc((size_t)x->size, sizeof(*x->control));
     x->remote = calloc((size_t)x->size, sizeof(*x->remote));
     if (x->control && x->remote) map_control(x, setup->segments);
-    int64_t bytes = x->region_bytes[EP_ROUND_EACH] * BUFFERS * (x->size - 1 - x->peers_on_node);
+    int32_t remotes = setup->joins ? x->size - 1 : x->size - 1 - x->peers_on_node;
+    int64_t bytes = x->region_bytes[EP_ROUND_EACH] * BUFFERS * remotes;
     if (x->spans_nodes) x->inboxes = aligned_alloc(LINE, (size_t)bytes + LINE);
     if (x->spans_nodes) x->note = calloc(1, LINE + EP_ABORT_BYTES);
     if (x->spans_nodes) x->refusal = calloc(1, LINE + EP_ABORT_BYTES);
@@ -105,7 +136,8 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
         (void)ep_exchange_destroy(x, 0);
         return NULL;
     }
-    divide_inboxes(x, x->region_bytes[EP_ROUND_EACH]);
+    divide_inboxes(x, x->region_bytes[EP_ROUND_EACH], setup->joins);
+    x->own.ticket = setup->ticket;
     return x;
 }
 

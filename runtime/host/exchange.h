@@ -197,6 +197,8 @@ typedef struct EpExchangeSetup {
     double timeout; /**< seconds */
     int64_t spins;  /**< polls before a wait yields the CPU: see ep_wait_begin */
     int masks;      /**< whether ranks may be masked */
+    int joins;      /**< whether ranks may join: then any may be on another node */
+    uint64_t ticket; /**< before the first of this rank's ballots */
 } EpExchangeSetup;
 
 /** Create an exchange. Returns NULL when out of memory. */
@@ -205,6 +207,15 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup);
  * messages are still being sent from this rank's segment, which must then stay mapped. Inboxes that
  * may still receive messages stay allocated. */
 int ep_exchange_destroy(EpExchange *x, int together);
+
+/**
+ * Ranks join (ep_group_admit): other processes stand at these places from now on, or none. They
+ * have the segments, or are on other nodes. `alive`: who takes part. What is known of the processes
+ * before them is forgotten: their counters, ballots and messages. A newcomer's tickets begin
+ * anywhere, so that no ballot is taken for one of the process before it.
+ */
+void ep_exchange_admit(EpExchange *x, const EpMask *changed, void *const *segments,
+                       const EpMask *alive);
 
 /** Returns the number of the last round. */
 uint64_t ep_exchange_round(const EpExchange *x);

@@ -43,8 +43,10 @@ void ep_host_choose_copies(EpGroup *group) {
     EpExchange *x = ep_host(group)->exchange;
     if (!copies->of) return;
     memset(copies->alive, 0, (size_t)ep_mask_words(group->size) * sizeof(*copies->alive));
-    for (int32_t r = 0; r < group->size; r++)
+    for (int32_t r = 0; r < group->size; r++) {
         copies->alive[r / 32] |= (uint32_t)ep_exchange_is_alive(x, r) << r % 32;
+        copies->node_of[r] = group->nodes.of[r];
+    }
     ep_copies_build(&group->copies);
 }
 

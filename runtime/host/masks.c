@@ -251,25 +251,27 @@ static void go_on(EpExchange *x) {
 
 /* ---- giving up ----------------------------------------------------------------------------- */
 
-static EpStatus withdraw(EpExchange *x, EpStatus status, int32_t rank) {
+/* `mine`, `theirs`: a rank that is in one set alone, or -1. */
+static EpStatus withdraw(EpExchange *x, EpStatus status, int32_t rank, int32_t mine,
+                         int32_t theirs) {
     show_state(x, EP_VOTE_NONE);
     for (int32_t r = 0; r < x->size; r++)
         if (is_peer(x, r) && !x->control[r]) (void)send_ballot(x, r);
-    (void)ep_exchange_fail(x, EP_ERR_TIMEOUT, rank, -1, -1, "");
+    (void)ep_exchange_fail(x, EP_ERR_TIMEOUT, rank, mine, theirs, "");
     return ep_fail(status, "%s", x->failure.sentence);
 }
 
 static EpStatus fail_missing(EpExchange *x, int32_t rank) {
     ep_fail(EP_ERR_TIMEOUT, "rank %d: ep_group_mask: rank %d did not call it within %g s", x->rank,
             rank, x->timeout);
-    return withdraw(x, EP_ERR_TIMEOUT, rank);
+    return withdraw(x, EP_ERR_TIMEOUT, rank, -1, -1);
 }
 
 static EpStatus fail_gone(EpExchange *x, int32_t rank) {
     ep_fail(EP_ERR_TIMEOUT,
             "rank %d: ep_group_mask: rank %d is in `alive`, but has ended or was aborted", x->rank,
             rank);
-    return withdraw(x, EP_ERR_TIMEOUT, rank);
+    return withdraw(x, EP_ERR_TIMEOUT, rank, -1, -1);
 }
 
 static EpStatus fail_differs(EpExchange *x, int32_t rank) {
@@ -281,7 +283,7 @@ static EpStatus fail_differs(EpExchange *x, int32_t rank) {
             "rank %d: ep_group_mask: expected one set on all ranks, got rank %d as %s on rank %d "
             "and as %s on rank %d",
             x->rank, r, here ? "alive" : "masked", x->rank, here ? "masked" : "alive", rank);
-    return withdraw(x, EP_ERR_ORDER, rank);
+    return withdraw(x, EP_ERR_ORDER, rank, here ? r : -1, here ? -1 : r);
 }
 
 static EpStatus fail_aborted(EpExchange *x) {

@@ -31,19 +31,35 @@ typedef struct Report {
 } Report;
 
 /* Contributions of two collectives: no rank is more than one ahead of another. */
-typedef struct Board {
+typedef struct Meeting {
+    uint32_t ranks;     /* that meet */
     int entered[RANKS]; /* collectives that each rank has entered */
     char bytes[2][RANKS][ROOM];
+    int result[RANKS]; /* of an admission: a MeetingResult */
+} Meeting;
+
+typedef enum MeetingResult { PENDING, SUCCEEDED, FAILED } MeetingResult;
+
+enum { MOST_MEETINGS = 64 };
+
+typedef struct Board {
     Report report[RANKS];
     /* of groups with masks */
-    uint32_t alive;      /* as the test sees it */
-    int is_done[RANKS];  /* whether a rank has nothing left but to meet the others */
+    uint32_t alive;     /* as the test sees it */
+    uint32_t awaited;   /* places of ranks that were killed, until others have joined */
+    int is_done[RANKS]; /* whether a rank has nothing left but to meet the others */
     int recovered[RANKS];
+    int admissions; /* the last meeting, of ranks that admit others; 0: none */
+    Meeting meeting[MOST_MEETINGS];
 } Board;
 
 typedef struct Rank {
     Board *board;
-    int rank, collectives;
+    Meeting *meeting;
+    int rank, collectives; /* in the meeting */
+    int attended;          /* the last admission */
+    int joins;             /* it is a newcomer; the group's ranks may be replaced */
+    int is_replaced;
     int kill_before, kill_after; /* numbers of a collective, from 1; 0: never */
     double timeout;
     double patience; /* seconds that a collective waits at least */
@@ -57,20 +73,23 @@ typedef struct Rank {
 static EpStatus board_gather(void *context, const void *in, void *out, size_t bytes,
                              double timeout) {
     Rank *self = context;
+    Meeting *meeting = self->meeting;
     int now = ++self->collectives;
     double end = seconds_now() + (timeout > self->patience ? timeout : self->patience);
     if (now == self->kill_before) kill(getpid(), SIGKILL);
     if (bytes > ROOM) return ep_set_last_error(EP_ERR_BOOTSTRAP, "too many bytes");
-    memcpy(self->board->bytes[now % 2][self->rank], in, bytes);
-    __atomic_store_n(&self->board->entered[self->rank], now, __ATOMIC_RELEASE);
+    memcpy(meeting->bytes[now % 2][self->rank], in, bytes);
+    __atomic_store_n(&meeting->entered[self->rank], now, __ATOMIC_RELEASE);
     for (int r = 0; r < RANKS; r++) {
-        while (__atomic_load_n(&self->board->entered[r], __ATOMIC_ACQUIRE) < now) {
+        if (!(meeting->ranks >> r & 1)) continue;
+        while (__atomic_load_n(&meeting->entered[r], __ATOMIC_ACQUIRE) < now) {
             char missing[32];
             snprintf(missing, sizeof(missing), "rank %d is missing", r);
             if (seconds_now() > end) return ep_set_last_error(EP_ERR_TIMEOUT, missing);
             usleep(200);
         }
-        memcpy((char *)out + (size_t)r * bytes, self->board->bytes[now % 2][r], bytes);
+        memcpy(out, meeting->bytes[now % 2][r], bytes);
+        out = (char *)out + bytes;
     }
     if (now == self->kill_after) kill(getpid(), SIGKILL);
     return EP_OK;
@@ -83,15 +102,20 @@ static EpStatus board_barrier(void *context, double timeout) {
 
 /* ---- processes ---- */
 
-static EpBootstrap board_bootstrap(Rank *self) {
+static EpBootstrap board_bootstrap(Rank *self, Meeting *meeting) {
     EpBootstrap b = EP_BOOTSTRAP_INIT;
-    b.rank = self->rank, b.size = RANKS, b.context = self;
+    self->meeting = meeting, self->collectives = 0;
+    b.rank = __builtin_popcount(meeting->ranks & ((1u << self->rank) - 1));
+    b.size = __builtin_popcount(meeting->ranks), b.context = self;
     b.allgather = board_gather, b.barrier = board_barrier;
     return b;
 }
 
 static Board *board_open(void) {
-    return mmap(NULL, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    Board *board =
+        mmap(NULL, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    board->meeting[0].ranks = (1 << RANKS) - 1;
+    return board;
 }
 
 /* ---- random moments ---- */
@@ -142,7 +166,7 @@ static void run_steps(Rank *self, const Step *step) {
 static void live(Rank *self) {
     Case c = {.ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3};
     World *world = world_new(&c);
-    EpBootstrap b = board_bootstrap(self);
+    EpBootstrap b = board_bootstrap(self, self->board->meeting);
     EpGroupConfig config = case_group_config(&world->c);
     EpGroup *group = NULL;
     config.timeout_seconds = self->timeout;
@@ -319,24 +343,71 @@ static void give_up_life(Rank *self, const char *why) {
     _exit(1);
 }
 
+static EpGroupConfig masked_config(const Rank *self, const Case *c) {
+    EpGroupConfig config = case_group_config(c);
+    config.timeout_seconds = self->timeout;
+    if (self->is_replaced) config.max_ranks = RANKS, config.place = self->rank;
+    return config;
+}
+
+/* Take part in an admission, as one who joins or admits. Others may be killed meanwhile. */
+static void attend(Rank *self, const Case *c, EpGroup **group) {
+    Meeting *meeting = &self->board->meeting[self->attended];
+    EpBootstrap b = board_bootstrap(self, meeting);
+    EpGroupConfig config = masked_config(self, c);
+    int joins = !*group;
+    self->patience = 0;
+    EpStatus status =
+        joins ? ep_group_join(&b, &config, group) : ep_group_admit(*group, &b);
+    /* A lost rank is missing, or was refused, or the ranks have to mask it first. */
+    int is_usual = status == EP_OK || status == EP_ERR_TIMEOUT || status == EP_ERR_PEER ||
+                   status == EP_ERR_ORDER;
+    if (!is_usual) give_up_life(self, ep_last_error());
+    __atomic_store_n(&meeting->result[self->rank], status == EP_OK ? SUCCEEDED : FAILED,
+                     __ATOMIC_RELEASE);
+    if (!joins) return;
+    /* The test says whether all have succeeded. */
+    while (status == EP_OK && !(alive_on(self->board) >> self->rank & 1) &&
+           __atomic_load_n(&self->board->admissions, __ATOMIC_ACQUIRE) == self->attended)
+        usleep(1000);
+    if (status != EP_OK || alive_on(self->board) >> self->rank & 1) return;
+    ep_group_destroy(*group);
+    *group = NULL;
+}
+
+/* Returns whether there is an admission in which this rank has not been. */
+static int is_called(Rank *self) {
+    int last = __atomic_load_n(&self->board->admissions, __ATOMIC_ACQUIRE);
+    if (last == self->attended) return 0;
+    self->attended = last;
+    return self->board->meeting[last].ranks >> self->rank & 1;
+}
+
 /* Meet the ranks that the test knows to be alive, as often as it takes. Returns them. */
-static uint32_t recover(Rank *self, EpGroup *group) {
+static uint32_t recover(Rank *self, const Case *c, EpGroup **group) {
     double end = seconds_now() + MOST_SECONDS;
     for (;;) {
         uint32_t alive = alive_on(self->board);
+        int takes_part = *group && alive >> self->rank & 1;
         EpStatus status = EP_ERR_TIMEOUT;
         pass(self, RECOVERY, 0);
-        if (alive >> self->rank & 1)
-            status = ep_group_mask(group, &alive, NULL);
+        if (takes_part)
+            status = ep_group_mask(*group, &alive, NULL);
         else
             usleep(1000);
-        if (status == EP_OK) return alive;
-        if (status != EP_ERR_TIMEOUT && status != EP_ERR_ORDER) give_up_life(self, ep_last_error());
+        /* One that missed an admission does not know the newcomer's place. */
+        int is_usual = status == EP_OK || status == EP_ERR_TIMEOUT || status == EP_ERR_ORDER;
+        if (!is_usual) give_up_life(self, ep_last_error());
+        if ((status == EP_OK || !takes_part) && is_called(self))
+            attend(self, c, group);
+        else if (status == EP_OK)
+            return alive;
         if (seconds_now() > end) give_up_life(self, ep_last_error());
     }
 }
 
 static int are_done(const Board *board, uint32_t alive) {
+    if (__atomic_load_n(&board->awaited, __ATOMIC_ACQUIRE)) return 0;
     for (int r = 0; r < RANKS; r++)
         if (alive >> r & 1 && !__atomic_load_n(&board->is_done[r], __ATOMIC_ACQUIRE)) return 0;
     return 1;
@@ -361,13 +432,15 @@ static int run_masked_step(const Rank *self, EpGroup *group, Case c, uint32_t al
  * count from the last time that the ranks met, so they agree on the next one. */
 static void live_masked(Rank *self, const Case *c) {
     Board *board = self->board;
-    EpBootstrap b = board_bootstrap(self);
-    EpGroupConfig config = case_group_config(c);
+    EpBootstrap b = board_bootstrap(self, self->board->meeting);
+    EpGroupConfig config = masked_config(self, c);
     EpGroup *group = NULL;
     uint32_t alive = ALL_RANKS;
-    config.timeout_seconds = self->timeout;
     setenv("LIBEP_TOPOLOGY", self->nodes, 1);
-    if (ep_group_create(&b, &config, &group) != EP_OK) give_up_life(self, ep_last_error());
+    if (self->joins)
+        alive = recover(self, c, &group);
+    else if (ep_group_create(&b, &config, &group) != EP_OK)
+        give_up_life(self, ep_last_error());
     for (int count = 0;;) {
         Case now = *c;
         now.seed += (uint64_t)count;
@@ -375,9 +448,10 @@ static void live_masked(Rank *self, const Case *c) {
         int is_whole = run_masked_step(self, group, now, alive);
         if (check_failure()[0]) give_up_life(self, check_failure());
         int is_last = is_whole && ++count == STEPS;
-        if (is_whole && !is_last && alive_on(board) == alive) continue;
+        int is_left = __atomic_load_n(&board->admissions, __ATOMIC_ACQUIRE) == self->attended;
+        if (is_whole && !is_last && is_left && alive_on(board) == alive) continue;
         __atomic_store_n(&board->is_done[self->rank], is_last, __ATOMIC_RELEASE);
-        alive = recover(self, group);
+        alive = recover(self, c, &group);
         board->recovered[self->rank]++;
         if (are_done(board, alive)) break;
         count = 0;
@@ -394,7 +468,59 @@ typedef struct MaskedLife {
     pid_t child[RANKS];
     double resume[RANKS], pause[RANKS]; /* when a stopped rank goes on; 0: not stopped */
     const char *nodes;
+    int replaces;     /* killed ranks are replaced */
+    int replacements, joined; /* so far */
+    uint32_t living;  /* processes */
+    Random random;
 } MaskedLife;
+
+static void begin_rank(MaskedLife *life, int r) {
+    Rank *rank = &life->rank[r];
+    rank->board = life->board, rank->rank = r;
+    rank->timeout = 2 * LIFE_DEADLINE, rank->patience = MOST_SECONDS;
+    rank->nodes = life->nodes, rank->is_replaced = life->replaces;
+    rank->attended = life->board->admissions;
+    life->living |= 1u << r;
+    life->child[r] = fork();
+    if (life->child[r] == 0) live_masked(rank, &life->c);
+}
+
+/* Start another process in a rank's place. It may be killed, too: while it joins, or later. */
+static void replace(MaskedLife *life, int r) {
+    life->rank[r] = (Rank){.phase = -1, .joins = 1};
+    if (life->replacements++ < 3 && random_below(&life->random, 2)) {
+        life->rank[r].phase = random_below(&life->random, 3) ? RECOVERY : OPERATIONS;
+        life->rank[r].signal = SIGKILL;
+        life->rank[r].delay = (double)random_below(&life->random, 20000) * 1e-6;
+    }
+    begin_rank(life, r);
+}
+
+/* Let ranks join once the last admission is over. */
+static void admit(MaskedLife *life) {
+    Board *board = life->board;
+    uint32_t waiting = board->awaited & life->living;
+    const Meeting *last = &board->meeting[board->admissions];
+    int failed = 0;
+    for (int r = 0; r < RANKS && board->admissions; r++) {
+        int result = __atomic_load_n(&last->result[r], __ATOMIC_ACQUIRE);
+        if (!(last->ranks >> r & 1)) continue;
+        if (result == PENDING) return;
+        failed |= result != SUCCEEDED;
+    }
+    uint32_t joined = board->admissions && !failed ? last->ranks & waiting & ~alive_on(board) : 0;
+    if (joined) {
+        life->joined++;
+        __atomic_fetch_or(&board->alive, joined, __ATOMIC_RELEASE);
+        __atomic_fetch_and(&board->awaited, ~joined, __ATOMIC_RELEASE);
+    } else if (waiting && alive_on(board) && board->admissions + 1 < MOST_MEETINGS) {
+        board->meeting[board->admissions + 1].ranks = waiting | alive_on(board);
+        __atomic_fetch_add(&board->admissions, 1, __ATOMIC_RELEASE);
+    }
+    /* Nobody is left to admit them. */
+    for (int r = 0; r < RANKS && !alive_on(board); r++)
+        if (waiting >> r & 1) life->rank[r].signal = SIGKILL, kill(life->child[r], SIGKILL);
+}
 
 /* Look at a process. Returns whether it has ended. */
 static int watch(MaskedLife *life, int r) {
@@ -409,7 +535,17 @@ static int watch(MaskedLife *life, int r) {
     __atomic_fetch_and(&life->board->alive, ~bit, __ATOMIC_RELEASE);
     if (WIFSTOPPED(status)) life->resume[r] = seconds_now() + life->pause[r];
     if (WIFSTOPPED(status)) return 0;
+    life->living &= ~bit;
+    __atomic_store_n(&life->board->meeting[life->board->admissions].result[r], FAILED,
+                     __ATOMIC_RELEASE);
     int is_lost = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+    int others = (alive_on(life->board) & life->living) != 0;
+    __atomic_fetch_and(&life->board->awaited, ~bit, __ATOMIC_RELEASE);
+    if (is_lost && life->replaces && others) {
+        __atomic_fetch_or(&life->board->awaited, bit, __ATOMIC_RELEASE);
+        replace(life, r);
+        return 0;
+    }
     CHECK(is_lost ? life->rank[r].signal == SIGKILL : WIFEXITED(status) && !WEXITSTATUS(status),
           "rank %d ended with status %#x: %s", r, (unsigned)status,
           life->board->report[r].sentence);
@@ -421,16 +557,13 @@ static void run_masked_life(MaskedLife *life) {
     int ended[RANKS] = {0}, left = RANKS;
     life->board = board_open();
     life->board->alive = ALL_RANKS;
-    for (int r = 0; r < RANKS; r++) {
-        life->rank[r].board = life->board, life->rank[r].rank = r;
-        life->rank[r].timeout = 2 * LIFE_DEADLINE, life->rank[r].patience = MOST_SECONDS;
-        life->rank[r].nodes = life->nodes;
-        life->child[r] = fork();
-        if (life->child[r] == 0) live_masked(&life->rank[r], &life->c);
-    }
-    for (; left && seconds_now() < end; usleep(500))
+    for (int r = 0; r < RANKS; r++)
+        begin_rank(life, r);
+    for (; left && seconds_now() < end; usleep(500)) {
         for (int r = 0; r < RANKS; r++)
             if (!ended[r] && watch(life, r)) ended[r] = 1, left--;
+        if (life->replaces) admit(life);
+    }
     for (int r = 0; r < RANKS; r++)
         if (!ended[r]) {
             CHECK(false, "rank %d goes on for ever", r);
@@ -448,9 +581,10 @@ static const char *const masked_cases[] = {
 };
 
 /* Draw up to RANKS - 1 victims, and when each is lost: in a step, or while others meet. */
-static MaskedLife draw_masked_life(uint64_t seed, uint64_t number, int signal) {
+static MaskedLife draw_masked_life(uint64_t seed, uint64_t number, int signal, int replaces) {
     Random random = random_stream(seed, number, 7);
-    MaskedLife life = {.nodes = topologies[random_below(&random, LENGTH(topologies))]};
+    MaskedLife life = {.replaces = replaces};
+    life.nodes = topologies[random_below(&random, LENGTH(topologies))];
     int victims = 1 + (int)random_below(&random, RANKS - 1);
     int first = (int)random_below(&random, RANKS);
     life.c = case_complete(case_of("ranks=%d experts=7 top_k=4 masks=1 seed=%d %s", RANKS,
@@ -467,20 +601,26 @@ static MaskedLife draw_masked_life(uint64_t seed, uint64_t number, int signal) {
         rank->delay = (double)random_below(&random, 20000) * 1e-6;
         life.pause[r] = (double)random_below(&random, 1000) * 1e-3;
     }
+    life.random = random;
     return life;
 }
 
-static void lose_and_go_on(int signal) {
+static void lose_and_go_on(int signal, int replaces) {
     uint64_t seed = environment_number("LIBEP_TEST_SEED", 1);
-    uint64_t lives = environment_number("LIBEP_TEST_CASES", TESTS_SANITIZED ? 10 : 20);
+    int usual = replaces ? 5 : TESTS_SANITIZED ? 10 : 20;
+    uint64_t lives = environment_number("LIBEP_TEST_CASES", (uint64_t)usual);
     be_quiet();
     setenv("LIBEP_INTERFACE", "lo", 1);
+    int joined = 0;
     for (uint64_t i = 0; i < lives && !check_failure()[0]; i++) {
-        MaskedLife life = draw_masked_life(seed, i, signal);
+        MaskedLife life = draw_masked_life(seed, i, signal, replaces);
         check_note("seed %d, number %d, nodes '%s'", (int)seed, (int)i, life.nodes);
         run_masked_life(&life);
+        joined += life.joined;
     }
+    if (replaces) CHECK(joined > 0, "nobody has joined");
 }
 
-SoloCall(bootstrap_killed, others_go_on, lose_and_go_on(SIGKILL));
-SoloCall(bootstrap_killed, stopped_ones_come_back, lose_and_go_on(SIGSTOP));
+SoloCall(bootstrap_killed, others_go_on, lose_and_go_on(SIGKILL, 0));
+SoloCall(bootstrap_killed, stopped_ones_come_back, lose_and_go_on(SIGSTOP, 0));
+SoloCall(bootstrap_killed, killed_ones_are_replaced, lose_and_go_on(SIGKILL, 1));

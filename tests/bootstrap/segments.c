@@ -9,12 +9,11 @@
 #include "tests/harness/bootstraps.h"
 
 /* What ranks gather in bootstrap/memory/host/posix_memory.c, recognised here by its size. */
-typedef struct Offer {
-    uint64_t name, proof;
-} Offer;
+typedef uint64_t Name;
 
 typedef struct Creation {
-    int32_t error, pid, fd;
+    int32_t error, pid, fd, reserved;
+    uint64_t proof;
 } Creation;
 
 /* Changes what its rank sees of rank 1. */
@@ -27,9 +26,9 @@ static EpStatus tampering_gather(void *test, const Wrapped *wrapped, const void 
                                  size_t bytes, double timeout) {
     Tampering *t = test;
     EpStatus status = forward_gather(wrapped, in, out, bytes, timeout);
-    if (bytes == sizeof(Offer))
+    if (bytes == sizeof(Name))
         snprintf(t->name, sizeof(t->name), "/libep-%016llx-1",
-                 (unsigned long long)((Offer *)out)[1].name);
+                 (unsigned long long)((Name *)out)[1]);
     if (bytes == sizeof(Creation)) t->tamper(t->name, &((Creation *)out)[1]);
     return status;
 }

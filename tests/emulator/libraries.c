@@ -46,11 +46,6 @@ static int retain_handle(unsigned long long *out, void *address) {
     return address_range(out, &bytes, (unsigned long long)(uintptr_t)address);
 }
 
-static int release_handle(unsigned long long handle) {
-    (void)handle;
-    return 0;
-}
-
 /* Not in stream order: the stream's work ends first. */
 static int set_words(unsigned long long address, unsigned value, size_t words,
                      cudaStream_t stream) {
@@ -96,7 +91,16 @@ static const struct {
     {"cuDevicePrimaryCtxGetState", (void *)primary_state},
     {"cuMemGetAddressRange_v2", (void *)address_range},
     {"cuMemRetainAllocationHandle", (void *)retain_handle},
-    {"cuMemRelease", (void *)release_handle},
+    FUNCTION(cuMemRelease),
+    FUNCTION(cuMemGetAllocationGranularity),
+    FUNCTION(cuMemAddressReserve),
+    FUNCTION(cuMemAddressFree),
+    FUNCTION(cuMemCreate),
+    FUNCTION(cuMemMap),
+    FUNCTION(cuMemUnmap),
+    FUNCTION(cuMemSetAccess),
+    FUNCTION(cuMemExportToShareableHandle),
+    FUNCTION(cuMemImportFromShareableHandle),
     {"cuMemsetD32Async", (void *)set_words},
     {"cuPointerGetAttribute", (void *)pointer_attribute}};
 

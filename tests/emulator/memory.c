@@ -4,10 +4,13 @@
  * device. Each allocation ends close before an inaccessible page; a free checks that the bytes
  * between the two are unchanged.
  */
+#include <cuda.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "tests/emulator/device.h"
 #include "tests/emulator/launch.h"
@@ -201,4 +204,115 @@ cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned
 
 cudaError_t cudaIpcCloseMemHandle(void *memory) {
     return emulated_reaches(memory, 1) ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+/* ---- memory that is mapped into reserved addresses: files without names ---- */
+
+#define UNIT ((size_t)2 << 20)
+
+CUresult cuMemGetAllocationGranularity(size_t *out, const CUmemAllocationProp *form,
+                                       CUmemAllocationGranularity_flags option) {
+    (void)form, (void)option;
+    *out = UNIT;
+    return CUDA_SUCCESS;
+}
+
+static int reserve(void *wish, size_t bytes, void **out) {
+    *out = mmap(wish, bytes, PROT_NONE,
+                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (wish ? MAP_FIXED : 0), -1, 0);
+    return *out != MAP_FAILED;
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr wish,
+                             unsigned long long flags) {
+    void *memory;
+    (void)alignment, (void)wish, (void)flags;
+    if (bytes % UNIT) return CUDA_ERROR_INVALID_VALUE;
+    if (!reserve(NULL, bytes, &memory)) return CUDA_ERROR_OUT_OF_MEMORY;
+    *out = (CUdeviceptr)(uintptr_t)memory;
+    return CUDA_SUCCESS;
+}
+
+/* What is still mapped there is a mistake. */
+CUresult cuMemAddressFree(CUdeviceptr range, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += UNIT)
+        if (emulated_reaches((void *)(uintptr_t)(range + at), 1)) return CUDA_ERROR_INVALID_VALUE;
+    return munmap((void *)(uintptr_t)range, bytes) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+/* A handle is 1 + a descriptor. That of cudaMalloc's memory is its address: see libraries.c. */
+#define MOST_FILES 0x100000u
+CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes,
+                     const CUmemAllocationProp *form, unsigned long long flags) {
+    char garbage[4096];
+    (void)form, (void)flags;
+    int file = memfd_create("emulated GPU", MFD_CLOEXEC);
+    memset(garbage, GARBAGE, sizeof(garbage));
+    if (file < 0) return CUDA_ERROR_OUT_OF_MEMORY;
+    for (size_t at = 0; at < bytes; at += sizeof(garbage))
+        if (write(file, garbage, sizeof(garbage)) < 0) emulated_die("write");
+    *out = 1 + (CUmemGenericAllocationHandle)file;
+    return CUDA_SUCCESS;
+}
+
+static int file_of(CUmemGenericAllocationHandle memory) {
+    return (int)memory - 1;
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle memory) {
+    if (memory > MOST_FILES) return CUDA_SUCCESS;
+    return close(file_of(memory)) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle memory,
+                  unsigned long long flags) {
+    Allocation a = {.memory = (char *)(uintptr_t)at, .bytes = bytes, .page_bytes = bytes};
+    (void)flags;
+    a.device = emulated_device(), a.pages = a.memory;
+    struct stat file;
+    int fits = fstat(file_of(memory), &file) == 0 && (off_t)(offset + bytes) <= file.st_size;
+    if (!fits || emulated_reaches(a.memory, 1)) return CUDA_ERROR_INVALID_VALUE;
+    if (mmap(a.memory, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file_of(memory), (off_t)offset) ==
+        MAP_FAILED)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_rwlock_wrlock(&lock);
+    int done = insert(&a);
+    pthread_rwlock_unlock(&lock);
+    return done ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/* Outstanding tasks may still use the memory, which would be a mistake of the library's. */
+CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
+    Allocation a;
+    void *memory = (void *)(uintptr_t)at;
+    pthread_rwlock_wrlock(&lock);
+    int found = take_out(memory, &a);
+    pthread_rwlock_unlock(&lock);
+    if (!found || a.bytes != bytes || !reserve(memory, bytes, &memory))
+        return CUDA_ERROR_INVALID_VALUE;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *access,
+                        size_t number) {
+    (void)access, (void)number;
+    if (!emulated_reaches((void *)(uintptr_t)at, bytes)) return CUDA_ERROR_INVALID_VALUE;
+    int failed = mprotect((void *)(uintptr_t)at, bytes, PROT_READ | PROT_WRITE);
+    return failed ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle memory,
+                                      CUmemAllocationHandleType type, unsigned long long flags) {
+    (void)type, (void)flags;
+    int file = dup(file_of(memory));
+    memcpy(out, &file, sizeof(file));
+    return file < 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *handle,
+                                        CUmemAllocationHandleType type) {
+    (void)type;
+    int file = dup((int)(uintptr_t)handle);
+    *out = 1 + (CUmemGenericAllocationHandle)file;
+    return file < 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }

@@ -2,6 +2,7 @@
 /* Steps that are captured once and replayed, with new tokens, new routing and another T in the same
  * buffers: all operations of throughput mode, and a thousand times those of latency mode, whole and
  * in phases. The phases of two handles are also interleaved on two streams. */
+#include "ep/ep_weight.h"
 #include "tests/gpu/device_step.h"
 #include "tests/harness/ranked.h"
 
@@ -138,6 +139,82 @@ RankTest(gpu_graphs, placed_2, 2, PLACED(graph_case(2, EP_LAYOUT_EXPERT_MAJOR), 
 RankTest(gpu_graphs, places_2, 2, PLACED(graph_case(2, EP_LAYOUT_FLAT), 1));
 LatencyTest(gpu_graphs, placed_in_latency_2, 2, PLACED(latency_case(2, EP_LAYOUT_BATCHED, 0), 0));
 LatencyTest(gpu_graphs, places_in_latency_2, 2, PLACED(latency_case(2, EP_LAYOUT_FLAT, 0), 1));
+
+/* Each replay moves all experts on by a place. */
+static void replay_moves(const EpBootstrap *bootstrap) {
+    enum { PLACES = 9, ROW = 3001, REPEATS = 5 };
+    EpGroup *group = open_group_of(bootstrap, "experts=9 physical=9");
+    EpGroupInfo info = group_info(group);
+    int32_t from[PLACES], to[PLACES], n = info.num_local_experts;
+    EpTensor rows = ep_tensor_2d(NULL, EP_TYPE_INT32, n, ROW);
+    EpTensor workspace = ep_tensor_1d(gpu_allocate(64, 1 << 14), EP_TYPE_UINT8, 1 << 14);
+    int32_t *row = rows.data = gpu_allocate(64, sizeof(int32_t) * (size_t)(n * ROW));
+    cudaStream_t stream = new_stream();
+    for (int p = 0; p < PLACES; p++)
+        from[p] = p, to[p] = (p + PLACES - 1) % PLACES;
+    for (int i = 0; i < n * ROW; i++)
+        row[i] = info.first_expert + i / ROW;
+    graph_begin(stream);
+    CHECK_OK(ep_weight_move(group, from, to, &rows, 1, &workspace, stream, NULL));
+    cudaGraphExec_t exec = graph_end(stream);
+    meet(bootstrap);
+    for (int i = 0; i < REPEATS; i++)
+        CHECK_CUDA(cudaGraphLaunch(exec, stream));
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    CHECK_OK(ep_group_status(group, NULL));
+    for (int i = 0; i < n * ROW; i++)
+        CHECK(row[i] == (info.first_expert + i / ROW + PLACES - REPEATS) % PLACES, "%d", row[i]);
+    CHECK_CUDA(cudaGraphExecDestroy(exec));
+    CHECK_CUDA(cudaStreamDestroy(stream));
+    ep_group_destroy(group);
+    gpu_release(row), gpu_release(workspace.data);
+}
+
+RankTests24(gpu_graphs, moves, replay_moves(bootstrap));
+
+/* ---- masks --------------------------------------------------------------------------------- */
+
+/* Ranks leave and come back between replays. The first is missed by a replay: it ends at its
+ * deadline, and one after it does nothing. */
+static void replay_masked(const EpBootstrap *bootstrap, Case c) {
+    static const char *const sets[] = {"000", "010", "011", "100", "000"};
+    GraphStep graph;
+    c.masks = 1, c.timeout = 2;
+    EpGroup *group = open_group(bootstrap, &c);
+    unsigned ops = device_step_all(&c);
+    graph_step_open(&graph, group, &c, bootstrap->rank);
+    graph_step_capture(&graph);
+    for (unsigned i = 0; i < sizeof(sets) / sizeof(*sets); i++) {
+        uint32_t alive = 0;
+        strcpy(c.masked, sets[i]);
+        for (int r = 0; r < c.ranks; r++)
+            alive |= (uint32_t)!case_is_masked(&c, r) << r;
+        meet(bootstrap);
+        if (case_is_masked(&c, bootstrap->rank)) continue;
+        for (int again = 0; again < 2 && i == 1; again++) {
+            device_step_launch(&graph.gpu, graph.exec, ops);
+            CHECK_CUDA(cudaStreamSynchronize(graph.gpu.stream));
+            CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_TIMEOUT);
+        }
+        CHECK_OK(ep_group_mask(group, &alive, graph.gpu.stream));
+        for (int step = 0; step < 2; step++) {
+            c.seed = 10 * i + (unsigned)step;
+            device_step_draw(&graph.gpu, &c);
+            device_step_launch(&graph.gpu, graph.exec, ops);
+            device_step_check(&graph.gpu);
+        }
+    }
+    CHECK_OK(ep_group_status(group, NULL));
+    meet(bootstrap);
+    ep_group_destroy(group);
+    graph_step_close(&graph);
+}
+
+RankTest(gpu_graphs, masked_3, 3, replay_masked(bootstrap, graph_case(3, EP_LAYOUT_EXPERT_MAJOR)));
+LatencyTest(gpu_graphs, masked_in_latency_3, 3,
+            replay_masked(bootstrap, latency_case(3, EP_LAYOUT_FLAT, 0)));
+LatencyTest(gpu_graphs, masked_in_phases_3, 3,
+            replay_masked(bootstrap, latency_case(3, EP_LAYOUT_BATCHED, 1)));
 
 /* ---- counters ------------------------------------------------------------------------------ */
 

@@ -96,6 +96,7 @@ const EpExtras *gpu_extras(const void *extras);
 #define ep_weight_gather(...) GPU_CALL(0, ep_weight_gather, __VA_ARGS__)
 #define ep_weight_reduce(...) GPU_CALL(0, ep_weight_reduce, __VA_ARGS__)
 #define ep_weight_amax(...) GPU_CALL(0, ep_weight_amax, __VA_ARGS__)
+#define ep_weight_move(...) (gpu_begin(0), gpu_end(ep_weight_move(__VA_ARGS__)))
 #define ep_quantise_rows(...) GPU_CALL(0, ep_quantise_rows, __VA_ARGS__)
 #define ep_group_place(...) GPU_CALL(0, ep_group_place, __VA_ARGS__)
 #define ep_count_routing(...) GPU_CALL(0, ep_count_routing, __VA_ARGS__)

@@ -32,6 +32,8 @@ static const TextField config_fields[] = {
     TEXT_FIELD(EpGroupConfig, masks, NULL),
     TEXT_FIELD(EpGroupConfig, on_late, NULL),
     TEXT_FIELD(EpGroupConfig, late_us, NULL),
+    TEXT_FIELD(EpGroupConfig, max_ranks, NULL),
+    TEXT_FIELD(EpGroupConfig, place, NULL),
 };
 
 typedef struct Configured {

@@ -74,6 +74,22 @@ static const BadOptions bad_options[] = {
     {"--placement no/such", "balance:N or a file"},
     {"--placement balance:256 --case sums", "--case step without"},
     {"--choice far", "\"far\""},
+    {"--threads 4 --mask 1,", "--mask: expected ranks as \"1,3\", got \"1,\""},
+    {"--threads 4 --mask 4", "--mask: expected some of 4 ranks, got rank 4"},
+    {"--threads 2 --mask 0,1", "--mask: expected a rank that goes on, got none"},
+    {"--threads 4 --mask 0,1,2 --kill-at 4", "a rank that goes on"},
+    {"--threads 4 --kill-at 0", "--kill-at: expected STEP or STEP:RANK, got \"0\""},
+    {"--threads 4 --kill-at 5:x", "STEP or STEP:RANK"},
+    {"--threads 4 --kill-at 1", "a step from 2 to 12, 8 before the last, got 1"},
+    {"--threads 4 -n 99 --kill-at 92", "a step from 2 to 91, 8 before the last, got 92"},
+    {"--threads 4 --kill-at 5:4", "one of 4 ranks that is not masked, got rank 4"},
+    {"--threads 4 --kill-at 5:1 --mask 1", "one of 4 ranks that is not masked, got rank 1"},
+    {"--threads 4 --join-at 9", "--join-at: expected --kill-at, got none"},
+    {"--threads 4 --kill-at 5 --join-at 13", "--join-at: expected a step from 14 to 20, got 13"},
+    {"--case decode", "expected --threads N with N >= 2, the processes that it starts, got none"},
+    {"--case decode --threads 1", "the processes that it starts, got 1"},
+    {"--threads 2 --mask 1 --mode throughput", "--case decode: expected plain rows in --mode lat"},
+    {"--threads 2 --late-us 0 --mask 1", "\"0\""},
     {"--sums all", "\"all\""},
     {"--sums entry --layout flat", "--layout expert or batched, got --layout flat"},
     {"--sums entry --sum-quant fp8", "--sum-quant none, got fp8"},
@@ -245,6 +261,25 @@ SoloTest(tools_bench, cases_with_lines) {
           "%s", text);
     CHECK(bf16 > 1e-4 && bf16 < 5e-3 && fp8 > 3 * bf16 && fp8 < 0.1, "%g and %g", bf16, fp8);
     check_run("--case calls --threads 1 -n 1 -w 0", 0, "\n ep_weight_reduce, 1 rank ", NULL);
+}
+
+/* Ranks are processes. One is killed, the others go on, and another one takes its place. */
+SoloTest(tools_bench, decoding_with_masks) {
+    static const char *const cases[][2] = {
+        {"--mask 1 --dtype fp32", "\n step of 3 ranks "},
+        {"--kill-at 4:2 --late-us 300000", "\n step in which rank 2 dies "},
+        {"--kill-at 3:0 --join-at 12 --mask 3 --late-us 300000", "\n ep_group_join to the first "},
+        {"--kill-at 9 --mask 0 --late-us 300000 --tokens 0", "\n step without it, masked "}};
+    char line[200];
+    for (int i = 0; i < LENGTH(cases); i++) {
+        snprintf(line, sizeof(line), "-n 20 -w 1 --threads 4 --hidden 264 --tokens 37 --experts 7 "
+                                     "--top-k 3 %s", cases[i][0]);
+        check_run(line, 0, cases[i][1], NULL);
+        check_run(line, 0, "#wrong 0", NULL);
+    }
+    static const char *const words[] = {"\"ranks_are\": \"processes\"", "\"step of 2 ranks\""};
+    check_words(run_json("ep_bench", "--case decode --threads 2 -n 2 --tokens 3", "#wrong 0"),
+                words, LENGTH(words));
 }
 
 /* A capacity that is too small ends the run, unless the overflow policy is drop. */

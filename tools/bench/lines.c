@@ -5,6 +5,17 @@
 
 #include "tools/common/util.h"
 
+/* The ranks of a case may be processes of its own. */
+static int ranks_of(const Lines *lines) {
+    const Options *o = lines->options;
+    return o->kind == CASE_DECODE ? (int)o->processes : lines->world->size;
+}
+
+static const char *kind_of(const Lines *lines, const char *mpi) {
+    if (lines->options->kind == CASE_DECODE) return "processes";
+    return lines->world->threads ? "threads" : mpi;
+}
+
 bool lines_begin(Lines *lines, World *world, const Options *options, const char *about) {
     Machine machine;
     const char *path = world->rank == 0 ? options->run.json_path : NULL;
@@ -15,7 +26,7 @@ bool lines_begin(Lines *lines, World *world, const Options *options, const char 
     printf("# ep_bench: libep " VERSION_FORMAT ": %s\n", VERSION_NUMBERS, about);
     report_machine(&machine);
     printf("# timing:  %d ranks (%s), %lld iterations after %lld, slowest rank of each\n#\n",
-           world->size, world->threads ? "threads" : "MPI", (long long)options->run.iterations,
+           ranks_of(lines), kind_of(lines, "MPI"), (long long)options->run.iterations,
            (long long)options->run.warmup);
     printf("#%-42s %-8s %12s %12s %10s %7s\n", "figure", "unit", "median", "p99", "host_us",
            "ratio");
@@ -42,7 +53,8 @@ static bool write_json(const Lines *lines) {
     if (!output_open(&file, lines->options->run.json_path)) return false;
     Json j = json_open(file.stream, "ep_bench lines 1");
     json_begin(&j, "config", '{');
-    json_put_ranks(&j, lines->world->size, lines->world->threads);
+    json_put_int(&j, "ranks", ranks_of(lines));
+    json_put_text(&j, "ranks_are", kind_of(lines, "mpi"));
     option_put(&options_table, lines->options, &j);
     json_end(&j, '}');
     json_put_machine(&j, &machine);

@@ -39,8 +39,9 @@ void lines_add(Lines *lines, const char *name, const char *unit, Quantiles value
 bool lines_end(Lines *lines);
 
 /** Collective: the cases. False, with a message. */
-bool calls_case(World *world, const Options *options); /**< calls.c */
-bool sums_case(World *world, const Options *options);  /**< sums.c */
+bool calls_case(World *world, const Options *options);  /**< calls.c */
+bool sums_case(World *world, const Options *options);   /**< sums.c */
+bool decode_case(World *world, const Options *options); /**< decode.c */
 #if EP_WITH_CUDA
 bool weights_case(World *world, const Options *options); /**< weights.c */
 bool nccl_ep_case(World *world, const Options *options); /**< nccl_ep.c */

@@ -60,6 +60,41 @@ static bool parse_nccl_ep(const Option *spec, const char *text, void *values) {
     return option_parse_text(spec, text, options);
 }
 
+static bool parse_mask(const Option *spec, const char *text, void *values) {
+    Options *options = values;
+    char *end;
+    options->kind = CASE_DECODE;
+    memset(options->mask, 0, sizeof(options->mask));
+    for (const char *at = text;; at = end + 1) {
+        long rank = *at >= '0' && *at <= '9' ? strtol(at, &end, 10) : -1;
+        if (rank < 0 || rank >= EP_MAX_RANKS || (*end && *end != ','))
+            return bench_refuse("--%s: expected ranks as \"1,3\", got \"%s\"", spec->name, text);
+        options->mask[rank / 32] |= 1u << rank % 32;
+        if (!*end) return true;
+    }
+}
+
+static bool parse_kill(const Option *spec, const char *text, void *values) {
+    Options *options = values;
+    char digits[32];
+    const char *colon = strchr(text, ':');
+    double step, rank = -1;
+    snprintf(digits, sizeof(digits), "%.*s", (int)(colon ? colon - text : 31), text);
+    options->kind = CASE_DECODE;
+    if (!option_read_real(digits, 1, 1e9, &step) || step != (int64_t)step ||
+        (colon &&
+         (!option_read_real(colon + 1, 0, EP_MAX_RANKS - 1, &rank) || rank != (int64_t)rank)))
+        return bench_refuse("--%s: expected STEP or STEP:RANK, got \"%s\"", spec->name, text);
+    options->kill_step = (int64_t)step, options->kill_rank = (int64_t)rank;
+    return true;
+}
+
+static bool parse_join(const Option *spec, const char *text, void *values) {
+    Options *options = values;
+    options->kind = CASE_DECODE;
+    return option_parse_int(spec, text, options);
+}
+
 static bool parse_placement(const Option *spec, const char *text, void *values) {
     Options *options = values;
     (void)spec;
@@ -116,8 +151,7 @@ static const Choice quants[] = {{"none", EP_QUANT_NONE},
                                 {NULL, 0}};
 static const Choice sum_quants[] = {{"none", EP_QUANT_NONE}, {"fp8", EP_QUANT_FP8}, {NULL, 0}};
 static const Choice sums[] = {{"rank", EP_SUMS_BY_RANK}, {"entry", EP_SUMS_BY_ENTRY}, {NULL, 0}};
-static const Choice choices[] = {
-    {"near", EP_CHOICE_NEAR}, {"spread", EP_CHOICE_SPREAD}, {NULL, 0}};
+static const Choice choices[] = {{"near", EP_CHOICE_NEAR}, {"spread", EP_CHOICE_SPREAD}, {NULL, 0}};
 static const Choice overflows[] = {
     {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
 
@@ -127,20 +161,18 @@ static const Choice modes[] = {{"auto", EP_MODE_AUTO},
                                {NULL, 0}};
 
 enum { NOT_GIVEN = -1 };
-static const Choice cases[] = {{"step", CASE_STEP},
-                               {"calls", CASE_CALLS},
-                               {"sums", CASE_SUMS},
-                               {"weights", CASE_WEIGHTS},
-                               {NULL, 0}};
+static const Choice cases[] = {{"step", CASE_STEP},     {"calls", CASE_CALLS},
+                               {"sums", CASE_SUMS},     {"weights", CASE_WEIGHTS},
+                               {"decode", CASE_DECODE}, {NULL, 0}};
 
 #define AT(member) offsetof(Options, member)
 
 static const Option specs[] = {
-    {0, "case", "step|calls|sums|weights", OPTION_CHOICE(kind, cases), NULL, CASE_STEP,
+    {0, "case", "step|calls|sums|weights|decode", OPTION_CHOICE(kind, cases), NULL, CASE_STEP,
      "what is measured (default step: the calls of a step; calls: the host's time of calls of "
      "meshes "
      "and weights; sums: the error of sums that travel as fp8; weights: gathers and reductions "
-     "against NCCL's)"},
+     "against NCCL's; decode: decoding in a group with masks)"},
     {0, "nccl-ep", "LIBRARY", parse_nccl_ep, AT(nccl_ep), 0, 0, NULL, NULL, 0,
      "measure the calls of a library with NCCL EP's interface instead"},
     {'b', "begin", "N", parse_tokens, AT(tokens_begin), 0, OPTION_MAX_COUNT, NULL, NULL, NOT_GIVEN,
@@ -218,6 +250,14 @@ static const Option specs[] = {
      "who adds a token's rows: each expert rank its own, or the token's rank all (default rank)"},
     {0, "placement", "balance:N|FILE", parse_placement, AT(physical), 0, 0, NULL, "placement", 0,
      "places that hold copies of experts: N, balanced by this routing's loads, or those of a file"},
+    {0, "mask", "LIST", parse_mask, AT(mask), 0, 0, NULL, NULL, 0,
+     "--case decode: ranks that are masked from the start, as 1,3"},
+    {0, "kill-at", "STEP[:RANK]", parse_kill, AT(kill_step), 0, 0, NULL, NULL, 0,
+     "--case decode: kill a rank in a step, from 1 (default: the last rank)"},
+    {0, "join-at", "STEP", parse_join, AT(join_step), 1, OPTION_MAX_COUNT, NULL, NULL, 0,
+     "--case decode: before this step another process takes the killed rank's place"},
+    {0, "late-us", "N", OPTION_INT(late_us, 1, INT32_MAX), NULL, 100000,
+     "--case decode: microseconds after which a late rank is cut (default 100000)"},
     {0, "choice", "near|spread", OPTION_CHOICE(choice, choices), "choice", EP_CHOICE_NEAR,
      "which copy a token takes (default near)"},
     {0, "baseline", NULL, OPTION_FLAG(baseline), NULL, 0,
@@ -263,6 +303,7 @@ void options_routing_name(const Options *options, char *out, size_t bytes) {
 /* Fill in what the command line leaves open. A decoding step has few tokens, the same number on
  * every rank, in slabs of a fixed shape. A training step has many tokens, packed. */
 static void fill_in(Options *o) {
+    if (o->kind == CASE_DECODE && !o->mode_given) o->mode = EP_MODE_LATENCY;
     bool decodes = o->mode == EP_MODE_LATENCY;
     int64_t tokens = decodes ? 128 : o->kind == CASE_SUMS ? 256 : 512;
     EpLayout layout = decodes && !o->capacity ? EP_LAYOUT_BATCHED : EP_LAYOUT_EXPERT_MAJOR;
@@ -272,6 +313,7 @@ static void fill_in(Options *o) {
     if (steps && !o->tokens_given && o->routing != ROUTING_FILE && !decodes) o->uneven = true;
     if (o->tokens_begin < 0) o->tokens_begin = o->tokens_end >= 0 ? o->tokens_end : tokens;
     if (o->tokens_end < 0) o->tokens_end = o->tokens_begin;
+    if (o->kill_step && o->kill_rank < 0) o->kill_rank = o->run.threads - 1;
     if (!o->alignment) o->alignment = decodes ? 1 : 128;
     if (!o->layout) o->layout = layout;
     if (!o->chain) o->chain = decodes ? 20 : 1;
@@ -312,9 +354,54 @@ static bool validate_shape(const Options *o) {
     return true;
 }
 
+static bool is_masked(const Options *o, int64_t rank) {
+    return o->mask[rank / 32] >> rank % 32 & 1;
+}
+
+/* Ranks are processes, and the step has a shape of its own. */
+static bool validate_decode(const Options *o) {
+    int64_t ranks = o->run.threads, living = 0;
+    if (ranks < 2)
+        return bench_refuse("--case decode: expected --threads N with N >= 2, the processes that "
+                            "it starts, got %s",
+                            ranks ? "1" : "none");
+    if (o->backend == EP_BACKEND_CUDA || o->mode != EP_MODE_LATENCY || o->graphs || o->split ||
+        o->layout != EP_LAYOUT_BATCHED || quant_format(o->quant)->bits || o->physical ||
+        quant_format(o->sum_quant)->bits || o->sums != EP_SUMS_BY_RANK || o->zero_copy || o->stats)
+        return bench_refuse("--case decode: expected plain rows in --mode latency and --layout "
+                            "batched on the host backend, got another");
+    for (int64_t r = 0; r < EP_MAX_RANKS; r++) {
+        if (r >= ranks && is_masked(o, r))
+            return bench_refuse("--mask: expected some of %lld ranks, got rank %lld",
+                                (long long)ranks, (long long)r);
+        living += r < ranks && !is_masked(o, r);
+    }
+    if (living < (o->kill_step ? 2 : 1))
+        return bench_refuse("--mask: expected a rank that goes on, got none");
+    if (o->join_step && !o->kill_step)
+        return bench_refuse("--join-at: expected --kill-at, got none");
+    if (!o->kill_step) return true;
+    if (o->kill_step < 2 || o->kill_step + MASK_AFTER > o->run.iterations)
+        return bench_refuse("--kill-at: expected a step from 2 to %lld, %d before the last, got "
+                            "%lld",
+                            (long long)(o->run.iterations - MASK_AFTER), MASK_AFTER,
+                            (long long)o->kill_step);
+    if (o->kill_rank >= ranks || is_masked(o, o->kill_rank))
+        return bench_refuse("--kill-at: expected one of %lld ranks that is not masked, got rank "
+                            "%lld",
+                            (long long)ranks, (long long)o->kill_rank);
+    if (!o->join_step ||
+        (o->join_step > o->kill_step + MASK_AFTER && o->join_step <= o->run.iterations))
+        return true;
+    return bench_refuse("--join-at: expected a step from %lld to %lld, got %lld",
+                        (long long)(o->kill_step + MASK_AFTER + 1), (long long)o->run.iterations,
+                        (long long)o->join_step);
+}
+
 /* What the other cases have no use for. */
 static bool validate_case(const Options *o) {
     if (o->kind == CASE_STEP) return true;
+    if (o->kind == CASE_DECODE && !validate_decode(o)) return false;
     if (o->tokens_begin != o->tokens_end || o->routing == ROUTING_FILE || o->uneven ||
         o->baseline || o->pair)
         return bench_refuse("--case and --nccl-ep: expected one size (--tokens) of even tokens, no "
@@ -376,8 +463,16 @@ bool options_slots_baseline(const Options *o) {
            o->layout == EP_LAYOUT_EXPERT_MAJOR && o->padding == EP_PADDING_ZERO && !o->capacity;
 }
 
+/* Ranks of this case are processes, which one thread starts. */
+static void take_processes(Options *o) {
+    if (o->kind != CASE_DECODE) return;
+    o->processes = o->run.threads, o->run.threads = 1;
+}
+
 bool options_complete(Options *options) {
     fill_in(options);
-    return options_check_sweep(options) && validate_shape(options) && validate_case(options) &&
-           validate_together(options);
+    bool ok = options_check_sweep(options) && validate_shape(options) && validate_case(options) &&
+              validate_together(options);
+    if (ok) take_processes(options);
+    return ok;
 }

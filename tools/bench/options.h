@@ -24,15 +24,23 @@ typedef enum BenchCase {
     CASE_CALLS,
     CASE_SUMS,
     CASE_WEIGHTS,
+    CASE_DECODE,
     CASE_NCCL_EP
 } BenchCase;
 
+enum { MASK_AFTER = 8 }; /* steps after a rank's death in which the others mask it */
+
 typedef struct Options {
     RunOptions run;
-    int64_t kind;        /**< BenchCase */
-    const char *nccl_ep; /**< CASE_NCCL_EP: the library */
-    int64_t ffn;         /**< CASE_WEIGHTS: last dimension of the weights */
-    int64_t sums_kind;   /**< CASE_SUMS: of the outputs that are summed */
+    int64_t kind;                     /**< BenchCase */
+    const char *nccl_ep;              /**< CASE_NCCL_EP: the library */
+    int64_t ffn;                      /**< CASE_WEIGHTS: last dimension of the weights */
+    int64_t sums_kind;                /**< CASE_SUMS: of the outputs that are summed */
+    int64_t processes;                /**< CASE_DECODE: ranks, which are processes */
+    uint32_t mask[EP_MAX_RANKS / 32]; /**< likewise: ranks that are masked */
+    int64_t kill_step, kill_rank;     /**< likewise, from 1; 0: no step */
+    int64_t join_step;                /**< likewise: before it that rank is replaced; 0: never */
+    int64_t late_us;                  /**< likewise: after which a late rank is cut */
     int64_t tokens_begin, tokens_end, tokens_factor; /**< sweep of tokens per rank */
     bool tokens_given;                               /**< any of -b, -e, --tokens */
     bool uneven; /**< a rank brings between half and all of the tokens */
@@ -63,7 +71,7 @@ typedef struct Options {
     int32_t *map;       /**< of a file; NULL: made from the routing's loads */
     int64_t map_experts;
     int64_t choice; /**< EpCopyChoice */
-    bool split;         /**< latency mode: dispatch and combine as send and wait (--split) */
+    bool split;     /**< latency mode: dispatch and combine as send and wait (--split) */
     bool baseline;
     bool pair; /**< also chains of dispatch and combine (--pair) */
     int64_t num_sms;

@@ -9,6 +9,7 @@
 #if EP_WITH_CUDA
 
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "ep/ep_weight.h"
 #include "tools/bench/device.h"
@@ -28,6 +29,7 @@ typedef struct Weights {
     EpWeight *rows, *last; /* sharded along [experts, hidden], and along [experts, ffn] */
     EpGroup *group;
     char *shard, *full, *scales, *workspace;
+    int32_t *from, *to; /* [experts] maps of moves */
     double base_us;
     int64_t elements;      /* of the whole weight */
     int64_t num_rows, row; /* that are quantised, and their elements */
@@ -136,6 +138,33 @@ static bool quantise(Weights *w, const Call *call) {
                     "ep_quantise_rows");
 }
 
+#define SLOT_BYTES ((int64_t)4 << 20)
+
+/* Experts go to the next rank: all bytes cross. Maps and workspace are equal on all ranks. */
+static bool move(Weights *w, const Call *call) {
+    const Options *o = w->c.options;
+    const int64_t places = o->experts, size = w->c.world->size, most = (places + size - 1) / size;
+    const int64_t row = (o->hidden * o->ffn * 2 + 63) / 64 * 64;
+    int32_t first, local;
+    if (!bench_ok(ep_expert_range((int32_t)places, (int32_t)size, w->c.world->rank, &first, &local),
+                  "ep_expert_range"))
+        return false;
+    for (int64_t p = 0; p < places; p++)
+        w->from[p] = (int32_t)p, w->to[p] = (int32_t)((p + most) % places);
+    EpTensor rows = ep_tensor_3d(w->shard, EP_TYPE_BF16, local, o->hidden, o->ffn), out = rows;
+    EpTensor space = ep_tensor_1d(w->workspace, EP_TYPE_UINT8,
+                                  most * (row < SLOT_BYTES ? row : SLOT_BYTES));
+    out.data = w->full;
+    return bench_ok(ep_weight_move(w->group, w->from, w->to, &rows, 1, call->base ? NULL : &space,
+                                   w->c.stream, call->base ? &out : NULL),
+                    "ep_weight_move");
+}
+
+static const Call moves[] = {
+    {"experts to the next rank", move, .base = true},
+    {"experts to the next rank, in place", .run = move},
+};
+
 static const Call gathers[] = {
     {"nccl all-gather, bf16", nccl_gather, .base = true},
     {"in sharded", .run = gather},
@@ -210,7 +239,7 @@ static bool time_all(Weights *w) {
     World *world = w->c.world;
     return world_all(world, make_weights(w, EP_TYPE_BF16)) && TIME(w, gathers) &&
            TIME(w, reductions) && world_all(world, make_weights(w, EP_TYPE_FP32)) &&
-           TIME(w, wide_reductions) && TIME(w, quantisings);
+           TIME(w, wide_reductions) && TIME(w, quantisings) && TIME(w, moves);
 }
 
 /* ---- creating ------------------------------------------------------------------------------ */
@@ -224,14 +253,17 @@ static bool alloc(size_t bytes, char **out) {
 static bool alloc_all(Weights *w) {
     const size_t full = (size_t)w->elements * 2, rows = (size_t)(w->num_rows * w->row) * 2;
     const size_t most = full > rows ? full : rows;
-    return alloc(most, &w->shard) && alloc(most, &w->full) && alloc(most / 16, &w->scales) &&
+    const size_t experts = (size_t)w->c.options->experts;
+    w->from = bench_alloc(2 * experts, sizeof(int32_t), "maps"), w->to = w->from + experts;
+    return w->from && alloc(most, &w->shard) && alloc(most, &w->full) && alloc(most / 16, &w->scales) &&
            alloc(2 * most, &w->workspace);
 }
 
 static bool create_group(Weights *w) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
-    config.num_experts = w->c.world->size, config.max_tokens = 1, config.max_top_k = 1;
-    config.max_row_bytes = 16, config.alignment = 128, config.backend = EP_BACKEND_CUDA;
+    config.num_experts = config.num_physical = (int32_t)w->c.options->experts;
+    config.max_tokens = 128, config.max_top_k = 1, config.max_row_bytes = w->c.options->hidden * 2;
+    config.alignment = 128, config.backend = EP_BACKEND_CUDA;
     return bench_ok(ep_group_create(&w->c.world->boot, &config, &w->group), "ep_group_create");
 }
 
@@ -266,6 +298,7 @@ static void destroy(Weights *w) {
     nccl_close(&w->nccl);
     for (int i = 0; i < 4; i++)
         cudaFree(all[i]);
+    free(w->from);
     if (w->c.device) device_destroy(&w->c);
 }
 

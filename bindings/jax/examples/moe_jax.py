@@ -6,9 +6,7 @@ import os
 import sys
 
 DEVICES = int(sys.argv[1]) if len(sys.argv) > 1 else 4
-# In order: otherwise devices start independent collectives differently, and wait for each other.
-IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-FLAGS = f"--xla_force_host_platform_device_count={DEVICES} {IN_ORDER}"
+FLAGS = f"--xla_force_host_platform_device_count={DEVICES}"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax  # noqa: E402

@@ -16,9 +16,7 @@ FP8 = "--fp8" in sys.argv
 MESH = next((word for word in sys.argv[1:] if "=" in word), "data=2,fsdp=2,expert=2")
 AXES = {name: int(size) for name, size in (part.split("=") for part in MESH.split(","))}
 DEVICES = math.prod(AXES.values())
-# In order: otherwise devices start independent collectives differently, and wait for each other.
-IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-FLAGS = f"--xla_force_host_platform_device_count={DEVICES} {IN_ORDER}"
+FLAGS = f"--xla_force_host_platform_device_count={DEVICES}"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 

@@ -67,9 +67,11 @@ class GroupFields(TypedDict, total=False):
     node_rows: int  # = room in a rank's message to another node, in tokens; 0: max_tokens (0)
     num_physical: int  # = places for copies of experts: see Group.place (no placement)
     choice: CopyChoice  # = which copy of an expert a token takes (NEAR)
-    masks: int  # = 1: ranks may be masked (Group.mask); host backend (0)
+    masks: int  # = 1: ranks may be masked (Group.mask); on GPUs of one node or on CPUs (0)
     on_late: Late  # = MASK: latency mode cuts late ranks; needs masks (FAIL)
     late_us: int  # = how long it waits for them (0)
+    max_ranks: int  # = places for ranks that may join (Group.join); needs masks (nobody joins)
+    place: int  # with max_ranks: this rank's place (its rank in the bootstrap)
 
 
 class HandleFields(TypedDict, total=False):

@@ -17,9 +17,9 @@ from ._tensor import read, written
 
 if TYPE_CHECKING:
     from ctypes import Array
-    from typing import Callable, Iterable, Optional, TypeVar
+    from typing import Callable, Iterable, Optional, Sequence, TypeVar
 
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from ._config import GroupFields
     from ._tensor import TensorLike
@@ -203,16 +203,19 @@ class Group(Shared):
     aborted first, and the peers get the exception's text.
     """
 
+    _enter: Callable[..., int] = library.ep_group_create
+
     def __init__(self, bootstrap: Bootstrap, **fields: Unpack[GroupFields]) -> None:
         config, out = group_config(fields), c_void_p()
         bootstrap.require_open()
         super().__init__(bootstrap)
         self.orphans: list[int] = []
         """Handles that were dropped without close(). See Handle.__del__."""
-        bootstrap.check(library.ep_group_create(byref(bootstrap.struct), byref(config), byref(out)))
+        bootstrap.check(self._enter(byref(bootstrap.struct), byref(config), byref(out)))
         self.pointer = out.value
         _process.add(self)
         info = self.query()
+        self.rank, self.size = info.rank, info.size
         self.facts = (
             f"backend {info.backend.name.lower()}, {config.num_experts} experts, "
             f"{info.num_local_experts} of them here from {info.first_expert} on, at most "
@@ -220,6 +223,33 @@ class Group(Shared):
             f"{config.max_row_bytes} bytes"
         )
         """What the group was made for, in words."""
+
+    @classmethod
+    def join(cls, bootstrap: Bootstrap, **fields: Unpack[GroupFields]) -> Self:
+        """Take a place in a group that exists: `place`, which is empty, or whose rank is masked.
+
+        bootstrap  of the living ranks, which call admit(), and all newcomers, in order of place.
+                   It may be closed once this group is closed, or has admitted others
+        fields     the group's configuration, with max_ranks, and this rank's place
+
+        This rank is masked until mask(). See ep_group_admit.
+        """
+        group = cls.__new__(cls)
+        group._enter = library.ep_group_join
+        cls.__init__(group, bootstrap, **fields)
+        return group
+
+    def admit(self, bootstrap: Bootstrap) -> None:
+        """Let newcomers take places of the group, which has max_ranks. They call join().
+
+        bootstrap  of all ranks that shall go on, and the newcomers, in order of place. The group
+                   keeps it alive, in place of the one that it had
+
+        Newcomers are masked until mask(). On an EpError the group is as it was. See ep_group_admit.
+        """
+        bootstrap.require_open()
+        bootstrap.check(self.run(library.ep_group_admit, self.require(), byref(bootstrap.struct)))
+        self.bootstrap = bootstrap
 
     def __repr__(self) -> str:
         end = "" if self.pointer is not None else f"; it {self._lost}"
@@ -319,6 +349,46 @@ class Group(Shared):
              is read when the stream gets there.
         """
         self.call(library.ep_group_place, self.require(), read(map, "map"), stream)
+
+    def move_weights(
+        self,
+        before: Sequence[int],
+        after: Sequence[int],
+        weights: Sequence[TensorLike],
+        *,
+        out: Optional[Sequence[TensorLike]] = None,
+        workspace: Optional[TensorLike] = None,
+        stream: int = 0,
+    ) -> None:
+        """Move experts' weights from one placement to another. Collective. See ep_weight_move.
+
+        before, after  the expert that each of the num_physical places holds, and shall hold, or -1;
+                       equal on all ranks, and read at once
+        weights        tensors [num_local_experts, ...] of any type: row i is of place i
+        out            tensors like them, for the rows by `after`; None: `weights`, in place
+        workspace      UINT8, as long on all ranks; in place only
+        """
+        places = self.query().num_physical
+        for name, map in ("before", before), ("after", after):
+            if len(map) != places:
+                raise ValueError(f"{name}: expected {places} numbers, got {len(map)}")
+        convert = read if out is not None else written
+        moved = [convert(each, f"weights[{i}]") for i, each in enumerate(weights)]
+        outs = None if out is None else [written(each, f"out[{i}]") for i, each in enumerate(out)]
+        if outs is not None and len(outs) != len(moved):
+            raise ValueError(f"out: expected {len(moved)} tensors, got {len(outs)}")
+        tensors = _abi.EpTensor * len(moved)
+        self.call(
+            library.ep_weight_move,
+            self.require(),
+            (c_int32 * places)(*before),
+            (c_int32 * places)(*after),
+            tensors(*moved),
+            len(moved),
+            written(workspace, "workspace"),
+            stream,
+            None if outs is None else tensors(*outs),
+        )
 
     # ---- memory that peers reach --------------------------------------------------------------
 

@@ -13,6 +13,10 @@
  * stays in /dev/shm only if all ranks of the node that know it are killed before their step 4, or
  * if a rank creates its object so late that its peers have given up waiting for it, and is killed
  * before its own step 4. After step 4 nothing stays, however the processes end.
+ *
+ * In a group that processes may join, all segments are nameless files, which stay open as long as
+ * the group: a newcomer maps those of the living, and they map its own. It creates that before it
+ * meets them. So nothing can stay, and steps 1 and 4 are left out.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -33,31 +37,28 @@
 /* Signals wait while a part of a segment is allocated. */
 #define PART_BYTES ((size_t)64 << 20)
 
-/* What the ranks gather in step 1: random numbers. */
-typedef struct Offer {
-    uint64_t name;  /* names the object */
-    uint64_t proof; /* last word of the segment, by which peers recognise it */
-} Offer;
-
 /* What the ranks gather in step 2. */
 typedef struct Creation {
     int32_t error;   /* errno, 0 if the segment exists */
     int32_t pid, fd; /* of a nameless file; fd is -1 for an object with a name */
+    int32_t reserved;
+    uint64_t proof; /* last word of the segment, random, by which peers recognise it */
 } Creation;
 
 typedef struct PosixMemory {
-    size_t bytes; /* of each segment */
+    size_t bytes; /* of each segment, with the proof */
     int32_t size;
+    Creation own; /* of this rank's, where its file stays open; else fd is -1 */
     void *mapped[];
 } PosixMemory;
 
 /* One call of ep_posix_share. It is on the stack, so a rank without memory can tell its peers. */
 typedef struct Sharing {
     EpGroup *group;
-    size_t bytes;       /* of each segment, with the proof */
-    PosixMemory *posix; /* NULL: out of memory */
-    int nameless;       /* this rank's nameless file, or -1 */
-    Offer offers[EP_MAX_RANKS];
+    size_t bytes;                 /* of each segment, with the proof */
+    PosixMemory *posix;           /* NULL: out of memory */
+    int nameless;                 /* this rank's nameless file, or -1 */
+    uint64_t names[EP_MAX_RANKS]; /* gathered in step 1: random numbers, which name the objects */
     Creation creations[EP_MAX_RANKS];
     char why_not[128]; /* why a peer's segment cannot be mapped */
 } Sharing;
@@ -68,8 +69,8 @@ typedef struct ObjectName {
 
 static ObjectName name_of(const Sharing *s, int32_t rank) {
     ObjectName name;
-    snprintf(name.text, sizeof(name.text), "/libep-%016llx-%d",
-             (unsigned long long)s->offers[rank].name, (int)rank);
+    snprintf(name.text, sizeof(name.text), "/libep-%016llx-%d", (unsigned long long)s->names[rank],
+             (int)rank);
     return name;
 }
 
@@ -162,15 +163,25 @@ static int is_alone(const Sharing *s) {
     return here == 1;
 }
 
+static uint64_t draw(const void *salt) {
+    uint64_t drawn;
+    if (getrandom(&drawn, sizeof(drawn), 0) == (ssize_t)sizeof(drawn)) return drawn;
+    return (uint64_t)getpid() << 32 ^ (uint64_t)(uintptr_t)salt;
+}
+
+static int joins(const Sharing *s) {
+    return ep_config_joins(&s->group->config);
+}
+
 static Creation create_segment(Sharing *s) {
-    int32_t rank = s->group->rank;
     if (!s->posix) return (Creation){.error = ENOMEM, .fd = -1};
-    void *memory = is_alone(s) ? NULL : create_object(s);
+    void *memory = joins(s) || is_alone(s) ? NULL : create_object(s);
     if (!memory) memory = create_nameless(s);
     if (!memory) return (Creation){.error = errno ? errno : ENOMEM, .fd = -1};
-    memcpy(proof_in(s, memory), &s->offers[rank].proof, sizeof(uint64_t));
-    s->posix->mapped[rank] = memory;
-    return (Creation){.pid = (int32_t)getpid(), .fd = s->nameless};
+    Creation made = {.pid = (int32_t)getpid(), .fd = s->nameless, .proof = draw(memory)};
+    memcpy(proof_in(s, memory), &made.proof, sizeof(made.proof));
+    s->posix->mapped[s->group->rank] = memory;
+    return made;
 }
 
 /* ---- the peers' segments ------------------------------------------------------------------- */
@@ -225,7 +236,7 @@ static int map_segment(Sharing *s, int32_t rank, int *error) {
     if (fd >= 0) close(fd);
     s->posix->mapped[rank] = memory;
     if (!memory) return 0;
-    if (!memcmp(proof_in(s, memory), &s->offers[rank].proof, sizeof(uint64_t))) return 1;
+    if (!memcmp(proof_in(s, memory), &s->creations[rank].proof, sizeof(uint64_t))) return 1;
     snprintf(s->why_not, sizeof(s->why_not), "%s",
              "expected the number that this rank has drawn at its end, got another file");
     return 0;
@@ -234,19 +245,16 @@ static int map_segment(Sharing *s, int32_t rank, int *error) {
 /* Map every segment of this node. Returns 0, or 1 + the rank whose segment cannot be mapped. */
 static int32_t map_peers(Sharing *s, int *error) {
     for (int32_t r = 0; r < s->group->size; r++)
-        if (is_here(s, r) && r != s->group->rank && !map_segment(s, r, error)) return r + 1;
+        if (is_here(s, r) && ep_group_connects(s->group, r) && !map_segment(s, r, error))
+            return r + 1;
     return 0;
 }
 
 /* ---- sharing ------------------------------------------------------------------------------- */
 
-static EpStatus gather_offers(Sharing *s) {
-    Offer mine = {0, 0};
-    if (getrandom(&mine, sizeof(mine), 0) != sizeof(mine)) {
-        mine.name = (uint64_t)getpid() << 32 ^ (uint64_t)(uintptr_t)s;
-        mine.proof = ~mine.name;
-    }
-    return ep_group_gather(s->group, &mine, s->offers, sizeof(mine));
+static EpStatus gather_names(Sharing *s) {
+    uint64_t mine = draw(s);
+    return ep_group_gather(s->group, &mine, s->names, sizeof(mine));
 }
 
 static const char *reason(int error) {
@@ -254,20 +262,20 @@ static const char *reason(int error) {
                           : strerror(error);
 }
 
-static EpStatus create_and_gather(Sharing *s) {
-    Creation mine = create_segment(s);
-    EP_TRY(ep_group_gather(s->group, &mine, s->creations, sizeof(mine)));
+static EpStatus fail_memory(const EpGroup *group, size_t bytes, int32_t rank, int error) {
+    return ep_fail(EP_ERR_NO_MEMORY, "rank %d: %s: %zu bytes of shared memory on rank %d: %s",
+                   group->rank, group->call, bytes, rank, reason(error));
+}
+
+static EpStatus gather_creations(Sharing *s, const Creation *mine) {
+    EP_TRY(ep_group_gather(s->group, mine, s->creations, sizeof(*mine)));
     for (int32_t r = 0; r < s->group->size; r++)
-        if (s->creations[r].error)
-            return ep_fail(EP_ERR_NO_MEMORY,
-                           "rank %d: ep_group_create: %zu bytes of shared memory on rank %d: %s",
-                           s->group->rank, s->bytes, r, reason(s->creations[r].error));
+        if (s->creations[r].error) return fail_memory(s->group, s->bytes, r, s->creations[r].error);
     int32_t rank;
     const Creation *other = ep_bootstrap_elsewhere(&s->group->bootstrap, sizeof(*other), &rank);
     if (!other) return EP_OK;
-    return ep_fail(EP_ERR_NO_MEMORY,
-                   "rank %d: ep_group_create: shared memory on rank %d of the mesh: %s",
-                   s->group->rank, rank, reason(other->error));
+    return ep_fail(EP_ERR_NO_MEMORY, "rank %d: %s: shared memory on rank %d of the mesh: %s",
+                   s->group->rank, s->group->call, rank, reason(other->error));
 }
 
 static EpStatus map_and_meet(Sharing *s) {
@@ -275,13 +283,13 @@ static EpStatus map_and_meet(Sharing *s) {
     int32_t unmapped = map_peers(s, &error);
     /* No rank may remove a name before all ranks have opened it. */
     EpStatus arrived = ep_group_meet(s->group);
-    /* A rank that gives up removes the names of all. Then the barrier's error, which names the
-     * missing rank, is the cause. */
-    if (unmapped && (error != ENOENT || arrived == EP_OK))
+    /* A rank that gives up removes the names of all, and one that ends closes its file. Then the
+     * barrier's error, which names the missing rank, is the cause. */
+    if (unmapped && (arrived == EP_OK || (error != ENOENT && !joins(s))))
         return ep_fail(EP_ERR_SYSTEM,
-                       "rank %d: ep_group_create: cannot map the shared memory of rank %d, said to "
-                       "be on the same node: %s",
-                       s->group->rank, unmapped - 1, s->why_not);
+                       "rank %d: %s: cannot map the shared memory of rank %d, said to be on the "
+                       "same node: %s",
+                       s->group->rank, s->group->call, unmapped - 1, s->why_not);
     return arrived;
 }
 
@@ -291,26 +299,37 @@ static void remove_names(const Sharing *s) {
 }
 
 static EpStatus create_and_map(Sharing *s) {
-    EP_TRY(gather_offers(s));
-    EpStatus status = create_and_gather(s);
+    EP_TRY(gather_names(s));
+    Creation mine = create_segment(s);
+    EpStatus status = gather_creations(s, &mine);
     if (status == EP_OK) status = map_and_meet(s);
     remove_names(s);
     if (s->nameless >= 0) close(s->nameless);
     return status;
 }
 
-EpStatus ep_posix_share(EpGroup *group, size_t bytes, void **segments, void **memory) {
+/* Begin to share segments of so many bytes. */
+static void open_sharing(Sharing *s, EpGroup *group, size_t bytes) {
     size_t size = (size_t)group->size;
-    Sharing s = {.group = group, .nameless = -1};
-    s.bytes = (bytes + 63) / 64 * 64 + sizeof(uint64_t);
-    s.posix = calloc(1, sizeof(*s.posix) + size * sizeof(void *));
-    if (s.posix) s.posix->bytes = s.bytes, s.posix->size = group->size;
+    s->group = group, s->nameless = -1, s->bytes = bytes;
+    s->posix = calloc(1, sizeof(*s->posix) + size * sizeof(void *));
+    if (s->posix) s->posix->bytes = bytes, s->posix->size = group->size, s->posix->own.fd = -1;
+}
+
+/* Returns the bytes of a segment with its proof. */
+static size_t whole_bytes(size_t bytes) {
+    return (bytes + 63) / 64 * 64 + sizeof(uint64_t);
+}
+
+EpStatus ep_posix_share(EpGroup *group, size_t bytes, void **segments, void **memory) {
+    Sharing s = {.group = NULL};
+    open_sharing(&s, group, whole_bytes(bytes));
     EpStatus status = create_and_map(&s);
     if (status != EP_OK) {
         ep_posix_share_free(s.posix);
         return status;
     }
-    memcpy(segments, s.posix->mapped, size * sizeof(void *));
+    memcpy(segments, s.posix->mapped, (size_t)group->size * sizeof(void *));
     *memory = s.posix;
     return EP_OK;
 }
@@ -319,5 +338,48 @@ void ep_posix_share_free(void *memory) {
     PosixMemory *posix = memory;
     for (int32_t r = 0; posix && r < posix->size; r++)
         if (posix->mapped[r]) munmap(posix->mapped[r], posix->bytes);
+    if (posix && posix->own.fd >= 0) close(posix->own.fd);
     free(posix);
+}
+
+/* ---- groups that processes may join -------------------------------------------------------- */
+
+EpStatus ep_posix_reserve(EpGroup *group, size_t bytes, void **segment, void **memory) {
+    Sharing s = {.group = NULL};
+    open_sharing(&s, group, whole_bytes(bytes));
+    Creation own = create_segment(&s);
+    if (own.error) {
+        ep_posix_share_free(s.posix);
+        return fail_memory(group, s.bytes, group->rank, own.error);
+    }
+    s.posix->own = own;
+    *segment = s.posix->mapped[group->rank];
+    *memory = s.posix;
+    return EP_OK;
+}
+
+uint64_t ep_posix_proof(const void *memory) {
+    return ((const PosixMemory *)memory)->own.proof;
+}
+
+EpStatus ep_posix_connect(EpGroup *group, const void *memory, void **segments, void **found) {
+    const PosixMemory *posix = memory;
+    Sharing s = {.group = NULL};
+    Creation mine = posix->own;
+    open_sharing(&s, group, posix->bytes);
+    if (!s.posix) mine.error = ENOMEM;
+    EpStatus status = gather_creations(&s, &mine);
+    if (status == EP_OK) status = map_and_meet(&s);
+    *found = s.posix;
+    if (s.posix) memcpy(segments, s.posix->mapped, (size_t)group->size * sizeof(void *));
+    return status;
+}
+
+void ep_posix_adopt(void *memory, void *found, const EpMask *changed) {
+    PosixMemory *posix = memory, *from = found;
+    for (int32_t r = 0; r < posix->size; r++) {
+        void *old = posix->mapped[r];
+        if (!ep_mask_has(changed, r)) continue;
+        posix->mapped[r] = from->mapped[r], from->mapped[r] = old;
+    }
 }

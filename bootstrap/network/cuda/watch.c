@@ -234,7 +234,8 @@ static void look_at_group(EpCudaWatch *w) {
     if (failed && failure->status == EP_ERR_PEER) why = w->group->failure_sentence;
     pthread_mutex_unlock(&abort->mutex);
     int fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
-    if (fault == EP_FAULT_ORDER && !aborted && !gave_time(&w->disagrees)) return;
+    int others_know = fault == EP_FAULT_ORDER || (fault == EP_FAULT_PEER && !f->why[0]);
+    if (others_know && !aborted && !gave_time(&w->unsaid)) return;
     if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
         blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
     if (fault == EP_FAULT_PEER && !failed) why = (const char *)f->why;
@@ -330,7 +331,7 @@ static void *watch(void *context) {
         nanosleep(&tick, NULL);
     }
     if (!ep_watch_lost(w)) look_at_group(w); /* the group may have failed a moment ago */
-    while (!ep_watch_lost(w) && w->disagrees > 0) {
+    while (!ep_watch_lost(w) && w->unsaid > 0) {
         nanosleep(&tick, NULL);
         look_at_group(w);
     }

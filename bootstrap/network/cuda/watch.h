@@ -94,7 +94,7 @@ typedef struct EpCudaWatch {
     int32_t num_peers;
     double beat, next_beat;
     double since;        /* nothing has moved */
-    double disagrees;    /* since when this rank has found that it does; 0: it does not */
+    double unsaid; /* since when this rank has a failure that others can explain; 0: it has none */
     double unexplained;  /* since when it is late, and knows nobody to blame; 0: it is not */
     double nccl_fails;   /* since when NCCL reports an error; 0: it does not */
     double abort_hangs;  /* since when an abort has been on its way; 0: none is */

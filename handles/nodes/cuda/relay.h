@@ -33,12 +33,14 @@
  * free. Order all stages of an operation by their chunk: first packing or the sum of the relays,
  * then the exchange, then what reads it. A kernel of chunk c starts once the exchanges that it
  * needs are complete on its own rank: that of c, if it reads the rows (with a limit a later one,
- * whose stages then all come before it), and that of c - 2, whose buffers are used again. Then it waits for the same kernel of the ranks of its node alone, which
- * start as soon as theirs are complete. The exchange of c needs multiprocessors on all ranks.
- * Whoever holds them there is a kernel of an earlier stage, which by induction ends, or of a later
- * one, which would wait for this exchange before it starts.
+ * whose stages then all come before it), and that of c - 2, whose buffers are used again. Then it
+ * waits for the same kernel of the ranks of its node alone, which start as soon as theirs are
+ * complete. The exchange of c needs multiprocessors on all ranks. Whoever holds them there is a
+ * kernel of an earlier stage, which by induction ends, or of a later one, which would wait for this
+ * exchange before it starts.
  */
 
+#include "bootstrap/network/cuda/exchange.h"
 #include "bootstrap/network/cuda/mark.h"
 #include "handles/cuda/handle.h"
 #include "handles/nodes/cuda/route.h"
@@ -124,12 +126,21 @@ EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *r
 /** The same for an operation of the group alone, which reads no plan. */
 EpStatus ep_relay_begin_group(EpGroup *group, const EpRelayCall *call, EpRelayRun *run);
 
+/** End it behind such messages: the watcher learns that no more follow. */
+EpStatus ep_relay_end_last(EpRelayRun *run);
+
 /** End it: the caller's stream follows all of it, and later operations follow the caller's. */
 EpStatus ep_relay_end(EpRelayRun *run);
 
 /** Launch a kernel on the caller's stream. Returns EP_OK, or what CUDA refused. */
 EpStatus ep_relay_launch(EpRelayRun *run, int (*launch)(const void *args, int blocks, void *stream),
                          const void *args, int blocks);
+
+/** Surround messages of the caller's, which all ranks exchange at the same places: they follow what
+ *  is on the caller's stream so far, and what comes on it then follows them. Stamps go along, and
+ *  are compared. If the begin fails, there is no end. */
+EpStatus ep_relay_begin_messages(EpRelayRun *run, EpExchange *x);
+EpStatus ep_relay_end_messages(EpRelayRun *run, const EpExchange *x);
 
 /** Give all ranks the messages of ep_prepare, each of which lies in its place in `routing`. */
 EpStatus ep_relay_gather(EpRelayRun *run);
@@ -153,6 +164,8 @@ EpMarks ep_relay_marks(const EpRelayRun *run, int32_t chunk, EpRelayWay way);
 /** The exchanges alone, on the wire's stream: relay_exchange.c. The watcher learns of the end of
  * what is an operation. */
 EpStatus ep_relay_send_stamps(const EpRelayRun *run);
+EpStatus ep_relay_open_messages(const EpRelayRun *run, EpExchange *x);
+EpStatus ep_relay_close_messages(const EpRelayRun *run, const EpExchange *x);
 EpStatus ep_relay_send_routing(const EpRelayRun *run);
 EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way);
 

@@ -34,12 +34,21 @@ ncclResult_t ep_relay_call_once(const EpRelayRun *run) {
     return ep_exchange_end_first(&x);
 }
 
+EpStatus ep_relay_open_messages(const EpRelayRun *run, EpExchange *x) {
+    EP_TRY(begin(run, x));
+    add_stamps(x, run->relay);
+    return EP_OK;
+}
+
+EpStatus ep_relay_close_messages(const EpRelayRun *run, const EpExchange *x) {
+    EP_TRY(ep_exchange_end(x));
+    return launched(run, ep_cuda_launch_compare(&run->mark, run->side->wire));
+}
+
 EpStatus ep_relay_send_stamps(const EpRelayRun *run) {
     EpExchange x;
-    EP_TRY(begin(run, &x));
-    add_stamps(&x, run->relay);
-    EP_TRY(ep_exchange_end(&x));
-    return launched(run, ep_cuda_launch_compare(&run->mark, run->side->wire));
+    EP_TRY(ep_relay_open_messages(run, &x));
+    return ep_relay_close_messages(run, &x);
 }
 
 /* Messages say which operation their ranks are in. No other exchange follows: let the watcher know

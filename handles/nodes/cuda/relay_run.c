@@ -110,11 +110,34 @@ static EpStatus follow_wire(EpRelayRun *run) {
     return await(run, run->stream.stream, side->moved);
 }
 
-EpStatus ep_relay_gather(EpRelayRun *run) {
+/* Make the wire's stream follow what is on the caller's. */
+static EpStatus lead_wire(EpRelayRun *run) {
     EP_TRY(record(run, run->side->ready[0], run->stream.stream));
-    EP_TRY(await(run, run->side->wire, run->side->ready[0]));
+    return await(run, run->side->wire, run->side->ready[0]);
+}
+
+EpStatus ep_relay_gather(EpRelayRun *run) {
+    EP_TRY(lead_wire(run));
     EP_TRY(ep_relay_send_routing(run));
     return follow_wire(run);
+}
+
+EpStatus ep_relay_begin_messages(EpRelayRun *run, EpExchange *x) {
+    EP_TRY(lead_wire(run));
+    return ep_relay_open_messages(run, x);
+}
+
+EpStatus ep_relay_end_messages(EpRelayRun *run, const EpExchange *x) {
+    EP_TRY(ep_relay_close_messages(run, x));
+    return follow_wire(run);
+}
+
+EpStatus ep_relay_end_last(EpRelayRun *run) {
+    EpMarkArgs args = run->mark;
+    args.marks.last = 1;
+    EP_TRY(
+        ep_cuda_check(run->group, "kernel launch", ep_cuda_launch_move(&args, run->stream.stream)));
+    return ep_relay_end(run);
 }
 
 /* ---- the first exchange -------------------------------------------------------------------- */

@@ -6,6 +6,8 @@
 
 #include "handles/prepare/cuda/publish.cuh"
 
+EP_VARIANT_BEGIN
+
 #define COPIES_THREADS 1024
 
 /** Returns the hash of a map. By all threads. */
@@ -56,5 +58,7 @@ __device__ __forceinline__ void take_map(const EpCopySetup &s, const int32_t *ma
     build_copies(s);
     if (threadIdx.x == 0 && count) report_bad_entries(errors, count, ~lowest, map[~lowest]);
 }
+
+EP_VARIANT_END
 
 #endif

@@ -4,6 +4,7 @@
 
 #include <stdlib.h>
 
+#include "handles/cuda/handle.h"
 #include "handles/nodes/cuda/place.h"
 #include "handles/placement/place.h"
 #include "runtime/cuda/cuda.h"
@@ -40,6 +41,7 @@ EpStatus ep_cuda_place(EpGroup *group, const int32_t *map, EpStream on) {
     args.group.digest = ep_digest_of(&ep_op_placement, 0, NULL, 0);
     EP_TRY(ep_cuda_stream(group, on, &stream));
     EP_TRY(ep_cuda_order_enter(group, &cuda->order, &stream));
-    return ep_cuda_order_leave(group, &cuda->order, &stream,
-                               ep_cuda_launch_place(&args, 1, stream.stream));
+    EpCudaLauncher launch =
+        ep_cuda_variant(group, ep_cuda_launch_place, ep_cuda_launch_place_masked);
+    return ep_cuda_order_leave(group, &cuda->order, &stream, launch(&args, 1, stream.stream));
 }

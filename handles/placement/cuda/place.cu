@@ -10,13 +10,15 @@
 
 #include "handles/placement/cuda/copies.cuh"
 
+EP_VARIANT_BEGIN
+
 /* Returns whether a rank is here with the same map. Its hash is in the digest, too, but for the
  * upper half. */
 __device__ __forceinline__ int await_map(const EpCudaGroup &g, int rank, uint32_t epoch,
                                          uint32_t hash) {
     uint64_t where;
     if (!ep_await_arrival(g, rank, epoch, &where, NULL)) return 0;
-    if (where == hash) return 1;
+    if (where == hash || !ep_is_alive(rank)) return 1;
     ep_report_other(g, rank, epoch, ep_own_operation()->digest, where);
     return 0;
 }
@@ -26,6 +28,7 @@ __global__ void __launch_bounds__(COPIES_THREADS)
     static_assert(EP_CUDA_MAX_RANKS <= COPIES_THREADS, "a thread for each rank");
     const EpCudaGroup &g = a.group;
     uint32_t epoch = ep_epoch(g), hash = hash_map(a.copies, a.map);
+    ep_load_alive(g);
     if (threadIdx.x == 0) ep_set_operation(g, hash); /* reports give it as a plan's generation */
     int alive = __syncthreads_and(!ep_failed_before(ep_failed(g), epoch));
     if (alive) {
@@ -37,11 +40,13 @@ __global__ void __launch_bounds__(COPIES_THREADS)
     (void)ep_end_operation(g, epoch, 0);
 }
 
-extern "C" int ep_cuda_open_place(int shared_bytes) {
+extern "C" int EP_VARIANT(ep_cuda_open_place)(int shared_bytes) {
     return ep_open_kernel(place_experts, shared_bytes);
 }
 
-extern "C" int ep_cuda_launch_place(const void *args, int blocks, void *stream) {
+extern "C" int EP_VARIANT(ep_cuda_launch_place)(const void *args, int blocks, void *stream) {
     const EpPlaceArgs *a = (const EpPlaceArgs *)args;
     return ep_launch(place_experts, blocks, COPIES_THREADS, 0, stream, *a);
 }
+
+EP_VARIANT_END

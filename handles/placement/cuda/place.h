@@ -19,7 +19,9 @@ extern "C" {
 
 /** See ep_cuda_open_prepare. One block. */
 int ep_cuda_open_place(int shared_bytes);
+int ep_cuda_open_place_masked(int shared_bytes);
 int ep_cuda_launch_place(const void *args, int blocks, void *stream);
+int ep_cuda_launch_place_masked(const void *args, int blocks, void *stream);
 
 #ifdef __cplusplus
 }

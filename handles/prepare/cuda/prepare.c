@@ -10,7 +10,9 @@ EpStatus ep_cuda_prepare(EpHandle *handle, const EpRouting *routing) {
     if (handle->shape.nodes.nodes > 1) return ep_cuda_route_nodes(handle, routing);
     ep_cuda_describe_routing(handle, routing, &args, facts);
     args.group.digest = ep_cuda_digest(handle, &ep_op_prepare, facts, EP_OP_FACTS);
-    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_prepare,
+    EpCudaLauncher launch =
+        ep_cuda_variant(handle->group, ep_cuda_launch_prepare, ep_cuda_launch_prepare_masked);
+    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = launch,
                                                   .args = &args,
                                                   .blocks = args.group.partitions + 1,
                                                   .stream = routing->stream,

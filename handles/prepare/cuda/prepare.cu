@@ -33,6 +33,8 @@
 
 #include "handles/prepare/cuda/publish.cuh"
 
+EP_VARIANT_BEGIN
+
 /* ==== partitions ============================================================================ */
 
 /* A block's token partition, and the numbering of the entries of a chunk. */
@@ -147,6 +149,7 @@ __device__ __forceinline__ Own take_entry(const EpPrepareArgs &a, const Partitio
                                           const Index &index) {
     Own o = {-1, -1, 0, 0, 0, 0};
     int expert = place_index<PLACED>(a, index, own_token(p, first));
+    if (EP_MASKED && expert >= 0 && !ep_is_alive(ep_owner(&a.owners, expert))) expert = NO_EXPERT;
     if (a.shape.merges) { /* the token's lowest k keeps the expert */
         unsigned same = __match_any_sync(~0u, expert) & team_lanes(p);
         if (same & lanes_below((int)threadIdx.x % 32)) expert = NO_EXPERT;
@@ -438,7 +441,8 @@ __device__ __forceinline__ int exchange_counts(const EpPrepareArgs &a, const Par
         int sum = lane & 2 ? (lane & 1 ? sums[3] : sums[2]) : (lane & 1 ? sums[1] : sums[0]);
 #pragma unroll 1
         for (int r = lane / 4; r < g.size && column <= p->columns; r += 8)
-            ep_store_relaxed_sys(counts_of(g, r, g.rank, epoch) + column,
+            if (ep_is_alive(r))
+                ep_store_relaxed_sys(counts_of(g, r, g.rank, epoch) + column,
                                  ep_counter(epoch, (uint32_t)sum));
         send_partition_sums(g, quad * 4, epoch, q);
     }
@@ -478,7 +482,7 @@ __device__ __forceinline__ int await_sources(const EpCudaGroup &g, int from, int
 #pragma unroll
         for (int i = 0; i < SOURCES_AT_ONCE; i++) {
             x[i] = ep_counter(epoch, 0);
-            if (from + i < g.size)
+            if (from + i < g.size && ep_is_alive(from + i))
                 x[i] = ep_load_relaxed_sys(words + i * EP_COUNT_WORDS(g.num_experts, g.size));
         }
         late = -1, seen = 0;
@@ -575,6 +579,7 @@ __device__ __forceinline__ void lay_slabs(const EpPrepareArgs &a, const Partitio
 __device__ __forceinline__ uint64_t counted(const EpPrepareArgs &a, int e, int source,
                                             uint32_t epoch) {
     int first = ep_owner_first(&a.owners, a.group.rank);
+    if (!ep_is_alive(source)) return 0;
     return ep_load_relaxed_sys(counts_of(a.group, a.group.rank, source, epoch) + first + e);
 }
 
@@ -681,7 +686,7 @@ __device__ __forceinline__ void send_some_begins(const EpPrepareArgs &a, const P
         int offset = from + (lane >> tokens_shift);
         int begin = __shfl_sync(~0u, before, offset);
         unsigned earlier = __shfl_sync(~0u, rows, offset) & lanes_below(i << p->team_shift);
-        if (at + offset < a.group.size && token + i < p->end)
+        if (at + offset < a.group.size && token + i < p->end && ep_is_alive(at + offset))
             ep_store_relaxed_sys(p->ranks->begins[epoch & 1][at + offset] + token + i,
                                  ep_counter(epoch, (uint32_t)(begin + __popc(earlier))));
     }
@@ -1060,7 +1065,7 @@ template <int PLACED> static int open_prepare(int shared_bytes) {
     return error ? error : ep_open_kernel(prepare_flat<PLACED>, shared_bytes);
 }
 
-extern "C" int ep_cuda_open_prepare(int shared_bytes) {
+extern "C" int EP_VARIANT(ep_cuda_open_prepare)(int shared_bytes) {
     int error = open_prepare<0>(shared_bytes);
     return error ? error : open_prepare<1>(shared_bytes);
 }
@@ -1074,10 +1079,12 @@ template <int PLACED> static int launch_prepare(const EpPrepareArgs *a, int bloc
     return ep_launch(kernel, blocks, PREPARE_THREADS, shared, stream, *a);
 }
 
-extern "C" int ep_cuda_launch_prepare(const void *args, int blocks, void *stream) {
+extern "C" int EP_VARIANT(ep_cuda_launch_prepare)(const void *args, int blocks, void *stream) {
     const EpPrepareArgs *a = (const EpPrepareArgs *)args;
     static_assert(sizeof(RankTables) <= EP_RANK_TABLES_BYTES, "groups are created by this size");
     static_assert(PREPARE_WARPS == EP_PREPARE_WARPS, "groups are created by this number");
     return a->copies.of ? launch_prepare<1>(a, blocks, stream)
                         : launch_prepare<0>(a, blocks, stream);
 }
+
+EP_VARIANT_END

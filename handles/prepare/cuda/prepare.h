@@ -19,7 +19,9 @@ extern "C" {
  * memory. The second one launches `blocks` blocks on a cudaStream_t with its EpPrepareArgs,
  * EpScatterArgs, ... Both return a cudaError_t, 0 for success. */
 int ep_cuda_open_prepare(int shared_bytes);
+int ep_cuda_open_prepare_masked(int shared_bytes);
 int ep_cuda_launch_prepare(const void *args, int blocks, void *stream);
+int ep_cuda_launch_prepare_masked(const void *args, int blocks, void *stream);
 int ep_cuda_open_numbers(int shared_bytes);
 int ep_cuda_launch_numbers(const void *args, int blocks, void *stream);
 

@@ -9,6 +9,8 @@
 
 #include "runtime/cuda/plan.cuh"
 
+EP_VARIANT_BEGIN
+
 __device__ __forceinline__ int64_t load_integer(const void *data, int is_int64, int64_t i) {
     return is_int64 ? ((const int64_t *)data)[i] : ((const int32_t *)data)[i];
 }
@@ -402,5 +404,7 @@ __device__ inline void publish_step(const EpPrepareArgs &a, int64_t step, int to
     h->step = step;
     publish_word(a, step, EP_INFO_TOKENS, tokens);
 }
+
+EP_VARIANT_END
 
 #endif

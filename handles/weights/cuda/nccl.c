@@ -36,17 +36,26 @@ static EpStatus compare(const EpWeightWork *w) {
     return launched(w, ep_cuda_launch_compare(&w->mark, w->stream.stream));
 }
 
-EpStatus ep_weight_enter(EpGroup *group, const EpWeightFacts *facts, EpStream stream,
-                         EpWeightWork *w) {
+static void describe(EpGroup *group, EpStream stream, EpWeightWork *w) {
     EpCuda *cuda = ep_cuda(group);
     *w = (EpWeightWork){.group = group, .cuda = cuda, .comm = cuda->network};
     w->stream.stream = w->wire = stream;
-    EP_TRY(check_comm(w));
+}
+
+EpStatus ep_weight_enter_alone(EpGroup *group, uint32_t digest, EpStream stream, EpWeightWork *w) {
+    describe(group, stream, w);
     if (group->size == 1) return EP_OK;
     EP_TRY(ep_cuda_stream(group, stream, &w->stream));
-    w->mark = (EpMarkArgs){.group = cuda->device, .marks = {.num_peers = group->size}};
-    w->mark.group.digest = digest_of(facts), w->pushes = 1;
-    return ep_cuda_order_enter(group, &cuda->order, &w->stream);
+    w->mark = (EpMarkArgs){.group = w->cuda->device, .marks = {.num_peers = group->size}};
+    w->mark.group.digest = digest, w->pushes = 1;
+    return ep_cuda_order_enter(group, &w->cuda->order, &w->stream);
+}
+
+EpStatus ep_weight_enter(EpGroup *group, const EpWeightFacts *facts, EpStream stream,
+                         EpWeightWork *w) {
+    describe(group, stream, w);
+    EP_TRY(check_comm(w));
+    return ep_weight_enter_alone(group, digest_of(facts), stream, w);
 }
 
 EpStatus ep_weight_begin(EpGroup *group, const EpWeightFacts *facts, EpStream stream,

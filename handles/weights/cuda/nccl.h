@@ -44,6 +44,9 @@ typedef struct EpWeightFacts {
 EpStatus ep_weight_enter(EpGroup *group, const EpWeightFacts *facts, EpStream stream,
                          EpWeightWork *w);
 
+/** Likewise, where ranks of the group may share GPUs: NCCL has no part in it. */
+EpStatus ep_weight_enter_alone(EpGroup *group, uint32_t digest, EpStream stream, EpWeightWork *w);
+
 /** Begin an operation on the caller's stream. Operations of a group follow each other, on any
  *  streams. EP_ERR_UNSUPPORTED: NCCL cannot connect the ranks. */
 EpStatus ep_weight_begin(EpGroup *group, const EpWeightFacts *facts, EpStream stream,

@@ -4,19 +4,18 @@
 
 #include "runtime/layout.h"
 
-/* Returns the bytes of the words in which runs of `bytes` bytes are moved. */
-static int32_t word_of(int64_t bytes) {
+int32_t ep_push_word_of(int64_t bytes) {
     return bytes % 16 == 0 ? 16 : bytes % 4 == 0 ? 4 : 1;
 }
 
 int ep_push_reaches(const EpNodeSizes *nodes, int32_t ranks, const EpShards *s, int64_t unit) {
-    int64_t words = ep_shard_elements(s) * unit / word_of(ep_shards_run(s) * unit);
+    int64_t words = ep_shard_elements(s) * unit / ep_push_word_of(ep_shards_run(s) * unit);
     return nodes->nodes == 1 && ranks > 1 && ranks <= EP_CUDA_MAX_RANKS && words > 0 &&
            words < INT32_MAX / 2;
 }
 
 int32_t ep_push_word(const EpShards *s, int64_t unit) {
-    return word_of(ep_shards_run(s) * unit);
+    return ep_push_word_of(ep_shards_run(s) * unit);
 }
 
 EpPushedShards ep_push_describe(const EpShards *s, int64_t unit, int32_t word) {

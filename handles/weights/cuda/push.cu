@@ -3,7 +3,8 @@
  * Moves weights on one node. Reducing a gradient, each rank sends every other rank the shard that
  * this one keeps, chunk by chunk, through the rings of the group's windows, and adds what comes: in
  * ascending rank from +0, its own shard where it lies. Gathering, each rank sends all others its
- * shard, and puts what comes into its place. Of numbers each rank sends all others its own.
+ * shard, and puts what comes into its place. Of numbers each rank sends all others its own. Moving
+ * experts, each rank sends rows to some ranks, and gets rows from some.
  *
  * Sending and receiving blocks alternate. A block claims a chunk, or a chunk and a rank, in
  * ascending order, so what it waits for is claimed by blocks that run (runtime/cuda/device.h).
@@ -369,6 +370,94 @@ __global__ void __launch_bounds__(THREADS, 1) push_max(const __grid_constant__ E
     });
 }
 
+/* ---- moving -------------------------------------------------------------------------------- */
+
+/** A chunk of a row: number `chunk` of all that go from one rank to the other. */
+struct MovedChunk {
+    int peer, chunk;
+};
+
+__device__ __forceinline__ int chunks_with(const EpPushMoveArgs &a, const EpPushedRows &rows,
+                                           int peer) {
+    return (rows.begin[peer + 1] - rows.begin[peer]) * a.chunks;
+}
+
+/* Returns item `item` of those in one direction. Chunk n of all peers comes before chunk n + 1 of
+ * any, at both ends. So what a block waits for is never behind an item that waits for this rank.
+ * Peers with fewer rows come last, and drop out one after the other. */
+__device__ __forceinline__ MovedChunk find_moved(const EpPushMoveArgs &a, const EpPushedRows &rows,
+                                                 int item) {
+    int first = 0;
+#pragma unroll 1
+    for (int peers = rows.peers; peers > 0; peers--) {
+        int until = chunks_with(a, rows, rows.order[peers - 1]), here = (until - first) * peers;
+        if (item < here) return MovedChunk{rows.order[item % peers], first + item / peers};
+        item -= here, first = until;
+    }
+    return MovedChunk{0, 0};
+}
+
+/* Returns the chunk's words within the row, and in *row which row it is. */
+__device__ __forceinline__ Chunk place_moved(const EpPushMoveArgs &a, const EpPushedRows &rows,
+                                             const MovedChunk &m, int64_t *row) {
+    int number = m.chunk / a.chunks;
+    uint32_t first = (uint32_t)(m.chunk - number * a.chunks) * a.chunk;
+    *row = rows.row[rows.begin[m.peer] + number];
+    return Chunk{first, min((uint32_t)a.chunk, (uint32_t)a.words - first)};
+}
+
+template <typename Word>
+__device__ __forceinline__ void send_rows(const EpPushMoveArgs &a, uint32_t epoch) {
+    const EpCudaGroup &g = a.group;
+    int claimed = claim(g, 0), items = a.sent.begin[g.size] * a.chunks;
+    int64_t row;
+    auto await = [&](int item, int lane) {
+        MovedChunk m = find_moved(a, a.sent, item);
+        return lane || has_room(g, epoch, m.peer, m.chunk);
+    };
+    if (!await_all(g, epoch)) return;
+    for (int item; (item = take_item(g, 0, items, &claimed, await)) >= 0;) {
+        const MovedChunk m = find_moved(a, a.sent, item);
+        const Chunk c = place_moved(a, a.sent, m, &row);
+        const Word *from = (const Word *)a.from + row * a.from_step + c.first;
+        Word *to = (Word *)ep_ring(g, m.peer, g.rank, m.chunk);
+        copy_chunk<Word>(
+            c, [&](uint32_t at) { return from[at]; },
+            [&](uint32_t at, const Word &x) { to[at] = x; });
+        __syncthreads();
+        if (threadIdx.x == 0) give_head(g, epoch, m.peer, m.chunk);
+    }
+}
+
+template <typename Word>
+__device__ __forceinline__ void receive_rows(const EpPushMoveArgs &a, uint32_t epoch) {
+    const EpCudaGroup &g = a.group;
+    int claimed = claim(g, 1), items = a.got.begin[g.size] * a.chunks;
+    int64_t row;
+    auto await = [&](int item, int lane) {
+        MovedChunk m = find_moved(a, a.got, item);
+        return lane || ep_await_record(g, epoch, m.peer, m.chunk);
+    };
+    for (int item; (item = take_item(g, 1, items, &claimed, await)) >= 0;) {
+        const MovedChunk m = find_moved(a, a.got, item);
+        const Chunk c = place_moved(a, a.got, m, &row);
+        const Word *from = (const Word *)ep_ring(g, g.rank, m.peer, m.chunk);
+        Word *to = (Word *)a.to + row * a.to_step + c.first;
+        copy_chunk<Word>(
+            c, [&](uint32_t at) { return __ldcg(from + at); },
+            [&](uint32_t at, const Word &x) { to[at] = x; });
+        __syncthreads();
+        if (threadIdx.x == 0) give_credit(g, epoch, m.peer, m.chunk);
+    }
+}
+
+template <typename Word>
+__global__ void __launch_bounds__(THREADS, 1) push_rows(const __grid_constant__ EpPushMoveArgs a) {
+    run(
+        a.group, a.receivers, [&](uint32_t epoch) { send_rows<Word>(a, epoch); },
+        [&](uint32_t epoch) { receive_rows<Word>(a, epoch); });
+}
+
 /* ---- launching ----------------------------------------------------------------------------- */
 
 template <typename T, typename Out> static int open_for(void) {
@@ -394,6 +483,17 @@ extern "C" int ep_cuda_open_push(void) {
     if (!error) error = open_for<__half, __half>();
     if (!error) error = open_for<float, __nv_bfloat16>();
     return error ? error : open_for<float, __half>();
+}
+
+template <typename Word> static int open_rows(void) {
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, push_rows<Word>);
+}
+
+extern "C" int ep_cuda_open_push_rows(void) {
+    int error = open_rows<uint4>();
+    if (!error) error = open_rows<uint32_t>();
+    return error ? error : open_rows<uint8_t>();
 }
 
 template <typename T, typename Out>
@@ -424,4 +524,10 @@ extern "C" int ep_cuda_launch_push_gather(const EpPushGatherArgs *a, int blocks,
     if (a->shards.word == 4)
         return ep_launch(push_shards<uint32_t>, blocks, THREADS, 0, stream, *a);
     return ep_launch(push_shards<uint8_t>, blocks, THREADS, 0, stream, *a);
+}
+
+extern "C" int ep_cuda_launch_push_rows(const EpPushMoveArgs *a, int blocks, void *stream) {
+    if (a->word == 16) return ep_launch(push_rows<uint4>, blocks, THREADS, 0, stream, *a);
+    if (a->word == 4) return ep_launch(push_rows<uint32_t>, blocks, THREADS, 0, stream, *a);
+    return ep_launch(push_rows<uint8_t>, blocks, THREADS, 0, stream, *a);
 }

@@ -73,10 +73,36 @@ typedef struct EpPushMaxArgs {
     int64_t count;
 } EpPushMaxArgs;
 
+#define EP_PUSH_ROWS 256 /* of a launch in each direction: kernels get them as arguments */
+
+/** Rows that a rank exchanges, by peer on its node. */
+typedef struct EpPushedRows {
+    uint16_t begin[EP_CUDA_MAX_RANKS + 1]; /**< where those of each peer begin */
+    uint8_t order[EP_CUDA_MAX_RANKS];      /**< peers with rows, those with most first */
+    int32_t peers;                         /**< how many these are */
+    int32_t row[EP_PUSH_ROWS];
+} EpPushedRows;
+
+/** Move whole rows between ranks, in words of 1, 4 or 16 bytes: row i of `from` lies at from + i *
+ *  from_step. */
+typedef struct EpPushMoveArgs {
+    EpCudaGroup group;
+    int32_t word, words;   /**< bytes; words of a row */
+    int32_t chunk, chunks; /**< words of a chunk; chunks of a row */
+    int32_t receivers;
+    int64_t from_step, to_step; /**< words */
+    const void *from;
+    void *to;
+    EpPushedRows sent, got;
+} EpPushMoveArgs;
+
 #ifdef __cplusplus
+static_assert(sizeof(EpPushMoveArgs) <= 4096, "arguments of a kernel");
 extern "C" {
 #endif
 int ep_cuda_open_push(void);
+int ep_cuda_open_push_rows(void);
+int ep_cuda_launch_push_rows(const EpPushMoveArgs *args, int blocks, void *stream);
 int ep_cuda_launch_push(const EpPushArgs *args, int blocks, void *stream);
 int ep_cuda_launch_push_gather(const EpPushGatherArgs *args, int blocks, void *stream);
 int ep_cuda_launch_push_max(const EpPushMaxArgs *args, void *stream);
@@ -88,7 +114,10 @@ int ep_cuda_launch_push_max(const EpPushMaxArgs *args, void *stream);
  *  node, and if numbers of words fit. Equal on all ranks. */
 int ep_push_reaches(const EpNodeSizes *nodes, int32_t ranks, const EpShards *s, int64_t unit);
 
-/** Returns the bytes of the largest words of which runs are multiples. */
+/** Returns the bytes of the largest words of which so many bytes are a multiple. */
+int32_t ep_push_word_of(int64_t bytes);
+
+/** Likewise of the runs of shards. */
 int32_t ep_push_word(const EpShards *s, int64_t unit);
 
 /** Describe shards, but for their bases. Ranks may have different words: chunks are of bytes. */

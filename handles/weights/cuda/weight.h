@@ -9,6 +9,7 @@
  *
  *     weight.c   gather, sizes
  *     reduce.c   reduce, amax; who needs NCCL
+ *     move.c     experts to a new placement
  *
  *     gather   Where one dimension is gathered, the shards of one expert lie side by side in the
  *              weight: one ncclAllGather for each expert, all in one group, straight from the shard
@@ -24,6 +25,7 @@
  */
 
 #include "handles/weights/cuda/weight_kernels.h"
+#include "handles/weights/move.h"
 #include "handles/weights/rows_quant.h"
 #include "handles/weights/weight.h"
 #include "runtime/cuda/cuda.h"
@@ -32,6 +34,7 @@ EpStatus ep_cuda_weight_open(const EpWeight *weight);
 EpStatus ep_cuda_weight_gather(const EpWeightGather *gather);
 EpStatus ep_cuda_weight_reduce(const EpWeightReduce *reduce);
 EpStatus ep_cuda_weight_amax(const EpWeightAmax *amax);
+EpStatus ep_cuda_weight_move(const EpMove *move);
 void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view);
 
 /** Returns whether NCCL puts all shards of elements of `unit` bytes into place: one dimension is

@@ -8,6 +8,7 @@
  *              peer adds what it gets from all ranks. Then ranks that keep the same shard publish
  *              the sums of their pieces
  *     amax     each rank publishes its numbers; its peers take their maximum
+ *     move     (move.c) each rank publishes, for each peer, its rows that go there
  */
 #include "handles/weights/host/weight.h"
 
@@ -17,35 +18,20 @@
 #include "runtime/host/host.h"
 #include "runtime/layout.h"
 
-/** An operation in rounds. Offsets and lengths are bytes of a message of `bytes` bytes. */
-typedef struct Rounds {
-    EpGroup *group;
-    const EpOp *op;
-    int64_t fact[EP_OP_FACTS];
-    EpRoundMode mode;
-    int64_t bytes;
-    void *context;
-    /** Fill the region that `peer` reads; in SHARED mode it is the same for all. */
-    void (*fill)(void *context, int32_t peer, int64_t at, int64_t length, void *region);
-    /** Take a peer's message. It stays readable until `finish` has returned. */
-    void (*take)(void *context, int32_t peer, int64_t at, int64_t length, const void *message);
-    /** Optional: all messages of the round are there. */
-    void (*finish)(void *context, int64_t at, int64_t length);
-} Rounds;
-
-static void fill_regions(const Rounds *r, EpExchange *x, int64_t at, int64_t length) {
+static void fill_regions(const EpWeightRounds *r, EpExchange *x, int64_t at, int64_t length) {
     int32_t size = r->group->size, rank = r->group->rank;
     int filled = 0;
     for (int32_t i = 0; i < size; i++) {
         int32_t peer = ep_round_peer(rank, size, i);
+        if (!ep_exchange_is_alive(x, peer)) continue;
         int shared = r->mode == EP_ROUND_SHARED && ep_exchange_on_node(x, peer);
+        if (peer != rank) ep_round_fill(x, peer, length);
         if (!shared || !filled) r->fill(r->context, peer, at, length, ep_round_region(x, peer));
         filled |= shared;
-        if (peer != rank) ep_round_fill(x, peer, length);
     }
 }
 
-static EpStatus run_round(const Rounds *r, EpExchange *x, int64_t at, int64_t length) {
+static EpStatus run_round(const EpWeightRounds *r, EpExchange *x, int64_t at, int64_t length) {
     EpRoundHeader header = {.handle = 0};
     int32_t size = r->group->size, rank = r->group->rank;
     memcpy(header.fact, r->fact, sizeof(header.fact));
@@ -55,16 +41,18 @@ static EpStatus run_round(const Rounds *r, EpExchange *x, int64_t at, int64_t le
     for (int32_t i = 1; i < size; i++) {
         int32_t peer = ep_round_peer(rank, size, i);
         const void *message;
+        if (!ep_exchange_is_alive(x, peer)) continue;
         EP_TRY(ep_round_receive(x, peer, NULL, &message));
         r->take(r->context, peer, at, length, message);
     }
     if (r->finish) r->finish(r->context, at, length);
     for (int32_t i = 1; i < size; i++)
-        ep_round_release(x, ep_round_peer(rank, size, i));
+        if (ep_exchange_is_alive(x, ep_round_peer(rank, size, i)))
+            ep_round_release(x, ep_round_peer(rank, size, i));
     return ep_round_close(x);
 }
 
-static EpStatus run_rounds(const Rounds *r) {
+EpStatus ep_host_weight_rounds(const EpWeightRounds *r) {
     EpExchange *x = ep_host(r->group)->exchange;
     int64_t most = ep_exchange_body_bytes(x, r->mode) / 64 * 64;
     for (int64_t at = 0; at < r->bytes; at += most)
@@ -124,18 +112,18 @@ static void take_shard(void *context, int32_t peer, int64_t at, int64_t length,
 }
 
 static EpStatus gather(const EpWeightGather *call, Gather *g) {
-    Rounds rounds = {.group = call->weight->gathers,
-                     .op = &ep_op_weight_gather,
-                     .mode = EP_ROUND_SHARED,
-                     .bytes = ep_shard_elements(g->shards) * g->unit,
-                     .context = g,
-                     .fill = fill_shard,
-                     .take = take_shard};
+    EpWeightRounds rounds = {.group = call->weight->gathers,
+                             .op = &ep_op_weight_gather,
+                             .mode = EP_ROUND_SHARED,
+                             .bytes = ep_shard_elements(g->shards) * g->unit,
+                             .context = g,
+                             .fill = fill_shard,
+                             .take = take_shard};
     rounds.fact[0] = call->weight->number;
     rounds.fact[1] = ep_weight_form_code(&call->view->form);
     rounds.fact[2] = rounds.bytes;
     g->rank = rounds.group->rank;
-    return run_rounds(&rounds);
+    return ep_host_weight_rounds(&rounds);
 }
 
 EpStatus ep_host_gather_shards(const EpWeightGather *call, const EpShards *shards, int64_t unit,
@@ -229,18 +217,18 @@ static void take_sums(void *context, int32_t peer, int64_t at, int64_t length,
 
 static EpStatus share_sums(Reduce *r) {
     const EpWeight *weight = r->call->weight;
-    Rounds rounds = {.group = weight->replicates,
-                     .op = &ep_op_weight_reduce,
-                     .mode = EP_ROUND_SHARED,
-                     .bytes = 4 * ep_weight_piece_stride(weight),
-                     .context = r,
-                     .fill = fill_sums,
-                     .take = take_sums};
+    EpWeightRounds rounds = {.group = weight->replicates,
+                             .op = &ep_op_weight_reduce,
+                             .mode = EP_ROUND_SHARED,
+                             .bytes = 4 * ep_weight_piece_stride(weight),
+                             .context = r,
+                             .fill = fill_sums,
+                             .take = take_sums};
     rounds.fact[0] = weight->number;
     rounds.fact[1] = r->call->accumulate;
     rounds.fact[2] = rounds.bytes;
     take_sums(r, rounds.group->rank, 0, rounds.bytes, r->call->workspace);
-    return run_rounds(&rounds);
+    return ep_host_weight_rounds(&rounds);
 }
 
 /* Nodes are numbered in the order of their lowest ranks. A run of terms is the sum of a node. */
@@ -269,18 +257,18 @@ EpStatus ep_host_weight_reduce(const EpWeightReduce *call) {
                 .terms = terms,
                 .term_of = term_of};
     order_terms(group, &r);
-    Rounds rounds = {.group = group,
-                     .op = &ep_op_weight_reduce,
-                     .mode = EP_ROUND_EACH,
-                     .bytes = ep_weight_piece_stride(weight) * r.unit,
-                     .context = &r,
-                     .fill = fill_gradient,
-                     .take = take_gradient,
-                     .finish = add_gradients};
+    EpWeightRounds rounds = {.group = group,
+                             .op = &ep_op_weight_reduce,
+                             .mode = EP_ROUND_EACH,
+                             .bytes = ep_weight_piece_stride(weight) * r.unit,
+                             .context = &r,
+                             .fill = fill_gradient,
+                             .take = take_gradient,
+                             .finish = add_gradients};
     rounds.fact[0] = weight->number;
     rounds.fact[1] = call->accumulate;
     rounds.fact[2] = rounds.bytes;
-    EpStatus status = run_rounds(&rounds);
+    EpStatus status = ep_host_weight_rounds(&rounds);
     if (!weight->replicates) return status;
     if (status == EP_OK) return share_sums(&r);
     /* Others may have got further, and wait for this rank's sums. */
@@ -310,15 +298,15 @@ static void take_maximum(void *context, int32_t peer, int64_t at, int64_t length
 }
 
 EpStatus ep_host_weight_amax(const EpWeightAmax *call) {
-    Rounds rounds = {.group = call->group,
-                     .op = &ep_op_weight_amax,
-                     .mode = EP_ROUND_SHARED,
-                     .bytes = call->count * 4,
-                     .context = (void *)(uintptr_t)call,
-                     .fill = fill_numbers,
-                     .take = take_maximum};
+    EpWeightRounds rounds = {.group = call->group,
+                             .op = &ep_op_weight_amax,
+                             .mode = EP_ROUND_SHARED,
+                             .bytes = call->count * 4,
+                             .context = (void *)(uintptr_t)call,
+                             .fill = fill_numbers,
+                             .take = take_maximum};
     rounds.fact[0] = call->weight->number;
     rounds.fact[1] = call->scope;
     rounds.fact[2] = rounds.bytes;
-    return run_rounds(&rounds);
+    return ep_host_weight_rounds(&rounds);
 }

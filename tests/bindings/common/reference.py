@@ -10,7 +10,13 @@ import numpy as np
 
 
 class World:
-    """The inputs of all ranks: routing, weights, tokens and gradients of a random step."""
+    """The inputs of all ranks: routing, weights, tokens and gradients of a random step.
+
+    With `choice` experts have any number of copies, at places that `map` says. Masked ranks have no
+    part.
+    """
+
+    choice, num_nodes, masked = None, 1, ()
 
     def __init__(self, seed, size=3, experts=7, top_k=2, max_tokens=6, hidden=8, tokens=None):
         self.size, self.experts, self.top_k, self.hidden = size, experts, top_k, hidden
@@ -31,19 +37,50 @@ class World:
              for t in self.tokens] for most, unit in ((1024, 2.0**-10), (8, 64))
         ]  # fmt: skip
 
+        self.map = np.arange(experts)
+
+    def place(self, seed, choice):
+        """Give the experts copies at random places, equally many on each rank."""
+        places = -(-(self.experts + 4) // self.size) * self.size
+        self.choice = choice
+        self.map = np.random.default_rng(seed).integers(-1, self.experts, places, np.int32)
+
     @staticmethod
     def _quarters(numbers, shape):
         return (numbers.integers(-16, 17, shape) / 4).astype(np.float32)
 
     def experts_of(self, rank):
-        """The experts of a rank: equally many, and one more for the first ranks."""
-        each, more = divmod(self.experts, self.size)
+        """The places of a rank: equally many, and one more for the first ranks."""
+        each, more = divmod(len(self.map), self.size)
         first = rank * each + min(rank, more)
         return range(first, first + each + (rank < more))
 
-    def factor(self, expert):
-        """An expert multiplies its rows by this."""
-        return np.float32(expert % 5 + 1)
+    def factor(self, place):
+        """The expert of a place multiplies its rows by this."""
+        return np.float32(self.map[place] % 5 + 1)
+
+    def places(self, rank, token):
+        """The place of each entry of a token, or -1."""
+        return [self._choose(rank, token, expert) for expert in self.idx[rank][token]]
+
+    def _choose(self, rank, token, expert):
+        if expert < 0 or rank in self.masked:
+            return -1
+        if not self.choice and not self.masked:
+            return int(expert)
+        living = [r for r in range(self.size) if r not in self.masked]
+        copies = [p for r in living for p in self.experts_of(r) if self.map[p] == expert]
+        if self.choice == "near":
+            on_node = [r for r in living if self._node(r) == self._node(rank)]
+            for ranks in ([rank], on_node):
+                near = [p for p in copies if any(p in self.experts_of(r) for r in ranks)]
+                if near:
+                    copies = near
+                    break
+        return copies[(rank + token) % len(copies)] if copies else -1
+
+    def _node(self, rank):
+        return rank * self.num_nodes // self.size
 
     def forward(self, rank):
         """The output of the layer for the tokens of a rank."""
@@ -61,11 +98,11 @@ class World:
         return grad_x, grad_w
 
     def entries(self, rank):
-        """(token, k, expert) of a rank's routing, without entries that name no expert."""
+        """(token, k, place) of a rank's routing, without entries that name no expert."""
         for t in range(self.tokens[rank]):
-            for k in range(self.top_k):
-                if self.idx[rank][t, k] >= 0:
-                    yield t, k, int(self.idx[rank][t, k])
+            for k, place in enumerate(self.places(rank, t)):
+                if place >= 0:
+                    yield t, k, place
 
 
 def pad(case, world, array, value):
@@ -96,7 +133,7 @@ def flat(world, rank):
         (s, t)
         for s in range(world.size)
         for t in range(world.tokens[s])
-        if any(e in mine for e in world.idx[s][t])
+        if any(e in mine for e in world.places(s, t))
     ]
 
 
@@ -128,7 +165,7 @@ class Received:
 
     def _fill(self, at, source, token, k):
         self.tokens[at], self.is_written[at] = self.world.x[source][token], True
-        experts, weights = self.world.idx[source][token], self.world.weights[source][token]
+        experts, weights = self.world.places(source, token), self.world.weights[source][token]
         if not self.is_per_token:
             self.weights[at], self.scale[at] = weights[k], self.world.factor(experts[k])
             return

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import face
 import numpy as np
 import pytest
+from base import NODES
 from reference import Received, World, expert_major
 
 
@@ -27,6 +28,8 @@ class Case(NamedTuple):
     checkpoint: bool = False  # the layer's forward is computed again for its backward
     is_padded: bool = False  # max_tokens rows, of which num_tokens says how many are tokens
     plans: str = "own"  # own, shared: another handle's; named: of the caller's, and moved
+    choice: str = ""  # of a copy, near or spread: experts have copies, placed anew by each step
+    masks: int = 0  # 1: the ranks are masked, as the world says
 
 
 STEPS = [
@@ -38,6 +41,8 @@ STEPS = [
 STEPS += [Case(weights="none", biases=2), Case(layout="flat", capacity=0, biases=1)]
 STEPS += [Case(layout="flat", weights="experts"), Case(is_counted=True, steps=2)]
 STEPS += [Case(is_padded=True), Case(is_padded=True, is_counted=True)]
+STEPS += [Case(choice="spread", steps=2), Case(choice="near", layout="flat", steps=2)]
+STEPS += [Case(choice="near", masks=1, steps=2), Case(masks=1), Case(masks=1, layout="flat")]
 STEPS += [Case(alignment=4, capacity=0, plans=plans, steps=2) for plans in ("shared", "named")]
 LATENCY = [
     Case(layout="batched", capacity=0, weights=weights, is_split=is_split, steps=2, biases=biases)
@@ -50,6 +55,7 @@ LATENCY += [
 ]
 LATENCY += [Case(layout="batched", capacity=0, is_split=True, plans="named", steps=2)]
 LATENCY += [Case(layout="batched", capacity=0, is_padded=True)]
+LATENCY += [Case(layout="batched", capacity=0, choice="spread", masks=1, steps=2)]
 
 
 def name_of(case):
@@ -67,20 +73,29 @@ def cases(rows):
     )
 
 
-def make_world(seed, size, **fields):
-    """A World whose experts the face can place."""
+def make_world(seed, size, case=Case(), **fields):
+    """A World whose experts the face can place, with copies and masks if the case has them."""
     experts = fields.pop("experts", 7)
     if not face.HAS_UNEVEN_EXPERTS:
         experts = -(-experts // size) * size
-    return World(seed, size=size, experts=experts, **fields)
+    world = World(seed, size=size, experts=experts, **fields)
+    if case.choice:
+        world.place(seed, case.choice)
+    if case.masks and size > 1:
+        world.masked = (seed % size,)
+    return world
 
 
-def check(world, case):
+def check(world, case, nodes=""):
+    world.num_nodes = min(world.size, int(NODES.get(nodes) or 1))
     most = getattr(face, "BATCHED_ROWS", 0)
     expected = [
         Received(world, rank, case.layout, case.alignment, most) for rank in range(world.size)
     ]
     for rank, got in enumerate(face.step(world, case, expected)):
+        if got is None:
+            assert rank in world.masked
+            continue
         check_received(got, expected[rank], case)
         check_numbers(world, rank, got, case)
         check_results(world, rank, got, case)
@@ -180,7 +195,7 @@ def check_results(world, rank, got, case):
 @cases(STEPS)
 @pytest.mark.parametrize("size", [size for size in face.SIZES if size in (1, 3, 4)])
 def test_step(seed, size, case, nodes):
-    check(make_world(seed, size), case)
+    check(make_world(seed, size, case), case, nodes)
 
 
 if "batched" in face.LAYOUTS:
@@ -188,7 +203,7 @@ if "batched" in face.LAYOUTS:
     @cases(LATENCY)
     @pytest.mark.parametrize("size", [size for size in face.SIZES if size in (1, 3, 4)])
     def test_latency(seed, size, case, nodes):
-        check(make_world(seed, size), case)
+        check(make_world(seed, size, case), case, nodes)
 
 
 @pytest.mark.parametrize("size", [1, 2])

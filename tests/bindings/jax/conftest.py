@@ -15,10 +15,9 @@ os.environ["JAX_PLATFORMS"] = DEVICE
 if DEVICE == "cpu":
     # Most of the time goes to compiling, half of which LLVM needs for quick programs.
     fast = "--xla_backend_optimization_level=0"
-    in_order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     # XLA ends a process whose devices do not meet in time, as on a busy machine.
     patient = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-    FLAGS = f"{fast} {in_order} {patient} --xla_cpu_collective_timeout_seconds=600"
+    FLAGS = f"{fast} {patient} --xla_cpu_collective_timeout_seconds=600"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} {FLAGS}"
 else:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -116,11 +115,12 @@ def mlp(rows, sizes, weights):
     return jax.lax.ragged_dot(hidden, weights["down"], sizes)
 
 
-def moe(ep, params, x):
-    """A Mixture-of-Experts layer with a residual connection, inside shard_map."""
+def moe(ep, params, x, placement=None):
+    """A Mixture-of-Experts layer with a residual connection, inside shard_map or outside."""
     weights, idx = route(scores(x, params["router"]))
-    rows, row_weights, plan = ep.dispatch(x, idx, weights)
-    return x + ep.combine(mlp(rows, plan.expert_padded, params), plan, row_weights)
+    rows, row_weights, plan = ep.dispatch(x, idx, weights, placement=placement)
+    experts = {name: params[name] for name in ("up", "down")}
+    return x + ep.combine(ep.experts(mlp, rows, plan, experts, P(ep.axes)), plan, row_weights)
 
 
 def dense(params, x):

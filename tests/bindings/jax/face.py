@@ -32,11 +32,12 @@ def padded(arrays, rows, fill):
 def program(ep, case):
     """A step with its gradients, on each device."""
 
-    def body(x, w, idx, counts, scale, grad_out, *biases):
+    def body(placement, x, w, idx, counts, scale, grad_out, *biases):
         sends = case.weights != "none"
 
         def layer(x, w, *biases):
-            rows, row_w, plan = ep.dispatch(x, idx, w if sends else None, counts)
+            given = x, idx, w if sends else None, counts
+            rows, row_w, plan = ep.dispatch(*given, placement=placement)
             if not sends:
                 return ep.combine(rows, plan, bias=biases), (rows, row_w, plan)
             done = rows * scale[:, None].astype(rows.dtype)
@@ -61,7 +62,9 @@ def step(world, case, expected):
     fields = dict(num_experts=world.experts, max_tokens=most, hidden=world.hidden)
     fields.update(top_k=world.top_k, timeout_seconds=SECONDS, dtype=case.dtype)
     fields.update(alignment=case.alignment, max_recv_rows=case.capacity, counters=case.is_counted)
-    with libep.jax.bootstrap(mesh, "ep", **fields) as ep:
+    if case.choice:
+        fields.update(choice=case.choice, num_physical=len(world.map))
+    with libep.jax.bootstrap(mesh, "ep", masks=case.masks, **fields) as ep:
         scale = padded([e.scale for e in expected], case.capacity, np.nan)
         # What is behind a rank's tokens is an error, if it is read.
         x, w, grad = (padded(a, most, np.nan) for a in (world.x, world.weights, world.grad_out))
@@ -70,10 +73,16 @@ def step(world, case, expected):
         biases = [padded(bias, most, np.nan) for bias in world.biases[: case.biases]]
         x, grad, *biases = (jnp.asarray(rows, dtype) for rows in (x, grad, *biases))
         given = x, w, idx, counts, scale, grad, *biases
-        body = jax.shard_map(program(ep, case), mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+        specs = P(), *[P("ep")] * len(given)
+        body = jax.shard_map(program(ep, case), mesh=mesh, in_specs=specs, out_specs=P("ep"))
         body = jax.jit(body)
-        for _ in range(case.steps if case.is_counted else 1):
-            got = jax.block_until_ready(body(*given))
+        for left in reversed(range(case.steps if case.is_counted or case.choice else 1)):
+            masked = {(rank - left) % world.size for rank in world.masked}  # others at first
+            if case.masks:
+                ep.mask([rank not in masked for rank in range(world.size)])
+            placement = np.roll(world.map, left) if case.choice else None
+            got = jax.block_until_ready(body(placement, *given))
+        assert body._cache_size() == 1
         counters = list(ep.counters().values()) if case.is_counted else [()] * world.size
         dtypes = {got[name].dtype.name for name in ("out", "grad_x")}
         ep.check()

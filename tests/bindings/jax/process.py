@@ -46,29 +46,43 @@ idx = np.argsort(generator.random((size * TOKENS, EXPERTS)))[:, :TOP_K].astype(n
 
 SIZES = dict(num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=TOP_K, timeout_seconds=30)
 
-with libep.jax.bootstrap(mesh, "ep", **SIZES) as ep:
+# Each expert has two copies, one of them on the next device.
+maps = [np.concatenate([held, np.roll(held, -EXPERTS // size)]) for held in
+        (np.arange(EXPERTS, dtype=np.int32), np.arange(EXPERTS, dtype=np.int32)[::-1])]  # fmt: skip
+PLACED = dict(SIZES, num_physical=2 * EXPERTS, masks=1)
 
-    def body(x, idx):
+with libep.jax.bootstrap(mesh, "ep", **PLACED) as ep:
+
+    def body(x, idx, placement):
         """Each expert multiplies by its number plus one; two layers in a row."""
 
         def layer(x):
-            rows, _, plan = ep.dispatch(x, idx)
+            rows, _, plan = ep.dispatch(x, idx, placement=placement)
             first = jax.lax.axis_index("ep") * ep.num_local_experts
             expert = jnp.searchsorted(
                 plan.expert_offsets[1:], jnp.arange(ep.max_recv_rows), side="right"
             )
-            return ep.combine(rows * (1.0 + first + expert)[:, None], plan)
+            return ep.combine(rows * (1.0 + placement[first + expert])[:, None], plan)
 
         return layer(layer(x))
 
-    program = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    specs = P("ep"), P("ep"), P()
+    program = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("ep"))
     factor = (1.0 + idx).sum(1, keepdims=True) ** 2
 
     # Programs in flight: nobody waits between them, and they need nothing of each other.
     forward, backward = jax.jit(program), jax.jit(jax.grad(lambda *a: jnp.sum(program(*a) ** 2)))
     programs = [(forward, factor * x), (backward, 2 * factor**2 * x)]
-    for got, expected in [(run(place(x), place(idx)), wanted) for run, wanted in 5 * programs]:
+    started = [(run(place(x), place(idx), placement), wanted)
+               for placement in 2 * maps for run, wanted in programs]  # fmt: skip
+    for got, expected in started:
         compare(got, expected)
+    living = np.arange(size) < size - 1
+    ep.mask(living)  # the last device's experts have copies elsewhere
+    compare(forward(place(x), place(idx), maps[0]), np.repeat(living, TOKENS)[:, None] * factor * x)
+    ep.mask(np.ones(size))
+    compare(forward(place(x), place(idx), maps[1]), factor * x)
+    assert forward._cache_size() == 1
     ep.check()
 
 # Outside shard_map, with groups that have devices of both processes. Shards of the experts lie on

@@ -57,6 +57,9 @@ def pair(bootstrap):
     ("TYPE num_experts: expected an integer, got '8'", {"num_experts": "8"}),
     ("TYPE max_recv_rows: expected an integer, got 8.0", {"max_recv_rows": 8.0}),
     ("ALIGNMENT alignment", {"alignment": 3}),
+    ("RANGE num_physical: expected a multiple of the 2 devices", {"num_physical": 9}),
+    ("RANGE num_physical", {"num_physical": -2}),
+    ("RANGE choice: expected one of near, spread, got 'far'", {"choice": "far"}),
     ("TYPE axis: expected an axis of the mesh or a tuple .*, got None", {"axis": None}),
     ("UNSUPPORTED max_recv_rows: expected a number of rows, got 0", {"max_recv_rows": 0}),
     ("UNSUPPORTED backend: expected none, since .* mesh", {"backend": libep.Backend.HOST}),
@@ -262,6 +265,31 @@ def test_what_is_not_supported(pair, which, run):
         run(on_mesh(mesh, body))(x)
 
 
+MAP = jnp.arange(10)
+
+
+@pytest.mark.parametrize("text, fields, placement", [
+    ("NULL placement: expected one, since .* a num_physical, got None", {"num_physical": 10}, None),
+    ("UNSUPPORTED placement: expected None, since .* no num_physical, got one", {}, MAP),
+    (r"SHAPE placement: expected shape \[10\], got \[9\]", {"num_physical": 10}, MAP[:9]),
+    ("TYPE placement: expected int32, got float32", {"num_physical": 10}, MAP.astype("f4")),
+    ("TYPE placement: expected an array, got list", {"num_physical": 10}, [*range(10)]),
+])  # fmt: skip
+def test_dispatch_placed(bootstrap, text, fields, placement):
+    ep = bootstrap(make_mesh(2), **fields)
+    with refused(text):
+        ep.dispatch(tokens(1, 2), indices(2), placement=placement)
+
+
+def test_placement_out_of_range(bootstrap):
+    """Its entries are no experts; check reports them."""
+    ep, x = bootstrap(make_mesh(2), num_physical=10), tokens(1, 2)
+    placed = jax.jit(lambda map: ep.combine(*ep.dispatch(x, indices(2), placement=map)[::2]))
+    np.testing.assert_array_equal(placed(MAP.at[0].set(EXPERTS)), (TOP_K - 1) * x)
+    with refused("ROUTING"):
+        ep.check()
+
+
 # ---- the end of a group ------------------------------------------------------------------------
 
 
@@ -358,6 +386,36 @@ def test_a_callback_that_fails_on_one_device(pair, bootstrap):
     with refused(f"ABORTED {sentence}"):
         ep.check()
     np.testing.assert_array_equal(round_trip(other, mesh)(x, idx), TOP_K * x)
+    runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
+
+
+@holds_programs
+def test_a_device_is_missed_and_masked(bootstrap):
+    """The other fails at its deadline. It goes on alone, then takes the missing one back."""
+    mesh, x = make_mesh(2), tokens(1, 2)
+    ep = bootstrap(mesh, masks=1, timeout_seconds=2)
+
+    def fail(rank, rows):
+        if is_failing and rank == 1:
+            raise ValueError("no such rows")
+        return rows
+
+    program, is_failing = called_back(ep, mesh, fail), True
+    with pytest.raises(JaxRuntimeError):
+        program(x, indices(2)).block_until_ready()
+    with refused(r"TIMEOUT group \d+, device 0 .*rank 1 did not arrive within 2 s"):
+        ep.check()
+    is_failing = False
+    with refused(r"SHAPE mask: alive: expected the mesh's shape \(2,\), got \(3,\)"):
+        ep.mask([1, 1, 1])
+    for alive in ([True, False], [1, 1], [0, 1]):
+        ep.mask(alive)
+        of_tokens = np.repeat(alive, TOKENS)[:, None]
+        # Experts 0, 1, 2 are those of device 0.
+        np.testing.assert_array_equal(program(x, indices(2)), alive[0] * TOP_K * of_tokens * x)
+    assert program._cache_size() == 1
+    ep.mask([1, 1])
+    ep.check()
     runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
 
 

@@ -67,6 +67,39 @@ def test_arrays_without_rows(bootstrap, wrap):
     ep.check()
 
 
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("wrap", ["plain", "checkpoint"])
+def test_placement(bootstrap, wrap, is_inside):
+    """Each layer under scan has a placement of its own. The gradients of copies are summed."""
+    mesh, layers, places = make_mesh(4), 2, EXPERTS + 4
+    ep = bootstrap(mesh, num_physical=places, choice="spread")
+    assert (ep.num_experts, ep.num_physical, ep.num_local_experts) == (EXPERTS, places, 3)
+    params, x = parameters(21, layers), tokens(21, 4)
+    body = WRAPPERS[wrap](functools.partial(moe, ep))
+    if is_inside:
+        body = on_mesh(mesh, body, (specs(), P("ep"), P()))
+
+    def stack(maps, params, x):
+        def layer(x, each):
+            params, placement = each
+            held = {name: params[name][placement] for name in ("up", "down")}
+            return body(dict(params, **held), x, placement), None
+
+        return jax.lax.scan(layer, x, (params, maps))[0]
+
+    def reference(params, x):
+        return jax.lax.scan(lambda x, params: (dense(params, x), None), x, params)[0]
+
+    expected = value_and_grads(reference)(params, x)
+    step = jax.jit(lambda maps, *given: value_and_grads(functools.partial(stack, maps))(*given))
+    generator = np.random.default_rng(21)
+    spare = [-1, *generator.integers(0, EXPERTS, 3)]
+    for _ in range(2):
+        maps = [generator.permutation([*range(EXPERTS), *spare]) for _ in range(layers)]
+        assert_close(step(np.array(maps, np.int32), params, x), expected, SINGLE)
+    assert step._cache_size() == 1
+
+
 def test_pullbacks_of_two_micro_batches(bootstrap):
     """F0 F1 B0 B1 by hand."""
     mesh = make_mesh(2)

@@ -160,13 +160,16 @@ def plan_outputs(world, rank, kind):
 
 
 def play(bootstrap, world, case, expected):
-    rank = bootstrap.rank
+    rank, everyone = bootstrap.rank, set(range(world.size))
     is_latency = case.layout in ("batched", "rank_major")
     fields = config(world, mode="latency" if is_latency else "throughput")
     if case.capacity:
         fields["max_recv_rows"] = case.capacity
     if case.layout == "expert_major":
         fields["alignment"] = case.alignment
+    fields.update(masks=case.masks)
+    if case.choice:
+        fields.update(choice=case.choice, num_physical=len(world.map))
     options = dict(layout=case.layout)
     if case.layout == "batched":
         options["rows_per_expert"] = BATCHED_ROWS
@@ -176,7 +179,14 @@ def play(bootstrap, world, case, expected):
         handle, local = Handle(group, **options), len(world.experts_of(rank))
         sizes = local, *4 * [world.size]
         made = {name: np.zeros(size, np.int64) for name, size in zip(COUNTERS, sizes)}
-        for _ in range(case.steps):
+        for left in reversed(range(case.steps)):
+            if rank in world.masked:
+                group.mask(everyone)  # when the others are done
+                return None
+            if case.masks:
+                group.mask(everyone - set(world.masked))
+            if case.choice:
+                group.place(np.roll(world.map, left))
             numbers = plan_outputs(world, rank, np.int64 if case.alignment == 1 else np.int32)
             out = PlanTensors(**numbers)
             step = Step(case, world, rank, handle, expected[rank])
@@ -214,6 +224,8 @@ def play(bootstrap, world, case, expected):
             grads = None, None
             if not is_latency and case.dtype == "float32":
                 grads = step.backward(case.weights, done, slot_w)
+        if case.masks:
+            group.mask(everyone)
         assert group.status().status is libep.Status.OK
         return dict(recv=step.recv, recv_w=step.recv_w, recv_idx=step.idx, out=step.out,
                     grad_x=grads[0], grad_w=grads[1], counters=made.values(), **numbers)  # fmt: skip

@@ -45,3 +45,49 @@ def test_groups_without_masks():
                 group.cut(1 - group.rank)
 
     run_threads(2, body)
+
+
+def test_ranks_join():
+    """Two places of four are taken at first, by ranks of a store; then the others are."""
+    stored, changed = {}, threading.Condition()
+
+    def put(key, value):
+        with changed:
+            stored[key] = value
+            changed.notify_all()
+
+    def get(key, seconds):
+        with changed:
+            changed.wait_for(lambda: key in stored, seconds)
+            return stored.get(key)
+
+    fields = dict(FIELDS, masks=1, max_ranks=4, num_physical=8, timeout_seconds=SECONDS)
+
+    def body(world):
+        meetings = [[1, 2], [0, 1, 2], [0, 1, 2, 3]]
+        group = None
+        for number, places in enumerate(meetings):
+            world.allgather(b"0", SECONDS)
+            if world.rank not in places:
+                continue
+            rank = places.index(world.rank)
+            boot = libep.Bootstrap.from_store(rank, len(places), put, get, prefix=str(number))
+            if group is not None:
+                before = group.bootstrap
+                group.admit(boot)
+                before.close()
+            elif number == 0:
+                group = libep.Group(boot, place=world.rank, **fields)
+            else:
+                group = libep.Group.join(boot, place=world.rank, **fields)
+                assert group.alive() == meetings[number - 1]
+            assert (group.rank, group.size) == (world.rank, 4)
+            group.mask(places)
+            assert group.alive() == places
+            assert group.status().status == libep.Status.OK
+        with refused("RANGE .*ep_group_admit: bootstrap.size: .*4 places, got 5 ranks"):
+            group.admit(libep.Bootstrap.from_store(0, 5, put, get, prefix="more"))
+        world.allgather(b"0", SECONDS)
+        group.close()
+
+    run_threads(4, body)

@@ -35,14 +35,25 @@ def experts(received, scale, weights):
 
 
 def play(bootstrap, world, case, expected):
+    everyone = set(range(world.size))
     rank, is_latency = bootstrap.rank, case.layout in ("batched", "rank_major")
     fields = dict(max_recv_rows=case.capacity, mode="latency" if is_latency else "throughput")
+    fields.update(masks=case.masks)
+    if case.choice:
+        fields.update(choice=case.choice, num_physical=len(world.map))
     options = dict(rows_per_expert=BATCHED_ROWS) if case.layout == "batched" else {}
     with make_group(bootstrap, world, **fields) as group:
         handle = ep.Handle(group, layout=case.layout, alignment=case.alignment, **options)
         counters = ep.Counters.zeros(handle) if case.is_counted else ep.Counters()
         counts = dict(counters=counters if case.is_counted else None)
-        for _ in range(case.steps):
+        for left in reversed(range(case.steps)):
+            if rank in world.masked:
+                group.mask(everyone)  # when the others are done
+                return None
+            if case.masks:
+                group.mask(everyone - set(world.masked))
+            if case.choice:
+                group.place(np.roll(world.map, left))
             x, w, grad = (pad(case, world, a[rank], np.nan)
                           for a in (world.x, world.weights, world.grad_out))  # fmt: skip
             x = on_device(x).to(getattr(torch, case.dtype)).requires_grad_(not is_latency)
@@ -80,6 +91,8 @@ def play(bootstrap, world, case, expected):
             out, received = checkpoint(run, use_reentrant=False) if case.checkpoint else run()
             if not is_latency:
                 out.backward(on_device(grad).to(out.dtype))
+        if case.masks:
+            group.mask(everyone)
         assert group.status().status == libep.Status.OK
         got = dict(recv=received.tokens, recv_w=received.topk_weights, recv_idx=received.topk_idx,
                    out=out, grad_x=x.grad, grad_w=w.grad)  # fmt: skip

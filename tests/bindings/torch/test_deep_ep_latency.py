@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """libep.deep_ep in low-latency mode, against the brute-force reference that sees all ranks."""
 
+import copy
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +97,90 @@ def test_step(buffer, rank, world, is_split, nodes):
             assert_equal(got, world.forward(rank))
         assert waits[rank] == 7 and bool((waits >= 7).all())
     buffer.clean_low_latency_buffer(MAX_TOKENS, world.hidden, world.experts)
+
+
+def without(world, gone):
+    """The world as ranks see it that go on without one."""
+    left = copy.copy(world)
+    left.tokens = [0 if r == gone else t for r, t in enumerate(world.tokens)]
+    left.idx = [
+        np.where(np.isin(idx, world.experts_of(gone)), -1, idx)[: left.tokens[r]]
+        for r, idx in enumerate(world.idx)
+    ]
+    return left
+
+
+def masks_of(buffer, size):
+    words = torch.full((size,), 7, dtype=torch.int32, device=DEVICE)
+    buffer.low_latency_query_mask_buffer(words)
+    return words.tolist()
+
+
+@pytest.fixture
+def barrier():
+    return threading.Barrier(3)
+
+
+@pytest.fixture
+def three_seconds(monkeypatch):
+    monkeypatch.setenv("LIBEP_TIMEOUT", "3")
+
+
+@pytest.fixture
+def in_half_a_second(monkeypatch):
+    monkeypatch.setattr(Buffer, "low_latency_late_us", 500_000)
+
+
+def shrunk_step(buffer, rank, world, seen):
+    x, idx, weights = inputs_of(world, rank)
+    rx, counts, handle, _ = dispatch(buffer, world, x, idx)
+    check_slabs(seen, rank, rx, counts)
+    given = by_experts(world, rank, rx), idx, weights, handle
+    got, _ = run(buffer.low_latency_combine, False, *given)
+    assert_equal(got, seen.forward(rank))
+
+
+@pytest.mark.usefixtures("in_half_a_second")
+@with_buffer(fields=dict(SERVER, enable_shrink=True))
+def test_a_rank_is_late_and_comes_back(buffer, rank, world, barrier):
+    with refused("EpError low-latency call before"):
+        buffer.low_latency_update_mask_buffer((rank + 1) % 3, True)
+    shrunk_step(buffer, rank, world, world)
+    assert masks_of(buffer, 3) == [0, 0, 0]
+    for by_hand in False, True:
+        barrier.wait()
+        if rank != 1:
+            if by_hand:
+                buffer.low_latency_update_mask_buffer(1, True)
+            for _ in range(2):
+                shrunk_step(buffer, rank, world, without(world, 1))
+            assert masks_of(buffer, 3) == [0, 1, 0]
+            with refused("EpError to bring rank 1 back, all ranks call"):
+                buffer.low_latency_update_mask_buffer(1, False)
+            buffer.low_latency_update_mask_buffer(2 - rank, False)
+        barrier.wait()
+        buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+        buffer.low_latency_clean_mask_buffer()
+        assert masks_of(buffer, 3) == [0, 0, 0]
+        shrunk_step(buffer, rank, world, world)
+    for wrong in rank, 3, -1:
+        with refused("EpError expected another rank below 3"):
+            buffer.low_latency_update_mask_buffer(wrong, True)
+    with refused("EpError mask_status"):
+        buffer.low_latency_query_mask_buffer(torch.zeros(2, dtype=torch.int32, device=DEVICE))
+
+
+@pytest.mark.usefixtures("in_half_a_second", "three_seconds")
+@with_buffer(fields=dict(SERVER, enable_shrink=True))
+def test_a_rank_never_comes_back(buffer, rank, world, barrier):
+    shrunk_step(buffer, rank, world, world)
+    barrier.wait()
+    if rank != 1:
+        shrunk_step(buffer, rank, world, without(world, 1))
+        buffer.low_latency_clean_mask_buffer()
+        assert masks_of(buffer, 3) == [0, 1, 0]
+        shrunk_step(buffer, rank, world, without(world, 1))
+    barrier.wait()
 
 
 @pytest.fixture

@@ -433,7 +433,6 @@ def test_sentences(small):
     *_, counts, handle, event = send(buffer, x, idx, torch.ones(2, 2, device=DEVICE), 4)
     assert counts == [1, 1, 1, 0]
     table = [
-        ("enable_shrink.*mask", lambda: Buffer(bootstrap, enable_shrink=True)),
         ("MPI", lambda: Buffer(None, comm=object())),
         ("without async_finish", event.current_stream_wait),
         ("x alone with a handle", lambda: buffer.dispatch(x, handle, topk_idx=idx)),
@@ -443,9 +442,9 @@ def test_sentences(small):
          lambda: buffer.dispatch(x, num_tokens_per_expert=idx.new_zeros(4))),
         ("Buffer: process_group: expected a ProcessGroup", lambda: Buffer("gloo")),
         ("even number", lambda: Buffer.set_num_sms(7)),
-        ("mask of ranks", lambda: buffer.low_latency_update_mask_buffer(0, True)),
-        ("mask of ranks", lambda: buffer.low_latency_query_mask_buffer(x)),
-        ("mask of ranks", buffer.low_latency_clean_mask_buffer),
+        ("with enable_shrink", lambda: buffer.low_latency_update_mask_buffer(0, True)),
+        ("with enable_shrink", lambda: buffer.low_latency_query_mask_buffer(x)),
+        ("with enable_shrink", buffer.low_latency_clean_mask_buffer),
         ("no communication buffer",
          lambda: buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True)),
         ("bf16 or fp8", lambda: send(buffer, x, idx, None, 4, use_nvfp4=True)),

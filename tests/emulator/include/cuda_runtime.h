@@ -318,6 +318,14 @@ template <typename T> static inline T atomicMax(T *address, T value) {
     return old;
 }
 
+template <typename T> static inline T atomicOr(T *address, T value) {
+    return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
+}
+
+template <typename T> static inline T atomicAnd(T *address, T value) {
+    return __atomic_fetch_and(address, value, __ATOMIC_RELAXED);
+}
+
 static inline unsigned atomicCAS(unsigned *address, unsigned expected, unsigned value) {
     __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED,
                                 __ATOMIC_RELAXED);
