@@ -107,7 +107,7 @@ def spawn(*arguments, inside=(), is_fork=None, stderr=subprocess.PIPE, **environ
     )
 
 
-def finish(process, seconds=30):
+def finish(process, seconds=300):
     """Wait for a rank. Return (exit status, stdout, stderr). A rank that hangs is killed."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -118,7 +118,7 @@ def finish(process, seconds=30):
     return process.returncode, out, err
 
 
-def finish_all(started, seconds=30):
+def finish_all(started, seconds=300):
     """Wait for all ranks and return their results."""
     try:
         return [finish(process, seconds) for process in started]
