@@ -12,7 +12,7 @@ import pytest
 
 DEVICE = os.environ.pop("LIBEP_TEST_DEVICE", "cpu")  # libep warns about settings it does not know
 SEED = os.environ.pop("LIBEP_TEST_SEED", None)
-SECONDS = 20  # deadline of waits
+SECONDS = 60  # deadline of waits
 TREE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../..")
 
 # LIBEP_TOPOLOGY: one node, two, and one for each rank of the groups here.

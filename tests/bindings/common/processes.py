@@ -6,7 +6,6 @@ import functools
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -73,12 +72,9 @@ class Store:
         os.unlink(self.path(key))
 
 
-def restore_ctrl_c():
-    """Let Ctrl-C reach a rank, also where the tests run in the background of a shell, which ignores
-    it: Python leaves an ignored signal alone."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
+# Let Ctrl-C reach a rank, also where the tests run in the background of a shell, which ignores it:
+# Python leaves an ignored signal alone. A preexec_fn would run Python in a fork of many threads.
+RESTORE_CTRL_C = "env", "--default-signal=INT"
 PRELOADED: list[str] = []  # modules that take seconds to import: ranks are forks of a process with them
 
 
@@ -102,17 +98,16 @@ def spawn(*arguments, inside=(), is_fork=None, stderr=subprocess.PIPE, **environ
     """Start Python, `inside` of another program. Its stdin and stdout are pipes."""
     is_fork = bool(PRELOADED) if is_fork is None else is_fork
     return subprocess.Popen(
-        [*inside, sys.executable, *(forks() if is_fork else ()), *arguments],
+        [*RESTORE_CTRL_C, *inside, sys.executable, *(forks() if is_fork else ()), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
         env={**os.environ, **environment},
-        preexec_fn=restore_ctrl_c,
     )
 
 
-def finish(process, seconds=30):
+def finish(process, seconds=300):
     """Wait for a rank. Return (exit status, stdout, stderr). A rank that hangs is killed."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -123,7 +118,7 @@ def finish(process, seconds=30):
     return process.returncode, out, err
 
 
-def finish_all(started, seconds=30):
+def finish_all(started, seconds=300):
     """Wait for all ranks and return their results."""
     try:
         return [finish(process, seconds) for process in started]
