@@ -57,11 +57,12 @@ EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream) {
     return EP_OK;
 }
 
-EpStatus ep_group_alive(const EpGroup *group, uint32_t *alive) {
+EpStatus ep_group_alive(EpGroup *group, uint32_t *alive) {
     EpCall call = {"ep_group_alive", -1};
     EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
     call.rank = group->rank;
     EP_TRY(check_words(&call, alive));
+    group->backend->poll(group); /* kernels may have cut ranks meanwhile */
     for (int32_t i = 0; i < ep_mask_words(group->size); i++)
         alive[i] = group->alive.word[i] & ~group->cut.word[i];
     return EP_OK;

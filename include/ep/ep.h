@@ -577,7 +577,7 @@ EpStatus ep_group_mask(EpGroup *group, const uint32_t *alive, EpStream stream);
 
 /** Read the ranks that take part, as ep_group_mask takes them: [ceil(R / 32)] words. Ranks that
  *  this rank has cut do not. Local. Without config.masks all do. */
-EpStatus ep_group_alive(const EpGroup *group, uint32_t *alive);
+EpStatus ep_group_alive(EpGroup *group, uint32_t *alive);
 
 /**
  * Cut a rank by hand, as an operation of latency mode cuts one that is late: this rank goes on
