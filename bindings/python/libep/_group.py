@@ -17,7 +17,7 @@ from ._tensor import read, written
 
 if TYPE_CHECKING:
     from ctypes import Array
-    from typing import Callable, Iterable, Optional, Sequence, TypeVar
+    from typing import Any, Callable, Iterable, Optional, Sequence, TypeVar
 
     from typing_extensions import Self, Unpack
 
@@ -372,9 +372,12 @@ class Group(Shared):
         for name, map in ("before", before), ("after", after):
             if len(map) != places:
                 raise ValueError(f"{name}: expected {places} numbers, got {len(map)}")
-        convert = read if out is not None else written
-        moved = [convert(each, f"weights[{i}]") for i, each in enumerate(weights)]
-        outs = None if out is None else [written(each, f"out[{i}]") for i, each in enumerate(out)]
+
+        def convert(name: str, given: Sequence[TensorLike], how: Any) -> list[_abi.EpTensor]:
+            return [how(each, f"{name}[{i}]") for i, each in enumerate(given)]
+
+        moved = convert("weights", weights, written if out is None else read)
+        outs = None if out is None else convert("out", out, written)
         if outs is not None and len(outs) != len(moved):
             raise ValueError(f"out: expected {len(moved)} tensors, got {len(outs)}")
         tensors = _abi.EpTensor * len(moved)
