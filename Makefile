@@ -129,8 +129,8 @@ objects = $(foreach f,$2,$(if $(filter %/rowmath.c,$f),\
 nodes_cu := dispatch/cuda/latency_scatter.cu combine/cuda/latency_gather.cu
 masked_cu := handles/prepare/cuda/prepare.cu handles/placement/cuda/place.cu \
              dispatch/cuda/scatter.cu combine/cuda/gather.cu $(nodes_cu)
-variant = $(if $(filter %_nodes.cu.o,$@),-DEP_SEVERAL_NODES) \
-          $(if $(filter %_masked.cu.o,$@),-DEP_MASKED)
+kernel_form = $(if $(filter %_nodes.cu.o,$@),-DEP_SEVERAL_NODES) \
+              $(if $(filter %_masked.cu.o,$@),-DEP_MASKED)
 row_sets := base $(if $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null)),v3 v4)
 row_flags_v3 := -march=x86-64-v3
 row_flags_v4 := -march=x86-64-v4 -mprefer-vector-width=512
@@ -213,7 +213,7 @@ $B/emulated/$(basename $(rowmath))_%.o: $(rowmath) $B/flags
 define compile_kernels
 @mkdir -p $(@D)
 $(call say,NVCC,$@)
-$Q$(NVCC) $(nvcc_target) $(nvcc_arch) $(variant) -O3 -std=c++17 -fmad=false -Iinclude -I. \
+$Q$(NVCC) $(nvcc_target) $(nvcc_arch) $(kernel_form) -O3 -std=c++17 -fmad=false -Iinclude -I. \
     -I$(nccl_include) -MMD -MP $(if $(WERROR),-Werror all-warnings) \
     -Xcompiler -fPIC,-pthread,-ffp-contract=off,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
 endef
@@ -230,7 +230,7 @@ define emulate_kernels
 @mkdir -p $(@D)
 $(call say,CXX,$@)
 $Qsed -E -f tests/emulator/kernel.sed $< >$(@:.o=.cpp)
-$Q$(CXX) $(variant) \
+$Q$(CXX) $(kernel_form) \
     $(filter-out -std=% -Wstrict-prototypes -Wmissing-prototypes,$(cflags)) \
     -std=c++17 -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused-parameter \
     -include cuda_runtime.h -c $(@:.o=.cpp) -o $@
