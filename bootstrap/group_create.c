@@ -364,12 +364,15 @@ static EpStatus check_admission(const EpCall *call, EpGroup *group, const EpBoot
     return group->failed == EP_OK ? EP_OK : status; /* a suspended group may admit */
 }
 
-static EpStatus describe_admission(EpGroup *group, const EpBootstrap *bootstrap, EpHello *mine) {
+/* What cannot be found out is said to the others, who would wait else. */
+static void describe_admission(EpGroup *group, const EpBootstrap *bootstrap, EpHello *mine) {
     memset(mine, 0, sizeof(*mine));
     mine->id = group->id, mine->admits = 1;
     mine->place = group->rank, mine->alive = group->alive;
     ep_hello_describe(mine, bootstrap, &group->config, &group->settings);
-    return find_location(bootstrap, &group->config, &group->settings, group->rank, &mine->location);
+    EpStatus status =
+        find_location(bootstrap, &group->config, &group->settings, group->rank, &mine->location);
+    if (status != EP_OK) refuse_self(mine, status);
 }
 
 /* What admitting changes in a group, to be taken back if it fails. */
@@ -418,7 +421,7 @@ EpStatus ep_group_admit(EpGroup *group, const EpBootstrap *bootstrap) {
     EpNodes nodes;
     Agreement agreed = {.group = NULL};
     double begin = ep_clock();
-    EP_TRY(describe_admission(group, bootstrap, &mine));
+    describe_admission(group, bootstrap, &mine);
     int has_memory = ep_nodes_open(group->size, &nodes);
     has_memory = allocate_hellos(&agreed, bootstrap, &group->config) && has_memory;
     EpStatus status = meet_newcomers(group, &call, bootstrap, has_memory, &mine, &agreed, &nodes);
