@@ -318,9 +318,29 @@ static int64_t row_bytes(const EpTensor *t) {
     return bytes;
 }
 
-static int overlap(const char *a, const char *b, int64_t bytes) {
-    return (uintptr_t)a < (uintptr_t)b + (uintptr_t)bytes &&
-           (uintptr_t)b < (uintptr_t)a + (uintptr_t)bytes;
+static int overlap(const char *a, int64_t a_bytes, const char *b, int64_t b_bytes) {
+    return a_bytes > 0 && b_bytes > 0 && (uintptr_t)a < (uintptr_t)b + (uintptr_t)b_bytes &&
+           (uintptr_t)b < (uintptr_t)a + (uintptr_t)a_bytes;
+}
+
+/* What a move writes lies apart from all else that it reads and writes. */
+static EpStatus check_apart(const EpCall *call, const EpGroup *group, const EpMovedTensor *tensors,
+                            int32_t count, int in_place) {
+    char argument[32];
+    for (int32_t i = 0; i < count; i++)
+        for (int32_t j = 0; j < count; j++) {
+            const EpMovedTensor *a = &tensors[i], *b = &tensors[j];
+            const char *written = in_place ? a->rows : a->out, *other = NULL;
+            int64_t a_bytes = group->num_local * a->row, b_bytes = group->num_local * b->row;
+            if (!in_place && j < i && overlap(written, a_bytes, b->out, b_bytes)) other = "out";
+            if ((!in_place || j < i) && overlap(written, a_bytes, b->rows, b_bytes))
+                other = "weights";
+            if (!other) continue;
+            snprintf(argument, sizeof(argument), "%s[%d]", in_place ? "weights" : "out", i);
+            return ep_refuse(call, EP_ERR_ADDRESS, argument,
+                             "expected other memory than %s[%d]'s, got some of it", other, j);
+        }
+    return EP_OK;
 }
 
 static EpStatus check_tensors(const EpCall *call, const EpGroup *group, const EpTensor *weights,
@@ -338,11 +358,8 @@ static EpStatus check_tensors(const EpCall *call, const EpGroup *group, const Ep
         snprintf(argument, sizeof(argument), "out[%d]", i);
         EP_TRY(check_out(call, group, argument, &out[i], &weights[i]));
         tensors[i].out = out[i].data;
-        if (overlap(tensors[i].rows, tensors[i].out, group->num_local * tensors[i].row))
-            return ep_refuse(call, EP_ERR_ADDRESS, argument,
-                             "expected other memory than weights[%d]'s, got some of it", i);
     }
-    return EP_OK;
+    return check_apart(call, group, tensors, count, out == NULL);
 }
 
 static EpStatus check_workspace(const EpCall *call, const EpTensor *t, EpMove *move) {

@@ -222,10 +222,12 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream, co
  * from         [P] in host memory: the map by which weights lie now; -1: the place holds none
  * to           [P] likewise: where they shall lie. Both are read before the call returns. They are
  *              equal on all ranks
- * weights      [num_weights] tensors [L, ...] of 1 to 3 dimensions: row i is of this rank's place
- * i. All ranks have the same tensors, but for L num_weights  1 .. EP_MAX_MOVED workspace    UINT8
- * on a multiple of 64 bytes, as long on all ranks; needed in place, else ignored out [num_weights]
- * tensors like `weights`, which they do not overlap; NULL: in place
+ * weights      [num_weights] tensors [L, ...] of 1 to 3 dimensions: row i is of this rank's i-th
+ *              place. All ranks have the same tensors, but for L. In place none overlaps another
+ * num_weights  1 .. EP_MAX_MOVED
+ * workspace    UINT8 on a multiple of 64 bytes, as long on all ranks; needed in place, else ignored
+ * out          [num_weights] tensors like `weights`: none overlaps a weight or another of them.
+ *              NULL: in place
  *
  * With `out` every place of `to` is written there, those that stay, too; rows of places with -1 are
  * left alone. `weights` stay as they are, so steps that use them may run meanwhile, in another
@@ -246,9 +248,10 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream, co
  *
  * EP_ERR_ROUTING: an expert that `to` names has no copy in `from` on a rank that takes part; the
  * sentence names it, and nothing is written. EP_ERR_RANGE: entries below -1 or >= E.
- * EP_ERR_BUFFER_SIZE: a workspace that is too small. EP_ERR_ORDER: ranks differ in maps, sizes of
- * weights or workspace; it ends the group. EP_ERR_NO_MEMORY: for the plan, which is freed at the
- * end. EP_ERR_UNSUPPORTED: the group has no num_physical.
+ * EP_ERR_BUFFER_SIZE: a workspace that is too small. EP_ERR_ADDRESS: tensors that overlap.
+ * EP_ERR_ORDER: ranks differ in maps, sizes of weights or workspace; it ends the group.
+ * EP_ERR_NO_MEMORY: for the plan, which is freed at the end. EP_ERR_UNSUPPORTED: the group has no
+ * num_physical.
  */
 EpStatus ep_weight_move(EpGroup *group, const int32_t *from, const int32_t *to,
                         const EpTensor *weights, int32_t num_weights, const EpTensor *workspace,

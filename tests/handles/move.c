@@ -245,7 +245,7 @@ CasesTest(handles_move, short_messages, in_short_messages());
 typedef struct Arguments {
     EpGroup *group;
     int32_t from[4], to[4], num_weights, has_maps;
-    EpTensor weights, out, workspace;
+    EpTensor weights[2], out[2], workspace;
     const EpTensor *weights_given, *out_given, *workspace_given;
     _Alignas(64) uint8_t memory[3][512];
 } Arguments;
@@ -264,19 +264,23 @@ GroupTest(handles_move, refuses, 1, "experts=3 physical=4") {
         TEXT_FIELD(Arguments, to[1], NULL),       TEXT_FIELD(Arguments, to[3], NULL),
         TEXT_FIELD(Arguments, num_weights, NULL), TEXT_FIELD(Arguments, has_maps, NULL)};
     static const Member members[] = {{"", fields, LENGTH(fields), 0, 0},
-                                     TENSOR("weights[0]", Arguments, weights, weights_given),
-                                     TENSOR("out[0]", Arguments, out, out_given),
+                                     TENSOR("weights[0]", Arguments, weights[0], weights_given),
+                                     TENSOR("out[0]", Arguments, out[0], out_given),
+                                     {"weights[1]", NULL, 0, offsetof(Arguments, weights[1]), 0},
+                                     {"out[1]", NULL, 0, offsetof(Arguments, out[1]), 0},
                                      TENSOR("workspace", Arguments, workspace, workspace_given)};
     const Subject subject = {members, LENGTH(members), sizeof(Arguments), move};
     Arguments *a = aligned_alloc(64, sizeof(*a));
-    *a = (Arguments){group, {0, 1, 2, -1}, {2, 2, 1, 0}, 1, 3};
-    a->weights = ep_tensor_3d(a->memory[0], EP_TYPE_BF16, 4, 6, 8);
-    a->out = ep_tensor_3d(a->memory[1], EP_TYPE_BF16, 4, 6, 8);
+    *a = (Arguments){group, {0, 1, 2, -1}, {2, 2, 1, 0}, 2, 3};
+    a->weights[0] = ep_tensor_3d(a->memory[0], EP_TYPE_BF16, 4, 6, 8);
+    a->weights[1] = ep_tensor_1d(a->memory[0] + 448, EP_TYPE_FP32, 4);
+    a->out[0] = ep_tensor_3d(a->memory[1], EP_TYPE_BF16, 4, 6, 8);
+    a->out[1] = ep_tensor_1d(a->memory[1] + 448, EP_TYPE_FP32, 4);
     a->workspace = ep_tensor_1d(a->memory[2], EP_TYPE_UINT8, 512);
-    a->weights_given = &a->weights, a->workspace_given = &a->workspace;
+    a->weights_given = a->weights, a->workspace_given = &a->workspace;
     check_refusals("move_in_place", &subject, a);
     CHECK_OK(move(a, NULL));
-    a->out_given = &a->out, a->workspace_given = NULL;
+    a->out_given = a->out, a->workspace_given = NULL;
     check_refusals("move", &subject, a);
     CHECK_OK(move(a, NULL));
     EpGroup *other = open_group_of(bootstrap, "experts=4");
