@@ -374,6 +374,13 @@ static bool validate_decode(const Options *o) {
         quant_format(o->sum_quant)->bits || o->sums != EP_SUMS_BY_RANK || o->zero_copy || o->stats)
         return bench_refuse("--case decode: expected plain rows in --mode latency and --layout "
                             "batched on the host backend, got another");
+    if (o->routing != ROUTING_UNIFORM || o->masked > 0)
+        return bench_refuse("--case decode: expected --routing uniform without --masked, got "
+                            "another routing");
+    if (o->masks != BENCH_MASKS_OFF)
+        return bench_refuse("--case decode: expected no --masks, since its group has them and cuts "
+                            "late ranks, got --masks %s",
+                            options_name(o, "masks"));
     for (int64_t r = 0; r < EP_MAX_RANKS; r++) {
         if (r >= ranks && is_masked(o, r))
             return bench_refuse("--mask: expected some of %lld ranks, got rank %lld",
