@@ -33,6 +33,7 @@ Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
     setenv("LIBEP_NODE_CHUNK", "3000", 1);
     run_grid(BY_ROW_AND_COLUMN "ranks=4 nodes=0110 layout=batched "
                                "quant=fp8,fp8-ue8m0,mxfp8,nvfp4");
+    run_grid(BY_ROW_AND_COLUMN "ranks=4 nodes=0110 layout=rank-major quant=fp8-pow2");
     run_grid(TYPES "ranks=4 nodes=0110 layout=flat quant=nvfp4 scale_order=swizzled");
 }
 

@@ -24,10 +24,11 @@ GridTest(handles_placement, every_step, EACH_LAYOUT "ranks=2 experts=5 physical=
 GridTest(handles_placement, by_entry, "layout=expert-major,batched by_entry=1 ranks=3 experts=5 "
          "physical=13 top_k=3 map=random,everywhere choice=near,spread", "weighted=1",
          "weights_at_combine=1");
+#define SCARCE "ranks=4 nodes=0101 capacity=60 rows_per_expert=20 node_rows=5 overflow=drop"
 #define NODES "experts=7 physical=15 top_k=3 map=random,everywhere,half map_seed=5 weighted=1 "
 GridTest(handles_placement, nodes, EACH_LAYOUT NODES, "choice=near ranks=4 nodes=0011",
-         "choice=spread ranks=4 nodes=0101 capacity=60 rows_per_expert=20 node_rows=5 "
-         "overflow=drop");
+         "choice=spread map=random,everywhere " SCARCE,
+         "choice=near map=random|half|everywhere " SCARCE);
 GridTest(handles_placement, uneven_nodes, EACH_LAYOUT NODES, "ranks=3 nodes=010 max_tokens=150");
 
 /* ---- what keeps its placement -------------------------------------------------------------- */
