@@ -207,8 +207,9 @@ TextsTest(handles_move, nodes, run_moves, "ranks=4 nodes=0011 experts=7 physical
 TextsTest(handles_move, masked, run_moves, "ranks=4 experts=5 physical=13 masks=1 masked=0100",
           "ranks=4 nodes=0011 experts=5 physical=11 masks=1 masked=1001");
 
-/* A rank does not come. The others mask it, and restore its experts from their copies. */
-GroupTest(handles_move, goes_on_without_a_rank, 3, "experts=4 physical=9 masks=1 timeout=2") {
+/* A rank does not come. The others mask it, and restore its experts from their copies. The deadline
+ * is that of the second move, too. */
+GroupTest(handles_move, goes_on_without_a_rank, 3, "experts=4 physical=9 masks=1 timeout=5") {
     HOST_ONLY("groups with masks are of the host backend");
     Case c = case_complete(case_of("ranks=3 experts=4 physical=9 masks=1 masked=001"));
     Moving *m = calloc(1, sizeof(*m));
