@@ -37,7 +37,7 @@ def test_missing_rank(seed):
     world, went_on = World(seed, size=2), threading.Event()
 
     def body(bootstrap):
-        with make_group(bootstrap, world, masks=1, timeout_seconds=2) as group:
+        with make_group(bootstrap, world, masks=1, timeout_seconds=5) as group:
             if group.rank == 0:
                 with pytest.raises(libep.EpError, match="rank 1 did not arrive") as caught:
                     step(group, world, ())
