@@ -242,8 +242,8 @@ class LatencyGroup:
             if self.group.rank not in alive:
                 raise EpError(
                     Status.TIMEOUT,
-                    f"rank {self.group.rank}: low_latency_clean_mask_buffer: the others go on without "
-                    "this rank, which came too late: call it on all ranks again",
+                    f"rank {self.group.rank}: low_latency_clean_mask_buffer: others go on "
+                    "without this rank, which came too late: call it on all ranks again",
                 )
             try:
                 self.group.mask(sorted(alive))
