@@ -453,13 +453,14 @@ int ep_group_end(EpGroup *group) {
 }
 
 /* Peers may store into this rank's memory until they have finished too, so meet them in a barrier.
- * Masked ranks would not come, and ranks of a group with masks store into no other rank's memory.
+ * Ranks that are masked or cut would not come, and ranks of a group with masks store into no other rank's memory.
  * A rank that knows that the group has failed skips the barrier; poll first, since this rank may
  * not know it yet. Returns 1 if all ranks are there. */
 static int meet_to_destroy(EpGroup *group) {
     int finished = ep_group_end(group);
     ep_abort_set_phase(&group->abort, EP_ABORT_LEAVING);
-    int all = ep_mask_has_all(&group->alive, group->size) && !ep_config_joins(&group->config);
+    int all = ep_mask_has_all(&group->alive, group->size) && ep_mask_is_empty(&group->cut) &&
+              !ep_config_joins(&group->config);
     return finished && all && is_usable(group) && ep_group_meet(group) == EP_OK;
 }
 
