@@ -444,7 +444,8 @@ class Ep(OfProcess):
         raise at their deadline, and all calls raise from then on. Ep.mask ends this, too.
 
         All processes call it, with the same array. Waits for running programs, and for the devices
-        that take part. EpError if one does not come.
+        that take part. EpError if one does not come: then no more devices are masked than before.
+        EpError without bootstrap's masks=1.
         """
         alive = np.asarray(alive)
         if alive.shape != self._regions.mesh.devices.shape:

@@ -149,13 +149,21 @@ class Ranks:
 
     def mask(self, alive: np.ndarray[Any, Any]) -> None:
         """Let the devices take part whose element of an array of the mesh's shape is set."""
+        if not self.has_masks:
+            raise EpError(
+                Status.UNSUPPORTED, "mask: expected bootstrap's masks=1, got an Ep without masks"
+            )
         self.wait()
-        of_device, calls = dict(zip(self._mesh.devices.flat, alive.flat)), []
+        of_device = dict(zip(self._mesh.devices.flat, alive.flat))
+        masked = {device for device, is_alive in of_device.items() if not is_alive}
+        calls: dict[bool, list[Callable[[], Any]]] = {False: [], True: []}
         for rank in self.ranks:
             words = _words(of_device[device] for device in self._line_of[rank.device])
-            calls.append(functools.partial(_mask_rank, self.key, rank, words))
-        self._run(calls)
-        self._masked = {device for device, is_alive in of_device.items() if not is_alive}
+            call = functools.partial(_mask_rank, self.key, rank, words)
+            calls[rank.device in masked].append(call)
+        self._run(calls[False])  # may fail; then no device is masked
+        self._run(calls[True])
+        self._masked = masked
 
     def counters(self) -> dict[Any, Counters]:
         """What the operations of each device of this process have counted."""

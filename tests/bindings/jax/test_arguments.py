@@ -420,6 +420,14 @@ def test_a_device_is_missed_and_masked(bootstrap):
     runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
 
 
+def test_mask_without_masks(pair):
+    """It is refused, and all devices take part as before."""
+    mesh, ep, x, idx = pair
+    with refused("UNSUPPORTED mask: expected bootstrap's masks=1, got an Ep without masks"):
+        ep.mask([True, False])
+    np.testing.assert_array_equal(round_trip(ep, mesh)(x, idx), TOP_K * x)
+
+
 def test_copies(pair):
     """A copy of a model that holds an Ep shares it; none is saved."""
     _, ep, _, _ = pair
