@@ -7,6 +7,7 @@ import atexit
 import ctypes
 import functools
 import itertools
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -409,6 +410,8 @@ def _interrupt(sent: float) -> None:
 
 
 _process.interrupts.append(_interrupt)
+# A child has none of the threads that close groups, and maybe a mutex that one of them held.
+os.register_at_fork(after_in_child=_open.clear)
 # Functions of atexit come too late: concurrent.futures ends its threads by this one, earlier. Those
 # registered later are called first.
 threading._register_atexit(_close_local)  # type: ignore[attr-defined]
