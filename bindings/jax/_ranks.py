@@ -107,6 +107,8 @@ class Ranks:
         self.key = next(_keys)
         self.has_masks = bool(fields.get("masks", 0))
         self._masked: set[Any] = set()  # devices
+        processes = sorted({device.process_index for device in mesh.devices.flat})
+        self._processes: list[Bootstrap] = []  # one, whose ranks are processes, to meet in mask
         self.bootstraps: list[Bootstrap] = []
         self.ranks: list[_Rank] = []
         makers = []
@@ -119,6 +121,9 @@ class Ranks:
             raise EpError(Status.RANGE, "bootstrap: mesh: expected a device of this process")
         # They stay: Python starts no threads when the process ends, and closing needs one per rank.
         self._threads = ThreadPoolExecutor(len(makers), "libep-jax")
+        if self.has_masks and len(processes) > 1:
+            place, prefix = processes.index(jax.process_index()), f"libep/jax/{self.key}/processes"
+            self._processes.append(_store_bootstrap(prefix, place, len(processes)))
         try:
             self.ranks = self._run(makers)
         except BaseException:
@@ -155,6 +160,7 @@ class Ranks:
                 Status.UNSUPPORTED, "mask: expected bootstrap's masks=1, got an Ep without masks"
             )
         self.wait()
+        self._meet()
         of_device = dict(zip(self._mesh.devices.flat, alive.flat))
         masked = {device for device, is_alive in of_device.items() if not is_alive}
         calls: dict[bool, list[Callable[[], Any]]] = {False: [], True: []}
@@ -238,13 +244,27 @@ class Ranks:
             if rank.device in self._masked:
                 rank.group.abort("the device is masked")
 
+    def _meet(self) -> None:
+        """Wait until the processes have come here, in which the mesh has devices.
+
+        A device fails if the others mask it while it is in a call. They know when that call has
+        ended for them, not for it. Another process may be missing, so there is a deadline.
+        """
+        try:
+            for bootstrap in self._processes:
+                # Another process may first wait for a call that runs into its deadline.
+                bootstrap.allgather(b"masks", 2 * self._wait_seconds)
+        except EpError as error:
+            if error.status is not Status.TIMEOUT:
+                raise
+
     def _close_groups(self) -> None:
         self._run([rank.group.close for rank in self.ranks if rank.device not in self._masked])
         self.abort_masked()
         for rank in self.ranks:
             rank.group.close()
         self._threads.shutdown(wait=False)
-        for bootstrap in self.bootstraps:
+        for bootstrap in self.bootstraps + self._processes:
             bootstrap.close()
 
     def _run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
