@@ -443,8 +443,10 @@ class Ep(OfProcess):
         zeros. Programs need not be compiled again. If a device does not come to a call, the others
         raise at their deadline, and all calls raise from then on. Ep.mask ends this, too.
 
-        All processes call it, with the same array. Waits for running programs, and for the devices
-        that take part. EpError if one does not come.
+        All processes call it, with the same array. Waits for running programs, for the other
+        processes, no longer than twice timeout_seconds, and for the devices that take part. EpError
+        if one of these does not come: then no more devices are masked than before. EpError without
+        bootstrap's masks=1.
         """
         alive = np.asarray(alive)
         if alive.shape != self._regions.mesh.devices.shape:

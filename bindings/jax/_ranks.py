@@ -7,6 +7,7 @@ import atexit
 import ctypes
 import functools
 import itertools
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,8 @@ class Ranks:
         self.key = next(_keys)
         self.has_masks = bool(fields.get("masks", 0))
         self._masked: set[Any] = set()  # devices
+        processes = sorted({device.process_index for device in mesh.devices.flat})
+        self._processes: list[Bootstrap] = []  # one, whose ranks are processes, to meet in mask
         self.bootstraps: list[Bootstrap] = []
         self.ranks: list[_Rank] = []
         makers = []
@@ -118,6 +121,9 @@ class Ranks:
             raise EpError(Status.RANGE, "bootstrap: mesh: expected a device of this process")
         # They stay: Python starts no threads when the process ends, and closing needs one per rank.
         self._threads = ThreadPoolExecutor(len(makers), "libep-jax")
+        if self.has_masks and len(processes) > 1:
+            place, prefix = processes.index(jax.process_index()), f"libep/jax/{self.key}/processes"
+            self._processes.append(_store_bootstrap(prefix, place, len(processes)))
         try:
             self.ranks = self._run(makers)
         except BaseException:
@@ -149,13 +155,22 @@ class Ranks:
 
     def mask(self, alive: np.ndarray[Any, Any]) -> None:
         """Let the devices take part whose element of an array of the mesh's shape is set."""
+        if not self.has_masks:
+            raise EpError(
+                Status.UNSUPPORTED, "mask: expected bootstrap's masks=1, got an Ep without masks"
+            )
         self.wait()
-        of_device, calls = dict(zip(self._mesh.devices.flat, alive.flat)), []
+        self._meet()
+        of_device = dict(zip(self._mesh.devices.flat, alive.flat))
+        masked = {device for device, is_alive in of_device.items() if not is_alive}
+        calls: dict[bool, list[Callable[[], Any]]] = {False: [], True: []}
         for rank in self.ranks:
             words = _words(of_device[device] for device in self._line_of[rank.device])
-            calls.append(functools.partial(_mask_rank, self.key, rank, words))
-        self._run(calls)
-        self._masked = {device for device, is_alive in of_device.items() if not is_alive}
+            call = functools.partial(_mask_rank, self.key, rank, words)
+            calls[rank.device in masked].append(call)
+        self._run(calls[False])  # may fail; then no device is masked
+        self._run(calls[True])
+        self._masked = masked
 
     def counters(self) -> dict[Any, Counters]:
         """What the operations of each device of this process have counted."""
@@ -229,13 +244,27 @@ class Ranks:
             if rank.device in self._masked:
                 rank.group.abort("the device is masked")
 
+    def _meet(self) -> None:
+        """Wait until the processes have come here, in which the mesh has devices.
+
+        A device fails if the others mask it while it is in a call. They know when that call has
+        ended for them, not for it. Another process may be missing, so there is a deadline.
+        """
+        try:
+            for bootstrap in self._processes:
+                # Another process may first wait for a call that runs into its deadline.
+                bootstrap.allgather(b"masks", 2 * self._wait_seconds)
+        except EpError as error:
+            if error.status is not Status.TIMEOUT:
+                raise
+
     def _close_groups(self) -> None:
         self._run([rank.group.close for rank in self.ranks if rank.device not in self._masked])
         self.abort_masked()
         for rank in self.ranks:
             rank.group.close()
         self._threads.shutdown(wait=False)
-        for bootstrap in self.bootstraps:
+        for bootstrap in self.bootstraps + self._processes:
             bootstrap.close()
 
     def _run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -401,6 +430,8 @@ def _interrupt(sent: float) -> None:
 
 
 _process.interrupts.append(_interrupt)
+# A child has none of the threads that close groups, and maybe a mutex that one of them held.
+os.register_at_fork(after_in_child=_open.clear)
 # Functions of atexit come too late: concurrent.futures ends its threads by this one, earlier. Those
 # registered later are called first.
 threading._register_atexit(_close_local)  # type: ignore[attr-defined]

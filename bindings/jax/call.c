@@ -3,6 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "bindings/jax/handlers.h"
 
@@ -210,11 +213,44 @@ static XLA_FFI_Error *run_operation(JaxCall *call) {
     return error;
 }
 
+/* The bits of the thread's floating-point mode that flush subnormal numbers to zero. */
+#if defined(__SSE2__)
+#define FLUSHES 0x8040u /* MXCSR: FTZ, DAZ */
+static uint64_t get_mode(void) {
+    return _mm_getcsr();
+}
+static void set_mode(uint64_t mode) {
+    _mm_setcsr((unsigned)mode);
+}
+#elif defined(__aarch64__)
+#define FLUSHES (1u << 24) /* FPCR: FZ */
+static uint64_t get_mode(void) {
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+static void set_mode(uint64_t mode) {
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode) : "memory");
+}
+#else
+#define FLUSHES 0u
+static uint64_t get_mode(void) {
+    return 0;
+}
+static void set_mode(uint64_t mode) {
+    (void)mode;
+}
+#endif
+
 void jax_finish(JaxCall *call) {
     XLA_FFI_Error *error = run_operation(call);
     const XLA_FFI_Api *api = call->api;
     XLA_FFI_Future *future = call->future;
     free(call);
+    /* XLA's own threads flush subnormal numbers. What it computes on this thread must not differ:
+     * how much that is depends on timing. */
+    const uint64_t mode = get_mode();
+    set_mode(mode | FLUSHES);
     if (error) {
         XLA_FFI_Future_SetError_Args args = {XLA_FFI_Future_SetError_Args_STRUCT_SIZE, NULL, future,
                                              error};
@@ -224,6 +260,7 @@ void jax_finish(JaxCall *call) {
                                                  future};
         api->XLA_FFI_Future_SetAvailable(&args);
     }
+    set_mode(mode);
 }
 
 XLA_FFI_Error *jax_call(XLA_FFI_CallFrame *frame, const char *name, JaxOperation *operation) {

@@ -44,7 +44,8 @@ generator = np.random.default_rng(0)
 x = generator.standard_normal((size * TOKENS, HIDDEN)).astype(np.float32)
 idx = np.argsort(generator.random((size * TOKENS, EXPERTS)))[:, :TOP_K].astype(np.int32)
 
-SIZES = dict(num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=TOP_K, timeout_seconds=30)
+SIZES = dict(num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=TOP_K,
+             timeout_seconds=120)  # fmt: skip
 
 # Each expert has two copies, one of them on the next device.
 maps = [np.concatenate([held, np.roll(held, -EXPERTS // size)]) for held in

@@ -347,13 +347,13 @@ def test_closed_while_a_program_runs(pair):
 
 @holds_programs
 @pytest.mark.parametrize("leaves_by_error", [True, False])
-def test_closed_while_a_rank_is_missing(bootstrap, leaves_by_error):
+def test_closed_while_a_rank_is_missing(pair, monkeypatch, leaves_by_error):
     """One rank is late, the other waits for it in libep: the wait ends."""
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh, timeout_seconds=SECONDS if leaves_by_error else 2)
+    mesh, ep, x, idx = pair
+    monkeypatch.setattr(ep._ranks, "_wait_seconds", 1)  # the deadline of this wait alone
     program, begun, go = held_program(ep, mesh)
-    y = program(tokens(1, 2), indices(2))
-    assert begun.wait(15)
+    y = program(x, idx)
+    assert begun.wait(SECONDS)
     time.sleep(0.5)
     start = time.monotonic()
     threading.Timer(4, go.set).start()
@@ -362,8 +362,8 @@ def test_closed_while_a_rank_is_missing(bootstrap, leaves_by_error):
             raise ZeroDivisionError
     else:
         ep.close()
-    assert time.monotonic() - start < 10
-    with pytest.raises(JaxRuntimeError, match="closed" if leaves_by_error else "rank"):
+    assert time.monotonic() - start < SECONDS / 2
+    with pytest.raises(JaxRuntimeError, match="closed"):
         y.block_until_ready()
     runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
 
@@ -394,7 +394,7 @@ def test_a_callback_that_fails_on_one_device(pair, bootstrap):
 def test_a_device_is_missed_and_masked(bootstrap):
     """The other fails at its deadline. It goes on alone, then takes the missing one back."""
     mesh, x = make_mesh(2), tokens(1, 2)
-    ep = bootstrap(mesh, masks=1, timeout_seconds=2)
+    ep = bootstrap(mesh, masks=1, timeout_seconds=10)  # of the waits that succeed, too
 
     def fail(rank, rows):
         if is_failing and rank == 1:
@@ -404,7 +404,7 @@ def test_a_device_is_missed_and_masked(bootstrap):
     program, is_failing = called_back(ep, mesh, fail), True
     with pytest.raises(JaxRuntimeError):
         program(x, indices(2)).block_until_ready()
-    with refused(r"TIMEOUT group \d+, device 0 .*rank 1 did not arrive within 2 s"):
+    with refused(r"TIMEOUT group \d+, device 0 .*rank 1 did not arrive within 10 s"):
         ep.check()
     is_failing = False
     with refused(r"SHAPE mask: alive: expected the mesh's shape \(2,\), got \(3,\)"):
@@ -418,6 +418,14 @@ def test_a_device_is_missed_and_masked(bootstrap):
     ep.mask([1, 1])
     ep.check()
     runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
+
+
+def test_mask_without_masks(pair):
+    """It is refused, and all devices take part as before."""
+    mesh, ep, x, idx = pair
+    with refused("UNSUPPORTED mask: expected bootstrap's masks=1, got an Ep without masks"):
+        ep.mask([True, False])
+    np.testing.assert_array_equal(round_trip(ep, mesh)(x, idx), TOP_K * x)
 
 
 def test_copies(pair):

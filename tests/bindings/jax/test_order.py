@@ -10,6 +10,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import (
     DEVICE, TOP_K, assert_close, dense, indices, layer_on, make_mesh, moe, on_mesh, parameters,
@@ -172,6 +173,16 @@ def test_programs_in_flight(bootstrap):
     expected = dense(params, x + 1) + dense(params, x) + x
     for result in results:
         assert_close(result, expected, 1e-5)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="XLA for GPUs keeps subnormal numbers")
+def test_subnormal_numbers(bootstrap):
+    """XLA for CPUs flushes them to zero, also where it goes on behind a call."""
+    mesh = make_mesh(2)
+    ep, x = bootstrap(mesh), jnp.full_like(tokens(0, 2), 2e-38)
+    program = jax.jit(on_mesh(mesh, lambda *x: 0.125 * ep.combine(*ep.dispatch(*x)[::2])))
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(program(x, indices(2)), 0)
 
 
 # ---- programs are as without libep -------------------------------------------------------------

@@ -93,6 +93,26 @@ def test_ctrl_c_in_a_wait():
             process.communicate()
 
 
+FORKS = """
+import multiprocessing, os
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
+import jax, jax.numpy as jnp, libep.jax
+mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+ep = libep.jax.bootstrap(mesh, "ep", num_experts=2, max_tokens=4, hidden=8, top_k=1)
+rows = lambda: ep.dispatch(jnp.ones((8, 8)), jnp.zeros((8, 1), jnp.int32))[0]
+child = multiprocessing.get_context("fork").Process(target=ep.close)
+child.start()
+child.join(60)
+child.kill()
+print(child.exitcode, int(rows().sum()))
+"""
+
+
+def test_fork():
+    """A child leaves the groups alone, and ends."""
+    assert run("-c", FORKS) == ["0 64"]
+
+
 @pytest.mark.parametrize("program, options", [
     ("moe_jax.py", ["2"]), ("moe_mesh_jax.py", []),
     ("moe_mesh_jax.py", ["fsdp=2,expert=2", "--fp8"]),
