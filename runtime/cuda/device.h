@@ -140,6 +140,7 @@ typedef struct EpCudaBallot {
     uint64_t done;   /**< the voter's last ticket that has succeeded; 0: none */
     uint64_t masked; /**< 1: the voter has masked the reader, or cut it */
     uint64_t alive[EP_ALIVE_WORDS]; /**< the new set */
+    uint64_t cuts;                  /**< 1: some of them do not take part for the voter so far */
     uint64_t epoch, sent, turn;     /**< as in EpCudaState and EpLatencyState */
     uint64_t sets[EP_MAX_LATENCY_SETS]; /**< operations that each set has sent */
 } EpCudaBallot;
@@ -228,7 +229,8 @@ typedef struct EpCudaFailure {
     EpPlanMark mark;            /**< of EP_FAULT_PLAN: as found */
     uint64_t expected_config;
     uint64_t why[EP_ABORT_WORDS]; /**< of EP_FAULT_PEER: the blamed rank's sentence; 0: none */
-    uint64_t cut[EP_ALIVE_WORDS]; /**< no failure: the ranks that operations have cut */
+    uint64_t cut[EP_ALIVE_WORDS]; /**< no failure: once an operation has cut ranks, all that do
+                                       not take part */
     int32_t cut_op;               /**< the latest one that has */
 } EpCudaFailure;
 

@@ -275,6 +275,22 @@ __device__ __forceinline__ int latency_leave_late(const EpLatency &l, uint64_t f
     return !__syncthreads_and(!cut);
 }
 
+/* Tell the host who is not alive, in a word. Operations that cut ranks at a time store different
+ * words. The fences order each one's store before its load. So who stores an old word sees the
+ * new one, and stores again. */
+__device__ __forceinline__ void latency_tell_cuts(const EpCudaGroup &g, int word) {
+    volatile EpCudaFailure *out = g.failure;
+    uint32_t alive = ep_load_relaxed_gpu32(&g.state->alive[word]), before;
+    out->cut_op = EP_DIGEST_OP(g.digest);
+    do {
+        before = alive;
+        __threadfence_system();
+        out->cut[word] = (uint32_t)~before;
+        __threadfence_system();
+        alive = ep_load_relaxed_gpu32(&g.state->alive[word]);
+    } while (alive != before);
+}
+
 /** Cut the late ranks: tell the host and them, and leave nothing for the next operation of the set.
  *  By all threads of the last block. */
 [[maybe_unused]] static __device__ __noinline__ void
@@ -287,9 +303,8 @@ latency_cut(const EpCudaGroup &g, const EpLatency &l, uint64_t flag) {
     __syncthreads();
     if (t < EP_ALIVE_WORDS) {
         uint32_t cut = late->absent[t] | late->lost[t];
-        volatile EpCudaFailure *out = g.failure;
         if (cut) atomicAnd(&g.state->alive[t], ~cut);
-        if (cut) out->cut_op = EP_DIGEST_OP(g.digest), out->cut[t] = out->cut[t] | cut;
+        if (cut) latency_tell_cuts(g, t);
         late->absent[t] = late->lost[t] = 0;
     }
     if (t < 3) late->since[t] = 0;
