@@ -154,6 +154,12 @@ EP_HOST_DEVICE static inline int ep_is_voting(uint64_t word, uint32_t past) {
     return (word & 3) != EP_BALLOT_NONE && (uint32_t)(word >> EP_BALLOT_STATE_BITS) != past;
 }
 
+/** The flag of an operation of latency mode: the number of the operation among those of its set, then the set. */
+#define EP_FLAG_SET_BITS 4
+#define EP_FLAG(number, set) ((uint64_t)(number) << EP_FLAG_SET_BITS | (uint64_t)(set))
+#define EP_FLAG_SET(flag) ((int)(flag) & ((1 << EP_FLAG_SET_BITS) - 1))
+#define EP_FLAG_NUMBER(flag) ((flag) >> EP_FLAG_SET_BITS)
+
 #define EP_SENT_WORDS 64
 
 /** A ring has at least as many records, or one for each of max_tokens: no claim may have more

@@ -227,7 +227,7 @@ static __device__ __noinline__ int check_late(const EpCudaGroup &g, const EpLate
                                               uint64_t start) {
     EpLateRanks *late = latency_late(l, flag);
     uint32_t *words = origin.awaited == EP_AWAIT_HEAD ? late->absent : late->lost;
-    int r = origin.source, masks;
+    int r = origin.source;
     uint64_t now = ep_global_timer();
     if (ep_failed(g)) return 0;
     if (ep_find_aborted(g) == 1 + (uint32_t)g.rank) {
@@ -241,7 +241,8 @@ static __device__ __noinline__ int check_late(const EpCudaGroup &g, const EpLate
     uint64_t waited = since ? now - min(now, (uint64_t)~since) : 0;
     uint32_t epoch = ep_epoch(g);
     uint64_t given_up = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
-    int gone = ep_has_left(g, r, &masks) || ep_find_aborted(g) == 1 + (uint32_t)r ||
+    int gone = ep_is_masked_by(g, r) || ep_has_left(g, r, origin.awaited, flag) ||
+               ep_find_aborted(g) == 1 + (uint32_t)r ||
                (uint32_t)(given_up >> 32) == epoch;
     if (!gone && waited < g.state->late_us * (uint64_t)1000) return 1;
     atomicOr(&words[r / 32], 1u << r % 32);

@@ -115,11 +115,7 @@ enum EpHeadWord {
     EP_HEAD_COUNTS = 8  /**< [L] entries for each of the receiver's experts */
 };
 
-/** A flag: the number of the operation among those of its set, then the set. */
-#define EP_FLAG_SET_BITS 4
-#define EP_FLAG(number, set) ((uint64_t)(number) << EP_FLAG_SET_BITS | (uint64_t)(set))
-#define EP_FLAG_SET(flag) ((int)(flag) & ((1 << EP_FLAG_SET_BITS) - 1))
-#define EP_FLAG_NUMBER(flag) ((flag) >> EP_FLAG_SET_BITS)
+/** The buffer of an operation: a set's operations alternate. */
 #define EP_FLAG_BUFFER(flag) (EP_FLAG_SET(flag) * 2 + (int)((flag) >> EP_FLAG_SET_BITS & 1))
 
 /** How far a set's operations are. Every block loads all sets' at once. */
