@@ -249,10 +249,15 @@ static __device__ __noinline__ int check_late(const EpCudaGroup &g, const EpLate
     return STEP_LATE;
 }
 
-/** Returns 1 in the last receiving block, as latency_is_last does. By all threads of each receiving
- *  block, where late ranks are cut. */
-__device__ __forceinline__ int latency_ends_late(const EpLatency &l, int blocks, uint64_t flag) {
+/** Returns 1 in the last receiving block, as latency_is_last does. Counts for each rank the blocks
+ *  that have done without it: it may have been cut while this kernel began. By all threads of each
+ *  receiving block, where late ranks are cut. */
+__device__ __forceinline__ int latency_ends_late(const EpCudaGroup &g, const EpLatency &l,
+                                                 int blocks, uint64_t flag) {
     __shared__ int is_last;
+    int r = (int)threadIdx.x;
+    __syncthreads();
+    if (r < g.size && !ep_is_alive(r)) atomicAdd(&latency_late(l, flag)->skipped[r], 1u);
     __syncthreads();
     if (threadIdx.x == 0) {
         uint32_t *left = &latency_late(l, flag)->left;
@@ -262,6 +267,15 @@ __device__ __forceinline__ int latency_ends_late(const EpLatency &l, int blocks,
     }
     __syncthreads();
     return is_last;
+}
+
+/** Returns how many blocks have done without rank `r`, and forgets it. By one thread of the last
+ *  block for each rank. */
+__device__ __forceinline__ int latency_take_skipped(const EpLatency &l, int r, uint64_t flag) {
+    volatile uint32_t *skipped = &latency_late(l, flag)->skipped[r];
+    int blocks = (int)*skipped;
+    *skipped = 0;
+    return blocks;
 }
 
 /** Take the late ranks out of this block's set of those who are alive. Returns whether there are
@@ -300,7 +314,6 @@ latency_cut(const EpCudaGroup &g, const EpLatency &l, uint64_t flag) {
     int t = (int)threadIdx.x;
     if (t < g.size && latency_is_late(l, t, flag))
         ep_store_relaxed_sys(&ep_ballot(g, t, g.rank)->masked, 1);
-    if (t < g.size) late->skipped[t] = 0;
     __syncthreads();
     if (t < EP_ALIVE_WORDS) {
         uint32_t cut = late->absent[t] | late->lost[t];

@@ -139,15 +139,17 @@ typedef struct EpLatencySet {
  * it zeroes rows that are missing in part, or adds up all tokens again without the late ranks.
  * Then it cuts them: from the next operation on they are not alive.
  *
- * A head may come while some blocks have given it up and others have not. Then they do not agree on
- * slots, and the last block, which finds that by their number, suspends the group.
+ * A head may come while some blocks have given it up and others have not. Or an operation beside
+ * this one cuts a rank while this kernel's blocks begin. Then they do not agree on slots, and the
+ * last block, which finds that by their number, suspends the group. In a combine it takes the rank
+ * for late.
  */
 typedef struct EpLateRanks {
     uint64_t since[3]; /**< ~ of the time when the first wait became long, for a head, lines,
                             weights; 0: none has */
     uint32_t absent[EP_ALIVE_WORDS];     /**< ranks whose heads are late, or that cut this one */
     uint32_t lost[EP_ALIVE_WORDS];       /**< ranks of whose rows, sums or weights some are late */
-    uint32_t skipped[EP_CUDA_MAX_RANKS]; /**< blocks that have done without a rank's head */
+    uint32_t skipped[EP_CUDA_MAX_RANKS]; /**< blocks that have done without a rank */
     uint32_t left;                       /**< receiving blocks that have ended */
 } EpLateRanks;
 
