@@ -141,6 +141,7 @@ void ep_cuda_drop(EpHandle *handle) {
                                                .blocks = blocks,
                                                .stream = cuda->stream,
                                                .phase = EP_PHASE_RECEIVE,
-                                               .own = &cuda->latency->order[place.slot]});
+                                               .own = &cuda->latency->order[place.slot],
+                                               .drops = 1});
     if (status != EP_OK) EP_WARN("dropping an operation: %s", ep_last_error());
 }

@@ -1239,8 +1239,13 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
  * sum or not, so all tokens are received again, without these ranks. By all threads of the last
  * block. */
 template <typename T, int FORM, int DONE>
-__device__ __noinline__ void end_late(const EpLatencyGatherArgs &a, int tokens, uint64_t flag) {
-    const EpLateRanks *late = latency_late(a.latency, flag);
+__device__ __noinline__ void end_late(const EpLatencyGatherArgs &a, int blocks, int tokens,
+                                      uint64_t flag) {
+    EpLateRanks *late = latency_late(a.latency, flag);
+    int t = (int)threadIdx.x;
+    int skipped = t < a.group.size ? latency_take_skipped(a.latency, t, flag) : 0;
+    if (skipped && skipped != blocks) atomicOr(&late->lost[t / 32], 1u << t % 32);
+    __syncthreads();
     if (!latency_leave_late(a.latency, flag)) {
         if (late->since[0] | late->since[1] | late->since[2])
             latency_cut(a.group, a.latency, flag);
@@ -1311,8 +1316,8 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     if (a.counts) count<FORM>(a, op.flag);
     if (role.receives) receive_sums<T, FORM, DONE>(a, role, tokens[self(a)], op.flag);
 #if EP_MASKED
-    if (ep_cuts() && role.receives && latency_ends_late(a.latency, role.blocks, op.flag))
-        end_late<T, FORM, DONE>(a, tokens[self(a)], op.flag);
+    if (ep_cuts() && role.receives && latency_ends_late(a.group, a.latency, role.blocks, op.flag))
+        end_late<T, FORM, DONE>(a, role.blocks, tokens[self(a)], op.flag);
 #endif
     latency_pass(a.group, a.latency, op, ticket);
     if (EP_SEVERAL_NODES && role.sends) latency_seal_stamps(a.group, a.latency);

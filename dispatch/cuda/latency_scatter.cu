@@ -468,11 +468,9 @@ __device__ __forceinline__ void take_no_head(const EpLatencyScatterArgs &a, int 
  * masked. By a warp. */
 __device__ __noinline__ void skip_head(const EpLatencyScatterArgs &a, int source, int words,
                                        uint64_t flag) {
-    EpLateRanks *late = latency_late(a.latency, flag);
     take_no_head(a, source, words);
     if (threadIdx.x % 32) return;
-    atomicOr(&late->absent[source / 32], 1u << source % 32);
-    atomicAdd(&late->skipped[source], 1u);
+    atomicOr(&latency_late(a.latency, flag)->absent[source / 32], 1u << source % 32);
     atomicAnd(&ep_alive_words()[source / 32], ~(1u << source % 32));
 }
 
@@ -638,11 +636,23 @@ __device__ void count_kept(const EpLatencyScatterArgs &args) {
     __syncthreads();
 }
 
+/* Returns whether a rank is late: of its tokens nobody knows which rows are kept. Then the group is
+ * suspended. By all threads of the last block. */
+__device__ __forceinline__ int finds_unknown_rows(const EpLatencyScatterArgs &a, uint64_t flag) {
+    int t = (int)threadIdx.x;
+    int lost = t < a.route.group.size && has_bit(latency_late(a.latency, flag)->lost, t);
+    if (lost)
+        ep_report(a.route.group, EP_FAULT_LATE,
+                  EpAwaited{t, EP_AWAIT_LINES, 0, (uint32_t)flag, 0});
+    return !__syncthreads_and(!lost);
+}
+
 /* Publish the routing of flat rows if some are lost. By the last block: only then the entries of
  * the rows that are kept are known. */
 __device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a, LatencyOp op) {
     const EpPrepareArgs &route = a.route;
     __threadfence();
+    if (ep_cuts() && finds_unknown_rows(a, op.flag)) return;
     if (ep_failed(route.group)) return;
     int64_t step = step_under_way(route), rows = flat_rows(a), kept = flat_rows_kept(a);
     if (threadIdx.x < 32) publish_sizes(a, step);
@@ -1588,6 +1598,9 @@ template <int TILED>
 __device__ __noinline__ void end_late(const EpLatencyScatterArgs &a, int blocks, uint64_t flag) {
     const EpCudaGroup &g = a.route.group;
     const EpLateRanks *late = latency_late(a.latency, flag);
+    int t = (int)threadIdx.x, skipped = t < g.size ? latency_take_skipped(a.latency, t, flag) : 0;
+    if (t < g.size && skipped != blocks && (skipped || has_bit(late->absent, t)) && !ep_failed(g))
+        ep_report(g, EP_FAULT_LATE, EpAwaited{t, EP_AWAIT_HEAD, 0, (uint32_t)flag, 0});
     if (!latency_leave_late(a.latency, flag)) {
         if (late->since[0] | late->since[1]) latency_cut(g, a.latency, flag);
         return;
@@ -1595,9 +1608,6 @@ __device__ __noinline__ void end_late(const EpLatencyScatterArgs &a, int blocks,
     if (ep_failed(g)) return;
 #pragma unroll 1
     for (int r = 0; r < g.size; r++) {
-        int skipped = (int)*(const volatile uint32_t *)&late->skipped[r];
-        if (has_bit(late->absent, r) && skipped != blocks && threadIdx.x == 0)
-            ep_report(g, EP_FAULT_LATE, EpAwaited{r, EP_AWAIT_HEAD, 0, (uint32_t)flag, 0});
         if (!has_bit(late->absent, r) && has_bit(late->lost, r)) lose_rows<TILED>(a, r);
     }
     __syncthreads();
@@ -1713,7 +1723,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     uint32_t ticket = latency_ticket(l, op);
     if (role.receives) receive<TILED, READY>(a, role, op);
 #if EP_MASKED
-    if (ep_cuts() && role.receives && latency_ends_late(l, role.blocks, op.flag))
+    if (ep_cuts() && role.receives && latency_ends_late(g, l, role.blocks, op.flag))
         end_late<TILED>(a, role.blocks, op.flag);
 #endif
     latency_pass(g, l, op, ticket);

@@ -272,13 +272,13 @@ static void poll_overflow(EpGroup *group) {
     ep_group_record(&group->overflow, &finding);
 }
 
-/* Kernels only add to the words; ep_group_mask clears them. */
+/* The words also have the ranks that were masked before. ep_group_mask clears them. */
 static void poll_cuts(EpGroup *group) {
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
     EpMask cut = {{0}};
     if (group->config.on_late != EP_LATE_MASK) return;
     for (int i = 0; i < EP_ALIVE_WORDS; i++)
-        cut.word[i] = (uint32_t)f->cut[i];
+        cut.word[i] = (uint32_t)f->cut[i] & group->alive.word[i];
     ep_group_record_cuts(group, &cut, f->cut_op ? ep_op_find(f->cut_op)->name : "drop");
 }
 

@@ -153,6 +153,7 @@ typedef struct EpCudaLaunch {
     EpPhase phase;            /**< of an operation of latency mode; else EP_PHASE_BOTH */
     EpCudaOrder *own;         /**< latency mode: of the operations of this turn; else NULL */
     const EpRouting *routing; /**< of the first kernel that writes a plan; else NULL */
+    int drops;                /**< an operation is dropped: also in a group that is suspended */
 } EpCudaLaunch;
 
 /** Returns EP_ERR_UNSUPPORTED: shared memory is too small for rows of this size. */

@@ -113,7 +113,7 @@ static EpStatus follow_cuts(const EpHandle *handle, const EpCudaStream *stream) 
 EpStatus ep_cuda_launch(const EpHandle *handle, const EpCudaLaunch *l) {
     EpCudaStream stream;
     EP_TRY(ep_cuda_stream(handle->group, l->stream, &stream));
-    EP_TRY(follow_cuts(handle, &stream));
+    if (!l->drops) EP_TRY(follow_cuts(handle, &stream));
     EP_TRY(ep_cuda_launch_enter(handle, l, &stream));
     EpCudaOwn *own = l->routing && !l->routing->plan.is_named ? handle->own_state : NULL;
     int64_t seen = own ? ep_cuda_steps_seen(own) : 0;

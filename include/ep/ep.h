@@ -435,7 +435,7 @@ typedef struct EpGroupConfig {
                                   suspends the group; 0: they may not. CUDA on one node alone */
     EpLate on_late;          /**< = MASK needs `masks` */
     int32_t late_us;         /**< = microseconds that an operation of latency mode waits for a rank,
-                                  >= 1 with EP_LATE_MASK; else not used */
+                                  at most until the deadline; >= 1 with EP_LATE_MASK, else unused */
     int32_t max_ranks;       /**< = places for ranks, present or not, up to EP_MAX_RANKS: processes
                                   may join later (ep_group_join). Needs `masks`; HOST alone.
                                   EP_DEFAULT: the bootstrap's ranks, and nobody joins */

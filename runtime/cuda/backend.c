@@ -28,18 +28,14 @@
 #include "handles/weights/cuda/slices.h"
 #include "handles/weights/cuda/weight.h"
 
-/* Returns the bytes of counters of rows' blocks. `sets`: of latency mode. */
-static int64_t counter_bytes(int32_t sets) {
-    return (1 + sets) * (int64_t)sizeof(uint64_t) * EP_MAX_BLOCK_WORDS;
-}
-
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
                     const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {
     ep_cuda_measure(config, nodes, settings, shared_bytes, private_bytes);
     *shared_bytes += ep_cuda_latency_bytes(config, num_ranks, nodes);
     *private_bytes += ep_cuda_workspace_bytes(config);
     *private_bytes += ep_config_copies_bytes(config, num_ranks);
-    *private_bytes += counter_bytes(ep_config_latency_sets(config, ep_latency_offers(nodes)));
+    int32_t sets = ep_config_latency_sets(config, ep_latency_offers(nodes));
+    *private_bytes += ep_cuda_counter_bytes(sets);
     *private_bytes += ep_latency_tables_bytes(config, num_ranks, nodes);
     *private_bytes += ep_cuda_relay_bytes(config, num_ranks, nodes);
     if (config->masks) *private_bytes += (int64_t)sizeof(EpMaskResult);
@@ -92,7 +88,7 @@ static EpStatus open_own(EpGroup *group) {
     size_t bytes = (size_t)ep_cuda_workspace_bytes(&group->config);
     EpCuda *cuda = ep_cuda(group);
     EP_TRY(ep_tuning_open(group, links_of(group), &cuda->tuned));
-    size_t counters = (size_t)counter_bytes(group->latency_sets);
+    size_t counters = (size_t)ep_cuda_counter_bytes(group->latency_sets);
     EP_TRY(ep_cuda_open_copies(group));
     EP_TRY(ep_cuda_open_masks(group));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&cuda->workspace, bytes)));

@@ -149,6 +149,11 @@ EpDeviceOf ep_cuda_find_device_of(void);
 /** Returns EP_OK, or an error that says what failed and why. */
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
 
+/** Returns the bytes of EpCuda.block_counters, with so many sets of latency mode. */
+static inline int64_t ep_cuda_counter_bytes(int32_t sets) {
+    return (1 + sets) * (int64_t)sizeof(uint64_t) * EP_MAX_BLOCK_WORDS;
+}
+
 /** Copy host memory to a GPU, and wait until it is there. cudaMemcpy alone may return while the end
  *  of pageable memory is still being copied, and callers' streams do not wait for it. */
 EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t bytes);

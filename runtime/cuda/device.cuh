@@ -333,21 +333,42 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
     out->fault = fault;
 }
 
-/* Masks: returns whether a rank votes, or has masked this one or cut it. */
-__device__ __forceinline__ int ep_has_left(const EpCudaGroup &g, int r, int *masks) {
-    const EpCudaBallot *ballot = ep_ballot(g, g.rank, r);
-    uint32_t past = *(volatile uint32_t *)&g.state->past[r];
-    *masks = ep_load_relaxed_sys(&ballot->masked) != 0;
-    return *masks || ep_is_voting(ep_load_relaxed_sys(&ballot->word), past);
+/* Masks: returns whether a rank has masked this one, or cut it. */
+__device__ __forceinline__ int ep_is_masked_by(const EpCudaGroup &g, int r) {
+    return ep_load_relaxed_sys(&ep_ballot(g, g.rank, r)->masked) != 0;
 }
 
-/* Masks: returns whether a living rank votes, and so is in no operation; or has masked this one.
- * Reports it. In a long wait. */
-static __device__ __noinline__ int ep_finds_vote(const EpCudaGroup &g) {
+/* Masks: returns whether a rank that is waited for has left the operation to vote. It may also have
+ * completed it before: its kernels had ended when it cast its ballot, so what they stored is here,
+ * or soon is. In latency mode that holds once it has sent. `expected` is a flag then. A rank whose
+ * kernels have given up has said so. */
+static __device__ __noinline__ int ep_has_left(const EpCudaGroup &g, int r, int awaited,
+                                               uint32_t expected) {
+    const EpCudaBallot *ballot = ep_ballot(g, g.rank, r);
+    uint32_t past = *(volatile uint32_t *)&g.state->past[r], epoch = ep_epoch(g);
+    int in_latency = awaited >= EP_AWAIT_HEAD && awaited <= EP_AWAIT_WEIGHTS;
+    uint64_t word = ep_load_acquire_sys(&ballot->word);
+    if (r == g.rank || !ep_is_voting(word, past)) return 0;
+    uint64_t gone = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
+    uint64_t count = ep_load_relaxed_sys(in_latency ? &ballot->sets[EP_FLAG_SET(expected)]
+                                                    : &ballot->epoch);
+    ep_fence_sys();
+    if (ep_load_relaxed_sys(&ballot->word) != word) return 0; /* not all of it is of one ballot */
+    if ((uint32_t)(gone >> 32) == epoch) return 1;
+    uint32_t at = (uint32_t)(in_latency ? EP_FLAG(count, EP_FLAG_SET(expected)) : count);
+    return (int32_t)(at - (in_latency ? expected : epoch)) < 0;
+}
+
+/* Masks: returns whether the rank that is waited for has left, or a rank has masked this one.
+ * Reports it. Where ranks are cut, one that has cut this one ends the waits for itself alone. In a
+ * long wait. */
+static __device__ __noinline__ int ep_finds_vote(const EpCudaGroup &g, int peer, int awaited,
+                                                 uint32_t expected) {
 #pragma unroll 1
     for (int r = 0; r < g.size; r++) {
-        int masks;
-        if (r == g.rank || !ep_is_alive(r) || !ep_has_left(g, r, &masks)) continue;
+        if (r == g.rank || !ep_is_alive(r) || (ep_cuts() && r != peer)) continue;
+        int masks = ep_is_masked_by(g, r);
+        if (!masks && (r != peer || !ep_has_left(g, r, awaited, expected))) continue;
         ep_report(g, masks ? EP_FAULT_MASKED : EP_FAULT_LEFT,
                   EpAwaited{r, EP_AWAIT_ARRIVAL, 0, 0, 0});
         return 1;
@@ -363,7 +384,7 @@ __device__ __forceinline__ int ep_keep_waiting(const EpCudaGroup &g, EpTimeout *
                                                const EpAwaited &awaited) {
     if (__builtin_expect(++timeout->polls % EP_POLLS_PER_CLOCK_READ != 0, 1)) return 1;
     if (ep_failed(g)) return 0;
-    if (EP_MASKED && ep_finds_vote(g)) return 0;
+    if (EP_MASKED && ep_finds_vote(g, awaited.peer, awaited.awaited, awaited.expected)) return 0;
     int aborted = EP_MASKED ? ep_find_aborted(g) != 0 : ep_load_relaxed_sys(ep_aborted(g)) != 0;
     uint64_t now = ep_global_timer();
     timeout->start = timeout->start ? timeout->start : now;

@@ -140,6 +140,7 @@ typedef struct EpCudaBallot {
     uint64_t done;   /**< the voter's last ticket that has succeeded; 0: none */
     uint64_t masked; /**< 1: the voter has masked the reader, or cut it */
     uint64_t alive[EP_ALIVE_WORDS]; /**< the new set */
+    uint64_t cuts;                  /**< 1: some of them do not take part for the voter so far */
     uint64_t epoch, sent, turn;     /**< as in EpCudaState and EpLatencyState */
     uint64_t sets[EP_MAX_LATENCY_SETS]; /**< operations that each set has sent */
 } EpCudaBallot;
@@ -152,6 +153,12 @@ enum EpBallotState { EP_BALLOT_NONE, EP_BALLOT_CAST, EP_BALLOT_READY };
 EP_HOST_DEVICE static inline int ep_is_voting(uint64_t word, uint32_t past) {
     return (word & 3) != EP_BALLOT_NONE && (uint32_t)(word >> EP_BALLOT_STATE_BITS) != past;
 }
+
+/** The flag of an operation of latency mode: the number of the operation among those of its set, then the set. */
+#define EP_FLAG_SET_BITS 4
+#define EP_FLAG(number, set) ((uint64_t)(number) << EP_FLAG_SET_BITS | (uint64_t)(set))
+#define EP_FLAG_SET(flag) ((int)(flag) & ((1 << EP_FLAG_SET_BITS) - 1))
+#define EP_FLAG_NUMBER(flag) ((flag) >> EP_FLAG_SET_BITS)
 
 #define EP_SENT_WORDS 64
 
@@ -228,7 +235,8 @@ typedef struct EpCudaFailure {
     EpPlanMark mark;            /**< of EP_FAULT_PLAN: as found */
     uint64_t expected_config;
     uint64_t why[EP_ABORT_WORDS]; /**< of EP_FAULT_PEER: the blamed rank's sentence; 0: none */
-    uint64_t cut[EP_ALIVE_WORDS]; /**< no failure: the ranks that operations have cut */
+    uint64_t cut[EP_ALIVE_WORDS]; /**< no failure: once an operation has cut ranks, all that do
+                                       not take part */
     int32_t cut_op;               /**< the latest one that has */
 } EpCudaFailure;
 

@@ -227,7 +227,7 @@ static __device__ __noinline__ int check_late(const EpCudaGroup &g, const EpLate
                                               uint64_t start) {
     EpLateRanks *late = latency_late(l, flag);
     uint32_t *words = origin.awaited == EP_AWAIT_HEAD ? late->absent : late->lost;
-    int r = origin.source, masks;
+    int r = origin.source;
     uint64_t now = ep_global_timer();
     if (ep_failed(g)) return 0;
     if (ep_find_aborted(g) == 1 + (uint32_t)g.rank) {
@@ -241,17 +241,23 @@ static __device__ __noinline__ int check_late(const EpCudaGroup &g, const EpLate
     uint64_t waited = since ? now - min(now, (uint64_t)~since) : 0;
     uint32_t epoch = ep_epoch(g);
     uint64_t given_up = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
-    int gone = ep_has_left(g, r, &masks) || ep_find_aborted(g) == 1 + (uint32_t)r ||
+    int gone = ep_is_masked_by(g, r) || ep_has_left(g, r, origin.awaited, flag) ||
+               ep_find_aborted(g) == 1 + (uint32_t)r ||
                (uint32_t)(given_up >> 32) == epoch;
     if (!gone && waited < g.state->late_us * (uint64_t)1000) return 1;
     atomicOr(&words[r / 32], 1u << r % 32);
     return STEP_LATE;
 }
 
-/** Returns 1 in the last receiving block, as latency_is_last does. By all threads of each receiving
- *  block, where late ranks are cut. */
-__device__ __forceinline__ int latency_ends_late(const EpLatency &l, int blocks, uint64_t flag) {
+/** Returns 1 in the last receiving block, as latency_is_last does. Counts for each rank the blocks
+ *  that have done without it: it may have been cut while this kernel began. By all threads of each
+ *  receiving block, where late ranks are cut. */
+__device__ __forceinline__ int latency_ends_late(const EpCudaGroup &g, const EpLatency &l,
+                                                 int blocks, uint64_t flag) {
     __shared__ int is_last;
+    int r = (int)threadIdx.x;
+    __syncthreads();
+    if (r < g.size && !ep_is_alive(r)) atomicAdd(&latency_late(l, flag)->skipped[r], 1u);
     __syncthreads();
     if (threadIdx.x == 0) {
         uint32_t *left = &latency_late(l, flag)->left;
@@ -261,6 +267,15 @@ __device__ __forceinline__ int latency_ends_late(const EpLatency &l, int blocks,
     }
     __syncthreads();
     return is_last;
+}
+
+/** Returns how many blocks have done without rank `r`, and forgets it. By one thread of the last
+ *  block for each rank. */
+__device__ __forceinline__ int latency_take_skipped(const EpLatency &l, int r, uint64_t flag) {
+    volatile uint32_t *skipped = &latency_late(l, flag)->skipped[r];
+    int blocks = (int)*skipped;
+    *skipped = 0;
+    return blocks;
 }
 
 /** Take the late ranks out of this block's set of those who are alive. Returns whether there are
@@ -275,6 +290,22 @@ __device__ __forceinline__ int latency_leave_late(const EpLatency &l, uint64_t f
     return !__syncthreads_and(!cut);
 }
 
+/* Tell the host who is not alive, in a word. Operations that cut ranks at a time store different
+ * words. The fences order each one's store before its load. So who stores an old word sees the
+ * new one, and stores again. */
+__device__ __forceinline__ void latency_tell_cuts(const EpCudaGroup &g, int word) {
+    volatile EpCudaFailure *out = g.failure;
+    uint32_t alive = ep_load_relaxed_gpu32(&g.state->alive[word]), before;
+    out->cut_op = EP_DIGEST_OP(g.digest);
+    do {
+        before = alive;
+        __threadfence_system();
+        out->cut[word] = (uint32_t)~before;
+        __threadfence_system();
+        alive = ep_load_relaxed_gpu32(&g.state->alive[word]);
+    } while (alive != before);
+}
+
 /** Cut the late ranks: tell the host and them, and leave nothing for the next operation of the set.
  *  By all threads of the last block. */
 [[maybe_unused]] static __device__ __noinline__ void
@@ -283,13 +314,11 @@ latency_cut(const EpCudaGroup &g, const EpLatency &l, uint64_t flag) {
     int t = (int)threadIdx.x;
     if (t < g.size && latency_is_late(l, t, flag))
         ep_store_relaxed_sys(&ep_ballot(g, t, g.rank)->masked, 1);
-    if (t < g.size) late->skipped[t] = 0;
     __syncthreads();
     if (t < EP_ALIVE_WORDS) {
         uint32_t cut = late->absent[t] | late->lost[t];
-        volatile EpCudaFailure *out = g.failure;
         if (cut) atomicAnd(&g.state->alive[t], ~cut);
-        if (cut) out->cut_op = EP_DIGEST_OP(g.digest), out->cut[t] = out->cut[t] | cut;
+        if (cut) latency_tell_cuts(g, t);
         late->absent[t] = late->lost[t] = 0;
     }
     if (t < 3) late->since[t] = 0;

@@ -115,11 +115,7 @@ enum EpHeadWord {
     EP_HEAD_COUNTS = 8  /**< [L] entries for each of the receiver's experts */
 };
 
-/** A flag: the number of the operation among those of its set, then the set. */
-#define EP_FLAG_SET_BITS 4
-#define EP_FLAG(number, set) ((uint64_t)(number) << EP_FLAG_SET_BITS | (uint64_t)(set))
-#define EP_FLAG_SET(flag) ((int)(flag) & ((1 << EP_FLAG_SET_BITS) - 1))
-#define EP_FLAG_NUMBER(flag) ((flag) >> EP_FLAG_SET_BITS)
+/** The buffer of an operation: a set's operations alternate. */
 #define EP_FLAG_BUFFER(flag) (EP_FLAG_SET(flag) * 2 + (int)((flag) >> EP_FLAG_SET_BITS & 1))
 
 /** How far a set's operations are. Every block loads all sets' at once. */
@@ -143,15 +139,17 @@ typedef struct EpLatencySet {
  * it zeroes rows that are missing in part, or adds up all tokens again without the late ranks.
  * Then it cuts them: from the next operation on they are not alive.
  *
- * A head may come while some blocks have given it up and others have not. Then they do not agree on
- * slots, and the last block, which finds that by their number, suspends the group.
+ * A head may come while some blocks have given it up and others have not. Or an operation beside
+ * this one cuts a rank while this kernel's blocks begin. Then they do not agree on slots, and the
+ * last block, which finds that by their number, suspends the group. In a combine it takes the rank
+ * for late.
  */
 typedef struct EpLateRanks {
     uint64_t since[3]; /**< ~ of the time when the first wait became long, for a head, lines,
                             weights; 0: none has */
     uint32_t absent[EP_ALIVE_WORDS];     /**< ranks whose heads are late, or that cut this one */
     uint32_t lost[EP_ALIVE_WORDS];       /**< ranks of whose rows, sums or weights some are late */
-    uint32_t skipped[EP_CUDA_MAX_RANKS]; /**< blocks that have done without a rank's head */
+    uint32_t skipped[EP_CUDA_MAX_RANKS]; /**< blocks that have done without a rank */
     uint32_t left;                       /**< receiving blocks that have ended */
 } EpLateRanks;
 

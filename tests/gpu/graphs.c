@@ -2,6 +2,8 @@
 /* Steps that are captured once and replayed, with new tokens, new routing and another T in the same
  * buffers: all operations of throughput mode, and a thousand times those of latency mode, whole and
  * in phases. The phases of two handles are also interleaved on two streams. */
+#include <unistd.h>
+
 #include "ep/ep_weight.h"
 #include "tests/gpu/device_step.h"
 #include "tests/harness/ranked.h"
@@ -215,6 +217,29 @@ LatencyTest(gpu_graphs, masked_in_latency_3, 3,
             replay_masked(bootstrap, latency_case(3, EP_LAYOUT_FLAT, 0)));
 LatencyTest(gpu_graphs, masked_in_phases_3, 3,
             replay_masked(bootstrap, latency_case(3, EP_LAYOUT_BATCHED, 1)));
+
+/* What a kernel finds while ep_group_mask waits for it ends the group. */
+static void disagree_meanwhile(const EpBootstrap *bootstrap, Case c) {
+    DeviceStep gpu;
+    uint32_t both = 3;
+    c.masks = 1;
+    EpGroup *group = open_group(bootstrap, &c);
+    device_step_new(&gpu, group, &c, bootstrap->rank);
+    device_step_draw_step(&gpu, 0);
+    device_step_issue(&gpu, STEP_PREPARE);
+    CHECK_CUDA(cudaStreamSynchronize(gpu.stream));
+    meet(bootstrap);
+    if (bootstrap->rank) usleep(300000);
+    CHECK_OK(device_step_try(&gpu, bootstrap->rank ? STEP_COMBINE : STEP_DISPATCH));
+    CHECK_STATUS(ep_group_mask(group, &both, gpu.stream), EP_ERR_ORDER);
+    CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_ORDER);
+    meet(bootstrap);
+    ep_group_destroy(group);
+    device_step_close(&gpu);
+}
+
+RankTest(gpu_graphs, masked_disagree_2, 2,
+         disagree_meanwhile(bootstrap, graph_case(2, EP_LAYOUT_EXPERT_MAJOR)));
 
 /* ---- counters ------------------------------------------------------------------------------ */
 

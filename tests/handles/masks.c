@@ -3,6 +3,9 @@
  * which knows who is masked, before prepare or after it. */
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
+#if EP_WITH_CUDA
+#include "runtime/cuda/cuda.h"
+#endif
 
 TestSuite(handles_masks, .init = be_quiet);
 
@@ -67,10 +70,22 @@ static void check_alive(const Masked *m, uint32_t expected) {
     CHECK(word == expected, "%#x instead of %#x", word, expected);
 }
 
+/* Leave units in the counters of ready words, as a dispatch does that has not come to its end. */
+static void leave_units(const EpGroup *group) {
+#if EP_WITH_CUDA
+    size_t bytes = (size_t)ep_cuda_counter_bytes(group->latency_sets);
+    if (TEST_BACKEND == EP_BACKEND_CUDA)
+        CHECK(!cudaMemset(ep_cuda(group)->block_counters, 1, bytes), "cudaMemset failed");
+#else
+    (void)group;
+#endif
+}
+
 /* Go on with the ranks of a world. */
 static void mask(Masked *m, World *world) {
     uint32_t word = living(world);
     EpStatus status = EP_ERR_TIMEOUT;
+    leave_units(m->step.group);
     /* On a loaded machine a rank may come later than a short deadline. */
     for (int i = 0; i < 20 && status == EP_ERR_TIMEOUT; i++)
         status = ep_group_mask(m->step.group, &word, NULL);
@@ -122,6 +137,8 @@ BOTH_MODES(copies, "ranks=4 nodes=0011 masked=0100 experts=5 physical=11 map=ran
 BOTH_MODES(near_copies, "ranks=3 masked=001 experts=6 physical=12 map=everywhere spread=full",
            "counters=1");
 BOTH_MODES(by_entry, "ranks=4 nodes=0101 masked=0010 top_k=4", "by_entry=1 weights_at_combine=1");
+TextsTest(handles_masks, flat_words, run_without,
+          "ranks=4 masked=1001 top_k=4 layout=flat mode=latency block_rows=3 spread=full");
 TextsTest(handles_masks, other_steps, run_without,
           "ranks=4 nodes=0011 masked=0001 spread=full experts=7 merged=1 duplicates=1 top_k=5",
           "ranks=4 nodes=0123 masked=1000 spread=full node_rows=4 capacity=200 counters=1",
@@ -222,9 +239,11 @@ TextsTest(handles_masks, absent_from_decoding, run_absent_from_decoding,
 #if TESTS_SANITIZED
 #define LATE_SECONDS 3.0
 #define LATE "late_us=3000000 spread=full mode=latency "
+#define LATE_DEADLINE "late_us=60000000 timeout=3 spread=full mode=latency "
 #else
 #define LATE_SECONDS 1.0
 #define LATE "late_us=1000000 spread=full mode=latency "
+#define LATE_DEADLINE "late_us=60000000 timeout=1 spread=full mode=latency "
 #endif
 
 /* Check that these ranks are cut, which is said once. */
@@ -308,6 +327,7 @@ TextsTest(handles_masks, late, run_late, LATE "ranks=3 masked=001 weighted=1",
           LATE "ranks=4 masked=0100 layout=flat top_k=4 phases=1 scale_bytes=8",
           LATE "ranks=3 nodes=001 masked=001 layout=batched phases=1 weighted=1",
           LATE "ranks=4 masked=1000 layout=rank-major top_k=4 zero_tail=ids",
+          LATE_DEADLINE "ranks=3 masked=100 weighted=1",
           LATE "ranks=3 nodes=012 masked=010 weights_at_combine=1 top_k=4",
           LATE "ranks=3 masked=010 by_entry=1 weights_at_combine=1 quant=fp8 phases=1");
 
@@ -420,6 +440,55 @@ static void run_rank_that_stays_away(Case c) {
 
 TextsTest(handles_masks, rank_that_stays_away, run_rank_that_stays_away, "ranks=2 masked=01",
           "ranks=4 masked=0100", "ranks=3 nodes=001 masked=001", "ranks=3 nodes=012 masked=100");
+
+/* A group is suspended while operations are between their phases, one of which is dropped then. */
+static void dropped(const EpBootstrap *bootstrap, void *given) {
+    Case c = *(Case *)given;
+    c.timeout = SOON;
+    Masked m = masked_open(bootstrap, &c);
+    uint32_t all = living(m.all);
+    CHECK_OK(call_op(&m.step, STEP_PREPARE));
+    CHECK_OK(call_op(&m.step, STEP_DISPATCH_SEND));
+    meet(&m);
+    if (!m.is_masked)
+        CHECK_TIMEOUT(ep_group_mask(m.step.group, &all, NULL), SOON, "did not call it within");
+    ep_handle_destroy(m.step.handle);
+    meet(&m);
+    mask(&m, m.all);
+    m.step.handle = open_handle(m.step.group, &m.all->c);
+    for (int i = 0; i < 5; i++) /* more than there are sets of buffers */
+        step_all(&m.step);
+    masked_close(&m);
+}
+
+static void run_dropped(Case c) {
+    if (serves(&c)) run_body_of(dropped, &c);
+}
+
+TextsTest(handles_masks, dropped, run_dropped, LATE "ranks=2 masked=01 phases=1",
+          "ranks=3 masked=010 mode=latency phases=1");
+
+/* Ranks 0 and 2 have cut each other, and rank 1 has cut neither. So all have sent as many
+ * operations, and yet the one in flight is dropped on all. */
+static void cut_pairwise(const EpBootstrap *bootstrap, void *given) {
+    Masked m = masked_open(bootstrap, given);
+    CHECK_OK(call_op(&m.step, STEP_PREPARE));
+    if (bootstrap->rank != 1) CHECK_OK(ep_group_cut(m.step.group, 2 - bootstrap->rank, NULL));
+    CHECK_OK(call_op(&m.step, STEP_DISPATCH_SEND));
+    meet(&m);
+    mask(&m, m.all);
+    CHECK_REFUSED(call_op(&m.step, STEP_DISPATCH_WAIT), EP_ERR_ORDER, "dispatch_send before it");
+    for (int i = 0; i < 3; i++)
+        step_all(&m.step);
+    masked_close(&m);
+}
+
+static void run_cut_pairwise(Case c) {
+    if (TEST_BACKEND == EP_BACKEND_CUDA) run_body_of(cut_pairwise, &c);
+}
+
+TextsTest(handles_masks, cut_pairwise, run_cut_pairwise,
+          "ranks=3 late_us=30000000 spread=full mode=latency phases=1");
 
 ThreadTest(handles_masks, refused, 2) {
     EpGroup *plain = open_group_of(bootstrap, ""), *group = open_group_of(bootstrap, "masks=1");

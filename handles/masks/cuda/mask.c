@@ -13,13 +13,14 @@
 EpStatus ep_cuda_open_masks(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
     uint32_t words[EP_ALIVE_WORDS + 1] = {0};
+    int64_t deadline_us = (int64_t)(group->timeout * 1e6);
     _Static_assert(offsetof(EpCudaState, late_us) ==
                        offsetof(EpCudaState, alive) + EP_ALIVE_WORDS * sizeof(uint32_t),
                    "written together");
     for (int32_t r = 0; r < cuda->device.size; r++)
         words[r / 32] |= 1u << r % 32;
     if (group->config.on_late == EP_LATE_MASK)
-        words[EP_ALIVE_WORDS] = (uint32_t)group->config.late_us;
+        words[EP_ALIVE_WORDS] = (uint32_t)ep_max(1, ep_min(group->config.late_us, deadline_us));
     if (!group->config.masks) return EP_OK;
     EP_TRY(ep_cuda_put(group, cuda->device.state->alive, words, sizeof(words)));
     return ep_cuda_check(group, "cudaHostAlloc",
@@ -115,6 +116,22 @@ static EpStatus choose_copies(EpGroup *group, const EpCudaStream *stream) {
     return launch(group, ep_cuda_launch_choose_copies, &args, stream);
 }
 
+/* A dispatch that has not come to its end may have left units in the counters of ready words. */
+static EpStatus clear_counters(const EpGroup *group, const EpCudaStream *stream) {
+    size_t bytes = (size_t)ep_cuda_counter_bytes(group->latency_sets);
+    return ep_cuda_check(
+        group, "cudaMemsetAsync",
+        cudaMemsetAsync(ep_cuda(group)->block_counters, 0, bytes, stream->stream));
+}
+
+/* The set of ranks has changed, and this rank's table of copies cannot follow. */
+static EpStatus fail_copies(EpGroup *group) {
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = EP_ERR_SYSTEM, finding.rank = finding.peer = group->rank, finding.count = 1;
+    strcpy(finding.phase, "ep_group_mask");
+    return ep_group_fail(group, &finding);
+}
+
 EpStatus ep_cuda_mask(EpGroup *group, const EpMask *alive, EpStream on) {
     EpCall call = {"ep_group_mask", group->rank};
     EpCuda *cuda = ep_cuda(group);
@@ -126,17 +143,19 @@ EpStatus ep_cuda_mask(EpGroup *group, const EpMask *alive, EpStream on) {
         return ep_refuse(&call, EP_ERR_UNSUPPORTED, "stream",
                          "expected one that is not captured, since the call waits for other ranks");
     EP_TRY(ep_cuda_finish(group));
+    ep_cuda_poll(group); /* what this rank's kernels have found meanwhile */
+    if (group->failed != EP_OK) return ep_group_usable(group);
     *result = (EpMaskResult){.end = 0};
     describe(group, alive, &args);
+    EP_TRY(clear_counters(group, &stream));
     EP_TRY(launch(group, ep_cuda_launch_mask, &args, &stream));
     EP_TRY(ep_cuda_check(group, "cudaStreamSynchronize", cudaStreamSynchronize(stream.stream)));
     if (result->end != EP_MASK_DONE) return fail(group, alive, result);
-    EP_TRY(choose_copies(group, &stream));
     cuda->chosen = (EpMask){{0}};
     if (result->drops) drop_pending(group);
     ep_cuda_settle_plans(group);
     memset(cuda->device.failure, 0, sizeof(*cuda->device.failure));
-    return EP_OK;
+    return choose_copies(group, &stream) == EP_OK ? EP_OK : fail_copies(group);
 }
 
 EpStatus ep_cuda_cut(EpGroup *group, int32_t rank, EpStream on) {

@@ -51,6 +51,14 @@ __device__ __forceinline__ int same_set(const EpMaskArgs &a, const EpCudaBallot 
     return same;
 }
 
+/* Returns whether some ranks of the new set do not take part so far, for this rank. */
+__device__ __forceinline__ int lacks_some(const EpMaskArgs &a) {
+    int lacks = 0;
+    for (int i = 0; i < EP_ALIVE_WORDS; i++)
+        lacks |= ((uint32_t)a.alive[i] & ~ep_load_relaxed_gpu32(&a.group.state->alive[i])) != 0;
+    return lacks;
+}
+
 /* ---- this rank's ballot -------------------------------------------------------------------- */
 
 /* Cast a ballot with a new ticket. Until then readers see that this rank has none. */
@@ -63,6 +71,7 @@ __device__ void cast(const EpMaskArgs &a, const Voter &v, Own *own) {
     ep_fence_sys();
     for (int i = 0; i < EP_ALIVE_WORDS; i++)
         ep_store_relaxed_sys(&to->alive[i], a.alive[i]);
+    ep_store_relaxed_sys(&to->cuts, (uint64_t)lacks_some(a));
     ep_store_relaxed_sys(&to->epoch, g.state->epoch);
     ep_store_relaxed_sys(&to->sent, g.state->sent);
     ep_store_relaxed_sys(&to->turn, a.sets ? a.latency->turn : 0);
@@ -90,7 +99,7 @@ __device__ void clear_window(const EpMaskArgs &a) {
 typedef struct Numbers {
     unsigned long long epoch, sent, set[EP_MAX_LATENCY_SETS];
     unsigned long long turn; /* below the operations that its rank has sent */
-    int differs;             /* whether those of a set do */
+    int differs; /* whether those of a set do, or a rank has sent another one nothing */
 } Numbers;
 
 __device__ __forceinline__ unsigned long long turn_key(uint64_t sent, uint64_t turn) {
@@ -108,13 +117,14 @@ __device__ void find_numbers(const EpMaskArgs &a, const Voter &v) {
     Numbers &n = *numbers();
     const EpCudaState *state = a.group.state;
     if (threadIdx.x == 0) {
-        n.epoch = state->epoch, n.sent = state->sent, n.differs = 0;
+        n.epoch = state->epoch, n.sent = state->sent, n.differs = lacks_some(a);
         n.turn = a.sets ? turn_key(state->sent, a.latency->turn) : 0;
         for (int s = 0; s < a.sets; s++)
             n.set[s] = a.latency->count[s].sent;
     }
     __syncthreads();
     if (v.is_peer) {
+        if (v.theirs.cuts) atomicMax(&n.differs, 1);
         atomicMax(&n.epoch, (unsigned long long)v.theirs.epoch);
         atomicMax(&n.sent, (unsigned long long)v.theirs.sent);
         atomicMax(&n.turn, turn_key(v.theirs.sent, v.theirs.turn));
@@ -162,6 +172,7 @@ __device__ void read_ballot(const EpMaskArgs &a, Voter *v) {
         b->seen = ep_load_relaxed_sys(&from->seen), b->done = ep_load_relaxed_sys(&from->done);
         for (int i = 0; i < EP_ALIVE_WORDS; i++)
             b->alive[i] = ep_load_relaxed_sys(&from->alive[i]);
+        b->cuts = ep_load_relaxed_sys(&from->cuts);
         b->epoch = ep_load_relaxed_sys(&from->epoch), b->sent = ep_load_relaxed_sys(&from->sent);
         b->turn = ep_load_relaxed_sys(&from->turn);
         for (int s = 0; s < a.sets; s++)
@@ -204,8 +215,8 @@ __device__ Found look_at_all(const EpMaskArgs &a, Voter *v, const Own &own) {
 
 /* ---- the end ------------------------------------------------------------------------------- */
 
-/* Go on with the numbers. Where all ranks have sent the same operations, those that are in flight
- * stay. By one thread. */
+/* Go on with the numbers. Where all ranks have sent each other the same operations, those that are
+ * in flight stay. By one thread. */
 __device__ void set_latency(const EpMaskArgs &a, const Numbers &n) {
     EpLatencyState *l = a.latency;
     l->passed = l->claimed = 0;
@@ -312,7 +323,7 @@ __global__ void cut_rank(const __grid_constant__ EpMaskArgs a) {
     for (int r = 0; r < g.size; r++)
         if (in_set(a, r)) ep_store_relaxed_sys(&ep_ballot(g, r, g.rank)->masked, 1);
     for (int i = 0; i < EP_ALIVE_WORDS; i++)
-        g.state->alive[i] &= ~(uint32_t)a.alive[i];
+        atomicAnd(&g.state->alive[i], ~(uint32_t)a.alive[i]); /* others may cut ranks now */
 }
 
 extern "C" int ep_cuda_open_mask(int shared_bytes) {

@@ -29,7 +29,8 @@
  *
  * Numbers only grow: the epoch, and the operations of latency mode, exceed all that a rank has
  * reached. A set of buffers whose operations differ between ranks gets a larger number, too. Then
- * operations between their phases are dropped: some rank lacks them.
+ * operations between their phases are dropped: some rank lacks them. So it is where a rank of the
+ * new set was masked or cut for another one: the two have sent each other nothing.
  *
  * Memory order. A ballot's word is stored before its fields, with no state, and after them; fences
  * lie between. A reader loads it before and after the fields. A rank clears its window before the

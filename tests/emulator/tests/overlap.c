@@ -133,3 +133,33 @@ OverlapTest(fp8_sums, "capacity=1600 sum_quant=fp8 sum_type=fp32");
 OverlapTest(latency, "weighted=1 mode=latency capacity=1600");
 OverlapTest(latency_batched, "weights_at_combine=1 mode=latency layout=batched num_sms=3");
 OverlapTest(latency_in_phases, "weighted=1 mode=latency layout=flat phases=1 capacity=1600");
+
+/* Rank 1, which has no rows, has completed combine, and calls ep_group_mask while rank 0 waits for
+ * its blocks. */
+ThreadTest(gpu_overlap, masks_early, 2) {
+    Case c = case_of("ranks=2 spread=alone routing=one-rank alignment=16 block_rows=4 masks=1");
+    uint32_t both = 3;
+    DeviceStep gpu;
+    c.capacity = 1600, c = case_complete(c);
+    EpGroup *group = open_group(bootstrap, &c);
+    device_step_new(&gpu, group, &c, bootstrap->rank);
+    device_step_draw(&gpu, &c);
+    gpu.memory.counters = step_counters_new(&gpu.step);
+    EpTensor done = step_counter(&gpu.step, gpu.memory.counters, DONE_WORDS);
+    memset(done.data, 0, step_bytes(done));
+    device_step_issue(&gpu, STEP_PREPARE | STEP_DISPATCH);
+    gpu.step.expected = DONE;
+    device_step_issue(&gpu, STEP_COMBINE);
+    if (bootstrap->rank == 0) {
+        usleep(500000);
+        for (int64_t i = 0; i < done.shape[0]; i++)
+            __atomic_store_n((int32_t *)done.data + i, DONE, __ATOMIC_RELEASE);
+        CHECK_CUDA(cudaStreamSynchronize(gpu.stream));
+        CHECK_OK(ep_group_status(group, NULL));
+    }
+    CHECK_OK(ep_group_mask(group, &both, gpu.stream));
+    device_step_check(&gpu);
+    gpu_release(gpu.memory.counters), gpu.memory.counters = NULL;
+    device_step_close(&gpu);
+    ep_group_destroy(group);
+}
