@@ -333,6 +333,15 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
     out->fault = fault;
 }
 
+/* Returns whether a rank has given up, and reports it. */
+__device__ __forceinline__ int ep_has_given_up(const EpCudaGroup &g, int peer) {
+    uint32_t epoch = ep_epoch(g);
+    uint64_t gone = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, epoch)->gone);
+    if ((uint32_t)(gone >> 32) != epoch) return 0;
+    ep_report(g, EP_FAULT_PEER, EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, epoch, (uint32_t)gone - 1});
+    return 1;
+}
+
 /* Masks: returns whether a rank has masked this one, or cut it. */
 __device__ __forceinline__ int ep_is_masked_by(const EpCudaGroup &g, int r) {
     return ep_load_relaxed_sys(&ep_ballot(g, g.rank, r)->masked) != 0;
@@ -360,7 +369,7 @@ static __device__ __noinline__ int ep_has_left(const EpCudaGroup &g, int r, int 
 }
 
 /* Masks: returns whether the rank that is waited for has left, or a rank has masked this one.
- * Reports it. Where ranks are cut, one that has cut this one ends the waits for itself alone. In a
+ * Reports it, or whom that rank blames. Where ranks are cut, one that has cut this one ends the waits for itself alone. In a
  * long wait. */
 static __device__ __noinline__ int ep_finds_vote(const EpCudaGroup &g, int peer, int awaited,
                                                  uint32_t expected) {
@@ -369,6 +378,7 @@ static __device__ __noinline__ int ep_finds_vote(const EpCudaGroup &g, int peer,
         if (r == g.rank || !ep_is_alive(r) || (ep_cuts() && r != peer)) continue;
         int masks = ep_is_masked_by(g, r);
         if (!masks && (r != peer || !ep_has_left(g, r, awaited, expected))) continue;
+        if (!masks && ep_has_given_up(g, r)) return 1;
         ep_report(g, masks ? EP_FAULT_MASKED : EP_FAULT_LEFT,
                   EpAwaited{r, EP_AWAIT_ARRIVAL, 0, 0, 0});
         return 1;
@@ -391,15 +401,6 @@ __device__ __forceinline__ int ep_keep_waiting(const EpCudaGroup &g, EpTimeout *
     if (now - timeout->start < g.timeout_ns && !aborted) return 1;
     ep_report(g, EP_FAULT_LATE, awaited);
     return 0;
-}
-
-/* Returns whether a rank has given up, and reports it. */
-__device__ __forceinline__ int ep_has_given_up(const EpCudaGroup &g, int peer) {
-    uint32_t epoch = ep_epoch(g);
-    uint64_t gone = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, epoch)->gone);
-    if ((uint32_t)(gone >> 32) != epoch) return 0;
-    ep_report(g, EP_FAULT_PEER, EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, epoch, (uint32_t)gone - 1});
-    return 1;
 }
 
 /* Returns whether some rank has given up for a reason of its own, and reports it: it sends no more
