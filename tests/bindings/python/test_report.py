@@ -308,7 +308,7 @@ def test_true_results(report, tmp_path):
         shape = small if name != "m" else [small[0], small[1], *small[4:]]
         more = ["--save-routing", str(tmp_path / "b.trace")] if name == "b" else []
         subprocess.run([os.environ["EP_BENCH"], *shape, *options, *more, "--json", paths[-1]],
-                       check=True, stdout=subprocess.DEVNULL, timeout=120)
+                       check=True, stdout=subprocess.DEVNULL, timeout=300)
     page = report(*paths, str(tmp_path / "b.trace"))
     with open(paths[0]) as stream:
         result = json.load(stream)

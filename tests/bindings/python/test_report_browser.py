@@ -91,7 +91,7 @@ def test_page(tmp_path, page, scheme):
                f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
                "--virtual-time-budget=60000", "--enable-logging=stderr", "--dump-dom"]
     done = subprocess.run([PROGRAM, *options, (tmp_path / "frames.html").as_uri()], text=True,
-                          capture_output=True, timeout=120)
+                          capture_output=True, timeout=300)
     assert "CONSOLE" not in done.stderr, done.stderr
     answers = re.search("<title>answers (.*?)</title>", done.stdout, re.S)
     assert answers, done.stdout[:1000]

@@ -17,7 +17,7 @@ def run_ranks(size, program, *options, **environment):
     end = str(size), str(free_port()), *options
     program = os.path.join(HERE, program)
     ranks = [(program, str(rank), *end) for rank in range(size)]
-    return finish_all([start(*rank, is_fork=True, **environment) for rank in ranks], 120)
+    return finish_all([start(*rank, is_fork=True, **environment) for rank in ranks], 300)
 
 
 def test_program(nodes):
@@ -66,7 +66,7 @@ def test_running_programs(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text(HELPER)
     process = start(str(tmp_path / "script.py"), str(tmp_path), "--flag")
-    out = good(finish(process, 60)).splitlines()
+    out = good(finish(process)).splitlines()
     assert out[0].startswith("1.2.1+libep") and out[0].endswith("['--flag']")
     assert out[1:] == 2 * [out[0].replace("'--flag'", "")]
 
@@ -93,7 +93,7 @@ def test_deepep_own_tests(program):
 
 
 def test_path_and_usage():
-    folder = good(finish(start("--path", is_fork=True), 60)).strip()
+    folder = good(finish(start("--path", is_fork=True))).strip()
     assert os.path.exists(os.path.join(folder, "deep_ep", "__init__.py"))
-    status, _, err = finish(start("-m", is_fork=True), 60)
+    status, _, err = finish(start("-m", is_fork=True))
     assert status == 1 and "script.py ARGUMENTS" in err

@@ -304,7 +304,7 @@ def test_program():
     program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     done = subprocess.run([*program, os.path.join(EXAMPLES, "moe_torch.py")], env=environment,
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr
     losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", done.stdout)]
     assert len(losses) == 6 and losses[-1] < losses[0] / 2, done.stdout

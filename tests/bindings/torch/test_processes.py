@@ -180,6 +180,6 @@ with group() as g:
     first.send_signal(signal.SIGINT)
     assert float(first.stdout.readline()) - begin < 1
     second.stdin.write("\n")
-    status, _, err = finish(first, 60)
+    status, _, err = finish(first)
     assert status != 0 and "KeyboardInterrupt" in err
-    check([finish(second, 60)], ["(PEER|ABORTED).*(KeyboardInterrupt|Ctrl-C).*"])
+    check([finish(second)], ["(PEER|ABORTED).*(KeyboardInterrupt|Ctrl-C).*"])
