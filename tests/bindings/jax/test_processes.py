@@ -102,7 +102,7 @@ ep = libep.jax.bootstrap(mesh, "ep", num_experts=2, max_tokens=4, hidden=8, top_
 rows = lambda: ep.dispatch(jnp.ones((8, 8)), jnp.zeros((8, 1), jnp.int32))[0]
 child = multiprocessing.get_context("fork").Process(target=ep.close)
 child.start()
-child.join(60)
+child.join(200)
 child.kill()
 print(child.exitcode, int(rows().sum()))
 """
