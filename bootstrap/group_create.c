@@ -364,12 +364,15 @@ static EpStatus check_admission(const EpCall *call, EpGroup *group, const EpBoot
     return group->failed == EP_OK ? EP_OK : status; /* a suspended group may admit */
 }
 
-static EpStatus describe_admission(EpGroup *group, const EpBootstrap *bootstrap, EpHello *mine) {
+/* What cannot be found out is said to the others, who would wait else. */
+static void describe_admission(EpGroup *group, const EpBootstrap *bootstrap, EpHello *mine) {
     memset(mine, 0, sizeof(*mine));
     mine->id = group->id, mine->admits = 1;
     mine->place = group->rank, mine->alive = group->alive;
     ep_hello_describe(mine, bootstrap, &group->config, &group->settings);
-    return find_location(bootstrap, &group->config, &group->settings, group->rank, &mine->location);
+    EpStatus status =
+        find_location(bootstrap, &group->config, &group->settings, group->rank, &mine->location);
+    if (status != EP_OK) refuse_self(mine, status);
 }
 
 /* What admitting changes in a group, to be taken back if it fails. */
@@ -418,7 +421,7 @@ EpStatus ep_group_admit(EpGroup *group, const EpBootstrap *bootstrap) {
     EpNodes nodes;
     Agreement agreed = {.group = NULL};
     double begin = ep_clock();
-    EP_TRY(describe_admission(group, bootstrap, &mine));
+    describe_admission(group, bootstrap, &mine);
     int has_memory = ep_nodes_open(group->size, &nodes);
     has_memory = allocate_hellos(&agreed, bootstrap, &group->config) && has_memory;
     EpStatus status = meet_newcomers(group, &call, bootstrap, has_memory, &mine, &agreed, &nodes);
@@ -450,13 +453,14 @@ int ep_group_end(EpGroup *group) {
 }
 
 /* Peers may store into this rank's memory until they have finished too, so meet them in a barrier.
- * Masked ranks would not come, and ranks of a group with masks store into no other rank's memory.
+ * Ranks that are masked or cut would not come, and ranks of a group with masks store into no other rank's memory.
  * A rank that knows that the group has failed skips the barrier; poll first, since this rank may
  * not know it yet. Returns 1 if all ranks are there. */
 static int meet_to_destroy(EpGroup *group) {
     int finished = ep_group_end(group);
     ep_abort_set_phase(&group->abort, EP_ABORT_LEAVING);
-    int all = ep_mask_has_all(&group->alive, group->size) && !ep_config_joins(&group->config);
+    int all = ep_mask_has_all(&group->alive, group->size) && ep_mask_is_empty(&group->cut) &&
+              !ep_config_joins(&group->config);
     return finished && all && is_usable(group) && ep_group_meet(group) == EP_OK;
 }
 

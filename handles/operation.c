@@ -331,10 +331,8 @@ EpStatus ep_run_gather(const EpOperation *o, EpGather *gather) {
 
 EpStatus ep_refuse_cuts(EpGroup *group) {
     EpFinding finding = EP_FINDING_INIT;
-    int32_t r = 0;
-    while (r < group->size && !ep_mask_has(&group->cut, r))
-        r++;
-    if (r == group->size) return EP_OK;
+    if (ep_mask_is_empty(&group->cut)) return EP_OK;
+    int32_t r = ep_mask_lowest(&group->cut);
     finding.status = EP_ERR_TIMEOUT, finding.rank = group->rank, finding.peer = r;
     finding.count = 1;
     ep_fail(EP_ERR_TIMEOUT,

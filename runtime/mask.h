@@ -6,6 +6,8 @@
  * Sets of ranks: bit r % 32 of word r / 32 is rank r's.
  */
 
+#include <string.h>
+
 #include "ep/ep.h"
 
 #define EP_MASK_WORDS (EP_MAX_RANKS / 32)
@@ -33,6 +35,12 @@ static inline int32_t ep_mask_lowest(const EpMask *mask) {
     while (!ep_mask_has(mask, r))
         r++;
     return r;
+}
+
+/** Returns whether no rank is in the set. */
+static inline int ep_mask_is_empty(const EpMask *mask) {
+    static const EpMask none = {{0}};
+    return memcmp(mask, &none, sizeof(none)) == 0;
 }
 
 /** Returns the set of ranks 0 .. num_ranks - 1. */

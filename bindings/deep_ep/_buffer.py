@@ -703,10 +703,16 @@ class Buffer(OfProcess):
         """Write 1 for each rank that low-latency calls of this rank go on without, else 0. Local.
 
         mask_status  [R] int32
+
+        On GPUs it waits for the current stream, whose operations may find that a rank is late.
         """
         call = "low_latency_query_mask_buffer"
         self._require_shrink(call)
         _checks.mask_status(call, mask_status, self.group_size)
+        if mask_status.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                refuse(f"{call}: expected a call outside of captures, got one in a capture")
+            torch.cuda.current_stream(mask_status.device).synchronize()
         masked = self._groups.masked()
         words = [int(rank in masked) for rank in range(self.group_size)]
         mask_status.copy_(torch.tensor(words, dtype=torch.int32))

@@ -239,6 +239,12 @@ class LatencyGroup:
         """
         alive = set(range(self.group.size))
         while True:
+            if self.group.rank not in alive:
+                raise EpError(
+                    Status.TIMEOUT,
+                    f"rank {self.group.rank}: low_latency_clean_mask_buffer: others go on "
+                    "without this rank, which came too late: call it on all ranks again",
+                )
             try:
                 self.group.mask(sorted(alive))
                 return
@@ -326,6 +332,13 @@ class Groups:
         found = self._latency.get(key)
         if found is None:
             self._require("low_latency_dispatch", key.device)
+            masked = self.masked() if self.late_us is not None else None
+            if masked:
+                refuse(
+                    "low_latency_dispatch: expected a configuration that was used before, since a "
+                    f"new one needs all ranks, and rank {min(masked)} is masked: call "
+                    "low_latency_clean_mask_buffer on all ranks first"
+                )
             found = self._latency[key] = LatencyGroup(self.bootstrap, key, self.late_us)
             self._all.append(found.group)
         return found

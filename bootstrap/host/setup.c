@@ -210,8 +210,11 @@ void ep_host_close(EpGroup *group, int together) {
     EpHost *host = group->backend_state;
     if (!host) return;
     int sends = ep_exchange_destroy(host->exchange, together);
-    if (host->memory && !sends) share_free(&group->bootstrap, host->memory, together);
+    /* A message of the bootstrap may still be read from the segment. The group's own connections end
+     * here. */
+    int stays = sends && !host->messages.isend;
     ep_bootstrap_destroy(&host->messages);
+    if (host->memory && !stays) share_free(&group->bootstrap, host->memory, together);
     free(host);
     group->backend_state = NULL;
 }

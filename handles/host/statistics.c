@@ -6,7 +6,7 @@
 #include "handles/handle.h"
 #include "handles/operation.h"
 
-static EpStatus refuse_cuts(EpGroup *group) {
+EpStatus ep_host_refuse_cuts(EpGroup *group) {
     EpStatus status = ep_refuse_cuts(group);
     if (status == EP_OK) return EP_OK;
     ep_exchange_give_up(ep_host(group)->exchange, group->failure.peer, "");
@@ -37,7 +37,7 @@ EpStatus ep_host_run(EpHandle *handle, const EpStatistics *stats, EpHostRun *run
     EpExchange *x = ep_host(group)->exchange;
     if (group->config.on_late != EP_LATE_MASK) return run_timed(handle, stats, run, call);
     if (!ep_handle_is_latency(handle)) {
-        EP_TRY(refuse_cuts(group));
+        EP_TRY(ep_host_refuse_cuts(group));
         return run_timed(handle, stats, run, call);
     }
     double before = ep_exchange_set_late(x, group->config.late_us * 1e-6); /* a dispatch prepares */

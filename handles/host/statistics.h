@@ -15,6 +15,9 @@ typedef EpStatus EpHostRun(EpHandle *handle, const void *call);
 EpStatus ep_host_run(EpHandle *handle, const EpStatistics *stats, EpHostRun *run, const void *call,
                      const char *phase);
 
+/** ep_refuse_cuts, and tell the others. */
+EpStatus ep_host_refuse_cuts(EpGroup *group);
+
 /** Add begin[r + 1] - begin[r] rows for each rank r. */
 void ep_host_count_rows(const EpGroup *group, const EpStatistics *stats, const int32_t *begin);
 

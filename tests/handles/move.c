@@ -191,7 +191,7 @@ static void move_often(const EpBootstrap *bootstrap, void *given) {
 }
 
 static void run_moves(Case c) {
-    if (c.masks) HOST_ONLY("groups with masks are of the host backend");
+    if (c.masks) HOST_ONLY("moves in groups with masks are of the host backend");
     GPU_NEEDS(c.ranks);
     run_body_of(move_often, &c);
 }
@@ -209,7 +209,7 @@ TextsTest(handles_move, masked, run_moves, "ranks=4 experts=5 physical=13 masks=
 
 /* A rank does not come. The others mask it, and restore its experts from their copies. */
 GroupTest(handles_move, goes_on_without_a_rank, 3, "experts=4 physical=9 masks=1 timeout=2") {
-    HOST_ONLY("groups with masks are of the host backend");
+    HOST_ONLY("moves in groups with masks are of the host backend");
     Case c = case_complete(case_of("ranks=3 experts=4 physical=9 masks=1 masked=001"));
     Moving *m = calloc(1, sizeof(*m));
     const int32_t from[] = {0, 1, 2, 3, 0, 1, 3, 2, 1}, to[] = {3, 2, 1, 0, 2, 3, 0, 1, 2};

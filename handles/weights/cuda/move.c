@@ -150,6 +150,10 @@ static void enlarge_records(EpWindowLayout *layout) {
 
 EpStatus ep_cuda_weight_move(const EpMove *move) {
     EpGroup *group = move->group;
+    EpCall call = {"ep_weight_move", group->rank};
+    if (group->config.masks)
+        return ep_refuse(&call, EP_ERR_UNSUPPORTED, "group",
+                         "expected one without config.masks on GPUs, got one with");
     Work work = {.move = move, .group = ep_cuda(group)->device};
     EpMover mover = {&work, INT64_MAX, exchange, copy};
     uint32_t digest = ep_digest_of(&ep_op_weight_move, 0, move->fact, EP_OP_FACTS);

@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "handles/host/statistics.h"
 #include "runtime/host/host.h"
 #include "runtime/layout.h"
 
@@ -71,5 +72,6 @@ static EpStatus copy(void *context, void *to, const void *from, int64_t bytes) {
 }
 
 EpStatus ep_host_weight_move(const EpMove *move) {
+    EP_TRY(ep_host_refuse_cuts(move->group));
     return ep_move_run(move, &(EpMover){(void *)(uintptr_t)move, INT64_MAX, exchange, copy});
 }

@@ -158,6 +158,9 @@ def test_a_rank_is_late_and_comes_back(buffer, rank, world, barrier):
             with refused("EpError to bring rank 1 back, all ranks call"):
                 buffer.low_latency_update_mask_buffer(1, False)
             buffer.low_latency_update_mask_buffer(2 - rank, False)
+            x, idx, _ = inputs_of(world, rank)
+            with refused("EpError needs all ranks, and rank 1 is masked"):
+                buffer.low_latency_dispatch(x, idx, MAX_TOKENS + 1, world.experts)
         barrier.wait()
         buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
         buffer.low_latency_clean_mask_buffer()
