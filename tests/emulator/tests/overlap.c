@@ -135,10 +135,10 @@ OverlapTest(latency_batched, "weights_at_combine=1 mode=latency layout=batched n
 OverlapTest(latency_in_phases, "weighted=1 mode=latency layout=flat phases=1 capacity=1600");
 
 /* Rank 1, which has no rows, has completed combine, and calls ep_group_mask while rank 0 waits for
- * its blocks. */
-ThreadTest(gpu_overlap, masks_early, 2) {
-    Case c = case_of("ranks=2 spread=alone routing=one-rank alignment=16 block_rows=4 masks=1");
-    uint32_t both = 3;
+ * its blocks, and rank 2 for rank 0. */
+ThreadTest(gpu_overlap, masks_early, 3) {
+    Case c = case_of("ranks=3 spread=alone routing=one-rank alignment=16 block_rows=4 masks=1");
+    uint32_t all = 7;
     DeviceStep gpu;
     c.capacity = 1600, c = case_complete(c);
     EpGroup *group = open_group(bootstrap, &c);
@@ -157,7 +157,7 @@ ThreadTest(gpu_overlap, masks_early, 2) {
         CHECK_CUDA(cudaStreamSynchronize(gpu.stream));
         CHECK_OK(ep_group_status(group, NULL));
     }
-    CHECK_OK(ep_group_mask(group, &both, gpu.stream));
+    CHECK_OK(ep_group_mask(group, &all, gpu.stream));
     device_step_check(&gpu);
     gpu_release(gpu.memory.counters), gpu.memory.counters = NULL;
     device_step_close(&gpu);
