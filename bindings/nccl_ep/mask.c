@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Masks of ranks, and errors found on the device. A group of libep goes on with all its ranks or
- * with none: a rank that does not arrive in time fails the group. So all ranks count as active
- * while the group lives, none can be masked, and a failed group is made anew.
+ * Masks of ranks, and errors found on the device. These groups have no masks of libep: a rank that
+ * does not arrive in time fails the group. So all ranks count as active while the group lives, none
+ * can be masked, and a failed group is made anew.
  */
 #include <dlfcn.h>
 #include <stdint.h>
@@ -54,8 +54,8 @@ int ncclEpMaskUpdate(ncclEpGroup_t group, const int *mask, void *stream) {
     for (int r = 0; r < group->size; r++)
         if (!mask[r])
             return nep_fail(call, NCCL_INVALID_USAGE,
-                            "mask: expected 1 for every rank, since libep does not go on without "
-                            "one, got 0 for rank %d",
+                            "mask: expected 1 for every rank, since this group does not go on "
+                            "without one, got 0 for rank %d",
                             r);
     return group_result(call, group);
 }

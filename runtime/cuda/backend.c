@@ -41,42 +41,35 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNode
     if (config->masks) *private_bytes += (int64_t)sizeof(EpMaskResult);
 }
 
-/* Load the kernels of groups with masks. */
-static EpStatus load_masked_kernels(const EpGroup *group) {
-    int bytes = ep_cuda(group)->shared_bytes;
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_mask(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_numbers(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_quantise(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare_masked(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_place_masked(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter_masked(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter_masked(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather_masked(bytes)));
-    return ep_cuda_check(group, "loading kernels", ep_cuda_open_gather_masked(bytes));
+/* A function that loads kernels, to run with so many bytes of shared memory. */
+typedef int LoadKernels(int shared_bytes);
+
+static EpStatus load_all(const EpGroup *group, LoadKernels *const *load, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        EP_TRY(ep_cuda_check(group, "loading kernels", load[i](ep_cuda(group)->shared_bytes)));
+    return EP_OK;
 }
+
+#define LOAD(group, ...)                                         \
+    load_all(group, (LoadKernels *const[]){__VA_ARGS__},         \
+             sizeof((LoadKernels *const[]){__VA_ARGS__}) / sizeof(LoadKernels *))
 
 /* Load the kernels with their shared memory, so that no later call has to do it. */
 static EpStatus load_kernels(const EpGroup *group) {
-    int bytes = ep_cuda(group)->shared_bytes;
-    if (group->config.masks) return load_masked_kernels(group);
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_numbers(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_place(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_quantise(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_route(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_pack(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_check(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter(bytes)));
+    EP_TRY(LOAD(group, ep_cuda_open_numbers, ep_cuda_open_quantise));
+    if (group->config.masks)
+        return LOAD(group, ep_cuda_open_mask, ep_cuda_open_prepare_masked,
+                    ep_cuda_open_place_masked, ep_cuda_open_scatter_masked,
+                    ep_cuda_open_gather_masked, ep_cuda_open_latency_scatter_masked,
+                    ep_cuda_open_latency_gather_masked);
+    EP_TRY(LOAD(group, ep_cuda_open_prepare, ep_cuda_open_place, ep_cuda_open_scatter,
+                ep_cuda_open_gather, ep_cuda_open_route, ep_cuda_open_pack, ep_cuda_open_check,
+                ep_cuda_open_latency_scatter, ep_cuda_open_latency_gather));
     if (ep_config_has_copies(&group->config))
         EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_push_rows()));
-    if (group->latency_sets && group->nodes.sizes.nodes > 1) {
-        EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_forward(bytes)));
-        EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter_nodes(bytes)));
-        EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather_nodes(bytes)));
-    }
-    return ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather(bytes));
+    if (!group->latency_sets || group->nodes.sizes.nodes == 1) return EP_OK;
+    return LOAD(group, ep_cuda_open_forward, ep_cuda_open_latency_scatter_nodes,
+                ep_cuda_open_latency_gather_nodes);
 }
 
 static EpTuningLinks links_of(const EpGroup *group) {

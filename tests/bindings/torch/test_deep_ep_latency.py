@@ -102,11 +102,7 @@ def test_step(buffer, rank, world, is_split, nodes):
 def without(world, gone):
     """The world as ranks see it that go on without one."""
     left = copy.copy(world)
-    left.tokens = [0 if r == gone else t for r, t in enumerate(world.tokens)]
-    left.idx = [
-        np.where(np.isin(idx, world.experts_of(gone)), -1, idx)[: left.tokens[r]]
-        for r, idx in enumerate(world.idx)
-    ]
+    left.masked = (gone,)
     return left
 
 
