@@ -114,7 +114,7 @@ def masks_of(buffer, size):
 
 @pytest.fixture
 def barrier():
-    return threading.Barrier(3)
+    return threading.Barrier(3, timeout=60)
 
 
 # Some waits must expire, and all others must not, even on a loaded machine.
