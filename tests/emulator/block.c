@@ -23,7 +23,7 @@ enum {
     LEAST_ROUND = 16,    /* polls */
     YIELDS = 8,          /* until a block that only polls sleeps */
     NAP_NANOSECONDS = 200000,
-    LONGEST_NAP = 2000000,
+    LONGEST_NAP = 1000000,
     SETS = 1024,
     WAYS = 4
 };
