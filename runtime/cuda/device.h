@@ -193,7 +193,8 @@ enum EpCudaFault {
     EP_FAULT_ENDED,    /**< several nodes: an exchange ended before another rank's data was here */
     EP_FAULT_GLOBAL,   /**< the call's global scale, whose bits are in `seen`, is none */
     EP_FAULT_LEFT,     /**< masks: another rank has left the operation to call ep_group_mask */
-    EP_FAULT_MASKED    /**< masks: another rank has masked this one */
+    EP_FAULT_MASKED,   /**< masks: another rank has masked this one */
+    EP_FAULT_ABSENT    /**< masks: the launch was described for a rank that is masked now */
 };
 
 /** What a wait waits for. */
