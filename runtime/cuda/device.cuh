@@ -106,21 +106,28 @@ __device__ __forceinline__ uint64_t *ep_aborted(const EpCudaGroup &g) {
 /** Returns the head of the ring entry of row `row` from `sender`, in `receiver`'s window. */
 __device__ __forceinline__ uint64_t *ep_head(const EpCudaGroup &g, int receiver, int sender,
                                              int row) {
-    int64_t entry = (int64_t)sender * g.layout.depth + (row & (g.layout.depth - 1));
+    int depth = EP_MASKED ? g.layout.peer_depth : g.layout.depth;
+    int64_t entry = (int64_t)sender * depth + (row & (g.layout.depth - 1));
     return ep_at<uint64_t>(g, receiver, g.layout.head) + entry;
 }
 
 /** Returns the credit for the ring entry of row `row` to `receiver`, in `sender`'s window. */
 __device__ __forceinline__ uint64_t *ep_credit(const EpCudaGroup &g, int sender, int receiver,
                                                int row) {
-    int64_t entry = (int64_t)receiver * g.layout.depth + (row & (g.layout.depth - 1));
+    int depth = EP_MASKED ? g.layout.peer_depth : g.layout.depth;
+    int64_t entry = (int64_t)receiver * depth + (row & (g.layout.depth - 1));
     return ep_at<uint64_t>(g, sender, g.layout.credit) + entry;
 }
 
 /** Returns the record of row `row` from `sender`, in the window of `receiver`, which is another
  *  rank. */
 __device__ __forceinline__ char *ep_ring(const EpCudaGroup &g, int receiver, int sender, int row) {
-    int64_t ring = (int64_t)(sender - (sender > receiver)) * g.layout.depth;
+    int64_t peer = (int64_t)(sender - (sender > receiver));
+    if (EP_MASKED)
+        return ep_at<char>(g, receiver, g.layout.ring) +
+               peer * g.layout.peer_lines * EP_RING_UNIT +
+               (int64_t)(row & (g.layout.depth - 1)) * g.layout.record_bytes;
+    int64_t ring = peer * g.layout.depth;
     return ep_at<char>(g, receiver, g.layout.ring) +
            (ring + (row & (g.layout.depth - 1))) * g.layout.record_bytes;
 }
