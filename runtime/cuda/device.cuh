@@ -124,8 +124,7 @@ __device__ __forceinline__ uint64_t *ep_credit(const EpCudaGroup &g, int sender,
 __device__ __forceinline__ char *ep_ring(const EpCudaGroup &g, int receiver, int sender, int row) {
     int64_t peer = (int64_t)(sender - (sender > receiver));
     if (EP_MASKED)
-        return ep_at<char>(g, receiver, g.layout.ring) +
-               peer * g.layout.peer_lines * EP_RING_UNIT +
+        return ep_at<char>(g, receiver, g.layout.ring) + peer * g.layout.peer_lines * EP_RING_UNIT +
                (int64_t)(row & (g.layout.depth - 1)) * g.layout.record_bytes;
     int64_t ring = peer * g.layout.depth;
     return ep_at<char>(g, receiver, g.layout.ring) +
@@ -366,8 +365,8 @@ static __device__ __noinline__ int ep_has_left(const EpCudaGroup &g, int r, int 
     uint64_t word = ep_load_acquire_sys(&ballot->word);
     if (r == g.rank || !ep_is_voting(word, past)) return 0;
     uint64_t gone = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
-    uint64_t count = ep_load_relaxed_sys(in_latency ? &ballot->sets[EP_FLAG_SET(expected)]
-                                                    : &ballot->epoch);
+    uint64_t count =
+        ep_load_relaxed_sys(in_latency ? &ballot->sets[EP_FLAG_SET(expected)] : &ballot->epoch);
     ep_fence_sys();
     if (ep_load_relaxed_sys(&ballot->word) != word) return 0; /* not all of it is of one ballot */
     if ((uint32_t)(gone >> 32) == epoch) return 1;
@@ -376,8 +375,8 @@ static __device__ __noinline__ int ep_has_left(const EpCudaGroup &g, int r, int 
 }
 
 /* Masks: returns whether the rank that is waited for has left, or a rank has masked this one.
- * Reports it, or whom that rank blames. Where ranks are cut, one that has cut this one ends the waits for itself alone. In a
- * long wait. */
+ * Reports it, or whom that rank blames. Where ranks are cut, one that has cut this one ends the
+ * waits for itself alone. In a long wait. */
 static __device__ __noinline__ int ep_finds_vote(const EpCudaGroup &g, int peer, int awaited,
                                                  uint32_t expected) {
 #pragma unroll 1
