@@ -106,21 +106,27 @@ __device__ __forceinline__ uint64_t *ep_aborted(const EpCudaGroup &g) {
 /** Returns the head of the ring entry of row `row` from `sender`, in `receiver`'s window. */
 __device__ __forceinline__ uint64_t *ep_head(const EpCudaGroup &g, int receiver, int sender,
                                              int row) {
-    int64_t entry = (int64_t)sender * g.layout.depth + (row & (g.layout.depth - 1));
+    int depth = EP_MASKED ? g.layout.peer_depth : g.layout.depth;
+    int64_t entry = (int64_t)sender * depth + (row & (g.layout.depth - 1));
     return ep_at<uint64_t>(g, receiver, g.layout.head) + entry;
 }
 
 /** Returns the credit for the ring entry of row `row` to `receiver`, in `sender`'s window. */
 __device__ __forceinline__ uint64_t *ep_credit(const EpCudaGroup &g, int sender, int receiver,
                                                int row) {
-    int64_t entry = (int64_t)receiver * g.layout.depth + (row & (g.layout.depth - 1));
+    int depth = EP_MASKED ? g.layout.peer_depth : g.layout.depth;
+    int64_t entry = (int64_t)receiver * depth + (row & (g.layout.depth - 1));
     return ep_at<uint64_t>(g, sender, g.layout.credit) + entry;
 }
 
 /** Returns the record of row `row` from `sender`, in the window of `receiver`, which is another
  *  rank. */
 __device__ __forceinline__ char *ep_ring(const EpCudaGroup &g, int receiver, int sender, int row) {
-    int64_t ring = (int64_t)(sender - (sender > receiver)) * g.layout.depth;
+    int64_t peer = (int64_t)(sender - (sender > receiver));
+    if (EP_MASKED)
+        return ep_at<char>(g, receiver, g.layout.ring) + peer * g.layout.peer_lines * EP_RING_UNIT +
+               (int64_t)(row & (g.layout.depth - 1)) * g.layout.record_bytes;
+    int64_t ring = peer * g.layout.depth;
     return ep_at<char>(g, receiver, g.layout.ring) +
            (ring + (row & (g.layout.depth - 1))) * g.layout.record_bytes;
 }
@@ -359,8 +365,8 @@ static __device__ __noinline__ int ep_has_left(const EpCudaGroup &g, int r, int 
     uint64_t word = ep_load_acquire_sys(&ballot->word);
     if (r == g.rank || !ep_is_voting(word, past)) return 0;
     uint64_t gone = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
-    uint64_t count = ep_load_relaxed_sys(in_latency ? &ballot->sets[EP_FLAG_SET(expected)]
-                                                    : &ballot->epoch);
+    uint64_t count =
+        ep_load_relaxed_sys(in_latency ? &ballot->sets[EP_FLAG_SET(expected)] : &ballot->epoch);
     ep_fence_sys();
     if (ep_load_relaxed_sys(&ballot->word) != word) return 0; /* not all of it is of one ballot */
     if ((uint32_t)(gone >> 32) == epoch) return 1;
@@ -369,8 +375,8 @@ static __device__ __noinline__ int ep_has_left(const EpCudaGroup &g, int r, int 
 }
 
 /* Masks: returns whether the rank that is waited for has left, or a rank has masked this one.
- * Reports it, or whom that rank blames. Where ranks are cut, one that has cut this one ends the waits for itself alone. In a
- * long wait. */
+ * Reports it, or whom that rank blames. Where ranks are cut, one that has cut this one ends the
+ * waits for itself alone. In a long wait. */
 static __device__ __noinline__ int ep_finds_vote(const EpCudaGroup &g, int peer, int awaited,
                                                  uint32_t expected) {
 #pragma unroll 1

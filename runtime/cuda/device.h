@@ -105,6 +105,8 @@ typedef struct EpArrival {
 
 #define EP_PAIRED 255 /* above all window + 1 */
 
+#define EP_RING_UNIT 128
+
 /** Offsets in a window; equal on all ranks of a node, whose number is R. */
 typedef struct EpWindowLayout {
     int64_t arrival; /**< EpArrival [2, R], by parity of the epoch */
@@ -124,9 +126,12 @@ typedef struct EpWindowLayout {
     int64_t bytes;
     int32_t depth; /**< records of a ring: a power of two */
     int32_t max_tokens;
-    int64_t record_bytes; /**< of the largest record */
+    int64_t record_bytes;  /**< of the largest record */
     int32_t entries_depth; /**< sums by entry: in a gather the rings have as many records */
-    int64_t entries_bytes; /**< of this size, each with the rows of all of a token's entries */
+    int32_t entries_bytes; /**< of this size, each with the rows of all of a token's entries */
+    int32_t peer_depth;    /**< masks: heads, and credits, of each peer, whatever `depth` is: a rank
+                                that is masked meanwhile may still store into an earlier division */
+    int32_t peer_lines;    /**< masks: likewise of its ring, in EP_RING_UNIT bytes */
 } EpWindowLayout;
 
 /**
@@ -193,7 +198,8 @@ enum EpCudaFault {
     EP_FAULT_ENDED,    /**< several nodes: an exchange ended before another rank's data was here */
     EP_FAULT_GLOBAL,   /**< the call's global scale, whose bits are in `seen`, is none */
     EP_FAULT_LEFT,     /**< masks: another rank has left the operation to call ep_group_mask */
-    EP_FAULT_MASKED    /**< masks: another rank has masked this one */
+    EP_FAULT_MASKED,   /**< masks: another rank has masked this one */
+    EP_FAULT_ABSENT    /**< masks: the launch was described for a rank that is masked now */
 };
 
 /** What a wait waits for. */

@@ -598,6 +598,8 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
     *(volatile uint32_t *)latency_tickets(l, op) = 0;
     if (l.receives) state->count[set].done = EP_FLAG_NUMBER(op.flag);
     if (!l.senders) return;
+    /* No block waits for weights any more; receiving blocks may have ended before such a wait. */
+    if (EP_MASKED) state->late[set].since[EP_AWAIT_WEIGHTS - EP_AWAIT_HEAD] = 0;
     state->claimed = 0;
     state->count[set].sent = EP_FLAG_NUMBER(op.flag);
     *(volatile uint32_t *)&g.state->sent = op.number;

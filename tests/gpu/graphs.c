@@ -142,10 +142,12 @@ RankTest(gpu_graphs, places_2, 2, PLACED(graph_case(2, EP_LAYOUT_FLAT), 1));
 LatencyTest(gpu_graphs, placed_in_latency_2, 2, PLACED(latency_case(2, EP_LAYOUT_BATCHED, 0), 0));
 LatencyTest(gpu_graphs, places_in_latency_2, 2, PLACED(latency_case(2, EP_LAYOUT_FLAT, 0), 1));
 
-/* Each replay moves all experts on by a place. */
-static void replay_moves(const EpBootstrap *bootstrap) {
+/* Each replay moves all experts on by a place. A graph moves between the ranks that it knows. */
+static void replay_moves(const EpBootstrap *bootstrap, int masks) {
     enum { PLACES = 9, ROW = 3001, REPEATS = 5 };
-    EpGroup *group = open_group_of(bootstrap, "experts=9 physical=9");
+    be_quiet();
+    EpGroup *group =
+        open_group_of(bootstrap, masks ? "experts=9 physical=9 masks=1" : "experts=9 physical=9");
     EpGroupInfo info = group_info(group);
     int32_t from[PLACES], to[PLACES], n = info.num_local_experts;
     EpTensor rows = ep_tensor_2d(NULL, EP_TYPE_INT32, n, ROW);
@@ -166,13 +168,22 @@ static void replay_moves(const EpBootstrap *bootstrap) {
     CHECK_OK(ep_group_status(group, NULL));
     for (int i = 0; i < n * ROW; i++)
         CHECK(row[i] == (info.first_expert + i / ROW + PLACES - REPEATS) % PLACES, "%d", row[i]);
+    if (masks && bootstrap->rank < 2) {
+        CHECK_OK(ep_group_mask(group, &(uint32_t){3}, stream));
+        CHECK_CUDA(cudaGraphLaunch(exec, stream));
+        CHECK_CUDA(cudaStreamSynchronize(stream));
+        CHECK_REFUSED(ep_group_status(group, NULL), EP_ERR_TIMEOUT, "weight move: ", "rank 2");
+    }
+    meet(bootstrap);
+    if (masks) CHECK_OK(ep_group_mask(group, &(uint32_t){7}, stream));
     CHECK_CUDA(cudaGraphExecDestroy(exec));
     CHECK_CUDA(cudaStreamDestroy(stream));
     ep_group_destroy(group);
     gpu_release(row), gpu_release(workspace.data);
 }
 
-RankTests24(gpu_graphs, moves, replay_moves(bootstrap));
+RankTests24(gpu_graphs, moves, replay_moves(bootstrap, 0));
+RankTest(gpu_graphs, moves_masked_3, 3, replay_moves(bootstrap, 1));
 
 /* ---- masks --------------------------------------------------------------------------------- */
 

@@ -137,12 +137,18 @@ BOTH_MODES(copies, "ranks=4 nodes=0011 masked=0100 experts=5 physical=11 map=ran
 BOTH_MODES(near_copies, "ranks=3 masked=001 experts=6 physical=12 map=everywhere spread=full",
            "counters=1");
 BOTH_MODES(by_entry, "ranks=4 nodes=0101 masked=0010 top_k=4", "by_entry=1 weights_at_combine=1");
-TextsTest(handles_masks, flat_words, run_without,
-          "ranks=4 masked=1001 top_k=4 layout=flat mode=latency block_rows=3 spread=full");
+/* A plan's rows of ranks that were masked since are zero, and hold no token. */
+TextsTest(handles_masks, words, run_without,
+          "ranks=4 masked=1001 top_k=4 layout=flat mode=latency block_rows=3 spread=full",
+          "ranks=4 masked=0110 top_k=4 layout=flat block_rows=7 max_tokens=100 weighted=1",
+          "ranks=3 masked=010 top_k=3 alignment=4 block_rows=4 capacity=500 max_tokens=90",
+          "ranks=4 masked=1000 layout=rank-major block_rows=5 top_k=3",
+          "ranks=4 nodes=0011 masked=0100 layout=batched block_rows=4 top_k=4");
 TextsTest(handles_masks, other_steps, run_without,
           "ranks=4 nodes=0011 masked=0001 spread=full experts=7 merged=1 duplicates=1 top_k=5",
           "ranks=4 nodes=0123 masked=1000 spread=full node_rows=4 capacity=200 counters=1",
           "ranks=4 masked=0101 masked_percent=20 invalid_percent=10 top_k=6 quant=fp8",
+          "ranks=4 masked=0010 top_k=4 by_entry=1 max_tokens=300 weighted=1",
           "ranks=4 masked=1110 max_tokens=300 hidden=264 top_k=4 spread=full weighted=1",
           "ranks=3 nodes=010 masked=010 max_tokens=700 hidden=512 top_k=4 spread=full",
           "ranks=4 masked=0100 sum_quant=fp8 padding=keep alignment=4 routing=one-rank target=1",
