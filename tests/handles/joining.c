@@ -7,6 +7,9 @@
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
+#if TESTS_ON_GPU
+#include <cuda_runtime_api.h>
+#endif
 
 TestSuite(handles_joining, .init = be_quiet);
 
@@ -41,6 +44,9 @@ static const EpBootstrap *bootstrap_of(int event, int place) {
 static EpGroupConfig config_of(const Case *c, int place) {
     EpGroupConfig config = case_group_config(c);
     config.max_ranks = c->ranks, config.place = place;
+#if TESTS_ON_GPU
+    CHECK(!cudaGetDevice(&config.device), "cudaGetDevice failed");
+#endif
     return config;
 }
 
@@ -134,6 +140,8 @@ static void run_story(const char *text) {
     snprintf(words, sizeof(words), "%.*s", (int)(events - text - 1), text);
     memset(&story, 0, sizeof(story));
     story.c = case_complete(case_of("masks=1 %s", words));
+    if (TESTS_ON_GPU) story.c.nodes[0] = 0; /* all are on one */
+    if (GPU_RANKS(story.c.ranks) < story.c.ranks) return;
     for (int taken; sscanf(events, "%8s%n", story.event[story.events], &taken) == 1;
          events += taken) {
         EpBootstrap *out = story.bootstrap[story.events];
@@ -173,7 +181,7 @@ StoryTest(masked_ones, "ranks=4 top_k=4 spread=full weighted=1 : 1111 1mn1 1111 
 
 /* ---- newcomers that are refused, or die ---- */
 
-#define SOON (TESTS_SANITIZED ? 3.0 : 1.0) /* a deadline that tests wait for */
+#define SOON (TESTS_SANITIZED || TESTS_ON_GPU ? 3.0 : 1.0) /* a deadline that tests wait for */
 
 /** How a newcomer at place 2 of a group of ranks 0 and 1 spoils its call. */
 typedef struct Spoiled {
@@ -320,11 +328,11 @@ SoloTest(handles_joining, refused_newcomers) {
 }
 
 SoloTest(handles_joining, newcomers_that_die) {
-    Spoiled all[10];
+    Spoiled all[12];
     int died = 0;
     for (int i = 0; i < (int)LENGTH(all); i++)
         all[i] = (Spoiled){.place = 2,
-                           .dies_in = 1 + i,
+                           .dies_in = 1 + i * (TESTS_ON_GPU ? 3 : 1), /* of more gatherings */
                            .status = {EP_ERR_TIMEOUT, EP_ERR_SYSTEM},
                            .words = {"rank 2", "expected EP_OK, got EP_ERR_SYSTEM"}};
     run_spoiled(all, LENGTH(all));
@@ -389,7 +397,10 @@ SoloTest(handles_joining, refused) {
     check_memory(config);
     CHECK_NO_GROUP(&one, &config, EP_ERR_RANGE, "config.num_physical", "since 2 of 3 places are");
     config.backend = EP_BACKEND_CUDA, config.num_physical = config.num_experts;
-    CHECK_NO_GROUP(&one, &config, EP_ERR_UNSUPPORTED, "no rank can join a group of the cuda");
+    config.max_ranks = 73;
+    CHECK_NO_GROUP(&one, &config, EP_ERR_UNSUPPORTED, "on one node, which has at most 72 ranks");
+    config.nccl_comm = (void *)&config;
+    CHECK_NO_GROUP(&one, &config, EP_ERR_UNSUPPORTED, "maps memory without NCCL");
     CHECK(!none, "a group was made");
     ep_group_destroy(group);
     ep_group_destroy(plain);
