@@ -343,9 +343,9 @@ static EpStatus open_group(const EpBootstrap *bootstrap, const EpGroupConfig *gi
     int has_memory = agreement_allocate(&agreed, bootstrap, &config);
     if (has_memory && mine.status == EP_OK) {
         agreed.group->call = call.name, call.rank = mine.place;
-        EpStatus chosen = agreed.places ? ep_backend_choose(&call, &config, &settings, mine.place,
-                                                            &agreed.choice)
-                                        : EP_OK;
+        EpStatus chosen =
+            agreed.places ? ep_backend_choose(&call, &config, &settings, mine.place, &agreed.choice)
+                          : EP_OK;
         fill_group(agreed.group, bootstrap, &config, &settings, &mine, &agreed);
         if (agreed.places && chosen == EP_OK) chosen = reserve(agreed.group, &agreed.choice);
         if (chosen != EP_OK) refuse_self(&mine, chosen);
@@ -487,9 +487,9 @@ int ep_group_end(EpGroup *group) {
 }
 
 /* Peers may store into this rank's memory until they have finished too, so meet them in a barrier.
- * Ranks that are masked or cut would not come, and ranks of a group with masks store into no other rank's memory.
- * A rank that knows that the group has failed skips the barrier; poll first, since this rank may
- * not know it yet. Returns 1 if all ranks are there. */
+ * Ranks that are masked or cut would not come, and ranks of a group with masks store into no other
+ * rank's memory. A rank that knows that the group has failed skips the barrier; poll first, since
+ * this rank may not know it yet. Returns 1 if all ranks are there. */
 static int meet_to_destroy(EpGroup *group) {
     int finished = ep_group_end(group);
     ep_abort_set_phase(&group->abort, EP_ABORT_LEAVING);

@@ -164,11 +164,11 @@ void ep_cuda_describe(const EpGroup *group, EpGroupInfo *out) {
     const EpCuda *cuda = ep_cuda(group);
     int alone = group->nodes.sizes.ranks == 1;
     snprintf(out->within, sizeof(out->within), "%s",
-             alone                  ? "one GPU"
+             alone                                                     ? "one GPU"
              : ep_config_joins(&group->config) && group->choice.shared ? "shared GPUs"
-             : group->choice.shared ? "CUDA IPC, shared GPUs"
-             : cuda->linked         ? "NVLink"
-                                    : "peer access, no NVLink");
+             : group->choice.shared                                    ? "CUDA IPC, shared GPUs"
+             : cuda->linked                                            ? "NVLink"
+                                                                       : "peer access, no NVLink");
     snprintf(out->tuning, sizeof(out->tuning), "%s", cuda->tuned.source);
     if (group->nodes.sizes.nodes == 1) return;
     int version = cuda->nccl->version;

@@ -33,8 +33,9 @@ void ep_cuda_close(EpGroup *group, int together);
 EpStatus ep_cuda_choose_lines(EpGroup *group);
 
 /** Local, for a group that processes may join: the same by this rank's GPU alone. Then, collective
- *  among members and newcomers, on these: they have the whole_lines of those in `alive`, or choose it
- *  if there are none. EP_ERR_UNSUPPORTED: NVLink does not connect all of them, and they need it. */
+ *  among members and newcomers, on these: they have the whole_lines of those in `alive`, or choose
+ * it if there are none. EP_ERR_UNSUPPORTED: NVLink does not connect all of them, and they need it.
+ */
 void ep_cuda_find_links(EpGroup *group);
 EpStatus ep_cuda_admit_lines(EpGroup *group, const EpCall *call, const EpMask *alive, int *whole);
 

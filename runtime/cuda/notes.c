@@ -74,8 +74,8 @@ static cudaError_t tell_all(const EpCuda *cuda, const EpCudaNotes *notes) {
     for (int i = 1; i <= g->size && error == cudaSuccess; i++) {
         int to = (g->rank + i) % g->size;
         if (ep_mask_has(&cuda->reached, to))
-            error = copy(notes, g->window[to] + g->layout.aborted, &notes->out->word,
-                         sizeof(uint64_t));
+            error =
+                copy(notes, g->window[to] + g->layout.aborted, &notes->out->word, sizeof(uint64_t));
     }
     return error;
 }

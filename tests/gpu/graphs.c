@@ -273,8 +273,7 @@ static void replay_replaced(const EpBootstrap *bootstrap, Case c) {
 RankTests24(gpu_graphs, replaced, REPLACED(graph_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR)));
 LatencyTests24(gpu_graphs, replaced_in_latency,
                REPLACED(latency_case(bootstrap->size, EP_LAYOUT_FLAT, 0)));
-LatencyTest(gpu_graphs, replaced_in_phases_3, 3,
-            REPLACED(latency_case(3, EP_LAYOUT_BATCHED, 1)));
+LatencyTest(gpu_graphs, replaced_in_phases_3, 3, REPLACED(latency_case(3, EP_LAYOUT_BATCHED, 1)));
 
 /* What a kernel finds while ep_group_mask waits for it ends the group. */
 static void disagree_meanwhile(const EpBootstrap *bootstrap, Case c) {

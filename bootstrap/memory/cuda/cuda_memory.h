@@ -23,8 +23,8 @@ EpStatus ep_cuda_window_open(EpGroup *group, const EpCall *call, EpCudaWindow *w
                              char **peers);
 
 /** Local: make a window of new, zeroed memory, with a part for each place of a group that processes
- *  may join. peers[size] become the parts' addresses. Nothing is mapped into those of others yet: see
- *  bootstrap/memory/cuda/places.h. On failure there is no window. */
+ *  may join. peers[size] become the parts' addresses. Nothing is mapped into those of others yet:
+ * see bootstrap/memory/cuda/places.h. On failure there is no window. */
 EpStatus ep_cuda_window_reserve(EpGroup *group, const EpCall *call, EpCudaWindow *window,
                                 char **peers);
 

@@ -124,8 +124,8 @@ static EpStatus adopt(EpGroup *group, const EpMask *alive, int whole) {
     for (int i = 0; i < windows.count && status == EP_OK; i++)
         status = ep_cuda_places_adopt(group, windows.places[i], &changed);
     for (int i = 0; i < EP_MASK_WORDS; i++)
-        cuda->reached.word[i] = status == EP_OK ? group->members.word[i]
-                                                : cuda->reached.word[i] & ~changed.word[i];
+        cuda->reached.word[i] =
+            status == EP_OK ? group->members.word[i] : cuda->reached.word[i] & ~changed.word[i];
     ep_abort_release(&group->abort);
     return status == EP_OK ? set_alive(group, alive) : status;
 }
