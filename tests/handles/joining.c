@@ -328,17 +328,17 @@ SoloTest(handles_joining, refused_newcomers) {
 }
 
 SoloTest(handles_joining, newcomers_that_die) {
-    Spoiled all[12];
+    Spoiled all[TESTS_ON_GPU ? 4 : 12];
     int died = 0;
     for (int i = 0; i < (int)LENGTH(all); i++)
         all[i] = (Spoiled){.place = 2,
-                           .dies_in = 1 + i * (TESTS_ON_GPU ? 3 : 1), /* of more gatherings */
+                           .dies_in = 1 + i * (TESTS_ON_GPU ? 7 : 1), /* of more gatherings */
                            .status = {EP_ERR_TIMEOUT, EP_ERR_SYSTEM},
                            .words = {"rank 2", "expected EP_OK, got EP_ERR_SYSTEM"}};
     run_spoiled(all, LENGTH(all));
     for (int i = 0; i < (int)LENGTH(all); i++)
         died += !all[i].joined;
-    CHECK(died > 5 && died < (int)LENGTH(all), "%d gatherings", died);
+    CHECK(died > 1 && died < (int)LENGTH(all), "%d gatherings", died);
 }
 
 static void *abort_soon(void *group) {
