@@ -48,6 +48,7 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
                          const EpSettings *settings, int32_t *nodes, const EpGpuReport *all,
                          EpChoice *out, char *why_not, size_t bytes) {
     int32_t devices[EP_MAX_RANKS];
+    int machines = spans_nodes(nodes, b->size);
     ep_gpus_assign(all, b->size, devices);
     int64_t shared_bytes = ep_cuda_least_shared(config, ep_config_places(config, b->size));
     ep_gpus_domains(all, b->size, devices, settings->topology.text[0] != 0, nodes);
@@ -56,6 +57,13 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
         snprintf(why_not, bytes,
                  "a group with masks (config.masks) needs one node, that is one NVLink domain, and "
                  "its GPUs are on several");
+        return 0;
+    }
+    if (ep_config_joins(config) && machines) {
+        snprintf(
+            why_not, bytes,
+            "a group that processes may join (config.max_ranks) needs one machine, whose ranks "
+            "give each other file descriptors of their memory, and its ranks are on several");
         return 0;
     }
     describe_device(&all[b->rank], devices[b->rank], out);
