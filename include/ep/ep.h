@@ -472,8 +472,8 @@ typedef struct EpGroupConfig {
  * and device 0 is current on all of them, the first of them gets device 0, the next one device 1,
  * and so on, as long as there are devices. Two ranks on the same GPU cannot use the CUDA backend,
  * unless the setting LIBEP_SHARE_GPUS is yes on all ranks and each rank is a separate process (for
- * debugging). Then the assignment wraps around. With max_ranks each process chooses by itself: where
- * it sees several GPUs and device 0 is current, its rank gets device `place` modulo their number.
+ * debugging). Then the assignment wraps around. With max_ranks each process chooses by itself: if
+ * device 0 is current, its rank gets device `place` modulo the GPUs that the process sees.
  *
  * Every call runs on the group's device, whatever device is current on the thread, and restores the
  * current device afterwards, unless that device was never used (selecting it would create a context

@@ -17,6 +17,19 @@
 
 enum { RANKS = 3, MOST_COLLECTIVES = 40 };
 
+/* Forks of a process that has asked for GPUs have none. Those of emulated GPUs share the memory of
+ * groups that processes may join, and nothing else. */
+#define APART "ranks are forks, which do not share GPUs"
+#ifdef TESTS_EMULATED
+#include <cuda_runtime_api.h>
+#define IS_FORKED 1
+#define TAKE_GPU(rank) \
+    (GPU_TAKE(0), (void)cudaSetDevice(rank)) /* else it follows from the process */
+#else
+#define IS_FORKED !TESTS_ON_GPU
+#define TAKE_GPU(rank) GPU_TAKE(rank)
+#endif
+
 /* ---- memory that processes share ---- */
 
 /* The phases of a group's life: the five operations lie between. */
@@ -231,6 +244,7 @@ static void check_no_names(time_t since) {
  * the same time, since survivors mostly wait. */
 static void lose_at_each_collective(int before) {
     enum { LIVES = 6 };
+    HOST_ONLY(APART);
     time_t begin = time(NULL);
     int n = 1, is_lost = 1;
     be_quiet();
@@ -272,6 +286,7 @@ static void lose_in_each_phase(uint64_t seed, uint64_t first, int signal, const 
 }
 
 static void lose_at_random_moments(int signal) {
+    HOST_ONLY(APART);
     uint64_t seed = environment_number("LIBEP_TEST_SEED", 1);
     uint64_t losses = environment_number("LIBEP_TEST_CASES", TESTS_SANITIZED ? 14 : 28);
     time_t begin = time(NULL);
@@ -395,6 +410,7 @@ static int run_masked_step(const Rank *self, EpGroup *group, Case c, uint32_t al
  * count from the last time that the ranks met, so they agree on the next one. */
 static void live_masked(Rank *self, const Case *c) {
     Board *board = self->board;
+    TAKE_GPU(self->rank);
     EpBootstrap b = board_bootstrap(self, 0);
     EpGroupConfig config = masked_config(self, c);
     EpGroup *group = NULL;
@@ -440,7 +456,7 @@ typedef struct MaskedLife {
 static void begin_rank(MaskedLife *life, int r) {
     Rank *rank = &life->rank[r];
     rank->board = life->board, rank->rank = r;
-    rank->timeout = TESTS_SANITIZED ? 3 : 1, rank->attendee.patience = MOST_SECONDS;
+    rank->timeout = TESTS_SANITIZED || TESTS_ON_GPU ? 3 : 1, rank->attendee.patience = MOST_SECONDS;
     rank->nodes = life->nodes, rank->is_replaced = life->replaces;
     rank->attended = life->board->admissions;
     life->living |= 1u << r;
@@ -551,7 +567,7 @@ static const char *const masked_cases[] = {
 static MaskedLife draw_masked_life(uint64_t seed, uint64_t number, int signal, int replaces) {
     Random random = random_stream(seed, number, 7);
     MaskedLife life = {.replaces = replaces};
-    life.nodes = topologies[random_below(&random, LENGTH(topologies))];
+    life.nodes = topologies[TESTS_ON_GPU ? 0 : random_below(&random, LENGTH(topologies))];
     int victims = 1 + (int)random_below(&random, RANKS - 1);
     int first = (int)random_below(&random, RANKS);
     life.c =
@@ -573,6 +589,8 @@ static MaskedLife draw_masked_life(uint64_t seed, uint64_t number, int signal, i
 }
 
 static void lose_and_go_on(int signal, int replaces) {
+    if (!replaces) HOST_ONLY(APART);
+    if (!IS_FORKED) HOST_ONLY(APART);
     uint64_t seed = environment_number("LIBEP_TEST_SEED", 1);
     int usual = replaces ? 5 : TESTS_SANITIZED ? 10 : 20;
     uint64_t lives = environment_number("LIBEP_TEST_CASES", (uint64_t)usual);

@@ -130,9 +130,19 @@ static EpStatus adopt(EpGroup *group, const EpMask *alive, int whole) {
     return status == EP_OK ? set_alive(group, alive) : status;
 }
 
+/* What was found holds memory of ranks that may be gone. */
+static void drop_found(const EpGroup *group) {
+    const EpMask nobody = {{0}};
+    Windows windows = windows_of(ep_cuda(group));
+    for (int i = 0; i < windows.count; i++)
+        (void)ep_cuda_places_adopt(group, windows.places[i], &nobody);
+}
+
 EpStatus ep_cuda_admit(EpGroup *group, const EpMask *alive) {
     EpCall call = {group->call, group->rank};
     int whole = 0;
-    EP_TRY(find_others(group, &call, alive, &whole));
-    return adopt(group, alive, whole);
+    EpStatus status = find_others(group, &call, alive, &whole);
+    if (status == EP_OK) return adopt(group, alive, whole);
+    drop_found(group);
+    return status;
 }
