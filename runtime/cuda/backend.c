@@ -111,6 +111,13 @@ static EpStatus open(EpGroup *group) {
     return ep_group_agree(group, &call, ep_latency_nodes_open(group));
 }
 
+static EpStatus reserve(EpGroup *group) {
+    EpCall call = {group->call, group->rank};
+    EP_TRY(ep_cuda_reserve(group));
+    EP_TRY(open_own(group));
+    return ep_cuda_reserve_latency(group, &call);
+}
+
 /* A gather of the bootstrap that is still on the device would make the calls wait that free memory:
  * then all of it stays. */
 static void close(EpGroup *group, int together) {
@@ -151,7 +158,11 @@ static void depart(EpGroup *group, const char *why) {
     EpCuda *cuda = ep_cuda(group);
     int before = ep_group_enter(group, "ep_group_destroy");
     ep_cuda_tell_refusal(group, why); /* the word comes after the sentence */
-    (void)ep_cuda_launch_depart(&cuda->device, cuda->notes.stream);
+    EpCudaGroup reached = cuda->device;
+    /* In place of a window that is not mapped, this rank's own gets the words. */
+    for (int32_t r = 0; r < reached.size; r++)
+        if (!ep_mask_has(&cuda->reached, r)) reached.window[r] = reached.window[reached.rank];
+    (void)ep_cuda_launch_depart(&reached, cuda->notes.stream);
     ep_cuda_settle_notes(group);
     ep_cuda_watch_refuse(group, why, 1);
     ep_group_leave(group, before);
@@ -164,6 +175,8 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .measure = measure,
                                       .open = open,
                                       .close = close,
+                                      .reserve = reserve,
+                                      .admit = ep_cuda_admit,
                                       .poll = ep_cuda_poll,
                                       .abort = ep_cuda_abort,
                                       .find_failed = find_failed,

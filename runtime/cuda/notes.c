@@ -55,22 +55,27 @@ static int await_copies(const EpCudaNotes *notes) {
 
 /* ---- aborting ------------------------------------------------------------------------------ */
 
-static cudaError_t tell_sentence(const EpCudaGroup *g, const EpCudaNotes *notes) {
+static cudaError_t tell_sentence(const EpCuda *cuda, const EpCudaNotes *notes) {
+    const EpCudaGroup *g = &cuda->device;
     cudaError_t error = cudaSuccess;
     int64_t why = g->layout.aborted + (1 + g->rank) * (int64_t)EP_ABORT_BYTES;
     for (int r = 0; r < g->size && error == cudaSuccess; r++)
-        error = copy(notes, g->window[r] + why, notes->out->why, EP_ABORT_BYTES);
+        if (ep_mask_has(&cuda->reached, r))
+            error = copy(notes, g->window[r] + why, notes->out->why, EP_ABORT_BYTES);
     return error;
 }
 
 /* Store all sentences before any word: so a rank that learns of the abort from a peer, which has
  * seen its word, has the sentence too. This rank's own kernels are told last: they send their peers
  * the word that this rank has given up. */
-static cudaError_t tell_all(const EpCudaGroup *g, const EpCudaNotes *notes) {
-    cudaError_t error = tell_sentence(g, notes);
+static cudaError_t tell_all(const EpCuda *cuda, const EpCudaNotes *notes) {
+    const EpCudaGroup *g = &cuda->device;
+    cudaError_t error = tell_sentence(cuda, notes);
     for (int i = 1; i <= g->size && error == cudaSuccess; i++) {
-        char *window = g->window[(g->rank + i) % g->size];
-        error = copy(notes, window + g->layout.aborted, &notes->out->word, sizeof(uint64_t));
+        int to = (g->rank + i) % g->size;
+        if (ep_mask_has(&cuda->reached, to))
+            error =
+                copy(notes, g->window[to] + g->layout.aborted, &notes->out->word, sizeof(uint64_t));
     }
     return error;
 }
@@ -83,7 +88,7 @@ int ep_cuda_abort(EpGroup *group, const char *sentence, int leaving) {
     notes->out->word = 1 + (uint64_t)group->rank;
     memcpy(notes->out->why, sentence, EP_ABORT_BYTES);
     enum cudaStreamCaptureMode mode = allow_calls();
-    cudaError_t error = tell_all(&cuda->device, notes);
+    cudaError_t error = tell_all(cuda, notes);
     /* Peers that look must find the word before this rank goes on: it may be in its next group
      * while they destroy this one. */
     if (error == cudaSuccess) (void)await_copies(notes);
@@ -102,7 +107,7 @@ void ep_cuda_tell_refusal(EpGroup *group, const char *text) {
     EpCudaNotes *notes = &ep_cuda(group)->notes;
     enum cudaStreamCaptureMode mode = allow_calls();
     memcpy(notes->out->why, text, EP_ABORT_BYTES);
-    if (tell_sentence(&ep_cuda(group)->device, notes) != cudaSuccess) (void)cudaGetLastError();
+    if (tell_sentence(ep_cuda(group), notes) != cudaSuccess) (void)cudaGetLastError();
     (void)await_copies(notes); /* `out` is free again */
     restore_calls(mode);
 }

@@ -187,6 +187,17 @@ RankTest(gpu_graphs, moves_masked_3, 3, replay_moves(bootstrap, 1));
 
 /* ---- masks --------------------------------------------------------------------------------- */
 
+/* Replay steps of the ranks that are not masked in a case. */
+static void replay_some(GraphStep *graph, Case *c, int steps) {
+    unsigned ops = device_step_all(c);
+    for (int step = 0; step < steps; step++) {
+        c->seed++;
+        device_step_draw(&graph->gpu, c);
+        device_step_launch(&graph->gpu, graph->exec, ops);
+        device_step_check(&graph->gpu);
+    }
+}
+
 /* Ranks leave and come back between replays. The first is missed by a replay: it ends at its
  * deadline, and one after it does nothing. */
 static void replay_masked(const EpBootstrap *bootstrap, Case c) {
@@ -210,12 +221,8 @@ static void replay_masked(const EpBootstrap *bootstrap, Case c) {
             CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_TIMEOUT);
         }
         CHECK_OK(ep_group_mask(group, &alive, graph.gpu.stream));
-        for (int step = 0; step < 2; step++) {
-            c.seed = 10 * i + (unsigned)step;
-            device_step_draw(&graph.gpu, &c);
-            device_step_launch(&graph.gpu, graph.exec, ops);
-            device_step_check(&graph.gpu);
-        }
+        c.seed = 10 * i;
+        replay_some(&graph, &c, 2);
     }
     CHECK_OK(ep_group_status(group, NULL));
     meet(bootstrap);
@@ -228,6 +235,56 @@ LatencyTest(gpu_graphs, masked_in_latency_3, 3,
             replay_masked(bootstrap, latency_case(3, EP_LAYOUT_FLAT, 0)));
 LatencyTest(gpu_graphs, masked_in_phases_3, 3,
             replay_masked(bootstrap, latency_case(3, EP_LAYOUT_BATCHED, 1)));
+
+/* Each rank in turn leaves, and a newcomer takes its place and captures a graph of its own. The
+ * others go on with the graphs that they have captured at first. */
+static void replay_replaced(const EpBootstrap *bootstrap, Case c) {
+    GraphStep graph;
+    EpGroup *group = NULL;
+    int rank = bootstrap->rank;
+    uint32_t all = (1u << c.ranks) - 1;
+    c.masks = 1;
+    EpGroupConfig config = case_group_config(&c);
+    config.max_ranks = c.ranks;
+    CHECK_CUDA(cudaGetDevice(&config.device));
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    graph_step_open(&graph, group, &c, rank);
+    graph_step_capture(&graph);
+    for (int leaver = 0; leaver < c.ranks; leaver++) {
+        uint32_t others = all & ~(1u << leaver);
+        meet(bootstrap);
+        replay_some(&graph, &c, 1);
+        memset(c.masked, '0', (size_t)c.ranks), c.masked[leaver] = '1';
+        if (rank == leaver) {
+            ep_group_destroy(group), group = NULL;
+            graph_step_close(&graph);
+            c.seed++;
+        } else {
+            REQUIRE_OK(ep_group_mask(group, &others, graph.gpu.stream));
+            replay_some(&graph, &c, 1);
+        }
+        memset(c.masked, 0, sizeof(c.masked));
+        REQUIRE_OK(rank == leaver ? ep_group_join(bootstrap, &config, &group)
+                                  : ep_group_admit(group, bootstrap));
+        REQUIRE_OK(ep_group_mask(group, &all, NULL));
+        if (rank == leaver) {
+            graph_step_open(&graph, group, &c, rank);
+            graph_step_capture(&graph);
+        }
+        meet(bootstrap);
+        replay_some(&graph, &c, 2);
+    }
+    CHECK_OK(ep_group_status(group, NULL));
+    meet(bootstrap);
+    ep_group_destroy(group);
+    graph_step_close(&graph);
+}
+
+#define REPLACED(make) replay_replaced(bootstrap, make)
+RankTests24(gpu_graphs, replaced, REPLACED(graph_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR)));
+LatencyTests24(gpu_graphs, replaced_in_latency,
+               REPLACED(latency_case(bootstrap->size, EP_LAYOUT_FLAT, 0)));
+LatencyTest(gpu_graphs, replaced_in_phases_3, 3, REPLACED(latency_case(3, EP_LAYOUT_BATCHED, 1)));
 
 /* What a kernel finds while ep_group_mask waits for it ends the group. */
 static void disagree_meanwhile(const EpBootstrap *bootstrap, Case c) {

@@ -89,6 +89,12 @@ void ep_cuda_close_masks(EpGroup *group);
 EpStatus ep_cuda_mask(EpGroup *group, const EpMask *alive, EpStream stream);
 EpStatus ep_cuda_cut(EpGroup *group, int32_t rank, EpStream stream);
 
+/** See EpBackendOps. */
+EpStatus ep_cuda_admit(EpGroup *group, const EpMask *alive);
+
+/** Make the table of copies, if there is one, from the map and from who is alive, and wait. */
+EpStatus ep_cuda_choose_copies(EpGroup *group);
+
 /** Make the table of copies anew, before an operation, if ranks were cut since. */
 EpStatus ep_cuda_follow_cuts(EpGroup *group, const struct EpCudaStream *stream);
 
