@@ -178,7 +178,7 @@ static void wait_for_turn(Life *life) {
 static void live(Life *life) {
     EpGroupConfig config = case_group_config(&life->c);
     config.max_ranks = life->c.ranks, config.device = config.place = life->place;
-    config.timeout_seconds = 3;
+    config.timeout_seconds = 5;
     if (life->joins) wait_for_turn(life);
     gpu_take(life->place);
     if (!life->joins) {
@@ -287,4 +287,4 @@ KilledTest(of_two_nodes_that_decode, 2, 2, EP_MODE_LATENCY);
 ReplacedTest(replaced_of_two, 2, 1, "mode=throughput");
 ReplacedTest(replaced_of_four, 4, 2, "mode=throughput");
 ReplacedTest(replaced_of_two_that_decode, 2, 1, "mode=latency layout=flat");
-ReplacedTest(replaced_of_four_that_decode, 4, 2, "mode=latency layout=batched late_us=1000000");
+ReplacedTest(replaced_of_four_that_decode, 4, 2, "mode=latency layout=batched late_us=2000000");
