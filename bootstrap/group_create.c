@@ -487,9 +487,10 @@ int ep_group_end(EpGroup *group) {
 }
 
 /* Peers may store into this rank's memory until they have finished too, so meet them in a barrier.
- * Ranks that are masked or cut would not come, and ranks of a group with masks store into no other
- * rank's memory. A rank that knows that the group has failed skips the barrier; poll first, since
- * this rank may not know it yet. Returns 1 if all ranks are there. */
+ * Ranks that are masked or cut would not come. A group that processes may join has no bootstrap any
+ * more; its memory stays as long as peers map it. A rank that knows that the group has failed skips
+ * the barrier; poll first, since this rank may not know it yet. Returns 1 if all ranks are there.
+ */
 static int meet_to_destroy(EpGroup *group) {
     int finished = ep_group_end(group);
     ep_abort_set_phase(&group->abort, EP_ABORT_LEAVING);

@@ -220,7 +220,11 @@ static void replay_masked(const EpBootstrap *bootstrap, Case c) {
             CHECK_CUDA(cudaStreamSynchronize(graph.gpu.stream));
             CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_TIMEOUT);
         }
-        CHECK_OK(ep_group_mask(group, &alive, graph.gpu.stream));
+        /* On a loaded machine a rank may come later than the short deadline. */
+        EpStatus status = EP_ERR_TIMEOUT;
+        for (int again = 0; again < 20 && status == EP_ERR_TIMEOUT; again++)
+            status = ep_group_mask(group, &alive, graph.gpu.stream);
+        REQUIRE_OK(status);
         c.seed = 10 * i;
         replay_some(&graph, &c, 2);
     }

@@ -9,6 +9,7 @@
 #include "tests/gpu/device_step.h"
 #include "tests/harness/meeting.h"
 #include "tests/harness/process.h"
+#include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
 
 static Case killed_case(int ranks, EpMode mode) {
@@ -55,21 +56,27 @@ static void run_until_killed(const EpBootstrap *bootstrap, int nodes, EpMode mod
 
 /* ---- replaced ---- */
 
-enum { MOST_KILLS = 2, FLIGHT = 200, STEPS = 5, MASKED_STEPS = 3 };
+enum { MOST_ROUNDS = 2, FLIGHT = 200, STEPS = 5, MASKED_STEPS = 3 };
 
 /* What the processes share. Some wait for others here, since MPI does not serve the living. */
 typedef struct Board {
-    Meeting created, joined[MOST_KILLS], settled[MOST_KILLS];
-    int is_masked[MOST_KILLS]; /* whether the living go on without the victim */
+    Meeting created, joined[MOST_ROUNDS], settled[MOST_ROUNDS];
+    int is_masked[MOST_ROUNDS]; /* whether the living go on without the victims */
 } Board;
+
+/* How many ranks are killed in each round, and then replaced together. */
+typedef struct Kills {
+    int rounds, each;
+} Kills;
 
 /* A process: those from `ranks` on wait until the first ones, from the highest place on, are
  * killed, and take their places. */
 typedef struct Life {
     Case c;
     Board *board;
-    int kills, place, joins; /* after so many kills */
-    int dies;                /* likewise; 0: it does not */
+    Kills kills;
+    int place;
+    int joins, dies; /* 1 + the round; 0: the process is there from the beginning, does not die */
     Attendee attendee;
     EpBootstrap all; /* of the last meeting */
     EpGroup *group;
@@ -136,49 +143,57 @@ static void mask_to(const Life *life, uint32_t alive) {
 static void die(Life *life) {
     for (int i = 0; i < FLIGHT; i++)
         device_step_launch(&life->gpu, life->exec, device_step_all(&life->c));
-    usleep(500);
+    Random random =
+        random_stream(environment_number("LIBEP_TEST_SEED", 1), (uint64_t)life->place, 3);
+    usleep((useconds_t)random_below(&random, 3000));
     raise(SIGKILL);
 }
 
-/* A place is taken by another process. */
-static void replace(Life *life, int kill, const EpGroupConfig *config) {
-    Board *board = life->board;
-    int place = life->c.ranks - 1 - kill, joins = !life->group;
-    uint32_t all = (1u << life->c.ranks) - 1;
-    if (!joins) meet(life);
-    if (life->dies == kill + 1) die(life);
-    if (!joins) {
-        replay_until_late(life);
-        mask_to(life, all & ~(1u << place));
-        memset(life->c.masked, '0', (size_t)life->c.ranks), life->c.masked[place] = '1';
-        replay_steps(life, MASKED_STEPS);
-        memset(life->c.masked, 0, sizeof(life->c.masked));
-        __atomic_store_n(&board->is_masked[kill], 1, __ATOMIC_RELEASE);
+/* Go on without those that are killed in a round. */
+static void go_on(Life *life, int round) {
+    uint32_t alive = (1u << life->c.ranks) - 1;
+    replay_until_late(life);
+    memset(life->c.masked, '0', (size_t)life->c.ranks);
+    for (int i = 0; i < life->kills.each; i++) {
+        int place = life->c.ranks - 1 - round * life->kills.each - i;
+        alive &= ~(1u << place), life->c.masked[place] = '1';
     }
-    meet_in(life, &board->joined[kill]);
+    mask_to(life, alive);
+    replay_steps(life, MASKED_STEPS);
+    memset(life->c.masked, 0, sizeof(life->c.masked));
+    __atomic_store_n(&life->board->is_masked[round], 1, __ATOMIC_RELEASE);
+}
+
+/* Some are killed, and other processes take their places. */
+static void replace(Life *life, int round, const EpGroupConfig *config) {
+    int joins = !life->group;
+    if (!joins) meet(life);
+    if (life->dies == round + 1) die(life);
+    if (!joins) go_on(life, round);
+    meet_in(life, &life->board->joined[round]);
     need(life, joins ? ep_group_join(&life->all, config, &life->group)
                      : ep_group_admit(life->group, &life->all));
-    mask_to(life, all);
+    mask_to(life, (1u << life->c.ranks) - 1);
     if (joins) capture(life);
-    meet_in(life, &board->settled[kill]);
+    meet_in(life, &life->board->settled[round]);
     meet(life);
     replay_steps(life, STEPS);
 }
 
 /* Wait until the others want this process. They have made so many steps by then. */
 static void wait_for_turn(Life *life) {
-    int kill = life->joins - 1;
+    int round = life->joins - 1;
     for (int i = 0; i < 6000; i++) {
-        if (__atomic_load_n(&life->board->is_masked[kill], __ATOMIC_ACQUIRE)) break;
+        if (__atomic_load_n(&life->board->is_masked[round], __ATOMIC_ACQUIRE)) break;
         usleep(10000);
     }
-    life->c.seed += (unsigned)((1 + kill) * (STEPS + MASKED_STEPS));
+    life->c.seed += (unsigned)(life->joins * (STEPS + MASKED_STEPS));
 }
 
 static void live(Life *life) {
     EpGroupConfig config = case_group_config(&life->c);
     config.max_ranks = life->c.ranks, config.device = config.place = life->place;
-    config.timeout_seconds = 3;
+    config.timeout_seconds = 5;
     if (life->joins) wait_for_turn(life);
     gpu_take(life->place);
     if (!life->joins) {
@@ -188,8 +203,8 @@ static void live(Life *life) {
         meet(life);
         replay_steps(life, STEPS);
     }
-    for (int kill = life->joins ? life->joins - 1 : 0; kill < life->kills; kill++)
-        replace(life, kill, &config);
+    for (int round = life->joins ? life->joins - 1 : 0; round < life->kills.rounds; round++)
+        replace(life, round, &config);
     CHECK_OK(ep_group_status(life->group, NULL));
     ep_group_destroy(life->group);
 }
@@ -206,23 +221,23 @@ static Board *share_board(int rank) {
     return board;
 }
 
-static void be_replaced(const EpBootstrap *bootstrap, int kills, const char *words) {
-    int ranks = bootstrap->size - kills, number = bootstrap->rank;
+static void be_replaced(const EpBootstrap *bootstrap, Kills kills, const char *words) {
+    int all = kills.rounds * kills.each, ranks = bootstrap->size - all, number = bootstrap->rank;
     Life life = {.kills = kills, .board = share_board(number)};
     life.c =
         case_complete(case_of("ranks=%d experts=%d max_tokens=100 spread=full masks=1 counted=1 "
                               "weighted=1 capacity=900 rows_per_expert=400 %s",
                               ranks, 2 * ranks + 1, words));
-    life.joins = number < ranks ? 0 : number - ranks + 1;
+    life.joins = number < ranks ? 0 : (number - ranks) / kills.each + 1;
     life.place = number < ranks ? number : 2 * ranks - 1 - number;
-    life.dies = number < ranks && number >= ranks - kills ? ranks - number : 0;
+    life.dies = number < ranks && number >= ranks - all ? (ranks - 1 - number) / kills.each + 1 : 0;
     live(&life);
 }
 
 /* ---- processes ---- */
 
 /* Does not return: MPI_Finalize does not succeed after a process has died. */
-static void run_rank(int nodes, EpMode mode, int kills, const char *words) {
+static void run_rank(int nodes, EpMode mode, Kills kills, const char *words) {
     int provided;
     EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &provided);
@@ -259,14 +274,15 @@ static void start(const char *test, int ranks, int kills, int more) {
 
 static void killed_peer(const char *test, int ranks, int nodes, EpMode mode) {
     if (!gpu_serve(ranks)) cr_skip_test("needs %d GPUs, there are %d", ranks, gpu_count());
-    if (ranked_is()) run_rank(nodes, mode, 1, NULL);
+    if (ranked_is()) run_rank(nodes, mode, (Kills){1, 1}, NULL);
     start(test, ranks, 1, 0);
 }
 
-static void replaced_peers(const char *test, int ranks, int kills, const char *words) {
+static void replaced_peers(const char *test, int ranks, Kills kills, const char *words) {
+    int all = kills.rounds * kills.each;
     if (ranks > gpu_count()) cr_skip_test("needs %d GPUs, there are %d", ranks, gpu_count());
     if (ranked_is()) run_rank(1, EP_MODE_AUTO, kills, words);
-    start(test, ranks, kills, kills);
+    start(test, ranks, all, all);
 }
 
 #define KilledTest(name, ...)                              \
@@ -274,17 +290,19 @@ static void replaced_peers(const char *test, int ranks, int kills, const char *w
         killed_peer("mpi_gpu_killed/" #name, __VA_ARGS__); \
     }                                                      \
     struct mpi_gpu_killed_##name##_done
-#define ReplacedTest(name, ...)                               \
-    Test(mpi_gpu_killed, name, .timeout = 90) {               \
-        replaced_peers("mpi_gpu_killed/" #name, __VA_ARGS__); \
-    }                                                         \
+#define ReplacedTest(name, ranks, rounds, each, words)                                \
+    Test(mpi_gpu_killed, name, .timeout = 90) {                                       \
+        replaced_peers("mpi_gpu_killed/" #name, ranks, (Kills){rounds, each}, words); \
+    }                                                                                 \
     struct mpi_gpu_killed_##name##_done
 
 KilledTest(of_two, 2, 1, EP_MODE_THROUGHPUT);
 KilledTest(of_four, 4, 1, EP_MODE_THROUGHPUT);
 KilledTest(of_two_nodes, 2, 2, EP_MODE_THROUGHPUT);
 KilledTest(of_two_nodes_that_decode, 2, 2, EP_MODE_LATENCY);
-ReplacedTest(replaced_of_two, 2, 1, "mode=throughput");
-ReplacedTest(replaced_of_four, 4, 2, "mode=throughput");
-ReplacedTest(replaced_of_two_that_decode, 2, 1, "mode=latency layout=flat");
-ReplacedTest(replaced_of_four_that_decode, 4, 2, "mode=latency layout=batched late_us=1000000");
+ReplacedTest(replaced_of_two, 2, 1, 1, "mode=throughput");
+ReplacedTest(replaced_of_four, 4, 2, 1, "mode=throughput");
+ReplacedTest(replaced_at_once_of_four, 4, 1, 2, "mode=throughput layout=flat");
+ReplacedTest(replaced_of_two_that_decode, 2, 1, 1, "mode=latency layout=flat");
+ReplacedTest(replaced_of_four_that_decode, 4, 2, 1, "mode=latency layout=batched late_us=2000000");
+ReplacedTest(replaced_at_once_of_four_that_decode, 4, 1, 2, "mode=latency layout=flat");

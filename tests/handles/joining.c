@@ -244,6 +244,8 @@ typedef struct Spoiled {
     int32_t version;    /* it adds to its own */
     int creates;        /* it calls ep_group_create */
     int shares;         /* it has the GPU of place 0 */
+    int32_t gpu;        /* it has this one instead */
+    int is_fenced;      /* it has LIBEP_LINES=fenced, unlike the others */
     int dies_in;        /* number of the gathering in which it dies; 0: it does not */
     int joined;         /* whether it has lived to the end */
     int32_t device;     /* of place 0 */
@@ -307,6 +309,8 @@ static void join_spoiled(const EpBootstrap *all, const Case *c, Spoiled *spoiled
     config.num_experts += spoiled->experts;
     if (spoiled->max_ranks) config.max_ranks = spoiled->max_ranks;
     if (spoiled->shares) config.device = spoiled->device;
+    if (spoiled->gpu) config.device = spoiled->gpu;
+    if (spoiled->is_fenced) setenv("LIBEP_LINES", "fenced", 1);
     wrap_bootstrap(&own, &wrapped);
     EpStatus status = spoiled->creates ? ep_group_create(&own, &config, &group)
                                        : ep_group_join(&own, &config, &group);
@@ -394,7 +398,20 @@ SoloTest(handles_joining, refused_newcomers_on_gpus) {
     Spoiled apart = {.place = 2,
                      .status = {EP_ERR_UNSUPPORTED, EP_ERR_UNSUPPORTED},
                      .words = {"needs one node, that is one NVLink domain", "one NVLink domain"}};
+    Spoiled fenced = {.place = 2,
+                      .is_fenced = 1,
+                      .status = {EP_ERR_UNSUPPORTED, EP_ERR_UNSUPPORTED},
+                      .words = {"expected NVLink between every two GPUs, as the group has it",
+                                "got rank 2 without"}};
+    Spoiled lacks = {.place = 2,
+                     .gpu = 99,
+                     .status = {EP_ERR_PEER, EP_ERR_UNSUPPORTED},
+                     .words = {"rank 2 was refused: ", "serve this rank: expected a device of 0"}};
+    run_spoiled(&lacks, 1);
     run_spoiled(&shares, 1);
+    setenv("LIBEP_LINES", "whole", 1);
+    run_spoiled(&fenced, 1);
+    unsetenv("LIBEP_LINES");
     setenv("LIBEP_TOPOLOGY", "0,0,1", 1);
     run_spoiled(&apart, 1);
     unsetenv("LIBEP_TOPOLOGY");
