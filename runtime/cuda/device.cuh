@@ -305,11 +305,19 @@ static __device__ void ep_copy_why(const EpCudaGroup &g, uint32_t member, volati
         out[i] = ep_load_relaxed_sys(why + i);
 }
 
+/* Masks: returns whether a rank is aborted. */
+__device__ __forceinline__ int ep_is_aborted(const EpCudaGroup &g, int r) {
+    return ep_load_relaxed_sys(&ep_ballot(g, g.rank, r)->aborted) != 0;
+}
+
 /* Returns the word that names a rank which is aborted: 1 + its number, or 0. A masked rank's abort
  * is nobody's business. */
 __device__ __forceinline__ uint32_t ep_find_aborted(const EpCudaGroup &g) {
-    uint32_t aborted = (uint32_t)ep_load_relaxed_sys(ep_aborted(g));
-    return !EP_MASKED || (aborted && ep_is_alive((int)aborted - 1)) ? aborted : 0;
+    if (!EP_MASKED) return (uint32_t)ep_load_relaxed_sys(ep_aborted(g));
+#pragma unroll 1
+    for (int r = 0; r < g.size; r++)
+        if (ep_is_alive(r) && ep_is_aborted(g, r)) return 1 + (uint32_t)r;
+    return 0;
 }
 
 /* Report this rank's first failure to the host, and to all ranks. A wait that ends since a rank is

@@ -120,8 +120,8 @@ typedef struct EpWindowLayout {
                          rank s's tokens send here */
     int64_t routes; /**< u32 [2, R, max_tokens, K]: for each row and k, 2 + its slot here, or 1 for
                          none. 0 until it arrives; its reader sets it to 0 again */
-    int64_t aborted; /**< u64: 1 + a rank that is aborted; 0: none. Then, EP_ABORT_BYTES further,
-                          the sentences [R, EP_ABORT_BYTES] */
+    int64_t aborted; /**< u64: 1 + a rank that is aborted; 0: none. With masks ballots say so. Then,
+                          EP_ABORT_BYTES further, the sentences [R, EP_ABORT_BYTES] */
     int64_t ring;    /**< [R - 1, depth] records */
     int64_t bytes;
     int32_t depth; /**< records of a ring: a power of two */
@@ -144,6 +144,7 @@ typedef struct EpCudaBallot {
     uint64_t seen;   /**< the reader's ticket that the voter has seen, once it is ready */
     uint64_t done;   /**< the voter's last ticket that has succeeded; 0: none */
     uint64_t masked; /**< 1: the voter has masked the reader, or cut it */
+    uint64_t aborted; /**< 1: the voter was aborted. A word for each: a masked rank's must hide none */
     uint64_t alive[EP_ALIVE_WORDS]; /**< the new set */
     uint64_t cuts;                  /**< 1: some of them do not take part for the voter so far */
     uint64_t epoch, sent, turn;     /**< as in EpCudaState and EpLatencyState */

@@ -33,20 +33,17 @@ static EpStatus clear(const EpGroup *group, void *memory, size_t bytes) {
     return ep_cuda_check(group, "cudaMemset", cudaMemset(memory, 0, bytes));
 }
 
-/* Forget what the process that stood at a place has left in this rank's memory: its ballot, its
- * sentence, and the word of its abort. What else it has stored has numbers that no operation has
- * any more. */
+/* Forget what the process that stood at a place has left in this rank's memory: its ballot, with
+ * the word of its abort, and its sentence. What else it has stored has numbers that no operation
+ * has any more. */
 static EpStatus forget(const EpGroup *group, int32_t rank) {
     const EpCudaGroup *g = &ep_cuda(group)->device;
-    char *window = g->window[g->rank], *aborted = window + g->layout.aborted;
-    uint64_t word = 0;
+    char *window = g->window[g->rank];
+    char *why = window + g->layout.aborted + (1 + rank) * (int64_t)EP_ABORT_BYTES;
     EP_TRY(clear(group, window + ep_ballots_at(&g->layout, g->size) + rank * sizeof(EpCudaBallot),
                  sizeof(EpCudaBallot)));
-    EP_TRY(clear(group, aborted + (1 + rank) * (int64_t)EP_ABORT_BYTES, EP_ABORT_BYTES));
-    EP_TRY(clear(group, &g->state->past[rank], sizeof(g->state->past[rank])));
-    EP_TRY(ep_cuda_check(group, "cudaMemcpy",
-                         cudaMemcpy(&word, aborted, sizeof(word), cudaMemcpyDefault)));
-    return word == 1 + (uint64_t)rank ? clear(group, aborted, sizeof(word)) : EP_OK;
+    EP_TRY(clear(group, why, EP_ABORT_BYTES));
+    return clear(group, &g->state->past[rank], sizeof(g->state->past[rank]));
 }
 
 /* A newcomer's tickets begin at a random number: no ballot that its place has left elsewhere is

@@ -22,8 +22,7 @@
  *
  * What a masked rank may still store. Every place in a window that a peer stores into is for that
  * peer alone: its arrivals, rings, credits, counts, routes, heads and records. Kernels of the
- * living do not look there. The exceptions are the word of an abort, which counts only if it names
- * a living rank, and ballots, which count only with the same set. Receive rows are staged. Once the
+ * living do not look there. The exceptions are ballots, which count only with the same set. Receive rows are staged. Once the
  * rank is back, it has waited for its kernels, and its ballot says so: what they stored is cleared,
  * or has numbers that no operation has any more.
  *
