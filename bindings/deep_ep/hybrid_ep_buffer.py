@@ -144,8 +144,6 @@ class Handle(_Fields):
     others      None
     """
 
-    __new__ = tuple.__new__  # type: ignore[assignment]
-
     @property
     def state(self) -> _State:
         return _State._make(tuple.__iter__(self))
