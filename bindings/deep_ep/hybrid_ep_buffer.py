@@ -106,19 +106,28 @@ class _Step:
 
 
 class _State(NamedTuple):
-    """The items of a handle, as hybrid.c makes them."""
+    """What a handle knows."""
 
     owner: HybridEPBuffer
     step: _Step
-    address: int
     plan: Tensor
     numbers: Union[bytes, Tensor]
-    padded: Tensor
     topk_idx: Tensor
     num_tokens: int
     num_rows: int
     stream: int
-    spare: None
+
+    @classmethod
+    def read(cls, items: tuple[Any, ...]) -> _State:
+        """items: as hybrid.c makes them."""
+        owner, step, sent, memory, numbers, _, topk_idx = items[:7]
+        facts = _fast.SentFacts.from_buffer_copy(sent)
+        layer, tokens = step.send, facts.num_tokens
+        if topk_idx is None:
+            ids = memory[facts.ids_at :][: 4 * tokens * layer.top_k]
+            topk_idx = ids.view(torch.int32).view(tokens, layer.top_k)
+        plan, stream = memory[: layer.plan_bytes], facts.stream or 0
+        return cls(owner, step, plan, numbers, topk_idx, tokens, facts.num_rows, stream)
 
     @property
     def do_expand(self) -> bool:
@@ -146,7 +155,7 @@ class Handle(_Fields):
 
     @property
     def state(self) -> _State:
-        return _State._make(tuple.__iter__(self))
+        return _State.read(tuple(tuple.__iter__(self)))
 
     @functools.cached_property
     def plan(self) -> Plan:

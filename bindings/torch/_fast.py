@@ -77,6 +77,20 @@ class StepFacts(ctypes.Structure):
     ]
 
 
+class SentFacts(ctypes.Structure):
+    """EpTorchSent of call.h."""
+
+    _fields_ = [
+        ("step", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+        ("memory", ctypes.c_void_p),
+        ("ids_at", ctypes.c_int64),
+        ("weights_at", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+    ]
+
+
 class _Functions(ctypes.Structure):
     """EpTorchFunctions of call.c."""
 

@@ -146,6 +146,18 @@ typedef struct EpTorchStep {
     int64_t send_sms, sum_sms;
 } EpTorchStep;
 
+/** What C reads of a HybridEPBuffer's handle, which has it as bytes. Offsets are from `memory`, on
+ *  multiples of 64. */
+typedef struct EpTorchSent {
+    const EpTorchStep *step;
+    void *stream;       /**< on which the plan was made */
+    void *memory;       /**< of the plan; behind it lies what is made of a routing map */
+    int64_t ids_at;     /**< INT32 [T, K]; 0: the caller's ids are in the handle */
+    int64_t weights_at; /**< FP32 [T, K], which calls on `stream` may overwrite; 0: none */
+    int64_t num_tokens; /**< T */
+    int64_t num_rows;   /**< of the outputs */
+} EpTorchSent;
+
 /** How often, and how long, calls of `send` have waited for a GPU's counts. */
 typedef struct EpTorchWaits {
     int64_t count, ns;

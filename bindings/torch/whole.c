@@ -72,9 +72,8 @@ int ep_torch_are_rows(const EpTensor *t, int64_t most) {
            (uintptr_t)t->data % ROW_UNIT == 0;
 }
 
-int ep_torch_is_kept(EpTorchWhole *c, void *stream, void *is_kept) {
-    return ep_torch_find_stream(c->h, &c->stream) &&
-           (PyObject_IsTrue(is_kept) == 1 || PyLong_AsVoidPtr(stream) == c->stream);
+int ep_torch_is_on(EpTorchWhole *c, void *stream) {
+    return ep_torch_find_stream(c->h, &c->stream) && PyLong_AsVoidPtr(stream) == c->stream;
 }
 
 /* ---- new tensors --------------------------------------------------------------------------- */
