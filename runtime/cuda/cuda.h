@@ -38,7 +38,7 @@ typedef struct EpCudaWindow {
     void **mapped;     /**< [ranks of the node] of EP_WINDOW_IPC: each rank's mapping, or NULL */
 } EpCudaWindow;
 
-#define EP_VALIDATED 256
+#define EP_VALIDATED 2048 /* a step of 60 layers brings some 500 addresses */
 
 typedef struct EpCuda {
     EpCudaGroup device;        /**< what kernels get */
