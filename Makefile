@@ -186,6 +186,7 @@ file_cflags = $(if $(call is,$(mpi_c) tools/% tests/%),$(mpi_cflags)) \
     $(if $(call is,tools/bench/nccl_ep.c),-isystem bindings/nccl_ep) \
     $(if $(filter $B/tools/moe/host.o,$@),$(openblas_cflags)) \
     $(if $(call is,bindings/jax/%),$(jax_cflags)) \
+    $(if $(call is,bindings/torch/%),-fno-plt) \
     $(if $(call is,$(rowmath)),$(row_flags_$*) -DEP_ROWMATH=ep_rowmath_$*) \
     $(if $(filter $B/gpu/% $B/emulated/tests/%,$@),\
         $(if $(call is,$(not_on_gpu)),,-include tests/gpu/on_gpu.h))
