@@ -50,8 +50,8 @@ static EpStatus load_all(const EpGroup *group, LoadKernels *const *load, size_t 
     return EP_OK;
 }
 
-#define LOAD(group, ...)                                         \
-    load_all(group, (LoadKernels *const[]){__VA_ARGS__},         \
+#define LOAD(group, ...)                                 \
+    load_all(group, (LoadKernels *const[]){__VA_ARGS__}, \
              sizeof((LoadKernels *const[]){__VA_ARGS__}) / sizeof(LoadKernels *))
 
 /* Load the kernels with their shared memory, so that no later call has to do it. */
@@ -65,8 +65,7 @@ static EpStatus load_kernels(const EpGroup *group) {
     EP_TRY(LOAD(group, ep_cuda_open_prepare, ep_cuda_open_place, ep_cuda_open_scatter,
                 ep_cuda_open_gather, ep_cuda_open_route, ep_cuda_open_pack, ep_cuda_open_check,
                 ep_cuda_open_latency_scatter, ep_cuda_open_latency_gather));
-    if (ep_config_has_copies(&group->config))
-        EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_push_rows()));
+    if (ep_config_has_copies(&group->config)) EP_TRY(LOAD(group, ep_cuda_open_push_rows));
     if (!group->latency_sets || group->nodes.sizes.nodes == 1) return EP_OK;
     return LOAD(group, ep_cuda_open_forward, ep_cuda_open_latency_scatter_nodes,
                 ep_cuda_open_latency_gather_nodes);
