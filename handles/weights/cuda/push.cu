@@ -31,7 +31,7 @@
 
 #define NUMBER_THREADS 512 /* of push_max */
 #define THREADS (EP_PUSH_WARPS * 32)
-#define SUMS 4 /* vectors that a lane adds at a time, of two ranks under way */
+#define SUMS 4 /* vectors that a lane adds at a time; those of four ranks are under way */
 
 /* Returns where a word of a rank's shard lies in the whole. */
 __device__ __forceinline__ int64_t place_of(const EpPushedShards &s, int rank, uint32_t word) {
@@ -344,39 +344,76 @@ __device__ __forceinline__ void store_sums(const EpPushArgs &a, uint32_t vector,
     *out = result;
 }
 
-/* Add a chunk of all ranks. The vectors of two ranks are under way at a time. */
+/* A lane's vectors of two ranks. */
+struct Pair {
+    uint4 x[2][SUMS];
+};
+
+/* How far a warp is in a chunk: at the vectors from `begin` on, and at a pair of ranks. */
+struct Step {
+    uint32_t begin;
+    int rank;
+
+    __device__ __forceinline__ void next(int ranks) {
+        rank += 2;
+        if (rank >= ranks) rank = 0, begin += SUMS * 32;
+    }
+};
+
+__device__ __forceinline__ void load_pair(const EpPushArgs &a, const Chunk &c, int chunk,
+                                          const Step &step, int lane, Pair *pair) {
+    const EpCudaGroup &g = a.group;
+    const Runs<const uint4> own = {(const uint4 *)a.grad, a.shards, g.rank, c};
+    if (step.begin >= c.count) return;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        int r = step.rank + j;
+        if (r >= g.size) return;
+        const uint4 *received = (const uint4 *)ep_ring(g, g.rank, r - (r == g.rank), chunk);
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) {
+            uint32_t at = min(step.begin + i * 32 + lane, c.count - 1);
+            pair->x[j][i] = __ldcg(r == g.rank ? own.at(at) : received + at);
+        }
+    }
+}
+
+/* Add a chunk of all ranks. The next pair of vectors is loaded while one is added. */
 template <typename T, typename Out>
 __device__ __forceinline__ void add_chunk(const EpPushArgs &a, int chunk, int lane) {
-    const EpCudaGroup &g = a.group;
+    const int ranks = a.group.size;
     const Chunk c = chunk_of(a.shards, chunk);
-    const Runs<const uint4> own = {(const uint4 *)a.grad, a.shards, g.rank, c};
-    for (uint32_t begin = lane; begin < c.count; begin += SUMS * 32) {
-        EpVector<T> sum[SUMS] = {};
-        auto load = [&](uint4 *x, int r) {
-            const uint4 *received = (const uint4 *)ep_ring(g, g.rank, r - (r == g.rank), chunk);
+    EpVector<T> sum[SUMS] = {};
+    Pair first, second;
+    Step loaded = {0, 0}, added = {0, 0};
+    auto load = [&](Pair *pair) {
+        load_pair(a, c, chunk, loaded, lane, pair);
+        loaded.next(ranks);
+    };
+    auto add = [&](const Pair &pair) {
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) {
-                uint32_t at = min(begin + i * 32, c.count - 1);
-                x[i] = __ldcg(r == g.rank ? own.at(at) : received + at);
-            }
-        };
-        auto add = [&](const uint4 *x) {
+        for (int j = 0; j < 2; j++)
 #pragma unroll
             for (int i = 0; i < SUMS; i++)
-                ep_add(&sum[i], ep_unpack<T>(x[i]));
-        };
-#pragma unroll 1
-        for (int r = 0; r < g.size; r += 2) {
-            uint4 x[SUMS], y[SUMS];
-            int is_pair = r + 1 < g.size;
-            load(x, r);
-            if (is_pair) load(y, r + 1);
-            add(x);
-            if (is_pair) add(y);
-        }
+                if (added.rank + j < ranks) ep_add(&sum[i], ep_unpack<T>(pair.x[j][i]));
+        if (added.rank + 2 >= ranks) {
 #pragma unroll
-        for (int i = 0; i < SUMS; i++)
-            if (begin + i * 32 < c.count) store_sums<T, Out>(a, c.first + begin + i * 32, sum[i]);
+            for (int i = 0; i < SUMS; i++) {
+                uint32_t at = added.begin + i * 32 + lane;
+                if (at < c.count) store_sums<T, Out>(a, c.first + at, sum[i]);
+                sum[i] = EpVector<T>{};
+            }
+        }
+        added.next(ranks);
+    };
+    load(&first);
+#pragma unroll 1
+    while (added.begin < c.count) {
+        load(&second);
+        add(first);
+        if (added.begin >= c.count) return;
+        load(&first);
+        add(second);
     }
 }
 

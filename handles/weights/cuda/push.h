@@ -12,7 +12,7 @@
 #define EP_PUSH_BYTES 16384
 #endif
 #ifndef EP_PUSH_WARPS
-#define EP_PUSH_WARPS 13 /* of a block: so many stages fit into the shared memory of an H100 */
+#define EP_PUSH_WARPS 12 /* of a block: with more, each thread has 128 registers at most */
 #endif
 #ifndef EP_PUSH_RUN_BYTES
 #define EP_PUSH_RUN_BYTES (EP_PUSH_BYTES / 16) /* shorter runs of a shard go through registers */
