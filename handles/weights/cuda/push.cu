@@ -77,6 +77,7 @@ __device__ __forceinline__ void for_claimed(const EpCudaGroup &g, int kind, int 
 template <typename Each>
 __device__ __forceinline__ int with_others(const EpCudaGroup &g, int lane, Each each) {
     int alive = 1;
+#pragma unroll 1
     for (int r = lane; r < g.size && alive; r += 32)
         alive = r == g.rank || each(r);
     return alive;
@@ -207,17 +208,20 @@ template <typename To> __device__ __forceinline__ void store_stage(const Mover &
 
 #define COPIES 8 /* words that a lane has under way */
 
-/* Copy the words of a chunk through registers: store(word of the chunk, load(it)). */
-template <typename Word, typename Load, typename Store>
-__device__ __forceinline__ void copy_words(const Mover &m, uint32_t count, Load load, Store store) {
+/* Copy the words of a chunk through registers: load(word) to all places of to_each. */
+template <typename Word, typename Load, typename Targets>
+__device__ __forceinline__ void copy_words(const Mover &m, uint32_t count, Load load,
+                                           Targets to_each) {
     for (uint32_t begin = m.lane; begin < count; begin += COPIES * 32) {
         Word x[COPIES];
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
             if (begin + i * 32 < count) x[i] = load(begin + i * 32);
+        to_each([&](const auto &to) {
 #pragma unroll
-        for (int i = 0; i < COPIES; i++)
-            if (begin + i * 32 < count) store(begin + i * 32, x[i]);
+            for (int i = 0; i < COPIES; i++)
+                if (begin + i * 32 < count) *to.at(begin + i * 32) = x[i];
+        });
     }
 }
 
@@ -243,8 +247,7 @@ __device__ __forceinline__ int send_chunk(Mover *m, int by_bulk, uint32_t count,
     }
     if (!await()) return 0;
     copy_words<Word>(
-        *m, count, [&](uint32_t at) { return *from.at(at); },
-        [&](uint32_t at, const Word &x) { to_each([&](const auto &to) { *to.at(at) = x; }); });
+        *m, count, [&](uint32_t at) { return *from.at(at); }, to_each);
     __syncwarp();
     signal();
     return 1;
@@ -272,7 +275,7 @@ __device__ __forceinline__ int receive_chunk(Mover *m, int by_bulk, const Flat<W
     __syncwarp();
     copy_words<Word>(
         *m, from.count, [&](uint32_t at) { return __ldcg(from.at(at)); },
-        [&](uint32_t at, const Word &x) { *to.at(at) = x; });
+        [&](auto store) { store(to); });
     __syncwarp();
     if (m->lane == 0) signal();
     return 1;
@@ -360,6 +363,15 @@ struct Step {
     }
 };
 
+/* Load SUMS vectors of a rank: place(vector of the chunk) is where each lies. */
+template <typename Place>
+__device__ __forceinline__ void load_vectors(const Chunk &c, uint32_t begin, uint4 *x,
+                                             Place place) {
+#pragma unroll
+    for (int i = 0; i < SUMS; i++)
+        x[i] = __ldcg(place(min(begin + i * 32, c.count - 1)));
+}
+
 __device__ __forceinline__ void load_pair(const EpPushArgs &a, const Chunk &c, int chunk,
                                           const Step &step, int lane, Pair *pair) {
     const EpCudaGroup &g = a.group;
@@ -370,11 +382,11 @@ __device__ __forceinline__ void load_pair(const EpPushArgs &a, const Chunk &c, i
         int r = step.rank + j;
         if (r >= g.size) return;
         const uint4 *received = (const uint4 *)ep_ring(g, g.rank, r - (r == g.rank), chunk);
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) {
-            uint32_t at = min(step.begin + i * 32 + lane, c.count - 1);
-            pair->x[j][i] = __ldcg(r == g.rank ? own.at(at) : received + at);
-        }
+        if (r == g.rank)
+            load_vectors(c, step.begin + lane, pair->x[j], [&](uint32_t at) { return own.at(at); });
+        else
+            load_vectors(c, step.begin + lane, pair->x[j],
+                         [&](uint32_t at) { return received + at; });
     }
 }
 
@@ -457,6 +469,7 @@ __device__ __forceinline__ void send_shard(const EpPushGatherArgs &a, Mover m, u
             &m, by_bulk, c.count, from(c),
             [&] { return __all_sync(~0u, with_others(g, m.lane, has_all_room)); },
             [&](auto store) {
+#pragma unroll 1
                 for (int i = 1; i < g.size; i++)
                     store(record_of<Word>(g, (g.rank + i) % g.size, g.rank, chunk, c.count));
                 if (a.from) store(Runs<Word>{(Word *)a.whole, a.shards, g.rank, c});
