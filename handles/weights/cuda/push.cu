@@ -335,16 +335,24 @@ __device__ __forceinline__ void round_sum(__half *out, float sum) {
     *out = __float2half_rn(sum);
 }
 
+/* Store a lane's sums of the vectors from number `at` of the chunk on. What they are added to is
+ * loaded at once. */
 template <typename T, typename Out>
-__device__ __forceinline__ void store_sums(const EpPushArgs &a, uint32_t vector,
-                                           const EpVector<T> &sum) {
+__device__ __forceinline__ void store_sums(const EpPushArgs &a, const Chunk &c, uint32_t at,
+                                           const EpVector<T> *sum) {
     typedef Result<Out, EpVector<T>::SIZE> Sums;
-    Sums *out = (Sums *)a.out + vector, result;
-    if (a.accumulate) result = *out;
+    Sums *out = (Sums *)a.out + c.first, result[SUMS];
 #pragma unroll
-    for (int e = 0; e < EpVector<T>::SIZE; e++)
-        round_sum(&result.at[e], a.accumulate ? ep_float(result.at[e]) + sum.at[e] : sum.at[e]);
-    *out = result;
+    for (int i = 0; i < SUMS; i++)
+        if (a.accumulate) result[i] = out[min(at + i * 32, c.count - 1)];
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) {
+#pragma unroll
+        for (int e = 0; e < EpVector<T>::SIZE; e++)
+            round_sum(&result[i].at[e],
+                      a.accumulate ? ep_float(result[i].at[e]) + sum[i].at[e] : sum[i].at[e]);
+        if (at + i * 32 < c.count) out[at + i * 32] = result[i];
+    }
 }
 
 /* A lane's vectors of two ranks. */
@@ -409,12 +417,10 @@ __device__ __forceinline__ void add_chunk(const EpPushArgs &a, int chunk, int la
             for (int i = 0; i < SUMS; i++)
                 if (added.rank + j < ranks) ep_add(&sum[i], ep_unpack<T>(pair.x[j][i]));
         if (added.rank + 2 >= ranks) {
+            store_sums<T, Out>(a, c, added.begin + lane, sum);
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) {
-                uint32_t at = added.begin + i * 32 + lane;
-                if (at < c.count) store_sums<T, Out>(a, c.first + at, sum[i]);
+            for (int i = 0; i < SUMS; i++)
                 sum[i] = EpVector<T>{};
-            }
         }
         added.next(ranks);
     };
