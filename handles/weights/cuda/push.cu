@@ -206,12 +206,11 @@ template <typename To> __device__ __forceinline__ void store_stage(const Mover &
     });
 }
 
-#define COPIES 8 /* words that a lane has under way */
-
 /* Copy the words of a chunk through registers: load(word) to all places of to_each. */
 template <typename Word, typename Load, typename Targets>
 __device__ __forceinline__ void copy_words(const Mover &m, uint32_t count, Load load,
                                            Targets to_each) {
+    constexpr int COPIES = sizeof(Word) == 16 ? 8 : 16; /* words that a lane has under way */
     for (uint32_t begin = m.lane; begin < count; begin += COPIES * 32) {
         Word x[COPIES];
 #pragma unroll
