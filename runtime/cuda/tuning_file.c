@@ -173,6 +173,8 @@ static EpStatus read_lines(Reader *r, FILE *file) {
         r->line++;
         if (!strchr(line, '\n') && strlen(line) == sizeof(line) - 1)
             return refuse(r, "expected lines of at most %d characters", (int)sizeof(line) - 2);
+        if (!r->ended && !strchr(line, '\n') && strcmp(trim(line), "end") != 0)
+            return refuse(r, "expected whole lines and a last line 'end': the file is cut short");
         EP_TRY(read_line(r, line));
     }
     if (ferror(file)) return refuse(r, "cannot be read: %s", strerror(errno));

@@ -37,6 +37,7 @@ typedef struct EpQuantiseArgs {
 /** Tiles that the box touches along dimension 1 or 2. */
 EP_HOST_DEVICE static inline int64_t ep_quantise_tiles(const EpQuantiseArgs *a, int dim) {
     int64_t last = a->begin[dim] + a->part[dim] - 1;
+    if (a->part[dim] == 0) return 0;
     return last / EP_QUANT_EDGE - a->begin[dim] / EP_QUANT_EDGE + 1;
 }
 

@@ -109,6 +109,7 @@ struct dim3 {
 template <typename A>
 static cudaError_t cudaLaunchKernel(void (*kernel)(const A &), dim3 blocks, dim3 threads,
                                     void **arguments, size_t shared, cudaStream_t stream) {
+    if (!blocks.x || !threads.x) return cudaErrorInvalidValue;
     emulated_launch({blocks.x, threads.x, shared, stream}, kernel, *(const A *)arguments[0]);
     return cudaSuccess;
 }
@@ -134,6 +135,7 @@ template <typename A>
 static cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(const A &),
                                       const A &argument) {
     emulated_need_bulk("an early launch");
+    if (!config->gridDim.x || !config->blockDim.x) return cudaErrorInvalidValue;
     emulated_launch(
         {config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes, config->stream}, kernel,
         argument);
