@@ -12,8 +12,8 @@
  * for bulk copies go through registers, and so does everything in code of 8.0 (EP_HAS_BULK).
  *
  * Sending and receiving warps alternate. A warp claims a chunk, or a chunk and a rank, in ascending
- * order, so what it waits for is claimed by warps that run (runtime/cuda/device.h). Each block has
- * warps of both kinds, so none needs another one.
+ * order, so what it waits for is claimed by warps that run (runtime/cuda/device.h). Block 0 has
+ * warps of both kinds, so no other block needs to be resident.
  *
  * Who waits on whom: a sending warp for all ranks' arrivals, and for the credit of the records that
  * a chunk goes to; a receiving warp for the heads of its chunk.
