@@ -128,7 +128,8 @@ objects = $(foreach f,$2,$(if $(filter %/rowmath.c,$f),\
               $(if $(filter $(masked_cu),$f),$B/$1$(basename $f)_masked.cu.o))
 nodes_cu := dispatch/cuda/latency_scatter.cu combine/cuda/latency_gather.cu
 masked_cu := handles/prepare/cuda/prepare.cu handles/placement/cuda/place.cu \
-             dispatch/cuda/scatter.cu combine/cuda/gather.cu $(nodes_cu)
+             dispatch/cuda/scatter.cu combine/cuda/gather.cu $(nodes_cu) \
+             handles/weights/cuda/push_rows.cu
 kernel_form = $(if $(filter %_nodes.cu.o,$@),-DEP_SEVERAL_NODES) \
               $(if $(filter %_masked.cu.o,$@),-DEP_MASKED)
 row_sets := base $(if $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null)),v3 v4)
