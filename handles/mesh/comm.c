@@ -11,12 +11,15 @@
 #include "handles/mesh/mesh.h"
 
 /* Groups of weights have no experts. On the host backend these sizes give staging 4 MiB, which is
- * enough for its full speed. On the CUDA backend they give the rings by which gradients are reduced
- * on one node 2 MiB for each other rank. */
+ * enough for its full speed. On the CUDA backend they give the rings that carry weights on one node
+ * 4 MiB for each other rank, or less where there are more than ten: what is under way while a
+ * record and its credit travel. */
 #define STAGED_ROWS 64
-#define RING_ROWS 32 /* on GPUs: the least that a ring may have */
+#ifndef EP_PUSH_ROWS
+#define EP_PUSH_ROWS 256
+#endif
 #ifndef EP_PUSH_BYTES
-#define EP_PUSH_BYTES EP_MAX_ROW_BYTES /* see handles/weights/cuda/push.h */
+#define EP_PUSH_BYTES 16384 /* see handles/weights/cuda/push.h */
 #endif
 
 /* ---- agreement ----------------------------------------------------------------------------- */
@@ -55,7 +58,7 @@ static EpStatus open_group(const EpMeshComm *comm, EpMeshLink *link) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = 1, config.max_top_k = 1, config.latency_sets = 0;
     int stages = comm->config.backend == EP_BACKEND_HOST;
-    config.max_tokens = stages ? STAGED_ROWS : RING_ROWS;
+    config.max_tokens = stages ? STAGED_ROWS : EP_PUSH_ROWS;
     config.max_row_bytes = stages ? EP_MAX_ROW_BYTES : EP_PUSH_BYTES;
     config.backend = comm->config.backend, config.device = comm->config.device;
     config.timeout_seconds = comm->timeout;

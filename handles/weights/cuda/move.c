@@ -63,11 +63,14 @@ static EpStatus push(Work *work, const EpMoveSlice *slice, const EpMoveBatch *ba
     const EpGroup *group = work->move->group;
     int64_t places = (int64_t)(uintptr_t)slice->from | (int64_t)(uintptr_t)slice->to;
     int32_t word = ep_push_word_of(places | slice->from_step | slice->to_step | slice->bytes);
+    EpPushGrid grid = ep_weight_push_grid(&work->w);
     EpPushMoveArgs args = {.group = work->group,
                            .word = word,
                            .words = (int32_t)(slice->bytes / word),
                            .chunk = work->chunk / word,
-                           .receivers = EP_PUSH_RECEIVERS(ep_weight_push_blocks(&work->w)),
+                           .receivers = ep_push_receivers(grid, EP_PUSH_RECEIVERS),
+                           .warps = grid.warps,
+                           .shared_bytes = grid.shared_bytes,
                            .from_step = slice->from_step / word,
                            .to_step = slice->to_step / word,
                            .from = slice->from,
@@ -77,8 +80,7 @@ static EpStatus push(Work *work, const EpMoveSlice *slice, const EpMoveBatch *ba
     take_rows(group, &batch->got, &args.got);
     EpCudaLauncher launch =
         ep_cuda_variant(group, ep_cuda_launch_push_rows, ep_cuda_launch_push_rows_masked);
-    return ep_cuda_check(group, "moving experts",
-                         launch(&args, ep_weight_push_blocks(&work->w), work->stream));
+    return ep_cuda_check(group, "moving experts", launch(&args, grid.blocks, work->stream));
 }
 
 /* ---- between nodes ------------------------------------------------------------------------- */

@@ -8,8 +8,8 @@
 #include "handles/weights/cuda/push.cuh"
 #include "runtime/cuda/rows.cuh"
 
-#define MOST_VECTORS (EP_MAX_ROW_BYTES / 16 / THREADS) /* of a chunk, for each thread */
-#define SUMS 2                                         /* that a thread has under way */
+#define NUMBER_THREADS 512 /* of push_max */
+#define SUMS 4 /* vectors that a lane adds at a time; those of four ranks are under way */
 
 /* Returns where a word of a rank's shard lies in the whole. */
 __device__ __forceinline__ int64_t place_of(const EpPushedShards &s, int rank, uint32_t word) {
@@ -27,45 +27,58 @@ __device__ __forceinline__ Chunk chunk_of(const EpPushedShards &s, int chunk) {
 template <typename Each>
 __device__ __forceinline__ int with_others(const EpCudaGroup &g, int lane, Each each) {
     int alive = 1;
+#pragma unroll 1
     for (int r = lane; r < g.size && alive; r += 32)
         alive = r == g.rank || each(r);
     return alive;
 }
 
-/* ---- sending ------------------------------------------------------------------------------- */
+/* The runs of a shard, as a side of a copy. */
+template <typename Word> struct Runs {
+    Word *whole;
+    const EpPushedShards &s;
+    int rank;
+    Chunk c;
 
-__device__ __forceinline__ void send_chunk(const EpPushArgs &a, int peer, int chunk) {
-    const EpCudaGroup &g = a.group;
-    const Chunk c = chunk_of(a.shards, chunk);
-    uint4 *to = (uint4 *)ep_ring(g, peer, g.rank, chunk), x[MOST_VECTORS];
-#pragma unroll
-    for (int k = 0; k < MOST_VECTORS; k++) {
-        uint32_t at = threadIdx.x + k * THREADS;
-        if (at < c.count) x[k] = ((const uint4 *)a.grad)[place_of(a.shards, peer, c.first + at)];
+    template <typename Each> __device__ __forceinline__ void pieces(int lane, Each each) const {
+        uint32_t last = ep_large_quotient(c.first + c.count - 1, s.run);
+        for (uint32_t run = ep_large_quotient(c.first, s.run) + lane; run <= last; run += 32) {
+            uint32_t begin = max(c.first, run * s.run.by);
+            uint32_t end = min(c.first + c.count, (run + 1) * s.run.by);
+            each(whole + place_of(s, rank, begin), begin - c.first, end - begin);
+        }
     }
-#pragma unroll
-    for (int k = 0; k < MOST_VECTORS; k++) {
-        uint32_t at = threadIdx.x + k * THREADS;
-        if (at < c.count) to[at] = x[k];
+    __device__ __forceinline__ Word *at(uint32_t word) const {
+        return whole + place_of(s, rank, c.first + word);
     }
+};
+
+/* Returns item `item` where each chunk has one for every other rank. */
+__device__ __forceinline__ PeerChunk peer_chunk(const EpCudaGroup &g, int item) {
+    int others = g.size - 1;
+    return PeerChunk{(g.rank + 1 + item % others) % g.size, item / others};
 }
 
-__device__ __forceinline__ void send(const EpPushArgs &a, uint32_t epoch) {
+/* ---- reducing: sending --------------------------------------------------------------------- */
+
+__device__ __forceinline__ void send_gradient(const EpPushArgs &a, Mover m, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int others = g.size - 1, claimed = claim(g, 0);
-    auto peer_of = [&](int item) { return (g.rank + 1 + item % others) % g.size; };
-    auto await = [&](int item, int lane) {
-        return lane || has_room(g, epoch, peer_of(item), item / others);
-    };
-    if (!await_all(g, epoch)) return;
-    for (int item; (item = take_item(g, 0, a.shards.chunks * others, &claimed, await)) >= 0;) {
-        send_chunk(a, peer_of(item), item / others);
-        __syncthreads();
-        if (threadIdx.x == 0) give_head(g, epoch, peer_of(item), item / others);
-    }
+    int by_bulk = goes_by_bulk<uint4>(a.shards.run.by);
+    for_claimed(g, 0, a.shards.chunks * (g.size - 1), [&](int item) {
+        const PeerChunk p = peer_chunk(g, item);
+        const Chunk c = chunk_of(a.shards, p.chunk);
+        const Runs<const uint4> from = {(const uint4 *)a.grad, a.shards, p.peer, c};
+        return send_chunk<uint4>(
+            &m, by_bulk, c.count, from,
+            [&] { return __all_sync(~0u, m.lane || has_room(g, epoch, p.peer, p.chunk)); },
+            [&](auto store) { store(record_of<uint4>(g, p.peer, g.rank, p.chunk, c.count)); },
+            [&] {
+                if (m.lane == 0) give_head(g, epoch, p.peer, p.chunk);
+            });
+    });
 }
 
-/* ---- receiving ----------------------------------------------------------------------------- */
+/* ---- reducing: receiving ------------------------------------------------------------------- */
 
 /* What is stored for a vector of sums. */
 template <typename Out, int N> struct alignas(N * sizeof(Out) < 16 ? N * sizeof(Out) : 16) Result {
@@ -82,134 +95,198 @@ __device__ __forceinline__ void round_sum(__half *out, float sum) {
     *out = __float2half_rn(sum);
 }
 
+/* Store a lane's sums of the vectors from number `at` of the chunk on. What they are added to is
+ * loaded at once. */
 template <typename T, typename Out>
-__device__ __forceinline__ void store_sums(const EpPushArgs &a, uint32_t vector,
-                                           const EpVector<T> &sum) {
+__device__ __forceinline__ void store_sums(const EpPushArgs &a, const Chunk &c, uint32_t at,
+                                           const EpVector<T> *sum) {
     typedef Result<Out, EpVector<T>::SIZE> Sums;
-    Sums *out = (Sums *)a.out + vector, result;
-    if (a.accumulate) result = *out;
+    Sums *out = (Sums *)a.out + c.first, result[SUMS];
 #pragma unroll
-    for (int e = 0; e < EpVector<T>::SIZE; e++)
-        round_sum(&result.at[e], a.accumulate ? ep_float(result.at[e]) + sum.at[e] : sum.at[e]);
-    *out = result;
+    for (int i = 0; i < SUMS; i++)
+        if (a.accumulate) result[i] = out[min(at + i * 32, c.count - 1)];
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) {
+#pragma unroll
+        for (int e = 0; e < EpVector<T>::SIZE; e++)
+            round_sum(&result[i].at[e],
+                      a.accumulate ? ep_float(result[i].at[e]) + sum[i].at[e] : sum[i].at[e]);
+        if (at + i * 32 < c.count) out[at + i * 32] = result[i];
+    }
 }
 
-template <typename T, typename Out>
-__device__ __forceinline__ void add_chunk(const EpPushArgs &a, int chunk) {
-    const EpCudaGroup &g = a.group;
-    const Chunk c = chunk_of(a.shards, chunk);
-    const uint4 *grad = (const uint4 *)a.grad;
-    for (uint32_t begin = threadIdx.x; begin < c.count; begin += SUMS * THREADS) {
-        EpVector<T> sum[SUMS] = {};
-        for (int r = 0; r < g.size; r++) {
-            const uint4 *received = (const uint4 *)ep_ring(g, g.rank, r - (r == g.rank), chunk);
-            uint4 x[SUMS];
+/* A lane's vectors of two ranks. */
+struct Pair {
+    uint4 x[2][SUMS];
+};
+
+/* How far a warp is in a chunk: at the vectors from `begin` on, and at a pair of ranks. */
+struct Step {
+    uint32_t begin;
+    int rank;
+
+    __device__ __forceinline__ void next(int ranks) {
+        rank += 2;
+        if (rank >= ranks) rank = 0, begin += SUMS * 32;
+    }
+};
+
+/* Load SUMS vectors of a rank: place(vector of the chunk) is where each lies. */
+template <typename Place>
+__device__ __forceinline__ void load_vectors(const Chunk &c, uint32_t begin, uint4 *x,
+                                             Place place) {
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) {
-                uint32_t at = min(begin + i * THREADS, c.count - 1);
-                x[i] = __ldcg(r == g.rank ? grad + place_of(a.shards, r, c.first + at)
-                                          : received + at);
-            }
+    for (int i = 0; i < SUMS; i++)
+        x[i] = __ldcg(place(min(begin + i * 32, c.count - 1)));
+}
+
+__device__ __forceinline__ void load_pair(const EpPushArgs &a, const Chunk &c, int chunk,
+                                          const Step &step, int lane, Pair *pair) {
+    const EpCudaGroup &g = a.group;
+    const Runs<const uint4> own = {(const uint4 *)a.grad, a.shards, g.rank, c};
+    if (step.begin >= c.count) return;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        int r = step.rank + j;
+        if (r >= g.size) return;
+        const uint4 *received = (const uint4 *)ep_ring(g, g.rank, r - (r == g.rank), chunk);
+        if (r == g.rank)
+            load_vectors(c, step.begin + lane, pair->x[j], [&](uint32_t at) { return own.at(at); });
+        else
+            load_vectors(c, step.begin + lane, pair->x[j],
+                         [&](uint32_t at) { return received + at; });
+    }
+}
+
+/* Add a chunk of all ranks. The next pair of vectors is loaded while one is added. */
+template <typename T, typename Out>
+__device__ __forceinline__ void add_chunk(const EpPushArgs &a, int chunk, int lane) {
+    const int ranks = a.group.size;
+    const Chunk c = chunk_of(a.shards, chunk);
+    EpVector<T> sum[SUMS] = {};
+    Pair first, second;
+    Step loaded = {0, 0}, added = {0, 0};
+    auto load = [&](Pair *pair) {
+        load_pair(a, c, chunk, loaded, lane, pair);
+        loaded.next(ranks);
+    };
+    auto add = [&](const Pair &pair) {
+#pragma unroll
+        for (int j = 0; j < 2; j++)
 #pragma unroll
             for (int i = 0; i < SUMS; i++)
-                ep_add(&sum[i], ep_unpack<T>(x[i]));
-        }
+                if (added.rank + j < ranks) ep_add(&sum[i], ep_unpack<T>(pair.x[j][i]));
+        if (added.rank + 2 >= ranks) {
+            store_sums<T, Out>(a, c, added.begin + lane, sum);
 #pragma unroll
-        for (int i = 0; i < SUMS; i++)
-            if (begin + i * THREADS < c.count)
-                store_sums<T, Out>(a, c.first + begin + i * THREADS, sum[i]);
+            for (int i = 0; i < SUMS; i++)
+                sum[i] = EpVector<T>{};
+        }
+        added.next(ranks);
+    };
+    load(&first);
+#pragma unroll 1
+    while (added.begin < c.count) {
+        load(&second);
+        add(first);
+        if (added.begin >= c.count) return;
+        load(&first);
+        add(second);
     }
 }
 
 template <typename T, typename Out>
-__device__ __forceinline__ void receive(const EpPushArgs &a, uint32_t epoch) {
+__device__ __forceinline__ void add_gradients(const EpPushArgs &a, const Mover &m, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int claimed = claim(g, 1);
-    auto await = [&](int chunk, int lane) {
-        return with_others(g, lane, [&](int r) { return ep_await_record(g, epoch, r, chunk); });
-    };
-    for (int chunk; (chunk = take_item(g, 1, a.shards.chunks, &claimed, await)) >= 0;) {
-        add_chunk<T, Out>(a, chunk);
-        __syncthreads();
-        if (threadIdx.x < 32)
-            with_others(g, (int)threadIdx.x, [&](int r) {
-                give_credit(g, epoch, r, chunk);
-                return 1;
-            });
-    }
+    for_claimed(g, 1, a.shards.chunks, [&](int chunk) {
+        int alive =
+            with_others(g, m.lane, [&](int r) { return ep_await_record(g, epoch, r, chunk); });
+        if (!__all_sync(~0u, alive)) return 0;
+        __syncwarp();
+        add_chunk<T, Out>(a, chunk, m.lane);
+        __syncwarp();
+        with_others(g, m.lane, [&](int r) {
+            give_credit(g, epoch, r, chunk);
+            return 1;
+        });
+        return 1;
+    });
 }
 
 template <typename T, typename Out>
 __global__ void __launch_bounds__(THREADS, 1) push_sums(const __grid_constant__ EpPushArgs a) {
+    extern __shared__ __align__(128) char memory[];
     run(
-        a.group, a.receivers, [&](uint32_t epoch) { send(a, epoch); },
-        [&](uint32_t epoch) { receive<T, Out>(a, epoch); });
+        a.group, a.receivers, memory,
+        [&](const Mover &m, uint32_t epoch) { send_gradient(a, m, epoch); },
+        [&](const Mover &m, uint32_t epoch) { add_gradients<T, Out>(a, m, epoch); });
 }
 
 /* ---- gathering ----------------------------------------------------------------------------- */
 
-template <typename Word>
-__device__ __forceinline__ void spread_chunk(const EpPushGatherArgs &a, const Chunk &c, int chunk) {
+/* Send this rank's shard, `from`(chunk), to all others, and where it is not in its place there. */
+template <typename Word, typename From>
+__device__ __forceinline__ void send_shard(const EpPushGatherArgs &a, Mover m, uint32_t epoch,
+                                           From from) {
     const EpCudaGroup &g = a.group;
-    Word *whole = (Word *)a.whole;
-    auto load = [&](uint32_t at) {
-        return a.from ? ((const Word *)a.from)[c.first + at]
-                      : whole[place_of(a.shards, g.rank, c.first + at)];
-    };
-    copy_chunk<Word>(c, load, [&](uint32_t at, const Word &x) {
-        for (int i = 1; i < g.size; i++)
-            ((Word *)ep_ring(g, (g.rank + i) % g.size, g.rank, chunk))[at] = x;
-        if (a.from) whole[place_of(a.shards, g.rank, c.first + at)] = x;
+    int by_bulk = goes_by_bulk<Word>(a.shards.run.by);
+    for_claimed(g, 0, a.shards.chunks, [&](int chunk) {
+        const Chunk c = chunk_of(a.shards, chunk);
+        auto has_all_room = [&](int r) { return has_room(g, epoch, r, chunk); };
+        return send_chunk<Word>(
+            &m, by_bulk, c.count, from(c),
+            [&] { return __all_sync(~0u, with_others(g, m.lane, has_all_room)); },
+            [&](auto store) {
+#pragma unroll 1
+                for (int i = 1; i < g.size; i++)
+                    store(record_of<Word>(g, (g.rank + i) % g.size, g.rank, chunk, c.count));
+                if (a.from) store(Runs<Word>{(Word *)a.whole, a.shards, g.rank, c});
+            },
+            [&] {
+                with_others(g, m.lane, [&](int r) {
+                    give_head(g, epoch, r, chunk);
+                    return 1;
+                });
+            });
     });
 }
 
 template <typename Word>
-__device__ __forceinline__ void send_shard(const EpPushGatherArgs &a, uint32_t epoch) {
-    const EpCudaGroup &g = a.group;
-    int claimed = claim(g, 0);
-    auto await = [&](int chunk, int lane) {
-        return with_others(g, lane, [&](int r) { return has_room(g, epoch, r, chunk); });
-    };
-    if (!await_all(g, epoch)) return;
-    for (int chunk; (chunk = take_item(g, 0, a.shards.chunks, &claimed, await)) >= 0;) {
-        spread_chunk<Word>(a, chunk_of(a.shards, chunk), chunk);
-        __syncthreads();
-        if (threadIdx.x < 32)
-            with_others(g, (int)threadIdx.x, [&](int r) {
-                give_head(g, epoch, r, chunk);
-                return 1;
-            });
-    }
+__device__ __forceinline__ void send_shards(const EpPushGatherArgs &a, const Mover &m,
+                                            uint32_t epoch) {
+    if (a.from)
+        send_shard<Word>(a, m, epoch, [&](const Chunk &c) {
+            return Flat<const Word>{(const Word *)a.from + c.first, c.count};
+        });
+    else
+        send_shard<Word>(a, m, epoch, [&](const Chunk &c) {
+            return Runs<const Word>{(const Word *)a.whole, a.shards, a.group.rank, c};
+        });
 }
 
 template <typename Word>
-__device__ __forceinline__ void receive_shards(const EpPushGatherArgs &a, uint32_t epoch) {
+__device__ __forceinline__ void receive_shards(const EpPushGatherArgs &a, Mover m, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int others = g.size - 1, claimed = claim(g, 1);
-    auto peer_of = [&](int item) { return (g.rank + 1 + item % others) % g.size; };
-    auto await = [&](int item, int lane) {
-        return lane || ep_await_record(g, epoch, peer_of(item), item / others);
-    };
-    for (int item; (item = take_item(g, 1, a.shards.chunks * others, &claimed, await)) >= 0;) {
-        int peer = peer_of(item), chunk = item / others;
-        const Chunk c = chunk_of(a.shards, chunk);
-        const Word *from = (const Word *)ep_ring(g, g.rank, peer, chunk);
-        copy_chunk<Word>(
-            c, [&](uint32_t at) { return __ldcg(from + at); },
-            [&](uint32_t at, const Word &x) {
-                ((Word *)a.whole)[place_of(a.shards, peer, c.first + at)] = x;
-            });
-        __syncthreads();
-        if (threadIdx.x == 0) give_credit(g, epoch, peer, chunk);
-    }
+    int by_bulk = goes_by_bulk<Word>(a.shards.run.by);
+    for_claimed(g, 1, a.shards.chunks * (g.size - 1), [&](int item) {
+        const PeerChunk p = peer_chunk(g, item);
+        const Chunk c = chunk_of(a.shards, p.chunk);
+        return receive_chunk<Word>(
+            &m, by_bulk, record_of<Word>(g, g.rank, p.peer, p.chunk, c.count),
+            Runs<Word>{(Word *)a.whole, a.shards, p.peer, c},
+            [&] { return ep_await_record(g, epoch, p.peer, p.chunk); },
+            [&] { give_credit(g, epoch, p.peer, p.chunk); });
+    });
 }
 
 template <typename Word>
 __global__ void __launch_bounds__(THREADS, 1)
     push_shards(const __grid_constant__ EpPushGatherArgs a) {
+    extern __shared__ __align__(128) char memory[];
     run(
-        a.group, a.receivers, [&](uint32_t epoch) { send_shard<Word>(a, epoch); },
-        [&](uint32_t epoch) { receive_shards<Word>(a, epoch); });
+        a.group, a.receivers, memory,
+        [&](const Mover &m, uint32_t epoch) { send_shards<Word>(a, m, epoch); },
+        [&](const Mover &m, uint32_t epoch) { receive_shards<Word>(a, m, epoch); });
 }
 
 /* ---- numbers ------------------------------------------------------------------------------- */
@@ -222,7 +299,7 @@ __device__ __forceinline__ int exchange_numbers(const EpPushMaxArgs &a, uint32_t
     int lane = (int)threadIdx.x, leads = lane < 32;
     int alive = !leads || with_others(g, lane, [&](int r) { return has_room(g, epoch, r, chunk); });
     if (!__syncthreads_and(alive)) return 0;
-    for (int i = lane; i < count; i += THREADS)
+    for (int i = lane; i < count; i += NUMBER_THREADS)
         for (int r = 0; r < g.size; r++)
             if (r != g.rank) ((uint32_t *)ep_ring(g, r, g.rank, chunk))[i] = a.numbers[first + i];
     __syncthreads();
@@ -236,16 +313,17 @@ __device__ __forceinline__ int exchange_numbers(const EpPushMaxArgs &a, uint32_t
     return __syncthreads_and(alive);
 }
 
-__global__ void __launch_bounds__(THREADS, 1) push_max(const __grid_constant__ EpPushMaxArgs a) {
+__global__ void __launch_bounds__(NUMBER_THREADS, 1)
+    push_max(const __grid_constant__ EpPushMaxArgs a) {
     const EpCudaGroup &g = a.group;
     const int64_t most = EP_PUSH_BYTES / sizeof(uint32_t);
     run_operation(g, [&](uint32_t epoch) {
-        if (!await_all(g, epoch)) return;
+        if (!__syncthreads_and(threadIdx.x >= 32 || ep_await_arrivals(g, epoch))) return;
         for (int chunk = 0; chunk * most < a.count; chunk++) {
             int64_t first = chunk * most;
             int count = (int)min(most, a.count - first);
             if (!exchange_numbers(a, epoch, chunk, first, count)) return;
-            for (int i = (int)threadIdx.x; i < count; i += THREADS) {
+            for (int i = (int)threadIdx.x; i < count; i += NUMBER_THREADS) {
                 uint32_t largest = a.numbers[first + i];
                 for (int r = 0; r < g.size; r++)
                     if (r != g.rank)
@@ -265,57 +343,43 @@ __global__ void __launch_bounds__(THREADS, 1) push_max(const __grid_constant__ E
 
 /* ---- launching ----------------------------------------------------------------------------- */
 
-template <typename T, typename Out> static int open_for(void) {
-    cudaFuncAttributes attributes;
-    return cudaFuncGetAttributes(&attributes, push_sums<T, Out>);
-}
-
-template <typename Word> static int open_gather(void) {
-    cudaFuncAttributes attributes;
-    return cudaFuncGetAttributes(&attributes, push_shards<Word>);
-}
-
-extern "C" int ep_cuda_open_push(void) {
+extern "C" int ep_cuda_open_push(int shared_bytes) {
     cudaFuncAttributes attributes;
     int error = cudaFuncGetAttributes(&attributes, push_max);
-    if (!error) error = open_for<__nv_bfloat16, float>();
-    if (!error) error = open_gather<uint4>();
-    if (!error) error = open_gather<uint32_t>();
-    if (!error) error = open_gather<uint8_t>();
-    if (!error) error = open_for<__half, float>();
-    if (!error) error = open_for<float, float>();
-    if (!error) error = open_for<__nv_bfloat16, __nv_bfloat16>();
-    if (!error) error = open_for<__half, __half>();
-    if (!error) error = open_for<float, __nv_bfloat16>();
-    return error ? error : open_for<float, __half>();
+    if (!error) error = ep_open_kernel(push_shards<uint4>, shared_bytes);
+    if (!error) error = ep_open_kernel(push_shards<uint32_t>, shared_bytes);
+    if (!error) error = ep_open_kernel(push_shards<uint8_t>, shared_bytes);
+    if (!error) error = ep_open_kernel(push_sums<__nv_bfloat16, float>, shared_bytes);
+    if (!error) error = ep_open_kernel(push_sums<__half, float>, shared_bytes);
+    if (!error) error = ep_open_kernel(push_sums<float, float>, shared_bytes);
+    if (!error) error = ep_open_kernel(push_sums<__nv_bfloat16, __nv_bfloat16>, shared_bytes);
+    if (!error) error = ep_open_kernel(push_sums<__half, __half>, shared_bytes);
+    if (!error) error = ep_open_kernel(push_sums<float, __nv_bfloat16>, shared_bytes);
+    return error ? error : ep_open_kernel(push_sums<float, __half>, shared_bytes);
 }
 
-template <typename T, typename Out>
-static int launch(const EpPushArgs *a, int blocks, void *stream) {
-    return ep_launch(push_sums<T, Out>, blocks, THREADS, 0, stream, *a);
-}
-
-extern "C" int ep_cuda_launch_push(const EpPushArgs *a, int blocks, void *stream) {
+extern "C" int ep_cuda_launch_push(const EpPushArgs *a, EpPushGrid grid, void *stream) {
     int is_wide = a->type == EP_TYPE_FP32;
     if (a->out_type == EP_TYPE_FP32) {
-        if (a->type == EP_TYPE_BF16) return launch<__nv_bfloat16, float>(a, blocks, stream);
-        if (a->type == EP_TYPE_FP16) return launch<__half, float>(a, blocks, stream);
-        return launch<float, float>(a, blocks, stream);
+        if (a->type == EP_TYPE_BF16)
+            return launch(push_sums<__nv_bfloat16, float>, a, grid, stream);
+        if (a->type == EP_TYPE_FP16) return launch(push_sums<__half, float>, a, grid, stream);
+        return launch(push_sums<float, float>, a, grid, stream);
     }
     if (a->out_type == EP_TYPE_BF16)
-        return is_wide ? launch<float, __nv_bfloat16>(a, blocks, stream)
-                       : launch<__nv_bfloat16, __nv_bfloat16>(a, blocks, stream);
-    return is_wide ? launch<float, __half>(a, blocks, stream)
-                   : launch<__half, __half>(a, blocks, stream);
+        return is_wide ? launch(push_sums<float, __nv_bfloat16>, a, grid, stream)
+                       : launch(push_sums<__nv_bfloat16, __nv_bfloat16>, a, grid, stream);
+    return is_wide ? launch(push_sums<float, __half>, a, grid, stream)
+                   : launch(push_sums<__half, __half>, a, grid, stream);
 }
 
 extern "C" int ep_cuda_launch_push_max(const EpPushMaxArgs *a, void *stream) {
-    return ep_launch(push_max, 1, THREADS, 0, stream, *a);
+    return ep_launch(push_max, 1, NUMBER_THREADS, 0, stream, *a);
 }
 
-extern "C" int ep_cuda_launch_push_gather(const EpPushGatherArgs *a, int blocks, void *stream) {
-    if (a->shards.word == 16) return ep_launch(push_shards<uint4>, blocks, THREADS, 0, stream, *a);
-    if (a->shards.word == 4)
-        return ep_launch(push_shards<uint32_t>, blocks, THREADS, 0, stream, *a);
-    return ep_launch(push_shards<uint8_t>, blocks, THREADS, 0, stream, *a);
+extern "C" int ep_cuda_launch_push_gather(const EpPushGatherArgs *a, EpPushGrid grid,
+                                          void *stream) {
+    if (a->shards.word == 16) return launch(push_shards<uint4>, a, grid, stream);
+    if (a->shards.word == 4) return launch(push_shards<uint32_t>, a, grid, stream);
+    return launch(push_shards<uint8_t>, a, grid, stream);
 }

@@ -9,15 +9,38 @@
 #include "handles/weights/shards.h"
 #include "runtime/cuda/device.h"
 
-/* Bytes of a chunk: a record of the group's rings. So many blocks reach the wire's speed. */
+/* Bytes of a chunk: a record of the group's rings, and a stage of a warp. */
 #ifndef EP_PUSH_BYTES
-#define EP_PUSH_BYTES EP_MAX_ROW_BYTES
+#define EP_PUSH_BYTES 16384
+#endif
+#ifndef EP_PUSH_WARPS
+#define EP_PUSH_WARPS 12 /* of a block: with more, each thread has 128 registers at most */
+#endif
+#ifndef EP_PUSH_RUN_BYTES
+#define EP_PUSH_RUN_BYTES (EP_PUSH_BYTES / 16) /* shorter runs of a shard go through registers */
 #endif
 #define EP_PUSH_BLOCKS 64
 
-/* A sum sends each chunk to one rank and takes one from all; a gather sends each to all. */
-#define EP_PUSH_RECEIVERS(BLOCKS) ((BLOCKS) < 8 ? (BLOCKS) / 2 : (BLOCKS)*3 / 8)
-#define EP_PUSH_GATHER_RECEIVERS(BLOCKS) ((BLOCKS)-EP_PUSH_RECEIVERS(BLOCKS))
+/* Of eight warps so many receive: sums, rows; shards. A sum sends each chunk to one rank and takes
+ * one from all. A gather sends each to all. */
+#ifndef EP_PUSH_RECEIVERS
+#define EP_PUSH_RECEIVERS 5
+#endif
+#ifndef EP_PUSH_GATHER_RECEIVERS
+#define EP_PUSH_GATHER_RECEIVERS 5
+#endif
+
+/** A launch of the kernels, whose warps each move chunks. */
+typedef struct EpPushGrid {
+    int32_t blocks, warps; /**< warps of a block */
+    int32_t shared_bytes;  /**< of their stages; 0 without bulk copies */
+} EpPushGrid;
+
+/** Returns how many of all warps receive, where `eighths` of eight do. */
+static inline int32_t ep_push_receivers(EpPushGrid grid, int32_t eighths) {
+    int32_t warps = grid.blocks * grid.warps, receivers = warps * eighths / 8;
+    return receivers < 1 ? 1 : receivers < warps ? receivers : warps - 1;
+}
 
 /** As EpDivisor, for all numbers below 2^31: with log2 of the divisor rounded up, 2^(31 + log2) is
  *  multiplied by its inverse, rounded up. */
@@ -52,7 +75,7 @@ typedef struct EpPushedShards {
 typedef struct EpPushArgs {
     EpCudaGroup group; /**< with the operation's digest */
     EpPushedShards shards;
-    int32_t receivers; /**< blocks */
+    int32_t receivers; /**< warps */
     EpType type, out_type;
     int32_t accumulate;
     const void *grad;
@@ -92,7 +115,8 @@ typedef struct EpPushMoveArgs {
     int32_t word, words;   /**< bytes; words of a row */
     int32_t chunk, chunks; /**< words of a chunk; chunks of a row */
     int32_t receivers;
-    int64_t from_step, to_step; /**< words */
+    int32_t warps, shared_bytes; /**< of a block: see EpPushGrid */
+    int64_t from_step, to_step;  /**< words */
     const void *from;
     void *to;
     EpPushedRows sent, got;
@@ -102,9 +126,9 @@ typedef struct EpPushMoveArgs {
 static_assert(sizeof(EpPushMoveArgs) <= 4096, "arguments of a kernel");
 extern "C" {
 #endif
-int ep_cuda_open_push(void);
-int ep_cuda_launch_push(const EpPushArgs *args, int blocks, void *stream);
-int ep_cuda_launch_push_gather(const EpPushGatherArgs *args, int blocks, void *stream);
+int ep_cuda_open_push(int shared_bytes);
+int ep_cuda_launch_push(const EpPushArgs *args, EpPushGrid grid, void *stream);
+int ep_cuda_launch_push_gather(const EpPushGatherArgs *args, EpPushGrid grid, void *stream);
 int ep_cuda_launch_push_max(const EpPushMaxArgs *args, void *stream);
 
 /** See ep_cuda_open_prepare; with EpPushMoveArgs. */

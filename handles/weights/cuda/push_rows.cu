@@ -7,11 +7,6 @@
 
 EP_VARIANT_BEGIN
 
-/** A chunk of a row: number `chunk` of all that go from one rank to the other. */
-struct MovedChunk {
-    int peer, chunk;
-};
-
 __device__ __forceinline__ int chunks_with(const EpPushMoveArgs &a, const EpPushedRows &rows,
                                            int peer) {
     return (rows.begin[peer + 1] - rows.begin[peer]) * a.chunks;
@@ -20,21 +15,21 @@ __device__ __forceinline__ int chunks_with(const EpPushMoveArgs &a, const EpPush
 /* Returns item `item` of those in one direction. Chunk n of all peers comes before chunk n + 1 of
  * any, at both ends. So what a block waits for is never behind an item that waits for this rank.
  * Peers with fewer rows come last, and drop out one after the other. */
-__device__ __forceinline__ MovedChunk find_moved(const EpPushMoveArgs &a, const EpPushedRows &rows,
-                                                 int item) {
+__device__ __forceinline__ PeerChunk find_moved(const EpPushMoveArgs &a, const EpPushedRows &rows,
+                                                int item) {
     int first = 0;
 #pragma unroll 1
     for (int peers = rows.peers; peers > 0; peers--) {
         int until = chunks_with(a, rows, rows.order[peers - 1]), here = (until - first) * peers;
-        if (item < here) return MovedChunk{rows.order[item % peers], first + item / peers};
+        if (item < here) return PeerChunk{rows.order[item % peers], first + item / peers};
         item -= here, first = until;
     }
-    return MovedChunk{0, 0};
+    return PeerChunk{0, 0};
 }
 
 /* Returns the chunk's words within the row, and in *row which row it is. */
 __device__ __forceinline__ Chunk place_moved(const EpPushMoveArgs &a, const EpPushedRows &rows,
-                                             const MovedChunk &m, int64_t *row) {
+                                             const PeerChunk &m, int64_t *row) {
     int number = m.chunk / a.chunks;
     uint32_t first = (uint32_t)(m.chunk - number * a.chunks) * a.chunk;
     *row = rows.row[rows.begin[m.peer] + number];
@@ -50,55 +45,50 @@ __device__ __forceinline__ int takes_part(const EpCudaGroup &g, uint32_t epoch, 
 }
 
 template <typename Word>
-__device__ __forceinline__ void send_rows(const EpPushMoveArgs &a, uint32_t epoch) {
+__device__ __forceinline__ void send_rows(const EpPushMoveArgs &a, Mover m, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int claimed = claim(g, 0), items = a.sent.begin[g.size] * a.chunks;
-    int64_t row;
-    auto await = [&](int item, int lane) {
-        MovedChunk m = find_moved(a, a.sent, item);
-        return lane || (takes_part(g, epoch, m.peer) && has_room(g, epoch, m.peer, m.chunk));
-    };
-    if (!await_all(g, epoch)) return;
-    for (int item; (item = take_item(g, 0, items, &claimed, await)) >= 0;) {
-        const MovedChunk m = find_moved(a, a.sent, item);
-        const Chunk c = place_moved(a, a.sent, m, &row);
-        const Word *from = (const Word *)a.from + row * a.from_step + c.first;
-        Word *to = (Word *)ep_ring(g, m.peer, g.rank, m.chunk);
-        copy_chunk<Word>(
-            c, [&](uint32_t at) { return from[at]; },
-            [&](uint32_t at, const Word &x) { to[at] = x; });
-        __syncthreads();
-        if (threadIdx.x == 0) give_head(g, epoch, m.peer, m.chunk);
-    }
+    for_claimed(g, 0, a.sent.begin[g.size] * a.chunks, [&](int item) {
+        const PeerChunk p = find_moved(a, a.sent, item);
+        int64_t row;
+        const Chunk c = place_moved(a, a.sent, p, &row);
+        const Flat<const Word> from = {(const Word *)a.from + row * a.from_step + c.first, c.count};
+        return send_chunk<Word>(
+            &m, goes_by_bulk<Word>(c.count), c.count, from,
+            [&] {
+                return __all_sync(~0u, m.lane || (takes_part(g, epoch, p.peer) &&
+                                                  has_room(g, epoch, p.peer, p.chunk)));
+            },
+            [&](auto store) { store(record_of<Word>(g, p.peer, g.rank, p.chunk, c.count)); },
+            [&] {
+                if (m.lane == 0) give_head(g, epoch, p.peer, p.chunk);
+            });
+    });
 }
 
 template <typename Word>
-__device__ __forceinline__ void receive_rows(const EpPushMoveArgs &a, uint32_t epoch) {
+__device__ __forceinline__ void receive_rows(const EpPushMoveArgs &a, Mover m, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int claimed = claim(g, 1), items = a.got.begin[g.size] * a.chunks;
-    int64_t row;
-    auto await = [&](int item, int lane) {
-        MovedChunk m = find_moved(a, a.got, item);
-        return lane || (takes_part(g, epoch, m.peer) && ep_await_record(g, epoch, m.peer, m.chunk));
-    };
-    for (int item; (item = take_item(g, 1, items, &claimed, await)) >= 0;) {
-        const MovedChunk m = find_moved(a, a.got, item);
-        const Chunk c = place_moved(a, a.got, m, &row);
-        const Word *from = (const Word *)ep_ring(g, g.rank, m.peer, m.chunk);
-        Word *to = (Word *)a.to + row * a.to_step + c.first;
-        copy_chunk<Word>(
-            c, [&](uint32_t at) { return __ldcg(from + at); },
-            [&](uint32_t at, const Word &x) { to[at] = x; });
-        __syncthreads();
-        if (threadIdx.x == 0) give_credit(g, epoch, m.peer, m.chunk);
-    }
+    for_claimed(g, 1, a.got.begin[g.size] * a.chunks, [&](int item) {
+        const PeerChunk p = find_moved(a, a.got, item);
+        int64_t row;
+        const Chunk c = place_moved(a, a.got, p, &row);
+        return receive_chunk<Word>(
+            &m, goes_by_bulk<Word>(c.count), record_of<Word>(g, g.rank, p.peer, p.chunk, c.count),
+            Flat<Word>{(Word *)a.to + row * a.to_step + c.first, c.count},
+            [&] {
+                return takes_part(g, epoch, p.peer) && ep_await_record(g, epoch, p.peer, p.chunk);
+            },
+            [&] { give_credit(g, epoch, p.peer, p.chunk); });
+    });
 }
 
 template <typename Word>
 __global__ void __launch_bounds__(THREADS, 1) push_rows(const __grid_constant__ EpPushMoveArgs a) {
+    extern __shared__ __align__(128) char memory[];
     run(
-        a.group, a.receivers, [&](uint32_t epoch) { send_rows<Word>(a, epoch); },
-        [&](uint32_t epoch) { receive_rows<Word>(a, epoch); });
+        a.group, a.receivers, memory,
+        [&](const Mover &m, uint32_t epoch) { send_rows<Word>(a, m, epoch); },
+        [&](const Mover &m, uint32_t epoch) { receive_rows<Word>(a, m, epoch); });
 }
 
 /* ---- launching ----------------------------------------------------------------------------- */
@@ -111,9 +101,10 @@ extern "C" int EP_VARIANT(ep_cuda_open_push_rows)(int shared_bytes) {
 
 extern "C" int EP_VARIANT(ep_cuda_launch_push_rows)(const void *args, int blocks, void *stream) {
     const EpPushMoveArgs *a = (const EpPushMoveArgs *)args;
-    if (a->word == 16) return ep_launch(push_rows<uint4>, blocks, THREADS, 0, stream, *a);
-    if (a->word == 4) return ep_launch(push_rows<uint32_t>, blocks, THREADS, 0, stream, *a);
-    return ep_launch(push_rows<uint8_t>, blocks, THREADS, 0, stream, *a);
+    const EpPushGrid grid = {blocks, a->warps, a->shared_bytes};
+    if (a->word == 16) return launch(push_rows<uint4>, a, grid, stream);
+    if (a->word == 4) return launch(push_rows<uint32_t>, a, grid, stream);
+    return launch(push_rows<uint8_t>, a, grid, stream);
 }
 
 EP_VARIANT_END

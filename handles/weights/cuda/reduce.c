@@ -244,10 +244,10 @@ static EpStatus push(const EpWeightReduce *call, const EpWeightFacts *facts) {
     EpWeightWork w;
     EP_TRY(ep_weight_enter(call->weight->reduces, facts, call->stream, &w));
     EpPushArgs args = describe_push(&w, call);
-    int blocks = ep_weight_push_blocks(&w);
-    args.receivers = EP_PUSH_RECEIVERS(blocks);
+    EpPushGrid grid = ep_weight_push_grid(&w);
+    args.receivers = ep_push_receivers(grid, EP_PUSH_RECEIVERS);
     return ep_weight_end(&w, ep_cuda_check(w.group, "adding gradients",
-                                           ep_cuda_launch_push(&args, blocks, w.stream.stream)));
+                                           ep_cuda_launch_push(&args, grid, w.stream.stream)));
 }
 
 EpStatus ep_cuda_weight_reduce(const EpWeightReduce *call) {

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 
 #include "bootstrap/network/cuda/network.h"
-#include "handles/weights/cuda/push.h"
 #include "handles/weights/cuda/quantise.h"
 #include "runtime/layout.h"
 
@@ -30,7 +29,8 @@ EpStatus ep_cuda_slices_open(EpGroup *group) {
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
     EP_TRY(ep_cuda_check(group, "loading kernels",
                          ep_cuda_open_weight_kernels(ep_cuda(group)->shared_bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_push()));
+    EP_TRY(
+        ep_cuda_check(group, "loading kernels", ep_cuda_open_push(ep_cuda(group)->shared_bytes)));
     for (int i = 0; i < 2; i++) {
         EP_TRY(ep_cuda_open_stream(group, 1, &s->side[i].wire));
         EP_TRY(ep_cuda_open_event(group, &s->side[i].ready));
@@ -104,12 +104,17 @@ static int is_sliced(const EpWeightWork *w) {
     return w->wire != w->stream.stream;
 }
 
-/* Half of the multiprocessors and one are left to ep_prepare, and so two to dispatch; one block
- * sends and one receives. */
-int ep_weight_push_blocks(const EpWeightWork *w) {
+/* Half of the multiprocessors and one are left to ep_prepare, and so two to dispatch. Without bulk
+ * copies, which came with early launches, there are no stages. */
+EpPushGrid ep_weight_push_grid(const EpWeightWork *w) {
     const int64_t sms = w->group->settings.weight_sms, blocks = w->cuda->device.blocks;
     const int64_t most = sms == EP_COUNT_AUTO ? EP_PUSH_BLOCKS : ep_min(sms, EP_PUSH_BLOCKS);
-    return (int)ep_max(2, ep_min(most, blocks - blocks / 2 - 1));
+    const int64_t room = w->cuda->shared_bytes - EP_STATIC_SHARED_BYTES;
+    EpPushGrid grid = {(int32_t)ep_max(2, ep_min(most, blocks - blocks / 2 - 1)), EP_PUSH_WARPS, 0};
+    if (!w->cuda->device.early) return grid;
+    grid.warps = (int32_t)ep_max(2, ep_min(EP_PUSH_WARPS, room / EP_PUSH_BYTES));
+    grid.shared_bytes = grid.warps * EP_PUSH_BYTES;
+    return grid;
 }
 
 int ep_weight_blocks(const EpWeightWork *w) {

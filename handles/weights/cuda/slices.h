@@ -19,6 +19,7 @@
  */
 
 #include "handles/weights/cuda/nccl.h"
+#include "handles/weights/cuda/push.h"
 #include "handles/weights/cuda/weight_kernels.h"
 
 /* Bytes that a rank receives in a slice: NCCL takes some 200 us for them over NVLink, about as long
@@ -50,8 +51,8 @@ int ep_weight_slices(const EpSliceStages *stages, int64_t rows, int64_t bytes);
 EpStatus ep_weight_run_slices(EpWeightWork *w, const EpSliceStages *stages, const void *operation,
                               int64_t rows, int slices);
 
-/** Returns how many blocks of push.cu's kernels there are. */
-int ep_weight_push_blocks(const EpWeightWork *w);
+/** Returns the launch of push.cu's kernels. */
+EpPushGrid ep_weight_push_grid(const EpWeightWork *w);
 
 /** Returns how many blocks a kernel has that quantises. */
 int ep_weight_blocks(const EpWeightWork *w);

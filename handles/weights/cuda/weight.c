@@ -75,16 +75,16 @@ static EpStatus arrange(const EpWeightWork *w, const Gathered *g) {
 static EpStatus push(const EpWeightWork *w, const Gathered *g) {
     int32_t word = ep_push_word(&g->shards, g->unit);
     if (((uintptr_t)g->from | (uintptr_t)g->whole) % 16) word = word > 4 ? 4 : word;
+    EpPushGrid grid = ep_weight_push_grid(w);
     EpPushGatherArgs args = {.group = w->mark.group,
                              .shards = ep_push_describe(&g->shards, g->unit, word),
-                             .receivers = EP_PUSH_GATHER_RECEIVERS(ep_weight_push_blocks(w)),
+                             .receivers = ep_push_receivers(grid, EP_PUSH_GATHER_RECEIVERS),
                              .from = g->from,
                              .whole = g->whole};
     for (int32_t r = 0; r < w->group->size; r++)
         args.shards.base[r] = ep_shard_run_at(&g->shards, r, 0) * g->unit / word;
-    return ep_cuda_check(
-        w->group, "gathering shards",
-        ep_cuda_launch_push_gather(&args, ep_weight_push_blocks(w), w->stream.stream));
+    return ep_cuda_check(w->group, "gathering shards",
+                         ep_cuda_launch_push_gather(&args, grid, w->stream.stream));
 }
 
 static EpStatus move_all(const EpWeightWork *w, const Gathered *g, int count) {
