@@ -19,7 +19,8 @@ void ep_log_set_rank(int rank);
 int ep_log_enabled(EpLogLevel level);
 #define EP_LOG_LINE_BYTES 1024 /* of a line, without its prefix */
 
-void ep_log_write(EpLogLevel level, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void ep_log_write(EpLogLevel level, const char *format, ...)
+    __attribute__((cold, format(printf, 2, 3)));
 
 #define EP_LOG_AT(level, ...)                                        \
     do {                                                             \

@@ -22,12 +22,13 @@ typedef struct EpCall {
 } EpCall;
 
 /** Store the sentence for ep_last_error() and return `status`. */
-EpStatus ep_fail(EpStatus status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+EpStatus ep_fail(EpStatus status, const char *format, ...)
+    __attribute__((cold, format(printf, 2, 3)));
 
 /** Like ep_fail, with the prefix "rank R: call: argument: " (no "rank R: " if it is unknown). See
  *  ep_group_refuse. */
 EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, const char *format,
-                   ...) __attribute__((format(printf, 4, 5)));
+                   ...) __attribute__((cold, format(printf, 4, 5)));
 
 /*
  * Structs of callers grow only at their end, so a program compiled for any earlier version passes
@@ -68,10 +69,10 @@ int ep_is_status(int number);
  *  "\\x1b". So a sentence is one line, whatever it quotes. The text is cut to `bytes`. */
 void ep_escape(char *text, size_t bytes);
 
-#define EP_TRY(expression)                                \
-    do {                                                  \
-        EpStatus ep_try_status = (expression);            \
-        if (ep_try_status != EP_OK) return ep_try_status; \
+#define EP_TRY(expression)                                                     \
+    do {                                                                       \
+        EpStatus ep_try_status = (expression);                                 \
+        if (__builtin_expect(ep_try_status != EP_OK, 0)) return ep_try_status; \
     } while (0)
 
 #endif

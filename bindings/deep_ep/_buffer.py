@@ -17,7 +17,7 @@ from ._config import Config
 from ._groups import Groups, LatencyKey
 from ._keywords import ignore, mention, refuse
 from ._handles import LatencyHandle, NormalHandle
-from ._streams import EventHandle, EventOverlap, Lane, Used, find_current
+from ._streams import EventHandle, EventOverlap, Lane, Used, find_current, find_stream
 
 if TYPE_CHECKING:
     from typing import Any, Callable, NoReturn, Optional, Union
@@ -247,28 +247,23 @@ class Buffer(OfProcess):
         """
         if unknown:
             ignore("dispatch", unknown)
-        if not (async_finish or num_worst_tokens or previous_event and previous_event.event):
-            num_sms = Buffer.num_sms if config is None else config.num_sms
-            made = _fast.normal_dispatch(
-                NormalHandle,
-                handle,
-                self._lane.only,
-                _new(EventOverlap),
-                self._groups.steps_at,
-                num_sms,
-                expert_alignment,
-                x,
-                topk_idx,
-                topk_weights,
-                num_tokens_per_expert,
-                is_token_in_rank,
-            )
+        num_sms = Buffer.num_sms if config is None else config.num_sms
+        rest = (
+            num_sms,
+            expert_alignment,
+            x,
+            topk_idx,
+            topk_weights,
+            num_tokens_per_expert,
+            is_token_in_rank,
+        )
+        is_beside = bool(async_finish or previous_event and previous_event.event)
+        if not (is_beside or num_worst_tokens):
+            steps, only, event = self._groups.steps_at, self._lane.only, _new(EventOverlap)
+            made: Any = _fast.normal_dispatch(NormalHandle, handle, only, event, steps, *rest)
             if type(made) is tuple:
                 return made
-            if made is True:
-                _normal.grow(self._groups, x, topk_idx, num_tokens_per_expert)
-            else:
-                _checks.settle(made)
+            self._settle_dispatch(made, rest)
         used = None if handle is None else _require_handle("dispatch", handle)
         is_plain = (
             used is None
@@ -286,6 +281,14 @@ class Buffer(OfProcess):
         inputs = (tokens, scales, topk_idx, topk_weights)
 
         def body() -> Used:
+            if is_beside and scales is None and not num_worst_tokens:
+                # The operations before ran on this stream, or it waits for them.
+                steps, only = self._groups.steps_at, find_stream(tokens.device)
+                made = _fast.normal_dispatch(NormalHandle, handle, only, None, steps, *rest)
+                if type(made) is tuple:
+                    sent = _normal.Sent(made[0], None, *made[1:5])
+                    return Used(sent, inputs, sent[:4])
+                self._settle_dispatch(made, rest)
             if used is not None:
                 sent = _normal.dispatch_again(used, tokens, scales)
             else:
@@ -319,6 +322,14 @@ class Buffer(OfProcess):
             sent.handle,
             event,
         )
+
+    def _settle_dispatch(self, made: Any, rest: tuple[Any, ...]) -> None:
+        """Raise what a dispatch in C has returned, or do what it asks for. The slower way follows."""
+        if made is True:
+            _, _, x, topk_idx, _, num_tokens_per_expert, _ = rest
+            _normal.grow(self._groups, x, topk_idx, num_tokens_per_expert)
+        else:
+            _checks.settle(made)
 
     def _dispatch(
         self,
@@ -449,7 +460,8 @@ class Buffer(OfProcess):
         """
         if unknown:
             ignore("combine", unknown)
-        if not (async_finish or bias is not None or previous_event and previous_event.event):
+        is_beside = bool(async_finish or previous_event and previous_event.event)
+        if not (is_beside or bias is not None):
             only, event = self._lane.only, _new(EventOverlap)
             made = _fast.normal_combine(NormalHandle, handle, only, event, x, topk_weights)
             if type(made) is tuple:
@@ -464,8 +476,14 @@ class Buffer(OfProcess):
             _checks.combine(used, x, topk_weights, biases)
 
         def body() -> Used:
-            made = _normal.combine(used, x, topk_weights, biases)
-            return Used(made, (x, topk_weights, *biases), made)
+            made = None
+            if is_beside and not biases:
+                stream = find_stream(x.device)
+                made = _fast.normal_combine(NormalHandle, used, stream, None, x, topk_weights)
+                if type(made) is not tuple:
+                    _checks.settle(made)
+            sums = _normal.combine(used, x, topk_weights, biases) if made is None else made[:2]
+            return Used(sums, (x, topk_weights, *biases), sums)
 
         (out, weights), event = self._lane.run(x.device, previous_event, async_finish, body)
         return out, weights, event

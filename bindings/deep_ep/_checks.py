@@ -53,11 +53,17 @@ def _tensor(
     if value.dtype not in dtypes:
         _refuse(Status.TYPE, call, name, _words(dtypes), value.dtype)
     sizes = value.shape
-    if len(sizes) != len(shape) or any(
-        size != length for size, length in zip(sizes, shape) if not isinstance(length, str)
-    ):
+    if not _fits(sizes, shape):
         status = Status.SHAPE if len(sizes) == len(shape) else Status.NDIM
         _refuse(status, call, name, f"[{', '.join(map(str, shape))}]", list(sizes))
+
+
+def _fits(sizes: tuple[int, ...], shape: Shape) -> bool:
+    """Whether sizes are those of a shape, whose names stand for any number."""
+    for size, length in zip(sizes, shape):  # without a generator, which takes as long as the rest
+        if size != length and not isinstance(length, str):
+            return False
+    return len(sizes) == len(shape)
 
 
 def _words(dtypes: Any) -> str:

@@ -325,9 +325,9 @@ class ElasticBuffer(OfProcess):
             topk_idx = handle.topk_idx
         elif is_plain_dispatch(x, topk_idx, topk_weights):
             return _steps.Given(x, None, topk_weights)  # type: ignore[arg-type]
-        tokens, scales = _checks.tokens(x, "tokens" if handle is None else len(handle.topk_idx))
+        tokens, scales = _checks.tokens(x, "tokens" if handle is None else handle.topk_idx.shape[0])
         if handle is None:
-            _checks.routing(topk_idx, len(tokens), tokens.device)
+            _checks.routing(topk_idx, tokens.shape[0], tokens.device)
         else:
             _checks.rows_of(handle, tokens, scales)
         assert topk_idx is not None
@@ -367,11 +367,11 @@ class ElasticBuffer(OfProcess):
             tokens.device,
         )
         group = self._groups.find(key, max(bound, self.num_max_tokens_per_rank))
-        if len(tokens) > bound:
+        if tokens.shape[0] > bound:
             group.give_up(
                 Status.TOKENS,
                 f"dispatch: expected at most num_max_tokens_per_rank = {bound} tokens on each "
-                f"rank, got {len(tokens)} on rank {self.rank_idx}",
+                f"rank, got {tokens.shape[0]} on rank {self.rank_idx}",
             )
         rows = self.num_ranks * bound
         slots = _steps.most_slots(rows, top_k, local, alignment)

@@ -109,7 +109,7 @@ def combine(
     device = handle.topk_idx.device
     _tensor(call, names[0], x, ("rows", "hidden"), _SUMMABLE, device)
     _rows(call, names[0], x, ROW_UNIT, handle.group.key.row_bytes)
-    count, least = len(x), handle.num_rows
+    count, least = x.shape[0], handle.num_rows
     if count < least or count > least and not handle.do_expand:
         expected = f"{'at least ' if handle.do_expand else ''}{least} rows"
         _refuse(Status.SHAPE, call, names[0], expected, count)

@@ -87,7 +87,7 @@ def route_and_send(
     numbers = group.numbers.tensor.clone()
     sizes = _count_sizes(rows, _align(counts, alignment), form.do_expand)
     received = Received(recv, recv_scales, recv_idx, recv_weights)
-    late = LatePlan(plan, numbers, len(tokens), len(counts))
+    late = LatePlan(plan, numbers, tokens.shape[0], len(counts))
     return cast("Plan", late), sizes, received
 
 

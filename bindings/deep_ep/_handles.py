@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class _Fields(OfProcess, tuple[Any, ...]):
-    """A tuple whose fields are computed when they are first read."""
+    """A tuple whose fields are computed when they are first read.
 
-    def __new__(cls, *_: object) -> _Fields:
-        return super().__new__(cls, cls._readers)
+    Handles that C makes leave __new__ to tuple: then no function of Python runs for it.
+    """
 
     _readers: tuple[Callable[[Any], Any], ...] = ()
 
@@ -59,8 +59,6 @@ class NormalHandle(_Fields):
     Its fields are DeepEP's, of a machine of one node: rank_prefix_matrix, channel_prefix_matrix,
     recv_channel_prefix_matrix, recv_src_idx, is_token_in_rank, send_head.
     """
-
-    __new__ = tuple.__new__  # type: ignore[assignment]
 
     @classmethod
     def make(
@@ -137,6 +135,9 @@ class LatencyHandle(_Fields):
     Its fields are DeepEP's: src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden,
     num_experts.
     """
+
+    def __new__(cls, *_: object) -> LatencyHandle:
+        return super().__new__(cls, cls._readers)
 
     def __init__(self, plan: Tensor, group: LatencyGroup, num_tokens: int) -> None:
         self.plan = plan

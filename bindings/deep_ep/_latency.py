@@ -123,10 +123,10 @@ def dispatch(
             assert scales is not None
             packed.transpose(1, 2).copy_(scales.view(torch.int32))
 
-    sends = as_given(Counters(peer_wait_ns=waits))
     counters = as_given(Counters(stats, peer_wait_ns=waits))
 
     def send() -> None:
+        sends = as_given(Counters(peer_wait_ns=waits))
         _calls.dispatch_send(
             layer, topk_idx, None, x, None, None, plan.bytes, plan.numbers, *sends, **scaled
         )
@@ -172,7 +172,6 @@ def combine(
     if out is None:
         out = x.new_empty((handle.num_tokens, x.shape[-1]))
     written = out
-    counters = as_given(Counters(peer_wait_ns=waits))
     awaited = as_given(Counters(peer_wait_ns=waits), done)
 
     def send() -> None:
@@ -180,6 +179,7 @@ def combine(
         _calls.combine_send(layer, handle.plan, x, None, topk_weights, *awaited)
 
     def receive() -> None:
+        counters = as_given(Counters(peer_wait_ns=waits))
         _calls.combine_wait(layer, None, None, written, *counters)
         group.give_back(layer, num_sms)
 

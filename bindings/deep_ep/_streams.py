@@ -26,6 +26,11 @@ _is_capturing: Callable[[], bool] = getattr(
 )
 
 
+def find_stream(device: torch.device) -> int:
+    """The current stream of a device, a cudaStream_t as an int; 0 on CPUs."""
+    return 0 if device.type == "cpu" else current_stream(device.index)
+
+
 def find_current(ordinal: int) -> torch.cuda.Stream:
     """The current stream of a GPU. Its object is kept, since making one takes several calls."""
     key = ordinal, current_stream(ordinal)

@@ -20,6 +20,7 @@ from .._bootstrap import Bootstrap
 from .._library import EpError, OfProcess, check, library
 from .._tensor import read, written
 from ..torch import Plan, _fast
+from ..torch._fast import hybrid_combine, hybrid_dispatch
 from ..torch._group import current_stream
 from . import _elastic_checks as _checks
 from ._buffer import Buffer, _meet
@@ -106,19 +107,28 @@ class _Step:
 
 
 class _State(NamedTuple):
-    """The items of a handle, as hybrid.c makes them."""
+    """What a handle knows."""
 
     owner: HybridEPBuffer
     step: _Step
-    address: int
     plan: Tensor
     numbers: Union[bytes, Tensor]
-    padded: Tensor
     topk_idx: Tensor
     num_tokens: int
     num_rows: int
     stream: int
-    spare: None
+
+    @classmethod
+    def read(cls, items: tuple[Any, ...]) -> _State:
+        """items: as hybrid.c makes them."""
+        owner, step, sent, memory, numbers, _, topk_idx = items[:7]
+        facts = _fast.SentFacts.from_buffer_copy(sent)
+        layer, tokens = step.send, facts.num_tokens
+        if topk_idx is None:
+            ids = memory[facts.ids_at :][: 4 * tokens * layer.top_k]
+            topk_idx = ids.view(torch.int32).view(tokens, layer.top_k)
+        plan, stream = memory[: layer.plan_bytes], facts.stream or 0
+        return cls(owner, step, plan, numbers, topk_idx, tokens, facts.num_rows, stream)
 
     @property
     def do_expand(self) -> bool:
@@ -144,11 +154,9 @@ class Handle(_Fields):
     others      None
     """
 
-    __new__ = tuple.__new__  # type: ignore[assignment]
-
     @property
     def state(self) -> _State:
-        return _State._make(tuple.__iter__(self))
+        return _State.read(tuple(tuple.__iter__(self)))
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -313,7 +321,7 @@ class HybridEPBuffer(OfProcess):
         if num_dispatched_tokens is not None:
             mention("dispatch_with_permute", "num_dispatched_tokens", "DeepEP deprecates it")
         if handle is None or probs is None:  # by a handle C takes no probs, but topk_weights
-            made = _fast.hybrid_dispatch(
+            made = hybrid_dispatch(
                 Handle,
                 self,
                 handle,
@@ -373,7 +381,7 @@ class HybridEPBuffer(OfProcess):
         if unknown:
             ignore("combine_with_unpermute", unknown)
         num_sms = self._sms[1] or Buffer.num_sms
-        made = _fast.hybrid_combine(Handle, self, handle, False, num_sms, hidden, probs)
+        made = hybrid_combine(Handle, self, handle, False, num_sms, hidden, probs)
         if type(made) is tuple:
             return made
         settle(made)
@@ -387,7 +395,7 @@ class HybridEPBuffer(OfProcess):
             keep(each, state.stream)
         weights = None if weights is None else weights.float()
         first = (Handle, self, handle, True, num_sms)
-        out, back = _again(state.step, _fast.hybrid_combine, first, _plain(hidden), _flat(weights))
+        out, back = _again(state.step, hybrid_combine, first, _plain(hidden), _flat(weights))
         return out, back
 
     # ---- calls that are not like the one before --------------------------------------------------
@@ -447,7 +455,7 @@ class HybridEPBuffer(OfProcess):
         form = Form(True, alignment, fixed, sms, alignment > 1, can_lose=True)
         step = self._find_step(group, form, width, bound)
         first = (Handle, self, None, False, step.address, alignment, fixed, bound, sms)
-        made = _again(step, _fast.hybrid_dispatch, first, _plain(tokens), _flat(scales), *routing)
+        made = _again(step, hybrid_dispatch, first, _plain(tokens), _flat(scales), *routing)
         return made if made[0].dtype == tokens.dtype else (made[0].view(tokens.dtype), *made[1:])
 
     def _find_step(self, group: ElasticGroup, form: Form, width: int, bound: int) -> _Step:
@@ -482,7 +490,7 @@ class HybridEPBuffer(OfProcess):
         weights = None if weights is None else weights.float()
         last = (None, None, None, _flat(weights), None)
         made = _again(
-            state.step, _fast.hybrid_dispatch, first, _plain(tokens), _flat(scales), *last
+            state.step, hybrid_dispatch, first, _plain(tokens), _flat(scales), *last
         )
         return made if made[0].dtype == tokens.dtype else (made[0].view(tokens.dtype), *made[1:])
 

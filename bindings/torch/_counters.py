@@ -82,4 +82,8 @@ def as_given(counters: Optional[Counters], blocks: Optional[Blocks] = None) -> G
     """The last arguments of an operation; none without counters and blocks."""
     if blocks is not None:
         return (*(counters or Counters()), *blocks)
-    return () if counters is None or not any(each is not None for each in counters) else counters
+    if counters is not None:
+        for each in counters:
+            if each is not None:
+                return counters
+    return ()

@@ -31,10 +31,9 @@ class GroupFacts(ctypes.Structure):
 
     _fields_ = [
         ("group", ctypes.c_void_p),
-        ("object", ctypes.c_void_p),
-        ("acquire", ctypes.c_void_p),
-        ("release", ctypes.c_void_p),
-        ("at_once", ctypes.c_void_p),
+        ("caller", ctypes.c_uint64),
+        ("began", ctypes.c_double),
+        ("is_in", ctypes.c_int32),
     ]
 
 
@@ -75,6 +74,20 @@ class StepFacts(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("send_sms", ctypes.c_int64),
         ("sum_sms", ctypes.c_int64),
+    ]
+
+
+class SentFacts(ctypes.Structure):
+    """EpTorchSent of call.h."""
+
+    _fields_ = [
+        ("step", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+        ("memory", ctypes.c_void_p),
+        ("ids_at", ctypes.c_int64),
+        ("weights_at", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
     ]
 
 
@@ -233,3 +246,9 @@ record: Callable[[int, int, int], object] = _all[7]
 
 wait: Callable[[int, int, object], Optional[int]] = _all[8]
 """Takes `events`, a stream and the event that it waits for. Returns CUDA's error, or None."""
+
+enter: Callable[[int], bool] = _all[9]
+"""Takes the address of a GroupFacts. Whether no thread was in a call on the group: this one is."""
+
+leave: Callable[[int], None] = _all[10]
+"""Ends what `enter` began."""

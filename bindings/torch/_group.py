@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from . import _fast
 from ._bootstrap import from_process_group, nccl_comm
 
 if TYPE_CHECKING:
-    from typing import Any, Iterable, Optional, Sequence, Union
+    from typing import Any, Callable, Iterable, Optional, Sequence, Union
 
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
@@ -62,7 +63,8 @@ class Group(CoreGroup):
         if fields.get("backend") != Backend.HOST and torch.cuda.is_available():
             fields.setdefault("device", torch.cuda.current_device())
         self.in_calls = _fast.GroupFacts()
-        """What calls in C know of the group, which take its lock by themselves."""
+        """What calls in C know of the group, and which thread is in one."""
+        self._calls_at = ctypes.addressof(self.in_calls)
         super().__init__(bootstrap, **fields)
         self.fields = fields
         """The configuration."""
@@ -77,10 +79,26 @@ class Group(CoreGroup):
         """The number of the GPU, or -1."""
         self.receive_memory: list[ReceiveMemory] = []
         """What is not freed yet."""
-        self._parts = self._lock.acquire, self._lock.release, (False,)
-        self.in_calls.group, self.in_calls.object = self.pointer, id(self)
-        parts = map(id, self._parts)
-        self.in_calls.acquire, self.in_calls.release, self.in_calls.at_once = parts
+        self.in_calls.group = self.pointer
+
+    @property
+    def caller(self) -> int:  # type: ignore[override]
+        caller: int = self.in_calls.caller
+        return caller
+
+    @property
+    def began(self) -> float:  # type: ignore[override]
+        began: float = self.in_calls.began
+        return began
+
+    def run(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Call a function of the library on the group, alone. As libep.Group.run."""
+        if not _fast.enter(self._calls_at):
+            raise self._second_caller(function)
+        try:
+            return function(*arguments)
+        finally:
+            _fast.leave(self._calls_at)
 
     def place(  # type: ignore[override]  # on the current stream
         self, map: Union[torch.Tensor, Sequence[int]]

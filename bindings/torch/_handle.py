@@ -208,7 +208,7 @@ class Handle(CoreHandle):
         """
         if _fast.call is None or self._pointer is None or self.group.pointer is None:
             return False
-        status = self.group.run(_fast.call, self.facts_at, form, tensors)
+        status: int = self.group.run(_fast.call, self.facts_at, form, tensors)
         if status > 0:
             raise last_error(status)
         return status != _fast.LEFT

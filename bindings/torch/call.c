@@ -391,7 +391,9 @@ void *ep_torch_functions(void) {
         {"send of libep.torch", ep_torch_normal_dispatch, METH_FASTCALL, NULL},
         {"call of libep.torch", ep_torch_normal_combine, METH_FASTCALL, NULL},
         {"record", ep_torch_record_event, METH_FASTCALL, NULL},
-        {"wait", ep_torch_wait_event, METH_FASTCALL, NULL}};
+        {"wait", ep_torch_wait_event, METH_FASTCALL, NULL},
+        {"enter", ep_torch_enter, METH_FASTCALL, NULL},
+        {"leave", ep_torch_leave_group, METH_FASTCALL, NULL}};
     enum { COUNT = sizeof(methods) / sizeof(methods[0]) };
     void *functions = PyTuple_New(COUNT);
     for (int i = 0; functions && i < COUNT; i++)

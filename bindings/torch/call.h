@@ -51,17 +51,18 @@ typedef struct EpTorchFunctions {
     int (*is_capturing)(void *stream, int *out); /**< of CUDA, likewise; 0 where it is not */
 } EpTorchFunctions;
 
-/** A libep.torch.Group, for calls that take its lock themselves. */
+/** A libep.torch.Group, and which thread is in a call on it. */
 typedef struct EpTorchGroup {
-    EpGroup *group;                    /**< NULL: closed */
-    void *object;                      /**< of Python, whose caller and began they set */
-    void *acquire, *release, *at_once; /**< of its lock, and the arguments that do not wait */
+    EpGroup *group;  /**< NULL: closed */
+    uint64_t caller; /**< Python's number of the thread; 0: none */
+    double began;    /**< when its call began, as Python's time() says */
+    int32_t is_in;   /**< whether a thread is in a call */
 } EpTorchGroup;
 
 /** What a libep.torch.Handle knows of itself. */
 typedef struct EpTorchHandle {
     const EpTorchFunctions *torch;
-    const EpTorchGroup *group;
+    EpTorchGroup *group;
     EpHandle *handle;
     int64_t plan_bytes, max_row_bytes;
     int64_t blocks, rows_per_block; /**< dimensions of receive rows with has_blocks */
@@ -122,7 +123,12 @@ int32_t ep_torch_call(const EpTorchHandle *handle, const EpTorchForm *form, void
  * wait    Takes the address of an EpTorchEvents, a stream, and an event of `record`. Lets the
  * stream wait for it.
  *
- * The last two return CUDA's error, an int, if there is one.
+ * enter   Takes the address of an EpTorchGroup. Returns whether this thread may call on it from now
+ *         on: no thread was in a call.
+ *
+ * leave   Ends that.
+ *
+ * record and wait return CUDA's error, an int, if there is one.
  */
 void *ep_torch_functions(void);
 
@@ -139,6 +145,18 @@ typedef struct EpTorchStep {
     int64_t rows;      /**< of the outputs; 0: as many as come, which the host reads */
     int64_t send_sms, sum_sms;
 } EpTorchStep;
+
+/** What C reads of a HybridEPBuffer's handle, which has it as bytes. Offsets are from `memory`, on
+ *  multiples of 64. */
+typedef struct EpTorchSent {
+    const EpTorchStep *step;
+    void *stream;       /**< on which the plan was made */
+    void *memory;       /**< of the plan; behind it lies what is made of a routing map */
+    int64_t ids_at;     /**< INT32 [T, K]; 0: the caller's ids are in the handle */
+    int64_t weights_at; /**< FP32 [T, K], which calls on `stream` may overwrite; 0: none */
+    int64_t num_tokens; /**< T */
+    int64_t num_rows;   /**< of the outputs */
+} EpTorchSent;
 
 /** How often, and how long, calls of `send` have waited for a GPU's counts. */
 typedef struct EpTorchWaits {
@@ -160,6 +178,8 @@ void *ep_torch_hybrid_dispatch(void *self, void *const *objects, ptrdiff_t count
 void *ep_torch_hybrid_combine(void *self, void *const *objects, ptrdiff_t count);
 void *ep_torch_normal_dispatch(void *self, void *const *objects, ptrdiff_t count);
 void *ep_torch_normal_combine(void *self, void *const *objects, ptrdiff_t count);
+void *ep_torch_enter(void *self, void *const *objects, ptrdiff_t count);
+void *ep_torch_leave_group(void *self, void *const *objects, ptrdiff_t count);
 void *ep_torch_record_event(void *self, void *const *objects, ptrdiff_t count);
 void *ep_torch_wait_event(void *self, void *const *objects, ptrdiff_t count);
 

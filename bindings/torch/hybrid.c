@@ -13,18 +13,15 @@
 
 /* The items of a handle, a tuple of Python. Its type computes DeepEP's from them. */
 enum {
-    OWNER,   /* the HybridEPBuffer */
-    STEP,    /* an object that keeps the EpTorchStep */
-    AT,      /* address of the EpTorchStep */
-    PLAN,    /* Plan.bytes */
-    NUMBERS, /* Plan.numbers: bytes, or a tensor whose padded rows are not written */
-    PADDED,  /* rows of each expert, padding included */
-    IDX,     /* [T, K] */
-    TOKENS,  /* T */
-    ROWS,    /* of the outputs */
-    STREAM,  /* on which the plan was made */
-    SPARE,   /* nothing: DeepEP's handle has eleven items */
-    ITEMS
+    OWNER,     /* the HybridEPBuffer */
+    STEP,      /* an object that keeps the EpTorchStep */
+    SENT,      /* bytes: an EpTorchSent */
+    MEMORY,    /* a tensor: EpTorchSent.memory */
+    NUMBERS,   /* Plan.numbers: bytes, or a tensor whose padded rows are not written */
+    PADDED,    /* rows of each expert, padding included */
+    IDX,       /* the caller's [T, K], or None */
+    SPARE,     /* nothing from here on */
+    ITEMS = 11 /* as DeepEP's handle has */
 };
 
 /* The arguments of both calls that come first; and those behind them of a dispatch. */
@@ -47,7 +44,7 @@ enum {
 
 /* PyTorch's tensors that a call makes. */
 enum {
-    MADE_PLAN,
+    MADE_MEMORY,
     MADE_NUMBERS,
     MADE_PADDED,
     MADE_IDX,
@@ -71,12 +68,46 @@ static EpBackend backend(const EpTorchWhole *c) {
 
 /* ---- dispatch ------------------------------------------------------------------------------ */
 
+static int64_t round_up_to_line(int64_t bytes) {
+    return (bytes + 63) / 64 * 64;
+}
+
+/* The tensor [T, K] at an offset of the plan's memory. `place`: among those of the call. */
+static const EpTensor *find_behind(EpTorchWhole *c, int place, EpType type, int64_t at) {
+    EpTensor *t = &c->outputs[place];
+    *t = (EpTensor){.struct_size = sizeof(*t),
+                    .data = (char *)c->sent.memory + at,
+                    .type = type,
+                    .ndim = 2,
+                    .shape = {c->sent.num_tokens, c->h->top_k, 1}};
+    return t;
+}
+
+static void find_plan(EpTorchWhole *c) {
+    c->given[4] = (EpTensor){.struct_size = sizeof(EpTensor),
+                             .data = c->sent.memory,
+                             .type = EP_TYPE_UINT8,
+                             .ndim = 1,
+                             .shape = {c->step->send->plan_bytes, 1, 1}};
+    c->plan = &c->given[4];
+}
+
+/* Allocate the plan, and behind it what is made of a routing map: at once, since each allocation
+ * takes a fifth of a call. */
+static void make_memory(EpTorchWhole *c) {
+    int64_t bytes = c->h->plan_bytes, tokens = c->rows->shape[0];
+    int64_t entries = round_up_to_line(tokens * c->h->top_k * 4); /* ids or weights */
+    c->sent = (EpTorchSent){.step = c->step, .stream = c->stream, .num_tokens = tokens};
+    if (c->map) c->sent.ids_at = round_up_to_line(bytes), bytes = c->sent.ids_at + entries;
+    if (c->probs) c->sent.weights_at = bytes, bytes += entries;
+    c->sent.memory = ep_torch_make(c, MADE_MEMORY, EP_TYPE_UINT8, bytes, 0)->data;
+    find_plan(c);
+}
+
 /* Make ids and weights of a routing map. */
 static EpStatus read_map(EpTorchWhole *c) {
-    int64_t tokens = c->map->shape[0], top_k = c->h->top_k;
-    c->idx = ep_torch_make(c, MADE_IDX, EP_TYPE_INT32, tokens, top_k);
-    if (c->probs) c->weights = ep_torch_make(c, MADE_WEIGHTS, EP_TYPE_FP32, tokens, top_k);
-    if (c->is_short) return EP_OK;
+    c->idx = find_behind(c, MADE_IDX, EP_TYPE_INT32, c->sent.ids_at);
+    if (c->probs) c->weights = find_behind(c, MADE_WEIGHTS, EP_TYPE_FP32, c->sent.weights_at);
     return ep_read_routing_map(backend(c), c->map, c->probs, c->stream, c->idx, c->weights);
 }
 
@@ -130,9 +161,10 @@ static EpStatus send(EpTorchWhole *c) {
 }
 
 static EpStatus route_and_send(EpTorchWhole *c) {
+    make_memory(c);
+    if (c->is_short) return EP_OK;
     EpStatus status = c->map ? read_map(c) : EP_OK;
-    c->plan = ep_torch_make(c, MADE_PLAN, EP_TYPE_UINT8, c->h->plan_bytes, 0);
-    if (status != EP_OK || c->is_short) return status;
+    if (status != EP_OK) return status;
     status = c->step->numbers ? prepare_exact(c) : prepare_fixed(c);
     if (status == EP_OK) status = send(c);
     if (status == EP_OK && c->step->numbers) /* the host has waited for the plan already */
@@ -144,21 +176,20 @@ static void *wrap_numbers(const EpTorchWhole *c) {
     return c->step->numbers ? ep_torch_copy_numbers(c) : ep_torch_wrap(c, MADE_NUMBERS);
 }
 
-/* Returns a new handle. `padded` is borrowed. */
-static void *make_handle(const EpTorchWhole *c, void *const *objects, void *idx, void *padded) {
+/* Returns a new handle. `padded` is borrowed, and so is `idx`, the caller's. */
+static void *make_handle(EpTorchWhole *c, void *const *objects, void *idx, void *padded) {
+    c->sent.num_rows = c->num_rows;
     void *items[ITEMS] = {
         [OWNER] = share(objects[SELF]),
         [STEP] = share(c->step->object),
-        [AT] = PyLong_FromVoidPtr((void *)(uintptr_t)c->step),
-        [PLAN] = ep_torch_wrap(c, MADE_PLAN),
+        [SENT] = PyBytes_FromStringAndSize((const char *)&c->sent, sizeof(c->sent)),
+        [MEMORY] = ep_torch_wrap(c, MADE_MEMORY),
         [NUMBERS] = wrap_numbers(c),
         [PADDED] = share(padded),
-        [IDX] = c->made[MADE_IDX] ? ep_torch_wrap(c, MADE_IDX) : share(idx),
-        [TOKENS] = PyLong_FromLongLong(c->rows->shape[0]),
-        [ROWS] = PyLong_FromLongLong(c->num_rows),
-        [STREAM] = PyLong_FromVoidPtr(c->stream),
-        [SPARE] = none(),
+        [IDX] = c->map ? none() : share(idx),
     };
+    for (int i = SPARE; i < ITEMS; i++)
+        items[i] = none();
     void *tuple = ep_torch_tuple(items, ITEMS);
     void *handle = PyObject_CallFunctionObjArgs(objects[KIND], tuple, NULL);
     Py_DecRef(tuple);
@@ -209,14 +240,21 @@ static int take_handle(EpTorchWhole *c, void *const *objects, int sums) {
     if (PyObject_IsInstance(handle, objects[KIND]) != 1 ||
         PyTuple_GetItem(handle, OWNER) != objects[SELF])
         return 0;
-    c->step = PyLong_AsVoidPtr(PyTuple_GetItem(handle, AT));
+    memcpy(&c->sent, PyBytes_AsString(PyTuple_GetItem(handle, SENT)), sizeof(c->sent));
+    c->step = c->sent.step;
     c->h = sums ? c->step->sum : c->step->send;
-    c->num_rows = PyLong_AsLongLong(PyTuple_GetItem(handle, ROWS));
-    return c->h && c->h->group->group &&
-           ep_torch_is_kept(c, PyTuple_GetItem(handle, STREAM), objects[IS_KEPT]) &&
-           (PyObject_IsTrue(objects[IS_KEPT]) == 1 ||
-            PyLong_AsVoidPtr(PyTuple_GetItem(handle, STREAM)) == c->stream) &&
-           ep_torch_take(c, PyTuple_GetItem(handle, PLAN), 0, 1, &c->given[4], &c->plan);
+    if (!c->h || !c->h->group->group || !ep_torch_find_stream(c->h, &c->stream)) return 0;
+    c->num_rows = c->sent.num_rows;
+    find_plan(c);
+    return objects[IS_KEPT] == &_Py_TrueStruct || c->sent.stream == c->stream;
+}
+
+/* The ids of a handle: those of its map, or the caller's. */
+static int take_ids(EpTorchWhole *c, void *handle) {
+    if (!c->sent.ids_at)
+        return ep_torch_take(c, PyTuple_GetItem(handle, IDX), 0, 2, &c->given[2], &c->idx);
+    c->idx = find_behind(c, MADE_IDX, EP_TYPE_INT32, c->sent.ids_at);
+    return 1;
 }
 
 static void *send_again(EpTorchWhole *c, void *const *objects, void *const *more) {
@@ -292,7 +330,9 @@ static EpStatus sum(EpTorchWhole *c) {
         if (c->is_short) return EP_OK;
         return ep_combine(c->h->handle, c->plan, c->rows, NULL, NULL, c->stream, out);
     }
-    const EpTensor *weights = ep_torch_make(c, MADE_WEIGHTS, EP_TYPE_FP32, tokens, top_k);
+    const EpTensor *weights = c->sent.weights_at && c->sent.stream == c->stream
+                                  ? find_behind(c, MADE_WEIGHTS, EP_TYPE_FP32, c->sent.weights_at)
+                                  : ep_torch_make(c, MADE_WEIGHTS, EP_TYPE_FP32, tokens, top_k);
     const EpTensor *probs = ep_torch_make(c, MADE_MORE, EP_TYPE_FP32, tokens, experts);
     if (c->is_short) return EP_OK;
     EpStatus status =
@@ -317,8 +357,7 @@ void *ep_torch_hybrid_combine(void *self, void *const *objects, ptrdiff_t given)
         !ep_torch_are_summable(c.rows) ||
         !ep_torch_take(&c, objects[WEIGHTS_OF_ROWS], 0, 1, &c.given[1], &c.probs) ||
         (c.probs && (c.probs->type != EP_TYPE_FP32 || c.probs->shape[0] != c.rows->shape[0])) ||
-        !ep_torch_take(&c, PyTuple_GetItem(objects[HANDLE], IDX), 0, 2, &c.given[2], &c.idx) ||
-        PyErr_Occurred())
+        !take_ids(&c, objects[HANDLE]) || PyErr_Occurred())
         return ep_torch_leave();
     void *result = ep_torch_run(&c, sum);
     if (!result) {

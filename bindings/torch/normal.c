@@ -50,7 +50,7 @@ static int take_handle(EpTorchWhole *c, void *const *objects) {
     c->h = PyLong_AsVoidPtr(PyTuple_GetItem(handle, LAYER));
     c->num_rows = PyLong_AsLongLong(PyTuple_GetItem(handle, ROWS));
     return c->h->group->group && is_in_order(c, objects[ONLY]) &&
-           ep_torch_is_kept(c, PyTuple_GetItem(handle, STREAM), &_Py_NoneStruct) &&
+           ep_torch_is_on(c, PyTuple_GetItem(handle, STREAM)) &&
            ep_torch_take(c, PyTuple_GetItem(handle, PLAN), 0, 1, &c->given[4], &c->plan);
 }
 

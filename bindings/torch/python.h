@@ -9,7 +9,7 @@
 
 #include <stddef.h>
 
-extern char _Py_NoneStruct, _Py_TrueStruct;
+extern char _Py_NoneStruct, _Py_TrueStruct, _Py_FalseStruct;
 void *PyTuple_GetItem(void *tuple, ptrdiff_t at); /* borrowed */
 ptrdiff_t PyTuple_Size(void *tuple);
 void *PyTuple_New(ptrdiff_t size);
@@ -22,16 +22,11 @@ void *PyLong_FromLong(long number);
 void *PyErr_Occurred(void);
 void PyErr_Clear(void);
 void *PyErr_NoMemory(void);
-void *PyFloat_FromDouble(double number);
 void *PyLong_FromLongLong(long long number);
 void *PyLong_FromVoidPtr(void *pointer);
-void *PyLong_FromUnsignedLong(unsigned long number);
+char *PyBytes_AsString(void *bytes);
 void *PyBytes_FromStringAndSize(const char *bytes, ptrdiff_t size);
-void *PyUnicode_InternFromString(const char *text);
-int PyObject_IsTrue(void *object);
 int PyObject_IsInstance(void *object, void *type);
-int PyObject_SetAttr(void *object, void *name, void *value);
-void *PyObject_CallObject(void *function, void *arguments);
 void *PyObject_CallFunctionObjArgs(void *function, ...);
 unsigned long PyThread_get_thread_ident(void);
 void Py_IncRef(void *object);

@@ -52,7 +52,7 @@ EpStatus ep_torch_prepare(const EpTorchHandle *handle, const EpTensor *plan,
 EpStatus ep_torch_wait(const EpTorchHandle *handle, void *stream);
 
 /** Returns None, without an exception: Python goes the slower way. */
-void *ep_torch_leave(void);
+void *ep_torch_leave(void) __attribute__((cold));
 
 static inline void *none(void) {
     Py_IncRef(&_Py_NoneStruct);

@@ -3,42 +3,34 @@
 
 #include <time.h>
 
-/* ---- the group's lock ---------------------------------------------------------------------- */
-
-static void set_caller(const EpTorchGroup *g, unsigned long thread) {
-    static void *name;
-    if (!name) name = PyUnicode_InternFromString("caller");
-    void *value = PyLong_FromUnsignedLong(thread);
-    PyObject_SetAttr(g->object, name, value);
-    Py_DecRef(value);
-}
-
-static void set_began(const EpTorchGroup *g) {
-    static void *name;
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (!name) name = PyUnicode_InternFromString("began");
-    void *value = PyFloat_FromDouble((double)now.tv_sec + 1e-9 * (double)now.tv_nsec);
-    PyObject_SetAttr(g->object, name, value);
-    Py_DecRef(value);
-}
+/* ---- one thread at a time ------------------------------------------------------------------ */
 
 /* As libep.Group.run does. Returns whether this thread has the group. */
-static int enter(const EpTorchGroup *g) {
-    if (!g->group) return 0;
-    void *got = PyObject_CallObject(g->acquire, g->at_once);
-    int is_in = got && PyObject_IsTrue(got) == 1;
-    if (got) Py_DecRef(got);
-    if (!is_in) return 0;
-    set_began(g);
-    set_caller(g, PyThread_get_thread_ident());
+static int enter(EpTorchGroup *g) {
+    struct timespec now;
+    if (__atomic_exchange_n(&g->is_in, 1, __ATOMIC_ACQUIRE)) return 0;
+    clock_gettime(CLOCK_REALTIME, &now);
+    g->began = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    g->caller = PyThread_get_thread_ident();
     return 1;
 }
 
-static void leave_group(const EpTorchGroup *g) {
-    set_caller(g, 0);
-    void *got = PyObject_CallObject(g->release, NULL);
-    if (got) Py_DecRef(got);
+static void leave(EpTorchGroup *g) {
+    g->caller = 0;
+    __atomic_store_n(&g->is_in, 0, __ATOMIC_RELEASE);
+}
+
+void *ep_torch_enter(void *self, void *const *objects, ptrdiff_t count) {
+    (void)self;
+    EpTorchGroup *g = count == 1 ? PyLong_AsVoidPtr(objects[0]) : NULL;
+    return share(g && enter(g) ? &_Py_TrueStruct : &_Py_FalseStruct);
+}
+
+void *ep_torch_leave_group(void *self, void *const *objects, ptrdiff_t count) {
+    (void)self;
+    EpTorchGroup *g = count == 1 ? PyLong_AsVoidPtr(objects[0]) : NULL;
+    if (g) leave(g);
+    return none();
 }
 
 /* ---- arguments ----------------------------------------------------------------------------- */
@@ -80,9 +72,8 @@ int ep_torch_are_rows(const EpTensor *t, int64_t most) {
            (uintptr_t)t->data % ROW_UNIT == 0;
 }
 
-int ep_torch_is_kept(EpTorchWhole *c, void *stream, void *is_kept) {
-    return ep_torch_find_stream(c->h, &c->stream) &&
-           (PyObject_IsTrue(is_kept) == 1 || PyLong_AsVoidPtr(stream) == c->stream);
+int ep_torch_is_on(EpTorchWhole *c, void *stream) {
+    return ep_torch_find_stream(c->h, &c->stream) && PyLong_AsVoidPtr(stream) == c->stream;
 }
 
 /* ---- new tensors --------------------------------------------------------------------------- */
@@ -127,12 +118,13 @@ void ep_torch_drop(EpTorchWhole *c) {
 }
 
 void *ep_torch_run(EpTorchWhole *c, EpStatus (*part)(EpTorchWhole *c)) {
-    if ((c->h->device >= 0 && !c->h->torch->wait_stream) || !enter(c->h->group))
+    if ((c->h->device >= 0 && !c->h->torch->wait_stream) || !c->h->group->group ||
+        !enter(c->h->group))
         return ep_torch_leave();
     void *others = PyEval_SaveThread();
     EpStatus status = part(c);
     PyEval_RestoreThread(others);
-    leave_group(c->h->group);
+    leave(c->h->group);
     if (status != EP_OK) return PyLong_FromLong(status);
     return c->is_short ? PyLong_FromLong(NO_MEMORY) : NULL;
 }

@@ -13,6 +13,7 @@ enum { MOST_GIVEN = 7, MOST_MADE = 8 };
 /** A call under way. */
 typedef struct EpTorchWhole {
     const EpTorchStep *step;
+    EpTorchSent sent; /**< of a HybridEPBuffer */
     const EpTorchHandle *h;
     void *stream;
     const EpTensor *rows, *map, *probs, *scales, *idx, *weights, *plan; /**< NULL: none */
@@ -40,9 +41,9 @@ int ep_torch_are_summable(const EpTensor *t);
 /** Returns whether they are rows of at most `most` bytes, which the library takes as they are. */
 int ep_torch_are_rows(const EpTensor *t, int64_t most);
 
-/** Returns whether a handle's plan can be read on the current stream: `stream` is that on which it
- *  was made, or is_kept tells that its memory is kept for the current one. Finds the stream. */
-int ep_torch_is_kept(EpTorchWhole *call, void *stream, void *is_kept);
+/** Finds the current stream. Returns whether it is `stream`, an int of Python, on which a handle's
+ *  plan was made, so that it can be read. */
+int ep_torch_is_on(EpTorchWhole *call, void *stream);
 
 /** Allocate a tensor at a place. Without columns it has one dimension. */
 const EpTensor *ep_torch_make(EpTorchWhole *call, int place, EpType type, int64_t rows,

@@ -40,7 +40,7 @@ typedef struct EpCudaWindow {
     struct EpCudaPlaces *places; /**< of EP_WINDOW_PLACES */
 } EpCudaWindow;
 
-#define EP_VALIDATED 256
+#define EP_VALIDATED 2048 /* a step of 60 layers brings some 500 addresses */
 
 typedef struct EpCuda {
     EpCudaGroup device;        /**< what kernels get */

@@ -313,11 +313,11 @@ __device__ __forceinline__ int ep_is_aborted(const EpCudaGroup &g, int r) {
 /* Returns the word that names a rank which is aborted: 1 + its number, or 0. A masked rank's abort
  * is nobody's business. */
 __device__ __forceinline__ uint32_t ep_find_aborted(const EpCudaGroup &g) {
-    if (!EP_MASKED) return (uint32_t)ep_load_relaxed_sys(ep_aborted(g));
+    uint32_t aborted = EP_MASKED ? 0 : (uint32_t)ep_load_relaxed_sys(ep_aborted(g));
 #pragma unroll 1
-    for (int r = 0; r < g.size; r++)
-        if (ep_is_alive(r) && ep_is_aborted(g, r)) return 1 + (uint32_t)r;
-    return 0;
+    for (int r = 0; EP_MASKED && !aborted && r < g.size; r++)
+        if (ep_is_alive(r) && ep_is_aborted(g, r)) aborted = 1 + (uint32_t)r;
+    return aborted;
 }
 
 /* Report this rank's first failure to the host, and to all ranks. A wait that ends since a rank is

@@ -137,7 +137,7 @@ def slowest(times):
 
 
 class Meter:
-    """Adds up the host's time in libep's calls, and the part of it that waits for counts."""
+    """Adds up the host's time in libep's calls, without their waits for counts, and in these."""
 
     def __init__(self):
         self.spent, self.depth, self.is_strict = collections.Counter(), 0, False
@@ -163,24 +163,31 @@ class Meter:
             if self.is_strict:
                 torch.cuda.set_sync_debug_mode("warn")
             self.depth += 1
-            begin = time.perf_counter()
+            waited, begin = self.waited(), time.perf_counter()
             try:
                 return function(*given, **named)
             finally:
-                self.spent[kind] += time.perf_counter() - begin
+                self.spent[kind] += time.perf_counter() - begin - (self.waited() - waited)
                 self.depth -= 1
                 if self.is_strict and not self.depth:
                     torch.cuda.set_sync_debug_mode("default")
 
         setattr(owner, name, run)
 
-    def measure(self, step, count):
-        """Microseconds of a step by kind."""
-        self.spent.clear()
-        self.waits.ns = 0
-        sample(step, count)
-        self.spent["wait"] += self.waits.ns * 1e-9
-        return {kind: spent / count * 1e6 for kind, spent in self.spent.items()}
+    def waited(self):
+        """Seconds of waits, in Python and in C."""
+        return self.spent["wait"] + self.waits.ns * 1e-9
+
+    def measure(self, step, count, samples):
+        """Microseconds of a step by kind: the median of samples."""
+        found = collections.defaultdict(list)
+        for _ in range(samples):
+            self.spent.clear()
+            self.waits.ns = 0
+            sample(step, count)
+            for kind, spent in {**self.spent, "wait": self.waited()}.items():
+                found[kind].append(spent / count * 1e6)
+        return {kind: statistics.median(times) for kind, times in found.items()}
 
     def count_waits(self, step):
         """How often the host waits for a GPU within libep's calls, by PyTorch's own warnings and
@@ -191,15 +198,17 @@ class Meter:
             warnings.simplefilter("always")
             step()
         self.is_strict = False
-        return self.waits.count + sum("synchronizing" in str(each.message) for each in caught)
+        # The first use of the mode has a warning of its own, of "all synchronizing operations".
+        found = ("called a synchronizing" in str(each.message) for each in caught)
+        return self.waits.count + sum(found)
 
 
-def print_host(step, count):
+def print_host(step, count, samples):
     """What libep's calls of a step cost this rank's host."""
     meter = Meter()
-    spent = meter.measure(step, count)
-    waits = spent.pop("wait", 0.0)
-    own = sum(spent.values()) - waits
+    spent = meter.measure(step, count, samples)
+    waits = spent.pop("wait")
+    own = sum(spent.values())
     say("# host us per step: " + ", ".join(f"{kind} {us:.0f}" for kind, us in spent.items()))
     say(f"# libep's own calls {own:.0f}, in {meter.count_waits(step)} waits for counts {waits:.0f}")
 
@@ -227,7 +236,7 @@ def main():
                     times[name].append(spent)
         ours, theirs = (slowest(found) for found in times.values())
         say(f"{kind:10} {differ:8.1e} {ours:10.2f} {theirs:13.2f} {ours / theirs:7.2f}")
-    print_host(steps["libep"], options.steps)
+    print_host(steps["libep"], options.steps, options.samples)
     dist.destroy_process_group()
 
 

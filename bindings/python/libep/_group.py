@@ -120,10 +120,7 @@ class Shared(OfProcess):
     def run(self, function: Callable[..., int], *arguments: object) -> int:
         """Call a function of the library on it, alone, and return its status."""
         if not self._lock.acquire(False):
-            raise RuntimeError(
-                f"rank {self.rank}: expected one thread at a time in the {self.kind}'s calls, got a "
-                f"{function.__name__} while another thread is in a call"
-            )
+            raise self._second_caller(function)
         self.began = time()
         self.caller = get_ident()
         try:
@@ -131,6 +128,12 @@ class Shared(OfProcess):
         finally:
             self.caller = 0
             self._lock.release()
+
+    def _second_caller(self, function: Callable[..., int]) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.rank}: expected one thread at a time in the {self.kind}'s calls, got a "
+            f"{function.__name__} while another thread is in a call"
+        )
 
     def _collective(self, function: Callable[..., int], *arguments: object) -> None:
         status = self.run(function, self.require(), *arguments)
