@@ -13,7 +13,7 @@ __device__ __forceinline__ int chunks_with(const EpPushMoveArgs &a, const EpPush
 }
 
 /* Returns item `item` of those in one direction. Chunk n of all peers comes before chunk n + 1 of
- * any, at both ends. So what a block waits for is never behind an item that waits for this rank.
+ * any, at both ends. So what a warp waits for is never behind an item that waits for this rank.
  * Peers with fewer rows come last, and drop out one after the other. */
 __device__ __forceinline__ PeerChunk find_moved(const EpPushMoveArgs &a, const EpPushedRows &rows,
                                                 int item) {
