@@ -128,7 +128,8 @@ objects = $(foreach f,$2,$(if $(filter %/rowmath.c,$f),\
               $(if $(filter $(masked_cu),$f),$B/$1$(basename $f)_masked.cu.o))
 nodes_cu := dispatch/cuda/latency_scatter.cu combine/cuda/latency_gather.cu
 masked_cu := handles/prepare/cuda/prepare.cu handles/placement/cuda/place.cu \
-             dispatch/cuda/scatter.cu combine/cuda/gather.cu $(nodes_cu)
+             dispatch/cuda/scatter.cu combine/cuda/gather.cu $(nodes_cu) \
+             handles/weights/cuda/push_rows.cu
 kernel_form = $(if $(filter %_nodes.cu.o,$@),-DEP_SEVERAL_NODES) \
               $(if $(filter %_masked.cu.o,$@),-DEP_MASKED)
 row_sets := base $(if $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null)),v3 v4)
@@ -160,7 +161,8 @@ emulated := $(emulated_tests) $(addprefix $B/emulated/,ep_moe ep_bench ep_info e
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
         check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-package \
-        check-jax check-torch check-released run-demo run-check deps install dist clean format again
+        check-jax check-torch check-released run-demo run-check run-tests \
+        run-emulated-tests deps install dist clean format again
 all: libs $(tools) $(tests)
 libs: $(libs)
 jax-handlers: $(jax_so)
@@ -223,9 +225,9 @@ $(foreach v,.cu _nodes.cu _masked.cu,$(eval $B/%$v.o: %.cu $B/flags; $$(compile_
 # Emulated GPUs: the CUDA backend's sources are compiled against replacements of CUDA and NCCL (see
 # tests/emulator/), without an installation of either. Rings are short, so that they wrap, and so is
 # the wait for NCCL.
-emulated_cflags = $(filter-out -O3,$(common_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
-                  -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_WHOLE_SUM_BYTES=3000 \
-                  -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
+emulated_cflags = $(patsubst -g,-g1,$(filter-out -O3,$(common_cflags))) -O2 -DEP_WITH_CUDA=1 \
+                  -DEP_RING_BYTES=16384 -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 \
+                  -DEP_WHOLE_SUM_BYTES=3000 -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
                   -Itests/emulator/include -Iinclude -I.
 define emulate_kernels
 @mkdir -p $(@D)
@@ -345,10 +347,17 @@ run-demo: all
 # Many tests mostly wait, so more run at a time than there are cores (TEST_JOBS). Sanitizers
 # do not work with MPI, so their builds run the tests whose ranks are threads, and no emulated ones:
 # the thread sanitizer knows no fibers. "make ASAN=1 check-nodes-emulated" runs some of these.
+# Emulated GPUs compute while the other tests wait, so both run at once. What they print follows.
 export TEST_JOBS ?= $(shell echo $$((2 * $$(nproc) + 2)))
+beside = TEST_JOBS=$$(($(TEST_JOBS) / 2 + 1))
 run-check: all $(if $(variant),,$(emulated))
-	$B/tests/ep_tests -j$(TEST_JOBS) $(CHECK_ARGS)
-	$(if $(variant)$(CHECK_ARGS),,tests/emulator/check $B few)
+	$(if $(variant)$(CHECK_ARGS),$(run_tests),@echo 'The tests take some minutes.'; \
+	    $(MAKE) $(jobs) -Otarget --no-print-directory $(beside) run-tests run-emulated-tests)
+run_tests = $B/tests/ep_tests -j$(TEST_JOBS) $(CHECK_ARGS)
+run-tests:
+	$(run_tests)
+run-emulated-tests:
+	tests/emulator/check $B few
 check-emulated: $(emulated)
 	tests/emulator/check $B $(or $(CHECK_ARGS),all)
 # The small part of it that is about several nodes. The stacks of fibers hide leaks.

@@ -15,14 +15,42 @@ static int spans_nodes(const int32_t *nodes, int32_t size) {
     return r < size;
 }
 
+static void describe_device(const EpGpuReport *report, int32_t device, EpChoice *out) {
+    const EpGpu *gpu = &report->gpu[device];
+    out->device = device;
+    out->code = gpu->code, out->shared_bytes = gpu->shared_bytes;
+    out->sm = gpu->capability;
+    snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
+    snprintf(out->gpu, sizeof(out->gpu), "%s, %s", gpu->name, gpu->bus);
+}
+
+EpStatus ep_backend_choose(const EpCall *call, EpGroupConfig *config, const EpSettings *settings,
+                           int32_t place, EpChoice *out) {
+    EpGpuReport mine;
+    char why_not[224];
+    *out = (EpChoice){.backend = ep_backend_wish(config, settings), .device = -1};
+    if (out->backend == EP_BACKEND_HOST) return EP_OK;
+    ep_gpus_find(config, settings, 1, &mine);
+    int32_t device = ep_gpus_choose(&mine, place, ep_cuda_least_shared(config, config->max_ranks),
+                                    why_not, sizeof(why_not));
+    if (device < 0)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
+                         "expected one that can serve this rank: %s", why_not);
+    describe_device(&mine, device, out);
+    out->assigned = config->device == EP_DEFAULT && mine.current != device;
+    config->device = device;
+    return EP_OK;
+}
+
 /* Assign devices and check whether the CUDA backend can serve all ranks with them. Returns 0, with
  * the reason in `why_not`, if it cannot. */
 static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
                          const EpSettings *settings, int32_t *nodes, const EpGpuReport *all,
                          EpChoice *out, char *why_not, size_t bytes) {
     int32_t devices[EP_MAX_RANKS];
+    int machines = spans_nodes(nodes, b->size);
     ep_gpus_assign(all, b->size, devices);
-    int64_t shared_bytes = ep_cuda_least_shared(config, b->size);
+    int64_t shared_bytes = ep_cuda_least_shared(config, ep_config_places(config, b->size));
     ep_gpus_domains(all, b->size, devices, settings->topology.text[0] != 0, nodes);
     if (!ep_gpus_agree(all, b->size, nodes, devices, shared_bytes, why_not, bytes)) return 0;
     if (config->masks && spans_nodes(nodes, b->size)) {
@@ -31,18 +59,20 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
                  "its GPUs are on several");
         return 0;
     }
-    const EpGpu *gpu = &all[b->rank].gpu[devices[b->rank]];
-    out->device = devices[b->rank];
+    if (ep_config_joins(config) && machines) {
+        snprintf(
+            why_not, bytes,
+            "a group that processes may join (config.max_ranks) needs one machine, whose ranks "
+            "give each other file descriptors of their memory, and its ranks are on several");
+        return 0;
+    }
+    describe_device(&all[b->rank], devices[b->rank], out);
     out->assigned = all[b->rank].wanted == EP_DEFAULT && all[b->rank].current != out->device;
     out->shared = ep_gpus_shared(all, b->size, devices);
     out->nccl = ep_gpus_nccl(all, b->size, devices);
-    out->code = gpu->code, out->shared_bytes = gpu->shared_bytes;
     out->alone = ep_gpus_alone(all, b->size, b->rank);
     for (int32_t r = 0; r < b->size; r++)
         out->threads |= !ep_gpus_alone(all, b->size, r);
-    out->sm = gpu->capability;
-    snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
-    snprintf(out->gpu, sizeof(out->gpu), "%s, %s", gpu->name, gpu->bus);
     return 1;
 }
 

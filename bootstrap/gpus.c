@@ -82,6 +82,13 @@ int ep_gpus_usable_here(const EpGroupConfig *config, const EpSettings *settings,
                       (Reason){reason, reason_bytes});
 }
 
+int32_t ep_gpus_choose(const EpGpuReport *mine, int32_t place, int64_t shared_bytes, char *reason,
+                       size_t reason_bytes) {
+    int is_free = mine->wanted == EP_DEFAULT && !mine->current && mine->count;
+    int32_t device = is_free ? place % mine->count : chosen_device(mine);
+    return check_rank(mine, device, shared_bytes, (Reason){reason, reason_bytes}) ? device : -1;
+}
+
 /* ---- assigning devices --------------------------------------------------------------------- */
 
 static int has_same_first_gpu(const EpGpuReport *a, const EpGpuReport *b) {

@@ -50,6 +50,12 @@ void ep_gpus_find(const EpGroupConfig *config, const EpSettings *settings, int32
 int ep_gpus_usable_here(const EpGroupConfig *config, const EpSettings *settings, int32_t num_ranks,
                         char *reason, size_t reason_bytes);
 
+/** Choose the device of a place of a group that processes may join, from its own process's report
+ *  alone: ep.h states the rule, at EpGroupConfig. Returns -1 if it cannot serve a rank, and
+ * `reason` says why. */
+int32_t ep_gpus_choose(const EpGpuReport *mine, int32_t place, int64_t shared_bytes, char *reason,
+                       size_t reason_bytes);
+
 /** Assign a device to each rank: devices[size]. ep.h states the rule, at EpGroupConfig. */
 void ep_gpus_assign(const EpGpuReport *all, int32_t size, int32_t *devices);
 
@@ -79,10 +85,18 @@ int ep_gpus_agree(const EpGpuReport *all, int32_t size, const int32_t *nodes,
                   const int32_t *devices, int64_t shared_bytes, char *reason, size_t reason_bytes);
 
 /**
+ * Local, before this rank meets others: choose the backend of a place of a group that processes may
+ * join, and this rank's device, which becomes config->device.
+ */
+EpStatus ep_backend_choose(const EpCall *call, EpGroupConfig *config, const EpSettings *settings,
+                           int32_t place, EpChoice *out);
+
+/**
  * Collective: choose the backend. The ranks have agreed on the configuration before. Unless the
  * configuration asks for the host backend, ranks report their GPUs into reports[size]. Returns
  * EP_ERR_UNSUPPORTED on every rank if the cuda backend is asked for and some rank cannot use it.
- * nodes[size] are machines, or pretended; where the cuda backend is chosen they become its domains.
+ * nodes[] of the bootstrap's ranks are machines, or pretended; where the cuda backend is chosen
+ * they become its domains.
  */
 EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
                           const EpGroupConfig *config, const EpSettings *settings, int32_t *nodes,

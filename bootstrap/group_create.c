@@ -96,7 +96,7 @@ typedef struct Agreement {
     EpHello *all;      /* [size] */
     EpGpuReport *gpus; /* [size] */
     EpPlaces *places;  /* of a group that processes may join */
-    EpChoice choice;
+    EpChoice choice;   /* with places: at first this rank's own */
     EpPurpose purpose;
     const EpHello *living; /* the lowest rank that takes part in the group already, or NULL */
 } Agreement;
@@ -120,9 +120,10 @@ static int allocate_hellos(Agreement *agreed, const EpBootstrap *bootstrap,
                            const EpGroupConfig *config) {
     enum { ROOM = 2048 }; /* for pieces of a placement */
     agreed->all = calloc((size_t)bootstrap->size, sizeof(*agreed->all));
+    agreed->gpus = calloc((size_t)bootstrap->size, sizeof(*agreed->gpus));
     if (ep_config_joins(config))
         agreed->places = ep_places_create(bootstrap, config->max_ranks, ROOM);
-    return agreed->all && (agreed->places || !ep_config_joins(config));
+    return agreed->all && agreed->gpus && (agreed->places || !ep_config_joins(config));
 }
 
 /* Allocate all that the rendezvous of creation need. Returns 0 when out of memory. */
@@ -131,8 +132,7 @@ static int agreement_allocate(Agreement *agreed, const EpBootstrap *bootstrap,
     size_t size = (size_t)ep_config_places(config, bootstrap->size);
     EpGroup *group = ep_object_create(EP_OBJECT_GROUP, sizeof(*group));
     agreed->group = group;
-    agreed->gpus = calloc((size_t)bootstrap->size, sizeof(*agreed->gpus));
-    if (!allocate_hellos(agreed, bootstrap, config) || !group || !agreed->gpus) return 0;
+    if (!allocate_hellos(agreed, bootstrap, config) || !group) return 0;
     group->gathered = calloc(size, EP_RENDEZVOUS_BYTES);
     return ep_nodes_open((int32_t)size, &group->nodes) && group->gathered &&
            ep_bootstrap_reserve(bootstrap, ep_max(sizeof(EpHello), sizeof(EpGpuReport)));
@@ -180,20 +180,40 @@ static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGro
 
 /* Fill in what the ranks have agreed on. */
 static void settle_group(EpGroup *group, const Agreement *agreed) {
+    int assigned = group->choice.assigned;
     group->id = agreed->living ? agreed->living->id : agreed->all[0].id;
     group->tag = (int32_t)(group->id & TAG_MASK);
     group->choice = agreed->choice;
+    group->choice.assigned |= assigned;
     group->backend = ep_backend_ops(group->choice.backend);
     group->latency_sets = ep_config_latency_sets(&group->config, ep_group_offers(group));
     bind_near_gpu(group);
 }
 
-/* A group that processes may join has the host backend. Its memory is reserved before this rank
- * meets the others. */
-static EpStatus reserve(EpGroup *group) {
-    group->backend = ep_backend_ops(EP_BACKEND_HOST);
+/* Places of GPUs are one node. Host memory is reserved as if each could be one of its own. */
+static void set_one_node(EpGroup *group) {
+    memset(group->nodes.of, 0, (size_t)group->size * sizeof(*group->nodes.of));
+    ep_nodes_set(&group->nodes, group->rank);
+    ep_config_chunks(&group->config, &group->settings, &group->nodes.sizes);
+}
+
+/* The memory of a group that processes may join is reserved before this rank meets the others. */
+static EpStatus reserve(EpGroup *group, const EpChoice *choice) {
+    group->choice = *choice;
+    group->backend = ep_backend_ops(choice->backend);
+    if (choice->backend == EP_BACKEND_CUDA) set_one_node(group);
     group->latency_sets = ep_config_latency_sets(&group->config, ep_group_offers(group));
-    return group->backend->reserve(group);
+    int before = ep_group_enter(group, group->call);
+    EpStatus status = group->backend->reserve(group);
+    ep_group_leave(group, before);
+    return status;
+}
+
+static void free_reserved(EpGroup *group) {
+    if (!group || !group->backend) return;
+    int before = ep_group_enter(group, group->call);
+    group->backend->close(group, 0);
+    ep_group_leave(group, before);
 }
 
 /* The set of newcomers among the ranks that meet, and of all of them. */
@@ -216,7 +236,9 @@ static void leave_bootstrap(EpGroup *group) {
 static EpStatus open_with_places(EpGroup *group, const Agreement *agreed) {
     list_members(agreed, &group->members, &group->newcomers);
     group->alive = agreed->living ? agreed->living->alive : group->members;
+    int before = ep_group_enter(group, group->call);
     EpStatus status = group->backend->admit(group, &group->alive);
+    ep_group_leave(group, status == EP_OK && group->choice.assigned ? EP_STAY : before);
     leave_bootstrap(group);
     if (status == EP_OK && agreed->living) ep_group_keep_out(group);
     return status;
@@ -285,12 +307,18 @@ static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootst
                                    const EpGroupConfig *config, const EpSettings *settings,
                                    Agreement *agreed, EpNodes *nodes) {
     int32_t size = bootstrap->size, places = ep_config_places(config, size);
+    int32_t domains[EP_MAX_RANKS];
     ep_hello_terminate(agreed->all, size);
     EP_TRY(ep_hello_compare(call, bootstrap, places, agreed->all));
     EP_TRY(ep_hello_living(call, agreed->all, size, &agreed->living));
     ep_hello_nodes(agreed->all, size, places, nodes->of);
-    EP_TRY(ep_backend_agree(call, bootstrap, config, settings, nodes->of, agreed->gpus,
+    for (int32_t r = 0; r < size; r++)
+        domains[r] = nodes->of[agreed->all[r].place];
+    EP_TRY(ep_backend_agree(call, bootstrap, config, settings, domains, agreed->gpus,
                             &agreed->choice));
+    /* Ranks of GPUs that others may join are on one node, and so are empty places. */
+    for (int32_t p = 0; p < places && agreed->choice.backend == EP_BACKEND_CUDA; p++)
+        nodes->of[p] = domains[ep_config_joins(config) ? 0 : p];
     ep_nodes_set(nodes, agreed->all[bootstrap->rank].place);
     EpNodeSizes *sizes = &nodes->sizes;
     ep_config_chunks(config, settings, sizes);
@@ -315,9 +343,12 @@ static EpStatus open_group(const EpBootstrap *bootstrap, const EpGroupConfig *gi
     int has_memory = agreement_allocate(&agreed, bootstrap, &config);
     if (has_memory && mine.status == EP_OK) {
         agreed.group->call = call.name, call.rank = mine.place;
+        EpStatus chosen =
+            agreed.places ? ep_backend_choose(&call, &config, &settings, mine.place, &agreed.choice)
+                          : EP_OK;
         fill_group(agreed.group, bootstrap, &config, &settings, &mine, &agreed);
-        EpStatus reserved = agreed.places ? reserve(agreed.group) : EP_OK;
-        if (reserved != EP_OK) refuse_self(&mine, reserved);
+        if (agreed.places && chosen == EP_OK) chosen = reserve(agreed.group, &agreed.choice);
+        if (chosen != EP_OK) refuse_self(&mine, chosen);
     }
     EpStatus status = ep_bootstrap_enter(&call, bootstrap, entrance, has_memory, timeout);
     if (status == EP_OK)
@@ -328,8 +359,7 @@ static EpStatus open_group(const EpBootstrap *bootstrap, const EpGroupConfig *gi
         status =
             compare_and_choose(&call, bootstrap, &config, &settings, &agreed, &agreed.group->nodes);
     if (status == EP_OK) status = build(&call, &config, &settings, &agreed, out);
-    if (agreed.group && agreed.places && agreed.group->backend)
-        agreed.group->backend->close(agreed.group, 0);
+    free_reserved(agreed.group);
     agreement_free(&agreed);
     (void)ep_bootstrap_reserve(bootstrap, EP_RESERVED_BYTES);
     return status;
@@ -379,22 +409,26 @@ static void describe_admission(EpGroup *group, const EpBootstrap *bootstrap, EpH
 typedef struct Standing {
     EpNodes nodes;
     EpMask members;
-    int lost;
+    int lost, shares;
 } Standing;
 
 /* Connect to the newcomers. `nodes`: the new ones, which the group takes over. */
 static EpStatus connect_newcomers(EpGroup *group, const EpCall *call, const Agreement *agreed,
                                   EpNodes *nodes) {
-    Standing before = {group->nodes, group->members, group->lost};
+    Standing before = {group->nodes, group->members, group->lost, group->choice.shared};
     group->nodes = *nodes, group->call = call->name;
+    group->choice.shared = agreed->choice.shared;
     group->bootstrap = ep_places_bootstrap(agreed->places, group->rank);
     list_members(agreed, &group->members, &group->newcomers);
+    int device = ep_group_enter(group, call->name);
     EpStatus status = group->backend->admit(group, &agreed->living->alive);
+    ep_group_leave(group, device);
     leave_bootstrap(group);
     group->lost = before.lost;
     *nodes = status == EP_OK ? before.nodes : group->nodes;
     if (status == EP_OK) return EP_OK;
     group->nodes = before.nodes, group->members = before.members;
+    group->choice.shared = before.shares;
     return status;
 }
 
@@ -453,9 +487,10 @@ int ep_group_end(EpGroup *group) {
 }
 
 /* Peers may store into this rank's memory until they have finished too, so meet them in a barrier.
- * Ranks that are masked or cut would not come, and ranks of a group with masks store into no other rank's memory.
- * A rank that knows that the group has failed skips the barrier; poll first, since this rank may
- * not know it yet. Returns 1 if all ranks are there. */
+ * Ranks that are masked or cut would not come. A group that processes may join has no bootstrap any
+ * more; its memory stays as long as peers map it. A rank that knows that the group has failed skips
+ * the barrier; poll first, since this rank may not know it yet. Returns 1 if all ranks are there.
+ */
 static int meet_to_destroy(EpGroup *group) {
     int finished = ep_group_end(group);
     ep_abort_set_phase(&group->abort, EP_ABORT_LEAVING);

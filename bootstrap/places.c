@@ -47,3 +47,34 @@ EpBootstrap ep_places_bootstrap(EpPlaces *places, int32_t place) {
     made.allgather = gather, made.barrier = meet;
     return made;
 }
+
+/* ---- placements ---------------------------------------------------------------------------- */
+
+#define MAP_PIECE 512 /* experts of a placement that ranks gather at a time */
+
+static EpStatus share_pieces(EpGroup *group, const EpMask *alive, int32_t *map, int32_t *pieces) {
+    int32_t count = group->placement.num_experts, from = ep_mask_lowest(alive);
+    int32_t piece[MAP_PIECE];
+    for (int32_t first = 0; first < count; first += MAP_PIECE) {
+        size_t bytes = sizeof(*map) * (size_t)ep_min(MAP_PIECE, count - first);
+        memset(piece, 0, sizeof(piece));
+        if (group->rank == from) memcpy(piece, map + first, bytes);
+        EP_TRY(ep_group_gather(group, piece, pieces, sizeof(piece)));
+        if (!ep_mask_has(alive, group->rank))
+            memcpy(map + first, pieces + (int64_t)from * MAP_PIECE, bytes);
+    }
+    return EP_OK;
+}
+
+EpStatus ep_places_share_map(EpGroup *group, const EpCall *call, const EpMask *alive,
+                             int32_t *map) {
+    if (!ep_config_has_copies(&group->config) ||
+        ep_mask_has(&group->newcomers, ep_mask_lowest(alive)))
+        return EP_OK;
+    int32_t *pieces = malloc(sizeof(*pieces) * MAP_PIECE * (size_t)group->size);
+    EpStatus status = pieces ? EP_OK : ep_refuse(call, EP_ERR_NO_MEMORY, "group", "out of memory");
+    status = ep_group_agree(group, call, status);
+    if (status == EP_OK) status = share_pieces(group, alive, map, pieces);
+    free(pieces);
+    return status;
+}

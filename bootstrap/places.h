@@ -25,4 +25,8 @@ void ep_places_free(EpPlaces *places);
  *  nothing. */
 EpBootstrap ep_places_bootstrap(EpPlaces *places, int32_t place);
 
+/** Collective, while ranks join a group with such a bootstrap: give ranks outside of `alive` the
+ *  placement of the lowest rank in it, if there is one. map[P] is this rank's, in host memory. */
+EpStatus ep_places_share_map(EpGroup *group, const EpCall *call, const EpMask *alive, int32_t *map);
+
 #endif

@@ -19,6 +19,14 @@ void ep_abort_set_phase(EpAbort *abort, EpAbortPhase phase) {
     pthread_mutex_unlock(&abort->mutex);
 }
 
+void ep_abort_hold(EpAbort *abort) {
+    pthread_mutex_lock(&abort->mutex);
+}
+
+void ep_abort_release(EpAbort *abort) {
+    pthread_mutex_unlock(&abort->mutex);
+}
+
 int ep_abort_fail(EpAbort *abort) {
     pthread_mutex_lock(&abort->mutex);
     int aborted = ep_abort_requested(abort);

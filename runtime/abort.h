@@ -46,6 +46,10 @@ typedef struct EpAbort {
 void ep_abort_open(EpAbort *abort);
 void ep_abort_set_phase(EpAbort *abort, EpAbortPhase phase);
 
+/** In between no other thread tells the peers that the group is aborted. */
+void ep_abort_hold(EpAbort *abort);
+void ep_abort_release(EpAbort *abort);
+
 /** Returns whether the group was aborted. The acquire orders the sentence behind it. */
 static inline int ep_abort_requested(const EpAbort *abort) {
     return __atomic_load_n(&abort->requested, __ATOMIC_ACQUIRE);

@@ -5,6 +5,9 @@
 
 #include "runtime/config.h"
 
+#define TEXT(number) #number
+#define PLACES(number) TEXT(number)
+
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings) {
     if (config->nccl_comm && config->backend == EP_BACKEND_AUTO) return EP_BACKEND_CUDA;
     EpBackend wish = config->backend == EP_BACKEND_AUTO ? settings->backend : config->backend;
@@ -14,8 +17,13 @@ EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *setting
 const char *ep_backend_contradiction(const EpGroupConfig *config, EpBackend wish) {
     if (wish == EP_BACKEND_HOST && config->nccl_comm)
         return "the host backend has no use for an NCCL communicator";
-    if (wish == EP_BACKEND_CUDA && ep_config_joins(config))
-        return "no rank can join a group of the cuda backend yet (config.max_ranks)";
+    if (wish != EP_BACKEND_CUDA || !ep_config_joins(config)) return NULL;
+    if (config->nccl_comm)
+        return "a group that processes may join (config.max_ranks) maps memory without NCCL, whose "
+               "communicators end with a rank (config.nccl_comm)";
+    if (config->max_ranks > EP_CUDA_MAX_RANKS)
+        return "a group of the cuda backend that processes may join is on one node, which has at "
+               "most " PLACES(EP_CUDA_MAX_RANKS) " ranks (config.max_ranks)";
     return NULL;
 }
 

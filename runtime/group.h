@@ -109,6 +109,15 @@ static inline int ep_group_connects(const EpGroup *group, int32_t rank) {
     return ep_mask_has(&group->newcomers, rank) || ep_mask_has(&group->newcomers, group->rank);
 }
 
+/** Returns the places where others stand, or nobody, after the call that is under way. */
+static inline EpMask ep_group_changes(const EpGroup *group) {
+    EpMask changed = {{0}};
+    for (int32_t r = 0; r < group->size; r++)
+        if (r != group->rank && (ep_group_connects(group, r) || !ep_mask_has(&group->members, r)))
+            ep_mask_add(&changed, r);
+    return changed;
+}
+
 /** ep_group_enter and ep_group_leave surround calls that use the backend; see EpBackendOps. */
 static inline int ep_group_enter(const EpGroup *group, const char *call) {
     const EpActivity activity = {.call = call, .tokens = -1};

@@ -12,6 +12,7 @@
  * - High throughput: throughput mode, expert-major and FLAT.
  * - Backward dispatch: a dispatch without weights, the same rows to the same slots.
  * - Backward combine: ep_dispatch_backward.
+ * - enable_mask, low latency on one node: masks, with EP_LATE_MASK after the caller's timeout.
  *
  * Quantisation and the kind of expert ids are arguments of each call there, and part of a handle's
  * configuration here. So is the number of multiprocessors, which dispatch and combine have each for
@@ -98,6 +99,8 @@ struct ncclEpGroup {
     EpGroup *ep;
     ncclEpGroupConfig_t config;
     int32_t rank, size, num_local, num_nodes;
+    int has_masks;               /**< libep's: late ranks are cut */
+    int has_lost_ranks;          /**< some were cut since the last ncclEpErrorClear */
     ncclEpHandle_t handles;      /**< live ones */
     NepPeerPointer peer_pointer; /**< NULL before NCCL 2.30 */
     int num_windows;
@@ -113,6 +116,9 @@ static inline int nep_is_low_latency(const struct ncclEpGroup *group) {
 /** Returns the multiprocessors of a kind of operation, of which `own` is the caller's number: see
  *  EpHandleConfig.num_sms. */
 int32_t nep_num_sms(const struct ncclEpGroup *group, unsigned own);
+
+/** As ep_group_status, but ranks that were cut are noted, and are no error: mask.c. */
+EpStatus nep_poll(ncclEpGroup_t group);
 
 /** Call after an operation was issued with `result`: if that is NCCL_SUCCESS, and the group has
  *  found an error in an earlier step, returns that. */

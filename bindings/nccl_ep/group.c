@@ -29,7 +29,7 @@ int nep_check_group(const char *call, ncclEpGroup_t group) {
 }
 
 int nep_report(const char *call, ncclEpGroup_t group, int result) {
-    return result != NCCL_SUCCESS ? result : nep_result(call, ep_group_status(group->ep, NULL));
+    return result != NCCL_SUCCESS ? result : nep_result(call, nep_poll(group));
 }
 
 /* ---- configuration ------------------------------------------------------------------------- */
@@ -124,6 +124,35 @@ static EpGroupConfig describe(const ncclEpGroupConfig_t *c, struct ncclComm *com
     return config;
 }
 
+/* ---- masks ----------------------------------------------------------------------------------- */
+
+static void find_timeout(const EpSetting *setting, void *seconds) {
+    if (!strcmp(setting->name, "LIBEP_TIMEOUT")) *(double *)seconds = atof(setting->value);
+}
+
+/* A rank is late after the caller's timeout. The group's deadline is later, so that it does not
+ * come first. */
+static void add_masks(EpGroupConfig *config) {
+    double seconds = config->timeout_seconds;
+    if (!(seconds > 0)) ep_settings(find_timeout, &seconds);
+    double late = seconds * 1e6;
+    config->masks = 1, config->on_late = EP_LATE_MASK;
+    config->late_us = late < 1 ? 1 : late < INT32_MAX ? (int32_t)late : INT32_MAX;
+    config->timeout_seconds = 2 * seconds;
+}
+
+/* On several nodes libep's groups of GPUs have no masks. All ranks learn of it together. */
+static EpStatus create(ncclEpGroup_t group, const EpGroupConfig *config) {
+    EpGroupConfig masked = *config;
+    add_masks(&masked);
+    if (nep_is_low_latency(group) && group->config.enable_mask) {
+        EpStatus status = ep_group_create(&group->bootstrap, &masked, &group->ep);
+        group->has_masks = status == EP_OK;
+        if (status != EP_ERR_UNSUPPORTED) return status;
+    }
+    return ep_group_create(&group->bootstrap, config, &group->ep);
+}
+
 /* ---- life ---------------------------------------------------------------------------------- */
 
 static void find_sums(const EpSetting *setting, void *config) {
@@ -174,7 +203,7 @@ static int open_group(const char *call, ncclEpGroup_t group, struct ncclComm *co
     ep_settings(find_sums, &config);
     group->bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
     NEP_TRY(nep_result(call, ep_bootstrap_nccl(comm, &group->bootstrap)));
-    NEP_TRY(nep_result(call, ep_group_create(&group->bootstrap, &config, &group->ep)));
+    NEP_TRY(nep_result(call, create(group, &config)));
     NEP_TRY(nep_result(call, ep_group_query(group->ep, &info)));
     NEP_TRY(check_nodes(call, group, &info));
     group->peer_pointer = find_peer_pointer();

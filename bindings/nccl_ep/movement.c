@@ -316,7 +316,7 @@ int ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t *inputs,
 /* ---- the second phase ---------------------------------------------------------------------- */
 
 /* Without a first phase there is nothing to do, and that is no error. A second phase that was
- * refused may be called again. */
+ * refused may be called again, unless ncclEpMaskClean has dropped the operation. */
 int ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t *config, void *stream) {
     const char *call = "ncclEpComplete";
     ncclEpCompleteConfig_t read;
@@ -330,6 +330,7 @@ int ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t *config, 
                              p->has_scales ? &p->scales : NULL, p->has_idx ? &p->idx : NULL);
     else if (p->kind == NEP_COMBINE)
         status = ep_combine_wait(handle->ep, stream, &p->tokens);
-    if (status == EP_OK) p->kind = NEP_NOTHING;
+    int is_dropped = status == EP_ERR_ORDER && handle->group->has_masks;
+    if (status == EP_OK || is_dropped) p->kind = NEP_NOTHING;
     return nep_report(call, handle->group, nep_result(call, status));
 }

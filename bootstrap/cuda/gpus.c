@@ -126,7 +126,7 @@ static int adopt_communicator(const EpNccl *nccl, const EpGroupConfig *config, E
 }
 
 static int check_nccl(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out) {
-    if (num_ranks == 1) return 1;
+    if (num_ranks == 1 || ep_config_joins(config)) return 1;
     const EpNccl *nccl = ep_nccl_load(out->reason, sizeof(out->reason));
     if (!nccl) return 0;
     return !config->nccl_comm || adopt_communicator(nccl, config, out);

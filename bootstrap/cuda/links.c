@@ -66,7 +66,7 @@ typedef struct Bus {
 } Bus;
 
 static EpStatus check_buses(const EpGroup *group, const Bus *all) {
-    EpCall call = {"ep_group_create", group->rank};
+    EpCall call = {group->call, group->rank};
     for (int32_t r = 0; r < group->size; r++)
         if (!memchr(all[r].id, 0, sizeof(all[r].id)))
             return ep_refuse(&call, EP_ERR_BOOTSTRAP, "bootstrap.allgather",
@@ -75,13 +75,15 @@ static EpStatus check_buses(const EpGroup *group, const Bus *all) {
     return EP_OK;
 }
 
-/* Ranks that share a GPU have no link. */
+/* Ranks that share a GPU have no link. Where others may join, this rank may be alone so far. */
 static int is_linked_to_all(const EpGroup *group, const Bus *all) {
     const EpNodes *n = &group->nodes;
-    int linked = !group->choice.shared && (n->sizes.ranks > 1 || has_links(group));
+    int has_others = n->sizes.ranks > 1 && !ep_config_joins(&group->config);
+    int linked = !group->choice.shared && (has_others || has_links(group));
     for (int32_t i = 0; i < n->sizes.ranks && linked; i++) {
         int32_t r = ep_nodes_member(n, n->node, i);
-        linked = r == group->rank || is_linked_to(group, all[r].id);
+        if (r != group->rank && ep_mask_has(&group->members, r))
+            linked = is_linked_to(group, all[r].id);
     }
     return linked;
 }
@@ -89,7 +91,7 @@ static int is_linked_to_all(const EpGroup *group, const Bus *all) {
 /* Collective: set cuda->linked, 1 if NVLink connects this rank's GPU with every other one of its
  * node. */
 static EpStatus check_links(EpGroup *group) {
-    EpCall call = {"ep_group_create", group->rank};
+    EpCall call = {group->call, group->rank};
     Bus mine, *all = calloc((size_t)group->size, sizeof(*all));
     EpStatus status = all ? EP_OK : ep_refuse(&call, EP_ERR_NO_MEMORY, "group", "out of memory");
     status = ep_group_agree(group, &call, status);
@@ -101,14 +103,19 @@ static EpStatus check_links(EpGroup *group) {
     return status;
 }
 
+/* Returns whether this rank wants whole lines. */
+static int32_t wants_lines(const EpGroup *group) {
+    EpLines wish = group->settings.lines;
+    return wish == EP_LINES_AUTO ? ep_cuda(group)->linked : wish == EP_LINES_WHOLE;
+}
+
 /* Only latency mode has lines, which several nodes, with any number of ranks, have not. */
 EpStatus ep_cuda_choose_lines(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
-    EpLines wish = group->settings.lines;
     int32_t all[EP_CUDA_MAX_RANKS];
     EP_TRY(check_links(group));
     if (group->nodes.sizes.nodes > 1) return EP_OK;
-    int32_t mine = wish == EP_LINES_AUTO ? cuda->linked : wish == EP_LINES_WHOLE;
+    int32_t mine = wants_lines(group);
     EpStatus status = ep_group_gather(group, &mine, all, sizeof(mine));
     cuda->whole_lines = status == EP_OK;
     for (int32_t r = 0; r < group->size; r++)
@@ -117,14 +124,51 @@ EpStatus ep_cuda_choose_lines(EpGroup *group) {
     return status;
 }
 
+void ep_cuda_find_links(EpGroup *group) {
+    ep_cuda(group)->linked = has_links(group);
+}
+
+/** What a rank says when ranks join. */
+typedef struct Lines {
+    int32_t wants, has; /* whole lines */
+} Lines;
+
+/* Those that have whole lines keep them, since captured graphs have: newcomers must want them. */
+static EpStatus choose_among(const EpGroup *group, const EpCall *call, const EpMask *alive,
+                             const Lines *all, int *whole) {
+    int32_t first = ep_mask_lowest(alive), differs = -1;
+    int is_new = ep_mask_has(&group->newcomers, first);
+    for (int32_t r = 0; r < group->size; r++)
+        if (ep_mask_has(&group->members, r) && !all[r].wants) differs = r;
+    *whole = is_new ? differs < 0 : all[first].has;
+    if (is_new || !*whole || differs < 0) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "group",
+                     "expected NVLink between every two GPUs, as the group has it so far (or "
+                     "LIBEP_LINES=fenced on all ranks from its beginning), got rank %d without",
+                     differs);
+}
+
+EpStatus ep_cuda_admit_lines(EpGroup *group, const EpCall *call, const EpMask *alive, int *whole) {
+    EpCuda *cuda = ep_cuda(group);
+    Lines all[EP_CUDA_MAX_RANKS];
+    int linked = cuda->linked;
+    EpStatus status = check_links(group);
+    Lines mine = {wants_lines(group), cuda->whole_lines};
+    if (status == EP_OK) status = ep_group_gather(group, &mine, all, sizeof(mine));
+    if (status == EP_OK) status = choose_among(group, call, alive, all, whole);
+    if (status != EP_OK) cuda->linked = linked;
+    return status;
+}
+
 void ep_cuda_describe(const EpGroup *group, EpGroupInfo *out) {
     const EpCuda *cuda = ep_cuda(group);
     int alone = group->nodes.sizes.ranks == 1;
     snprintf(out->within, sizeof(out->within), "%s",
-             alone                  ? "one GPU"
-             : group->choice.shared ? "CUDA IPC, shared GPUs"
-             : cuda->linked         ? "NVLink"
-                                    : "peer access, no NVLink");
+             alone                                                     ? "one GPU"
+             : ep_config_joins(&group->config) && group->choice.shared ? "shared GPUs"
+             : group->choice.shared                                    ? "CUDA IPC, shared GPUs"
+             : cuda->linked                                            ? "NVLink"
+                                                                       : "peer access, no NVLink");
     snprintf(out->tuning, sizeof(out->tuning), "%s", cuda->tuned.source);
     if (group->nodes.sizes.nodes == 1) return;
     int version = cuda->nccl->version;

@@ -64,7 +64,7 @@ static EpStatus read_device(EpGroup *group, EpCuda *cuda) {
 static EpStatus open_device(EpGroup *group) {
     EpCuda *cuda = calloc(1, sizeof(*cuda));
     if (!cuda)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: %s: out of memory", group->rank, group->call);
     group->backend_state = cuda;
     EpCudaGroup *g = &cuda->device;
     g->rank = group->nodes.rank, g->size = group->nodes.sizes.ranks;
@@ -79,6 +79,13 @@ static EpStatus open_device(EpGroup *group) {
     return open_memory(group, cuda);
 }
 
+static void say_opened(const EpCuda *cuda, const EpGroup *group) {
+    EP_INFO("cuda backend: device %d, code of capability %d.%d, %d blocks with %d bytes of shared "
+            "memory, window of %lld bytes, rings of %d records",
+            cuda->ordinal, group->choice.code / 10, group->choice.code % 10, cuda->device.blocks,
+            cuda->shared_bytes, (long long)cuda->own.bytes, cuda->device.layout.depth);
+}
+
 EpStatus ep_cuda_open(EpGroup *group) {
     EpCall call = {"ep_group_create", group->rank};
     EP_TRY(ep_group_agree(group, &call, open_device(group)));
@@ -86,12 +93,21 @@ EpStatus ep_cuda_open(EpGroup *group) {
     if (group->size > 1 && group->choice.nccl)
         EP_TRY(ep_cuda_comm_agree(group, &call, ep_cuda_comm_open(group)));
     EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
+    cuda->reached = ep_mask_of_all(cuda->device.size);
     EP_TRY(ep_cuda_choose_lines(group));
     EP_TRY(ep_cuda_watch_open(group));
-    EP_INFO("cuda backend: device %d, code of capability %d.%d, %d blocks with %d bytes of shared "
-            "memory, window of %lld bytes, rings of %d records",
-            cuda->ordinal, group->choice.code / 10, group->choice.code % 10, cuda->device.blocks,
-            cuda->shared_bytes, (long long)cuda->own.bytes, cuda->device.layout.depth);
+    say_opened(cuda, group);
+    return EP_OK;
+}
+
+EpStatus ep_cuda_reserve(EpGroup *group) {
+    EpCall call = {group->call, group->rank};
+    EP_TRY(open_device(group));
+    EpCuda *cuda = ep_cuda(group);
+    EP_TRY(ep_cuda_window_reserve(group, &call, &cuda->own, cuda->device.window));
+    ep_mask_add(&cuda->reached, group->rank);
+    ep_cuda_find_links(group);
+    say_opened(cuda, group);
     return EP_OK;
 }
 

@@ -20,6 +20,8 @@ void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuRepo
 void ep_cuda_measure(const EpGroupConfig *config, const EpNodeSizes *nodes,
                      const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes);
 EpStatus ep_cuda_open(EpGroup *group);
+/** Local: the same for a group that processes may join, without its peers. */
+EpStatus ep_cuda_reserve(EpGroup *group);
 /** Frees memory: the device is idle. */
 void ep_cuda_close(EpGroup *group, int together);
 
@@ -29,6 +31,13 @@ void ep_cuda_close(EpGroup *group, int together);
  *  whole_lines (runtime/cuda/latency.cuh): as LIBEP_LINES says or, for auto, 1 if NVLink connects
  * every two of the ranks' GPUs. */
 EpStatus ep_cuda_choose_lines(EpGroup *group);
+
+/** Local, for a group that processes may join: the same by this rank's GPU alone. Then, collective
+ *  among members and newcomers, on these: they have the whole_lines of those in `alive`, or choose
+ * it if there are none. EP_ERR_UNSUPPORTED: NVLink does not connect all of them, and they need it.
+ */
+void ep_cuda_find_links(EpGroup *group);
+EpStatus ep_cuda_admit_lines(EpGroup *group, const EpCall *call, const EpMask *alive, int *whole);
 
 /** Say what connects the ranks. See EpBackendOps. */
 void ep_cuda_describe(const EpGroup *group, EpGroupInfo *out);

@@ -10,6 +10,7 @@
 #include "bootstrap/host/setup.h"
 #include "bootstrap/memory/host/host_memory.h"
 #include "bootstrap/network/sockets.h"
+#include "bootstrap/places.h"
 #include "runtime/callback.h"
 #include "runtime/host/host.h"
 #include "runtime/wait.h"
@@ -124,14 +125,11 @@ EpStatus ep_host_open(EpGroup *group) {
 
 /* ---- groups that processes may join -------------------------------------------------------- */
 
-#define MAP_PIECE 512 /* experts of a placement that ranks gather at a time */
-
 /** What an admission has found, before it counts. */
 typedef struct Found {
     void *segments[EP_MAX_RANKS];
     void *memory;
     EpSockets *sockets;
-    int32_t *map; /* [size] pieces of a placement */
 } Found;
 
 EpStatus ep_host_reserve(EpGroup *group) {
@@ -153,42 +151,19 @@ EpStatus ep_host_reserve(EpGroup *group) {
     return host->exchange ? EP_OK : fail_memory(group);
 }
 
-/* Give ranks that are masked the placement of the lowest rank that is not, piece by piece. */
-static EpStatus share_map(EpGroup *group, const EpMask *alive, int32_t *pieces) {
-    int32_t count = group->placement.num_experts, from = ep_mask_lowest(alive);
-    int32_t *map = group->copies.memory.logical_of, piece[MAP_PIECE];
-    for (int32_t first = 0; first < count; first += MAP_PIECE) {
-        size_t bytes = sizeof(*map) * (size_t)ep_min(MAP_PIECE, count - first);
-        memset(piece, 0, sizeof(piece));
-        if (group->rank == from) memcpy(piece, map + first, bytes);
-        EP_TRY(ep_group_gather(group, piece, pieces, sizeof(piece)));
-        if (!ep_mask_has(alive, group->rank))
-            memcpy(map + first, pieces + (int64_t)from * MAP_PIECE, bytes);
-    }
-    return EP_OK;
-}
-
 /* Connect to the others. All that is found stays apart until all ranks have it. */
 static EpStatus find_others(EpGroup *group, const EpCall *call, const EpMask *alive, Found *found) {
-    EpHost *host = ep_host(group);
-    size_t bytes = sizeof(*found->map) * MAP_PIECE * (size_t)group->size;
     EpStatus status = ep_sockets_connect_new(group, &found->sockets);
-    int has_map = ep_config_has_copies(&group->config) &&
-                  !ep_mask_has(&group->newcomers, ep_mask_lowest(alive));
-    if (has_map && !(found->map = malloc(bytes)) && status == EP_OK) status = fail_memory(group);
     EP_TRY(ep_group_agree(group, call, status));
-    status = ep_posix_connect(group, host->memory, found->segments, &found->memory);
+    status = ep_posix_connect(group, ep_host(group)->memory, found->segments, &found->memory);
     EP_TRY(ep_group_agree(group, call, status));
     /* Only a masked rank's map changes, which no operation of its own reads before its mask. */
-    return has_map ? share_map(group, alive, found->map) : EP_OK;
+    return ep_places_share_map(group, call, alive, group->copies.memory.logical_of);
 }
 
 static void adopt(EpGroup *group, const EpMask *alive, Found *found) {
     EpHost *host = ep_host(group);
-    EpMask changed = {{0}};
-    for (int32_t r = 0; r < group->size; r++)
-        if (r != group->rank && (ep_group_connects(group, r) || !ep_mask_has(&group->members, r)))
-            ep_mask_add(&changed, r);
+    EpMask changed = ep_group_changes(group);
     ep_exchange_admit(host->exchange, &changed, found->segments, alive);
     ep_posix_adopt(host->memory, found->memory, &changed);
     ep_sockets_adopt(&host->messages, found->sockets, &changed);
@@ -202,7 +177,6 @@ EpStatus ep_host_admit(EpGroup *group, const EpMask *alive) {
     if (status == EP_OK) adopt(group, alive, &found);
     ep_posix_share_free(found.memory);
     ep_sockets_discard(found.sockets);
-    free(found.map);
     return status;
 }
 

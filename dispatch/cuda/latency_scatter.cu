@@ -502,7 +502,7 @@ __device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_
         if (EP_MASKED && alive == STEP_LATE) skip_head(a, r, words, flag), alive = 1;
         if (threadIdx.x % 32 == 0) atomicAdd(&workspace()->heads, alive ? 1 : MOST_SOURCES);
     }
-    while (__any_sync(~0u, *(volatile int32_t *)&workspace()->heads < num_sources(a)))
+    while (__any_sync(~0u, ep_poll_shared(&workspace()->heads) < num_sources(a)))
         meanwhile();
     if (EP_SEVERAL_NODES) ep_fence_sys(); /* what relays have received is read behind their heads */
     if (!__syncthreads_and(alive)) return 0;

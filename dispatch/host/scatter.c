@@ -315,9 +315,7 @@ static void zero_rows_of(const Scatter *x, int32_t rank) {
 
 /* A plan may have rows of ranks that were masked or cut later. */
 static void find_lost(Scatter *x) {
-    x->lost = (EpMask){{0}};
-    for (int32_t r = 0; r < x->size; r++)
-        if (!ep_exchange_is_alive(x->exchange, r)) ep_mask_add(&x->lost, r);
+    x->lost = ep_host_lost(x->handle->group);
 }
 
 static void zero_lost_rows(const Scatter *x) {
@@ -440,7 +438,7 @@ static EpStatus run(EpHandle *handle, const void *call) {
     if (status != EP_OK) return ep_host_broken(handle->group);
     ep_host_count_rows(handle->group, &scatter->stats, x.plan.send_begin);
     ep_host_count_experts(&scatter->stats, x.plan.expert_counts, x.shape->num_local);
-    ep_host_set_ready(x.shape, &x.plan, &s->ready);
+    ep_host_set_ready(x.shape, &x.plan, &x.lost, &s->ready);
     return EP_OK;
 }
 

@@ -189,6 +189,14 @@ static EpStatus report_masked(const EpGroup *group, const volatile EpCudaFailure
                    finding->phase, f->peer);
 }
 
+static EpStatus report_absent(const EpGroup *group, const volatile EpCudaFailure *f,
+                              EpFinding *finding) {
+    finding->expected = finding->seen = -1;
+    return ep_fail(EP_ERR_TIMEOUT,
+                   "rank %d: %s: rank %d is masked, but took part when the graph was captured",
+                   group->rank, finding->phase, f->peer);
+}
+
 /* Whether a failure only suspends the group: ranks are missing, or have given up. */
 static int suspends(const EpGroup *group, EpStatus status) {
     return group->config.masks && (status == EP_ERR_TIMEOUT || status == EP_ERR_PEER);
@@ -202,7 +210,8 @@ static void poll_failure(EpGroup *group) {
         [EP_FAULT_PEER] = report_peer,     [EP_FAULT_PLAN] = report_plan,
         [EP_FAULT_FLIGHT] = report_flight, [EP_FAULT_WINDOW] = report_window,
         [EP_FAULT_ENDED] = report_ended,   [EP_FAULT_GLOBAL] = report_global,
-        [EP_FAULT_LEFT] = report_left,     [EP_FAULT_MASKED] = report_masked};
+        [EP_FAULT_LEFT] = report_left,     [EP_FAULT_MASKED] = report_masked,
+        [EP_FAULT_ABSENT] = report_absent};
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
     int32_t fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
     if (!fault || group->failed != EP_OK || group->suspended != EP_OK) return;

@@ -118,6 +118,8 @@ int64_t ep_cuda_latency_bytes(const EpGroupConfig *config, int32_t num_ranks,
 /** Collective, where the group has sets: open the buffers. Close them; `together`: whether all
  * ranks do so now. */
 EpStatus ep_cuda_open_latency(EpGroup *group, const EpCall *call);
+/** Local: the same for a group that processes may join. */
+EpStatus ep_cuda_reserve_latency(EpGroup *group, const EpCall *call);
 void ep_cuda_close_latency(EpGroup *group, int together);
 
 /* ---- launching ----------------------------------------------------------------------------- */

@@ -49,13 +49,27 @@ static EpStatus prepare_buffers(EpGroup *group, const EpCall *call) {
     return EP_OK;
 }
 
+static void find_own(EpGroup *group) {
+    EpCudaLatency *latency = ep_cuda(group)->latency;
+    latency->device.own = latency->device.window[ep_cuda(group)->device.rank];
+    latency->device.state = (EpLatencyState *)(latency->device.own + latency->device.layout.state);
+}
+
 EpStatus ep_cuda_open_latency(EpGroup *group, const EpCall *call) {
     if (!group->latency_sets) return EP_OK;
     EP_TRY(ep_group_agree(group, call, prepare_buffers(group, call)));
     EpCudaLatency *latency = ep_cuda(group)->latency;
     EP_TRY(ep_cuda_window_open(group, call, &latency->window, latency->device.window));
-    latency->device.own = latency->device.window[ep_cuda(group)->device.rank];
-    latency->device.state = (EpLatencyState *)(latency->device.own + latency->device.layout.state);
+    find_own(group);
+    return EP_OK;
+}
+
+EpStatus ep_cuda_reserve_latency(EpGroup *group, const EpCall *call) {
+    if (!group->latency_sets) return EP_OK;
+    EP_TRY(prepare_buffers(group, call));
+    EpCudaLatency *latency = ep_cuda(group)->latency;
+    EP_TRY(ep_cuda_window_reserve(group, call, &latency->window, latency->device.window));
+    find_own(group);
     return EP_OK;
 }
 

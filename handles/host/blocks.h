@@ -12,8 +12,12 @@
 
 #include "handles/host/plan.h"
 
-/** Store the words of all blocks, whose rows are there. */
-void ep_host_set_ready(const EpPlanShape *shape, const EpPlan *plan, const EpRowBlocks *ready);
+/** Returns the ranks that do not take part. */
+EpMask ep_host_lost(const EpGroup *group);
+
+/** Store the words of all blocks, whose rows are there. Rows of `lost` ranks are zero. */
+void ep_host_set_ready(const EpPlanShape *shape, const EpPlan *plan, const EpMask *lost,
+                       const EpRowBlocks *ready);
 
 /** Wait for the words of all blocks that have rows, which another thread may store. Returns
  *  EP_ERR_TIMEOUT with the block, and the group stays usable. */

@@ -436,9 +436,9 @@ typedef struct EpGroupConfig {
     EpLate on_late;          /**< = MASK needs `masks` */
     int32_t late_us;         /**< = microseconds that an operation of latency mode waits for a rank,
                                   at most until the deadline; >= 1 with EP_LATE_MASK, else unused */
-    int32_t max_ranks;       /**< = places for ranks, present or not, up to EP_MAX_RANKS: processes
-                                  may join later (ep_group_join). Needs `masks`; HOST alone.
-                                  EP_DEFAULT: the bootstrap's ranks, and nobody joins */
+    int32_t max_ranks;       /**< = places for ranks, present or not, up to EP_MAX_RANKS, on GPUs
+                                  72: processes may join later (ep_group_join). Needs `masks`. AUTO
+                                  is HOST then. EP_DEFAULT: the bootstrap's ranks, nobody joins */
     int32_t place;           /**< with max_ranks: this rank's place, below max_ranks, and its number
                                   in the group. EP_DEFAULT: its rank in the bootstrap. Places
                                   ascend with the ranks of the bootstrap */
@@ -472,7 +472,8 @@ typedef struct EpGroupConfig {
  * and device 0 is current on all of them, the first of them gets device 0, the next one device 1,
  * and so on, as long as there are devices. Two ranks on the same GPU cannot use the CUDA backend,
  * unless the setting LIBEP_SHARE_GPUS is yes on all ranks and each rank is a separate process (for
- * debugging). Then the assignment wraps around.
+ * debugging). Then the assignment wraps around. With max_ranks each process chooses by itself: if
+ * device 0 is current, its rank gets device `place` modulo the GPUs that the process sees.
  *
  * Every call runs on the group's device, whatever device is current on the thread, and restores the
  * current device afterwards, unless that device was never used (selecting it would create a context
@@ -615,8 +616,11 @@ EpStatus ep_group_cut(EpGroup *group, int32_t rank, EpStream stream);
  * is refused: admit others in their places, or mask without them.
  *
  * On a node, ranks of such a group reach each other's memory through /proc, so they share a PID
- * namespace. Nodes exchange messages over TCP. The group never uses the bootstrap outside of the
- * three calls, and destroying it waits for nobody.
+ * namespace. Nodes exchange messages over TCP. On GPUs all ranks are on one machine and in one NVLink
+ * domain, each with a GPU as those of the others are, and give each other memory over Unix sockets:
+ * they share a network namespace. Addresses that kernels and captured graphs of the living hold stay
+ * valid. There ep_group_admit waits for this rank's operations, and no stream may be under capture.
+ * The group never uses the bootstrap outside of the three calls, and destroying it waits for nobody.
  *
  * bootstrap  of the living and the newcomers; isend and share are not used
  * config     as in ep_group_create, with max_ranks
@@ -624,7 +628,8 @@ EpStatus ep_group_cut(EpGroup *group, int32_t rank, EpStream stream);
  * EP_ERR_MISMATCH: configurations or versions of the library differ. EP_ERR_PEER: another rank was
  * refused. EP_ERR_TIMEOUT: a rank did not come within the deadline, or died meanwhile.
  * EP_ERR_ORDER: places do not ascend; a newcomer's place, or one that the living do not mask, is
- * taken; a rank that is alive is missing; or nobody admits. EP_ERR_UNSUPPORTED: no max_ranks.
+ * taken; a rank that is alive is missing; or nobody admits. EP_ERR_UNSUPPORTED: no max_ranks, or a
+ * GPU that cannot serve the group, of another node, of another kind, or another rank's.
  */
 EpStatus ep_group_admit(EpGroup *group, const EpBootstrap *bootstrap);
 

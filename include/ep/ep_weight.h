@@ -241,10 +241,11 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream, co
  *
  * Each place takes its expert from a copy on the same rank if there is one, else on the same node,
  * else from any. Of several, the rank gives it that gives fewest so far. A rank that needs an
- * expert twice gets it once. In a group with masks, which the host backend has for it, masked
- * ranks give and get nothing; while a rank is cut it returns EP_ERR_TIMEOUT.
+ * expert twice gets it once. In a group with masks, masked ranks give and get nothing; while a rank
+ * is cut it returns EP_ERR_TIMEOUT.
  *
- * The operation can be captured: a graph keeps the maps. On several nodes of GPUs, NCCL connects
+ * The operation can be captured: a graph keeps the maps, and the set of ranks that take part. If
+ * a rank with whose rows it deals has been masked since, a replay suspends the group. On several nodes of GPUs, NCCL connects
  * two ranks when the first expert moves between them, which may take a second.
  *
  * EP_ERR_ROUTING: an expert that `to` names has no copy in `from` on a rank that takes part; the

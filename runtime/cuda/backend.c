@@ -50,13 +50,15 @@ static EpStatus load_all(const EpGroup *group, LoadKernels *const *load, size_t 
     return EP_OK;
 }
 
-#define LOAD(group, ...)                                         \
-    load_all(group, (LoadKernels *const[]){__VA_ARGS__},         \
+#define LOAD(group, ...)                                 \
+    load_all(group, (LoadKernels *const[]){__VA_ARGS__}, \
              sizeof((LoadKernels *const[]){__VA_ARGS__}) / sizeof(LoadKernels *))
 
 /* Load the kernels with their shared memory, so that no later call has to do it. */
 static EpStatus load_kernels(const EpGroup *group) {
     EP_TRY(LOAD(group, ep_cuda_open_numbers, ep_cuda_open_quantise));
+    int has_copies = ep_config_has_copies(&group->config);
+    if (group->config.masks && has_copies) EP_TRY(LOAD(group, ep_cuda_open_push_rows_masked));
     if (group->config.masks)
         return LOAD(group, ep_cuda_open_mask, ep_cuda_open_prepare_masked,
                     ep_cuda_open_place_masked, ep_cuda_open_scatter_masked,
@@ -65,8 +67,7 @@ static EpStatus load_kernels(const EpGroup *group) {
     EP_TRY(LOAD(group, ep_cuda_open_prepare, ep_cuda_open_place, ep_cuda_open_scatter,
                 ep_cuda_open_gather, ep_cuda_open_route, ep_cuda_open_pack, ep_cuda_open_check,
                 ep_cuda_open_latency_scatter, ep_cuda_open_latency_gather));
-    if (ep_config_has_copies(&group->config))
-        EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_push_rows()));
+    if (has_copies) EP_TRY(LOAD(group, ep_cuda_open_push_rows));
     if (!group->latency_sets || group->nodes.sizes.nodes == 1) return EP_OK;
     return LOAD(group, ep_cuda_open_forward, ep_cuda_open_latency_scatter_nodes,
                 ep_cuda_open_latency_gather_nodes);
@@ -110,6 +111,13 @@ static EpStatus open(EpGroup *group) {
     return ep_group_agree(group, &call, ep_latency_nodes_open(group));
 }
 
+static EpStatus reserve(EpGroup *group) {
+    EpCall call = {group->call, group->rank};
+    EP_TRY(ep_cuda_reserve(group));
+    EP_TRY(open_own(group));
+    return ep_cuda_reserve_latency(group, &call);
+}
+
 /* A gather of the bootstrap that is still on the device would make the calls wait that free memory:
  * then all of it stays. */
 static void close(EpGroup *group, int together) {
@@ -150,7 +158,11 @@ static void depart(EpGroup *group, const char *why) {
     EpCuda *cuda = ep_cuda(group);
     int before = ep_group_enter(group, "ep_group_destroy");
     ep_cuda_tell_refusal(group, why); /* the word comes after the sentence */
-    (void)ep_cuda_launch_depart(&cuda->device, cuda->notes.stream);
+    EpCudaGroup reached = cuda->device;
+    /* In place of a window that is not mapped, this rank's own gets the words. */
+    for (int32_t r = 0; r < reached.size; r++)
+        if (!ep_mask_has(&cuda->reached, r)) reached.window[r] = reached.window[reached.rank];
+    (void)ep_cuda_launch_depart(&reached, cuda->notes.stream);
     ep_cuda_settle_notes(group);
     ep_cuda_watch_refuse(group, why, 1);
     ep_group_leave(group, before);
@@ -163,6 +175,8 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .measure = measure,
                                       .open = open,
                                       .close = close,
+                                      .reserve = reserve,
+                                      .admit = ep_cuda_admit,
                                       .poll = ep_cuda_poll,
                                       .abort = ep_cuda_abort,
                                       .find_failed = find_failed,

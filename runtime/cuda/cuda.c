@@ -267,19 +267,22 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, const EpNodeSizes *
     int64_t most = ep_max(tokens, (int64_t)nodes->sources * nodes->message); /* of one launch */
     EpArena arena = {.unit = 128};
     w.record_bytes = ep_round_up(
-        ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes, 128);
+        ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes,
+        EP_RING_UNIT);
     int64_t depth = ep_max(EP_MIN_RING_DEPTH, EP_RING_BYTES / (rings * w.record_bytes));
     while (w.depth * 2 <= depth && w.depth < most)
         w.depth *= 2;
     int64_t ring_bytes = w.depth * w.record_bytes;
     if (config->sums == EP_SUMS_BY_ENTRY) {
         EpRecord entries = ep_entries_record(config->max_row_bytes, config->max_top_k, 1);
-        w.entries_bytes = ep_round_up(entries.bytes, 128), w.entries_depth = w.depth;
+        int64_t bytes = ep_round_up(entries.bytes, EP_RING_UNIT);
         int64_t room = EP_ENTRIES_ROOM * (int64_t)EP_RING_BYTES / rings;
-        while (w.entries_depth > EP_MIN_RING_DEPTH && w.entries_depth * w.entries_bytes > room)
+        w.entries_depth = w.depth, w.entries_bytes = (int32_t)bytes;
+        while (w.entries_depth > EP_MIN_RING_DEPTH && w.entries_depth * bytes > room)
             w.entries_depth /= 2;
-        ring_bytes = ep_max(ring_bytes, w.entries_depth * w.entries_bytes);
+        ring_bytes = ep_max(ring_bytes, w.entries_depth * bytes);
     }
+    w.peer_depth = w.depth, w.peer_lines = (int32_t)(ring_bytes / EP_RING_UNIT);
     w.arrival = ep_arena_offset(&arena, 2 * ranks * (int64_t)sizeof(EpArrival));
     w.sent = ep_arena_offset(&arena, ranks * EP_SENT_WORDS * 8);
     w.head = ep_arena_offset(&arena, ranks * w.depth * 8);

@@ -23,6 +23,7 @@ typedef enum EpCudaWindowKind {
     EP_WINDOW_NCCL,      /**< registered with NCCL */
     EP_WINDOW_ABANDONED, /**< NCCL did not answer and may still use the memory, which stays */
     EP_WINDOW_IPC,       /**< mapped by CUDA IPC */
+    EP_WINDOW_PLACES,    /**< mapped by the driver: see bootstrap/memory/cuda/places.h */
     EP_WINDOW_ADOPTED    /**< part of the caller's own window */
 } EpCudaWindowKind;
 
@@ -36,6 +37,7 @@ typedef struct EpCudaWindow {
     EpCudaWindowKind kind;
     ncclWindow_t nccl; /**< of EP_WINDOW_NCCL */
     void **mapped;     /**< [ranks of the node] of EP_WINDOW_IPC: each rank's mapping, or NULL */
+    struct EpCudaPlaces *places; /**< of EP_WINDOW_PLACES */
 } EpCudaWindow;
 
 #define EP_VALIDATED 2048 /* a step of 60 layers brings some 500 addresses */
@@ -71,8 +73,9 @@ typedef struct EpCuda {
     struct EpCudaWatch *watch;   /**< NULL on one node; see bootstrap/network/cuda/network.h */
     struct EpCudaRelay *relay;   /**< NULL on one node; see handles/nodes/cuda/relay.h */
     struct EpCudaSlices *slices; /**< NULL: none; see handles/weights/cuda/slices.h */
-    struct EpMaskResult *masked;         /**< pinned; NULL: no masks. handles/masks/cuda/mask.h */
-    EpMask chosen;                       /**< masks: cuts that the table of copies knows */
+    struct EpMaskResult *masked; /**< pinned; NULL: no masks. handles/masks/cuda/mask.h */
+    EpMask chosen;               /**< masks: cuts that the table of copies knows */
+    EpMask reached; /**< the ranks of this node, by their numbers there, whose windows are mapped */
     struct EpCudaLatency *latency;       /**< NULL: none; see handles/cuda/latency.c */
     const void *validated[EP_VALIDATED]; /**< cache of validated pointers, by a hash of the
                                               address: steps of a model bring the same tensors */

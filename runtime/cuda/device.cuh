@@ -106,21 +106,27 @@ __device__ __forceinline__ uint64_t *ep_aborted(const EpCudaGroup &g) {
 /** Returns the head of the ring entry of row `row` from `sender`, in `receiver`'s window. */
 __device__ __forceinline__ uint64_t *ep_head(const EpCudaGroup &g, int receiver, int sender,
                                              int row) {
-    int64_t entry = (int64_t)sender * g.layout.depth + (row & (g.layout.depth - 1));
+    int depth = EP_MASKED ? g.layout.peer_depth : g.layout.depth;
+    int64_t entry = (int64_t)sender * depth + (row & (g.layout.depth - 1));
     return ep_at<uint64_t>(g, receiver, g.layout.head) + entry;
 }
 
 /** Returns the credit for the ring entry of row `row` to `receiver`, in `sender`'s window. */
 __device__ __forceinline__ uint64_t *ep_credit(const EpCudaGroup &g, int sender, int receiver,
                                                int row) {
-    int64_t entry = (int64_t)receiver * g.layout.depth + (row & (g.layout.depth - 1));
+    int depth = EP_MASKED ? g.layout.peer_depth : g.layout.depth;
+    int64_t entry = (int64_t)receiver * depth + (row & (g.layout.depth - 1));
     return ep_at<uint64_t>(g, sender, g.layout.credit) + entry;
 }
 
 /** Returns the record of row `row` from `sender`, in the window of `receiver`, which is another
  *  rank. */
 __device__ __forceinline__ char *ep_ring(const EpCudaGroup &g, int receiver, int sender, int row) {
-    int64_t ring = (int64_t)(sender - (sender > receiver)) * g.layout.depth;
+    int64_t peer = (int64_t)(sender - (sender > receiver));
+    if (EP_MASKED)
+        return ep_at<char>(g, receiver, g.layout.ring) + peer * g.layout.peer_lines * EP_RING_UNIT +
+               (int64_t)(row & (g.layout.depth - 1)) * g.layout.record_bytes;
+    int64_t ring = peer * g.layout.depth;
     return ep_at<char>(g, receiver, g.layout.ring) +
            (ring + (row & (g.layout.depth - 1))) * g.layout.record_bytes;
 }
@@ -299,11 +305,19 @@ static __device__ void ep_copy_why(const EpCudaGroup &g, uint32_t member, volati
         out[i] = ep_load_relaxed_sys(why + i);
 }
 
+/* Masks: returns whether a rank is aborted. */
+__device__ __forceinline__ int ep_is_aborted(const EpCudaGroup &g, int r) {
+    return ep_load_relaxed_sys(&ep_ballot(g, g.rank, r)->aborted) != 0;
+}
+
 /* Returns the word that names a rank which is aborted: 1 + its number, or 0. A masked rank's abort
  * is nobody's business. */
 __device__ __forceinline__ uint32_t ep_find_aborted(const EpCudaGroup &g) {
-    uint32_t aborted = (uint32_t)ep_load_relaxed_sys(ep_aborted(g));
-    return !EP_MASKED || (aborted && ep_is_alive((int)aborted - 1)) ? aborted : 0;
+    uint32_t aborted = EP_MASKED ? 0 : (uint32_t)ep_load_relaxed_sys(ep_aborted(g));
+#pragma unroll 1
+    for (int r = 0; EP_MASKED && !aborted && r < g.size; r++)
+        if (ep_is_alive(r) && ep_is_aborted(g, r)) aborted = 1 + (uint32_t)r;
+    return aborted;
 }
 
 /* Report this rank's first failure to the host, and to all ranks. A wait that ends since a rank is
@@ -359,8 +373,8 @@ static __device__ __noinline__ int ep_has_left(const EpCudaGroup &g, int r, int 
     uint64_t word = ep_load_acquire_sys(&ballot->word);
     if (r == g.rank || !ep_is_voting(word, past)) return 0;
     uint64_t gone = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
-    uint64_t count = ep_load_relaxed_sys(in_latency ? &ballot->sets[EP_FLAG_SET(expected)]
-                                                    : &ballot->epoch);
+    uint64_t count =
+        ep_load_relaxed_sys(in_latency ? &ballot->sets[EP_FLAG_SET(expected)] : &ballot->epoch);
     ep_fence_sys();
     if (ep_load_relaxed_sys(&ballot->word) != word) return 0; /* not all of it is of one ballot */
     if ((uint32_t)(gone >> 32) == epoch) return 1;
@@ -369,8 +383,8 @@ static __device__ __noinline__ int ep_has_left(const EpCudaGroup &g, int r, int 
 }
 
 /* Masks: returns whether the rank that is waited for has left, or a rank has masked this one.
- * Reports it, or whom that rank blames. Where ranks are cut, one that has cut this one ends the waits for itself alone. In a
- * long wait. */
+ * Reports it, or whom that rank blames. Where ranks are cut, one that has cut this one ends the
+ * waits for itself alone. In a long wait. */
 static __device__ __noinline__ int ep_finds_vote(const EpCudaGroup &g, int peer, int awaited,
                                                  uint32_t expected) {
 #pragma unroll 1

@@ -105,6 +105,8 @@ typedef struct EpArrival {
 
 #define EP_PAIRED 255 /* above all window + 1 */
 
+#define EP_RING_UNIT 128
+
 /** Offsets in a window; equal on all ranks of a node, whose number is R. */
 typedef struct EpWindowLayout {
     int64_t arrival; /**< EpArrival [2, R], by parity of the epoch */
@@ -118,15 +120,18 @@ typedef struct EpWindowLayout {
                          rank s's tokens send here */
     int64_t routes; /**< u32 [2, R, max_tokens, K]: for each row and k, 2 + its slot here, or 1 for
                          none. 0 until it arrives; its reader sets it to 0 again */
-    int64_t aborted; /**< u64: 1 + a rank that is aborted; 0: none. Then, EP_ABORT_BYTES further,
-                          the sentences [R, EP_ABORT_BYTES] */
+    int64_t aborted; /**< u64: 1 + a rank that is aborted; 0: none. With masks ballots say so. Then,
+                          EP_ABORT_BYTES further, the sentences [R, EP_ABORT_BYTES] */
     int64_t ring;    /**< [R - 1, depth] records */
     int64_t bytes;
     int32_t depth; /**< records of a ring: a power of two */
     int32_t max_tokens;
-    int64_t record_bytes; /**< of the largest record */
+    int64_t record_bytes;  /**< of the largest record */
     int32_t entries_depth; /**< sums by entry: in a gather the rings have as many records */
-    int64_t entries_bytes; /**< of this size, each with the rows of all of a token's entries */
+    int32_t entries_bytes; /**< of this size, each with the rows of all of a token's entries */
+    int32_t peer_depth;    /**< masks: heads, and credits, of each peer, whatever `depth` is: a rank
+                                that is masked meanwhile may still store into an earlier division */
+    int32_t peer_lines;    /**< masks: likewise of its ring, in EP_RING_UNIT bytes */
 } EpWindowLayout;
 
 /**
@@ -139,6 +144,7 @@ typedef struct EpCudaBallot {
     uint64_t seen;   /**< the reader's ticket that the voter has seen, once it is ready */
     uint64_t done;   /**< the voter's last ticket that has succeeded; 0: none */
     uint64_t masked; /**< 1: the voter has masked the reader, or cut it */
+    uint64_t aborted; /**< 1: the voter was aborted. A word for each: a masked rank's must hide none */
     uint64_t alive[EP_ALIVE_WORDS]; /**< the new set */
     uint64_t cuts;                  /**< 1: some of them do not take part for the voter so far */
     uint64_t epoch, sent, turn;     /**< as in EpCudaState and EpLatencyState */
@@ -193,7 +199,8 @@ enum EpCudaFault {
     EP_FAULT_ENDED,    /**< several nodes: an exchange ended before another rank's data was here */
     EP_FAULT_GLOBAL,   /**< the call's global scale, whose bits are in `seen`, is none */
     EP_FAULT_LEFT,     /**< masks: another rank has left the operation to call ep_group_mask */
-    EP_FAULT_MASKED    /**< masks: another rank has masked this one */
+    EP_FAULT_MASKED,   /**< masks: another rank has masked this one */
+    EP_FAULT_ABSENT    /**< masks: the launch was described for a rank that is masked now */
 };
 
 /** What a wait waits for. */

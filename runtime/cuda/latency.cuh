@@ -230,7 +230,7 @@ static __device__ __noinline__ int check_late(const EpCudaGroup &g, const EpLate
     int r = origin.source;
     uint64_t now = ep_global_timer();
     if (ep_failed(g)) return 0;
-    if (ep_find_aborted(g) == 1 + (uint32_t)g.rank) {
+    if (ep_is_aborted(g, g.rank)) {
         ep_report(g, EP_FAULT_LATE, EpAwaited{r, origin.awaited, origin.row, flag, 0});
         return 0;
     }
@@ -242,8 +242,7 @@ static __device__ __noinline__ int check_late(const EpCudaGroup &g, const EpLate
     uint32_t epoch = ep_epoch(g);
     uint64_t given_up = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
     int gone = ep_is_masked_by(g, r) || ep_has_left(g, r, origin.awaited, flag) ||
-               ep_find_aborted(g) == 1 + (uint32_t)r ||
-               (uint32_t)(given_up >> 32) == epoch;
+               ep_is_aborted(g, r) || (uint32_t)(given_up >> 32) == epoch;
     if (!gone && waited < g.state->late_us * (uint64_t)1000) return 1;
     atomicOr(&words[r / 32], 1u << r % 32);
     return STEP_LATE;
@@ -598,6 +597,8 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
     *(volatile uint32_t *)latency_tickets(l, op) = 0;
     if (l.receives) state->count[set].done = EP_FLAG_NUMBER(op.flag);
     if (!l.senders) return;
+    /* No block waits for weights any more; receiving blocks may have ended before such a wait. */
+    if (EP_MASKED) state->late[set].since[EP_AWAIT_WEIGHTS - EP_AWAIT_HEAD] = 0;
     state->claimed = 0;
     state->count[set].sent = EP_FLAG_NUMBER(op.flag);
     *(volatile uint32_t *)&g.state->sent = op.number;

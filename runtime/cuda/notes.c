@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "runtime/cuda/notes.h"
 
+#include <stddef.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "runtime/cuda/cuda.h"
@@ -55,22 +57,34 @@ static int await_copies(const EpCudaNotes *notes) {
 
 /* ---- aborting ------------------------------------------------------------------------------ */
 
-static cudaError_t tell_sentence(const EpCudaGroup *g, const EpCudaNotes *notes) {
+static int64_t ballot_of(const EpCudaGroup *g, int32_t voter) {
+    return ep_ballots_at(&g->layout, g->size) + voter * (int64_t)sizeof(EpCudaBallot);
+}
+
+static cudaError_t tell_sentence(const EpCuda *cuda, const EpCudaNotes *notes) {
+    const EpCudaGroup *g = &cuda->device;
     cudaError_t error = cudaSuccess;
     int64_t why = g->layout.aborted + (1 + g->rank) * (int64_t)EP_ABORT_BYTES;
     for (int r = 0; r < g->size && error == cudaSuccess; r++)
-        error = copy(notes, g->window[r] + why, notes->out->why, EP_ABORT_BYTES);
+        if (ep_mask_has(&cuda->reached, r))
+            error = copy(notes, g->window[r] + why, notes->out->why, EP_ABORT_BYTES);
     return error;
 }
 
 /* Store all sentences before any word: so a rank that learns of the abort from a peer, which has
  * seen its word, has the sentence too. This rank's own kernels are told last: they send their peers
  * the word that this rank has given up. */
-static cudaError_t tell_all(const EpCudaGroup *g, const EpCudaNotes *notes) {
-    cudaError_t error = tell_sentence(g, notes);
+static cudaError_t tell_all(const EpGroup *group, const EpCudaNotes *notes) {
+    const EpCuda *cuda = ep_cuda(group);
+    const EpCudaGroup *g = &cuda->device;
+    cudaError_t error = tell_sentence(cuda, notes);
+    int64_t at = group->config.masks
+                     ? ballot_of(g, g->rank) + (int64_t)offsetof(EpCudaBallot, aborted)
+                     : g->layout.aborted;
     for (int i = 1; i <= g->size && error == cudaSuccess; i++) {
-        char *window = g->window[(g->rank + i) % g->size];
-        error = copy(notes, window + g->layout.aborted, &notes->out->word, sizeof(uint64_t));
+        int to = (g->rank + i) % g->size;
+        if (ep_mask_has(&cuda->reached, to))
+            error = copy(notes, g->window[to] + at, &notes->out->word, sizeof(uint64_t));
     }
     return error;
 }
@@ -83,7 +97,7 @@ int ep_cuda_abort(EpGroup *group, const char *sentence, int leaving) {
     notes->out->word = 1 + (uint64_t)group->rank;
     memcpy(notes->out->why, sentence, EP_ABORT_BYTES);
     enum cudaStreamCaptureMode mode = allow_calls();
-    cudaError_t error = tell_all(&cuda->device, notes);
+    cudaError_t error = tell_all(group, notes);
     /* Peers that look must find the word before this rank goes on: it may be in its next group
      * while they destroy this one. */
     if (error == cudaSuccess) (void)await_copies(notes);
@@ -102,7 +116,7 @@ void ep_cuda_tell_refusal(EpGroup *group, const char *text) {
     EpCudaNotes *notes = &ep_cuda(group)->notes;
     enum cudaStreamCaptureMode mode = allow_calls();
     memcpy(notes->out->why, text, EP_ABORT_BYTES);
-    if (tell_sentence(&ep_cuda(group)->device, notes) != cudaSuccess) (void)cudaGetLastError();
+    if (tell_sentence(ep_cuda(group), notes) != cudaSuccess) (void)cudaGetLastError();
     (void)await_copies(notes); /* `out` is free again */
     restore_calls(mode);
 }
@@ -133,9 +147,29 @@ static int read_sentence(const EpCudaGroup *g, const EpCudaNotes *notes, int32_t
     return 1;
 }
 
-static int32_t find_aborted(const EpCudaGroup *g, const EpCudaNotes *notes,
-                            char why[EP_ABORT_BYTES]) {
+/* Masks: a living rank that is aborted, or, for a rank that ends, that has masked it and does not
+ * wait for it. */
+static int32_t find_parted(const EpGroup *group, char why[EP_ABORT_BYTES]) {
+    const EpCudaGroup *g = &ep_cuda(group)->device;
+    const EpCudaNotes *notes = &ep_cuda(group)->notes;
+    const char *window = g->window[g->rank] + offsetof(EpCudaBallot, masked);
+    uint64_t *words = notes->in->parted; /* masked, aborted */
+    for (int32_t r = 0; r < g->size; r++) {
+        if (r == g->rank || !ep_mask_has(&group->alive, r)) continue;
+        if (!read_window(notes, words, window + ballot_of(g, r), 2 * sizeof(*words))) return -1;
+        if (words[1]) return read_sentence(g, notes, r, why) ? r : -1;
+        if (!words[0] || !group->ends) continue;
+        snprintf(why, EP_ABORT_BYTES, "it has masked this rank");
+        return r;
+    }
+    return -1;
+}
+
+static int32_t find_aborted(const EpGroup *group, char why[EP_ABORT_BYTES]) {
+    const EpCudaGroup *g = &ep_cuda(group)->device;
+    const EpCudaNotes *notes = &ep_cuda(group)->notes;
     EpCudaNote *in = notes->in;
+    if (group->config.masks) return find_parted(group, why);
     const char *aborted = g->window[g->rank] + g->layout.aborted;
     if (!read_window(notes, &in->word, aborted, sizeof(in->word))) return -1;
     int32_t rank = (int32_t)in->word - 1;
@@ -169,7 +203,7 @@ int32_t ep_cuda_find_failed(EpGroup *group, int32_t *blamed, char why[EP_ABORT_B
     int before = ep_cuda_use(cuda->ordinal);
     enum cudaStreamCaptureMode mode = allow_calls();
     int departs = group->ends && group->abort.refusal[0];
-    int32_t gone = -1, rank = find_aborted(g, &cuda->notes, why);
+    int32_t gone = -1, rank = find_aborted(group, why);
     if (rank < 0 && departs) why[0] = 0, gone = find_gone(g, &cuda->notes, group->rank);
     if (rank < 0) rank = gone;
     restore_calls(mode);

@@ -19,6 +19,7 @@ typedef struct EpCudaNote {
     uint64_t word; /**< 1 + rank */
     char why[EP_ABORT_BYTES];
     EpArrival arrivals[2 * EP_CUDA_MAX_RANKS];
+    uint64_t parted[2]; /**< of a ballot */
 } EpCudaNote;
 
 typedef struct EpCudaNotes {

@@ -52,6 +52,11 @@ __device__ __forceinline__ float ep_load_shared_float(uint32_t address) {
     return x;
 }
 
+/** Load a word that other warps of the block change, in a loop that waits for them. */
+__device__ __forceinline__ int32_t ep_poll_shared(const int32_t *word) {
+    return *(const volatile int32_t *)word;
+}
+
 __device__ __forceinline__ void ep_store_shared(uint32_t address, const uint4 &x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
                  "r"(x.z), "r"(x.w)

@@ -80,7 +80,11 @@ static int abort_group(EpGroup *group, const char *sentence, int leaving) {
     return ep_exchange_abort(ep_host(group)->exchange, sentence);
 }
 
+/* Ranks that have masked this one do not wait for it when they destroy the group. */
 static int32_t find_failed(EpGroup *group, int32_t *blamed, char why[EP_ABORT_BYTES]) {
+    int masker = group->ends ? ep_exchange_find_masker(ep_host(group)->exchange) : -1;
+    if (masker >= 0) snprintf(why, EP_ABORT_BYTES, "it has masked this rank");
+    if (masker >= 0) return *blamed = masker;
     return ep_exchange_find_failed(ep_host(group)->exchange, blamed, why);
 }
 

@@ -660,10 +660,19 @@ int ep_round_settle(EpExchange *x, int32_t peer) {
 static int finds_lost(EpExchange *x, int32_t peer) {
     const EpControl *control = x->control[peer];
     if (x->late < 0) return 0;
-    int is_lost = is_voting(x, peer) || (control && (load(&control->failed) != 0 ||
-                                                     has_gone_on(x, peer) || has_cut(x, peer)));
+    int is_lost =
+        is_voting(x, peer) ||
+        (control && (load(&control->failed) != 0 || has_gone_on(x, peer) || has_cut(x, peer)));
     if (is_lost) ep_exchange_cut(x, peer);
     return is_lost;
+}
+
+int32_t ep_exchange_find_masker(const EpExchange *x) {
+    for (int32_t r = 0; r < x->size; r++)
+        if (r != x->rank && takes_part(x, r) && x->control[r] &&
+            (has_gone_on(x, r) || has_cut(x, r)))
+            return r;
+    return -1;
 }
 
 /* Begin a wait. Those of a part of a round end together, where late ranks are cut. */
@@ -908,8 +917,7 @@ void ep_round_release(EpExchange *x, int32_t peer) {
 EpStatus ep_round_close(EpExchange *x) {
     if (x->masks) EP_EXCHANGE_FENCE();
     for (int32_t r = 0; x->masks && x->late < 0 && r < x->size; r++)
-        if (x->control[r] && takes_part(x, r) && has_gone_on(x, r))
-            return fail_left_behind(x, r);
+        if (x->control[r] && takes_part(x, r) && has_gone_on(x, r)) return fail_left_behind(x, r);
     x->op = NULL;
     return EP_OK;
 }

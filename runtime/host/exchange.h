@@ -285,6 +285,8 @@ int ep_exchange_abort(EpExchange *x, const char *why);
 /** See EpBackendOps.find_failed. No round is open. For a rank that departs, also finds those of its
  *  node that wait for it. */
 int32_t ep_exchange_find_failed(EpExchange *x, int32_t *blamed, char why[EP_ABORT_BYTES]);
+/** Returns a rank on this node that has masked or cut this one, which does not know it, or -1. */
+int32_t ep_exchange_find_masker(const EpExchange *x);
 
 /** See EpBackendOps. */
 void ep_exchange_refuse(EpExchange *x, const char *text);

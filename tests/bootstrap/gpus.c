@@ -193,6 +193,30 @@ SoloTest(bootstrap_gpus, machines) {
     }
 }
 
+/* Ranks of a group that processes may join choose before they meet, by their place. */
+SoloTest(bootstrap_gpus, of_places) {
+    static const struct {
+        const char *machine;
+        int32_t place, device;
+        const char *said;
+    } places[] = {{"1 4", 0, 0, ""},
+                  {"1 4", 3, 3, ""},
+                  {"1 4", 6, 2, ""},
+                  {"1 1", 3, 0, ""},
+                  {"1 4 0.current=2", 3, 2, ""},
+                  {"1 4 0.wanted=0", 3, 0, ""},
+                  {"1 4 0.wanted=4", 0, -1, "expected a device of 0 .. 3, got 4"},
+                  {"1 0 0.reason=no_driver", 1, -1, "no_driver"}};
+    for (int i = 0; i < LENGTH(places); i++) {
+        Machine m;
+        char reason[256] = "";
+        make_machine(&m, places[i].machine);
+        int32_t device = ep_gpus_choose(m.reports, places[i].place, NEEDS, reason, sizeof(reason));
+        CHECK(device == places[i].device && strstr(reason, places[i].said), "%s: device %d, %s",
+              places[i].machine, device, reason);
+    }
+}
+
 SoloTest(bootstrap_gpus, shared_memory_that_rows_need) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.max_row_bytes = 14336, config.max_top_k = 8, config.max_scale_bytes = 224;

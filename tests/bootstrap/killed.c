@@ -11,12 +11,26 @@
 
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
+#include "tests/harness/meeting.h"
 #include "tests/harness/names.h"
 #include "tests/harness/random.h"
 
-enum { RANKS = 3, ROOM = 4096, MOST_COLLECTIVES = 40 };
+enum { RANKS = 3, MOST_COLLECTIVES = 40 };
 
-/* ---- a bootstrap for processes that share memory ---- */
+/* Forks of a process that has asked for GPUs have none. Those of emulated GPUs share the memory of
+ * groups that processes may join, and nothing else. */
+#define APART "ranks are forks, which do not share GPUs"
+#ifdef TESTS_EMULATED
+#include <cuda_runtime_api.h>
+#define IS_FORKED 1
+#define TAKE_GPU(rank) \
+    (GPU_TAKE(0), (void)cudaSetDevice(rank)) /* else it follows from the process */
+#else
+#define IS_FORKED !TESTS_ON_GPU
+#define TAKE_GPU(rank) GPU_TAKE(rank)
+#endif
+
+/* ---- memory that processes share ---- */
 
 /* The phases of a group's life: the five operations lie between. */
 enum { CREATE, OPERATIONS, DESTROY = OPERATIONS + NUM_CALLS, NUM_PHASES };
@@ -30,13 +44,11 @@ typedef struct Report {
     char sentence[512];
 } Report;
 
-/* Contributions of two collectives: no rank is more than one ahead of another. */
-typedef struct Meeting {
-    uint32_t ranks;     /* that meet */
-    int entered[RANKS]; /* collectives that each rank has entered */
-    char bytes[2][RANKS][ROOM];
-    int result[RANKS]; /* of an admission: a MeetingResult */
-} Meeting;
+/* An admission. */
+typedef struct Admission {
+    Meeting meeting;
+    int result[RANKS]; /* a MeetingResult */
+} Admission;
 
 typedef enum MeetingResult { PENDING, SUCCEEDED, FAILED } MeetingResult;
 
@@ -49,20 +61,18 @@ typedef struct Board {
     uint32_t awaited;   /* places of ranks that were killed, until others have joined */
     int is_done[RANKS]; /* whether a rank has nothing left but to meet the others */
     int recovered[RANKS];
-    int admissions; /* the last meeting, of ranks that admit others; 0: none */
-    Meeting meeting[MOST_MEETINGS];
+    int admissions;                     /* the last meeting, of ranks that admit others; 0: none */
+    Admission admission[MOST_MEETINGS]; /* the first meeting is of ep_group_create */
 } Board;
 
 typedef struct Rank {
     Board *board;
-    Meeting *meeting;
-    int rank, collectives; /* in the meeting */
-    int attended;          /* the last admission */
-    int joins;             /* it is a newcomer; the group's ranks may be replaced */
+    Attendee attendee;
+    int rank;
+    int attended; /* the last admission */
+    int joins;    /* it is a newcomer; the group's ranks may be replaced */
     int is_replaced;
-    int kill_before, kill_after; /* numbers of a collective, from 1; 0: never */
     double timeout;
-    double patience; /* seconds that a collective waits at least */
     int phase;         /* in which it is lost; -1: none */
     int step;          /* and the step, if the phase is an operation */
     int signal;        /* SIGKILL or SIGSTOP */
@@ -70,51 +80,17 @@ typedef struct Rank {
     const char *nodes; /* LIBEP_TOPOLOGY */
 } Rank;
 
-static EpStatus board_gather(void *context, const void *in, void *out, size_t bytes,
-                             double timeout) {
-    Rank *self = context;
-    Meeting *meeting = self->meeting;
-    int now = ++self->collectives;
-    double end = seconds_now() + (timeout > self->patience ? timeout : self->patience);
-    if (now == self->kill_before) kill(getpid(), SIGKILL);
-    if (bytes > ROOM) return ep_set_last_error(EP_ERR_BOOTSTRAP, "too many bytes");
-    memcpy(meeting->bytes[now % 2][self->rank], in, bytes);
-    __atomic_store_n(&meeting->entered[self->rank], now, __ATOMIC_RELEASE);
-    for (int r = 0; r < RANKS; r++) {
-        if (!(meeting->ranks >> r & 1)) continue;
-        while (__atomic_load_n(&meeting->entered[r], __ATOMIC_ACQUIRE) < now) {
-            char missing[32];
-            snprintf(missing, sizeof(missing), "rank %d is missing", r);
-            if (seconds_now() > end) return ep_set_last_error(EP_ERR_TIMEOUT, missing);
-            usleep(200);
-        }
-        memcpy(out, meeting->bytes[now % 2][r], bytes);
-        out = (char *)out + bytes;
-    }
-    if (now == self->kill_after) kill(getpid(), SIGKILL);
-    return EP_OK;
-}
-
-static EpStatus board_barrier(void *context, double timeout) {
-    char mine = 0, all[RANKS];
-    return board_gather(context, &mine, all, 1, timeout);
-}
-
 /* ---- processes ---- */
 
-static EpBootstrap board_bootstrap(Rank *self, Meeting *meeting) {
-    EpBootstrap b = EP_BOOTSTRAP_INIT;
-    self->meeting = meeting, self->collectives = 0;
-    b.rank = __builtin_popcount(meeting->ranks & ((1u << self->rank) - 1));
-    b.size = __builtin_popcount(meeting->ranks), b.context = self;
-    b.allgather = board_gather, b.barrier = board_barrier;
-    return b;
+static EpBootstrap board_bootstrap(Rank *self, int meeting) {
+    self->attendee.rank = self->rank;
+    return meeting_bootstrap(&self->attendee, &self->board->admission[meeting].meeting);
 }
 
 static Board *board_open(void) {
     Board *board =
         mmap(NULL, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    board->meeting[0].ranks = (1 << RANKS) - 1;
+    board->admission[0].meeting.ranks = (1 << RANKS) - 1;
     return board;
 }
 
@@ -166,7 +142,7 @@ static void run_steps(Rank *self, const Step *step) {
 static void live(Rank *self) {
     Case c = {.ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3};
     World *world = world_new(&c);
-    EpBootstrap b = board_bootstrap(self, self->board->meeting);
+    EpBootstrap b = board_bootstrap(self, 0);
     EpGroupConfig config = case_group_config(&world->c);
     EpGroup *group = NULL;
     config.timeout_seconds = self->timeout;
@@ -268,6 +244,7 @@ static void check_no_names(time_t since) {
  * the same time, since survivors mostly wait. */
 static void lose_at_each_collective(int before) {
     enum { LIVES = 6 };
+    HOST_ONLY(APART);
     time_t begin = time(NULL);
     int n = 1, is_lost = 1;
     be_quiet();
@@ -275,7 +252,8 @@ static void lose_at_each_collective(int before) {
         Life lives[LIVES];
         for (int i = 0; i < LIVES; i++) {
             lives[i] = (Life){.victim = 1, .lost = {.phase = -1, .nodes = ""}};
-            *(before ? &lives[i].lost.kill_before : &lives[i].lost.kill_after) = n + i;
+            *(before ? &lives[i].lost.attendee.kill_before : &lives[i].lost.attendee.kill_after) =
+                n + i;
             life_begin(&lives[i], LIFE_DEADLINE);
         }
         for (int i = 0; i < LIVES; i++, n++) {
@@ -308,6 +286,7 @@ static void lose_in_each_phase(uint64_t seed, uint64_t first, int signal, const 
 }
 
 static void lose_at_random_moments(int signal) {
+    HOST_ONLY(APART);
     uint64_t seed = environment_number("LIBEP_TEST_SEED", 1);
     uint64_t losses = environment_number("LIBEP_TEST_CASES", TESTS_SANITIZED ? 14 : 28);
     time_t begin = time(NULL);
@@ -352,18 +331,17 @@ static EpGroupConfig masked_config(const Rank *self, const Case *c) {
 
 /* Take part in an admission, as one who joins or admits. Others may be killed meanwhile. */
 static void attend(Rank *self, const Case *c, EpGroup **group) {
-    Meeting *meeting = &self->board->meeting[self->attended];
-    EpBootstrap b = board_bootstrap(self, meeting);
+    Admission *admission = &self->board->admission[self->attended];
+    EpBootstrap b = board_bootstrap(self, self->attended);
     EpGroupConfig config = masked_config(self, c);
     int joins = !*group;
-    self->patience = 0;
-    EpStatus status =
-        joins ? ep_group_join(&b, &config, group) : ep_group_admit(*group, &b);
+    self->attendee.patience = 0;
+    EpStatus status = joins ? ep_group_join(&b, &config, group) : ep_group_admit(*group, &b);
     /* A lost rank is missing, or was refused, or the ranks have to mask it first. */
     int is_usual = status == EP_OK || status == EP_ERR_TIMEOUT || status == EP_ERR_PEER ||
                    status == EP_ERR_ORDER;
     if (!is_usual) give_up_life(self, ep_last_error());
-    __atomic_store_n(&meeting->result[self->rank], status == EP_OK ? SUCCEEDED : FAILED,
+    __atomic_store_n(&admission->result[self->rank], status == EP_OK ? SUCCEEDED : FAILED,
                      __ATOMIC_RELEASE);
     if (!joins) return;
     /* The test says whether all have succeeded. */
@@ -380,7 +358,7 @@ static int is_called(Rank *self) {
     int last = __atomic_load_n(&self->board->admissions, __ATOMIC_ACQUIRE);
     if (last == self->attended) return 0;
     self->attended = last;
-    return self->board->meeting[last].ranks >> self->rank & 1;
+    return self->board->admission[last].meeting.ranks >> self->rank & 1;
 }
 
 /* Meet the ranks that the test knows to be alive, as often as it takes. Returns them. */
@@ -432,7 +410,8 @@ static int run_masked_step(const Rank *self, EpGroup *group, Case c, uint32_t al
  * count from the last time that the ranks met, so they agree on the next one. */
 static void live_masked(Rank *self, const Case *c) {
     Board *board = self->board;
-    EpBootstrap b = board_bootstrap(self, self->board->meeting);
+    TAKE_GPU(self->rank);
+    EpBootstrap b = board_bootstrap(self, 0);
     EpGroupConfig config = masked_config(self, c);
     EpGroup *group = NULL;
     uint32_t alive = ALL_RANKS;
@@ -468,16 +447,16 @@ typedef struct MaskedLife {
     pid_t child[RANKS];
     double resume[RANKS], pause[RANKS]; /* when a stopped rank goes on; 0: not stopped */
     const char *nodes;
-    int replaces;     /* killed ranks are replaced */
+    int replaces;             /* killed ranks are replaced */
     int replacements, joined; /* so far */
-    uint32_t living;  /* processes */
+    uint32_t living;          /* processes */
     Random random;
 } MaskedLife;
 
 static void begin_rank(MaskedLife *life, int r) {
     Rank *rank = &life->rank[r];
     rank->board = life->board, rank->rank = r;
-    rank->timeout = TESTS_SANITIZED ? 3 : 1, rank->patience = MOST_SECONDS;
+    rank->timeout = TESTS_SANITIZED || TESTS_ON_GPU ? 3 : 1, rank->attendee.patience = MOST_SECONDS;
     rank->nodes = life->nodes, rank->is_replaced = life->replaces;
     rank->attended = life->board->admissions;
     life->living |= 1u << r;
@@ -500,21 +479,22 @@ static void replace(MaskedLife *life, int r) {
 static void admit(MaskedLife *life) {
     Board *board = life->board;
     uint32_t waiting = board->awaited & life->living;
-    const Meeting *last = &board->meeting[board->admissions];
+    const Admission *last = &board->admission[board->admissions];
     int failed = 0;
     for (int r = 0; r < RANKS && board->admissions; r++) {
         int result = __atomic_load_n(&last->result[r], __ATOMIC_ACQUIRE);
-        if (!(last->ranks >> r & 1)) continue;
+        if (!(last->meeting.ranks >> r & 1)) continue;
         if (result == PENDING) return;
         failed |= result != SUCCEEDED;
     }
-    uint32_t joined = board->admissions && !failed ? last->ranks & waiting & ~alive_on(board) : 0;
+    uint32_t joined =
+        board->admissions && !failed ? last->meeting.ranks & waiting & ~alive_on(board) : 0;
     if (joined) {
         life->joined++;
         __atomic_fetch_or(&board->alive, joined, __ATOMIC_RELEASE);
         __atomic_fetch_and(&board->awaited, ~joined, __ATOMIC_RELEASE);
     } else if (waiting && alive_on(board) && board->admissions + 1 < MOST_MEETINGS) {
-        board->meeting[board->admissions + 1].ranks = waiting | alive_on(board);
+        board->admission[board->admissions + 1].meeting.ranks = waiting | alive_on(board);
         __atomic_fetch_add(&board->admissions, 1, __ATOMIC_RELEASE);
     }
     /* Nobody is left to admit them. */
@@ -536,7 +516,7 @@ static int watch(MaskedLife *life, int r) {
     if (WIFSTOPPED(status)) life->resume[r] = seconds_now() + life->pause[r];
     if (WIFSTOPPED(status)) return 0;
     life->living &= ~bit;
-    __atomic_store_n(&life->board->meeting[life->board->admissions].result[r], FAILED,
+    __atomic_store_n(&life->board->admission[life->board->admissions].result[r], FAILED,
                      __ATOMIC_RELEASE);
     int is_lost = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
     int others = (alive_on(life->board) & life->living) != 0;
@@ -574,8 +554,11 @@ static void run_masked_life(MaskedLife *life) {
 }
 
 static const char *const masked_cases[] = {
-    "mode=throughput weighted=1", "mode=latency weighted=1", "mode=latency phases=1 layout=flat",
-    "mode=latency late_us=300000 phases=1", "mode=throughput layout=batched by_entry=1",
+    "mode=throughput weighted=1",
+    "mode=latency weighted=1",
+    "mode=latency phases=1 layout=flat",
+    "mode=latency late_us=300000 phases=1",
+    "mode=throughput layout=batched by_entry=1",
     "mode=latency late_us=300000 layout=batched weighted=1",
     "mode=throughput layout=rank-major hidden=256",
 };
@@ -584,12 +567,12 @@ static const char *const masked_cases[] = {
 static MaskedLife draw_masked_life(uint64_t seed, uint64_t number, int signal, int replaces) {
     Random random = random_stream(seed, number, 7);
     MaskedLife life = {.replaces = replaces};
-    life.nodes = topologies[random_below(&random, LENGTH(topologies))];
+    life.nodes = topologies[TESTS_ON_GPU ? 0 : random_below(&random, LENGTH(topologies))];
     int victims = 1 + (int)random_below(&random, RANKS - 1);
     int first = (int)random_below(&random, RANKS);
-    life.c = case_complete(case_of("ranks=%d experts=7 top_k=4 masks=1 seed=%d %s", RANKS,
-                                   (int)(100 * number),
-                                   masked_cases[number % LENGTH(masked_cases)]));
+    life.c =
+        case_complete(case_of("ranks=%d experts=7 top_k=4 masks=1 seed=%d %s", RANKS,
+                              (int)(100 * number), masked_cases[number % LENGTH(masked_cases)]));
     for (int r = 0; r < RANKS; r++) {
         Rank *rank = &life.rank[r];
         if (life.nodes[0]) life.c.nodes[r] = life.nodes[2 * r];
@@ -606,6 +589,8 @@ static MaskedLife draw_masked_life(uint64_t seed, uint64_t number, int signal, i
 }
 
 static void lose_and_go_on(int signal, int replaces) {
+    if (!replaces) HOST_ONLY(APART);
+    if (!IS_FORKED) HOST_ONLY(APART);
     uint64_t seed = environment_number("LIBEP_TEST_SEED", 1);
     int usual = replaces ? 5 : TESTS_SANITIZED ? 10 : 20;
     uint64_t lives = environment_number("LIBEP_TEST_CASES", (uint64_t)usual);

@@ -42,7 +42,7 @@ static int64_t expect_word(const Step *step, int64_t block) {
     Cut cut = cut_rows(step);
     int64_t begin = block % cut.per_section * cut.rows, end = begin + cut.rows, word = 1;
     for (int64_t i = begin; i < end && i < cut.section_rows; i++)
-        word += me->row[block / cut.per_section * cut.section_rows + i].kind == ROW_FILLED;
+        word += world_has_token(&me->row[block / cut.per_section * cut.section_rows + i]);
     return word;
 }
 

@@ -20,9 +20,12 @@ enum {
     NAMED = 16,
     BUCKETS = 256,
     LONGEST_BURST = 7,   /* 1 to 64 switches */
-    BACK_OFF_AFTER = 16, /* polls */
-    YIELDS = 8,         /* until a block that only polls sleeps */
-    NAP_NANOSECONDS = 200000
+    LEAST_ROUND = 16,    /* polls */
+    YIELDS = 8,          /* until a block that only polls sleeps */
+    NAP_NANOSECONDS = 200000,
+    LONGEST_NAP = 1000000,
+    SETS = 1024,
+    WAYS = 4
 };
 
 /* Under the address sanitizer variables lie far apart. It knows nothing of fibers, and sees only
@@ -63,6 +66,12 @@ typedef struct Barrier {
     uint32_t waiting[WARPS];
 } Barrier;
 
+/* What was last seen of a word that others write. */
+typedef struct Seen {
+    const void *word;
+    uint64_t value;
+} Seen;
+
 /* A block. Later blocks reuse the memory. */
 typedef struct Block {
     struct Block *next; /* unused */
@@ -71,7 +80,9 @@ typedef struct Block {
     uint32_t ready, polling; /* warps with such lanes */
     unsigned burst;          /* switches until another warp may run */
     int threads, ended;
-    unsigned idle; /* polls since the block got on */
+    /* Polls since the block got on, how many of them end the round, and rounds that have ended. */
+    unsigned idle, round_end, rounds;
+    Seen seen[SETS][WAYS];
     uint64_t random_state;
     unsigned copy_delay; /* a chance to make a bulk copy is used with probability 1 / this */
     Warp warp[WARPS];
@@ -148,24 +159,34 @@ static void report_deadlock(void) {
                  block->threads - block->ended, block->ended);
 }
 
-/* All threads that can run only poll, and have for a while: yield the processor to the blocks and
+/* A round has a poll for each lane that polls. */
+static void start_round(void) {
+    unsigned lanes = 0;
+    for (uint32_t left = block->polling; left; left &= left - 1)
+        lanes += (unsigned)__builtin_popcount(block->warp[__builtin_ctz(left)].polling);
+    block->round_end = block->idle + (lanes > LEAST_ROUND ? lanes : LEAST_ROUND);
+}
+
+/* All threads that can run only poll, and see nothing new: yield the processor to the blocks and
  * ranks that they wait for. */
 static void back_off(void) {
-    struct timespec nap = {0, NAP_NANOSECONDS};
-    if (block->idle < YIELDS * BACK_OFF_AFTER)
+    long naps = ++block->rounds - (long)YIELDS, nanoseconds = naps * NAP_NANOSECONDS;
+    struct timespec nap = {0, nanoseconds < LONGEST_NAP ? nanoseconds : LONGEST_NAP};
+    if (naps <= 0)
         sched_yield();
     else if (!emulated_copy_one())
         nanosleep(&nap, NULL);
+    start_round();
 }
 
 /* Choose a warp for the next switches. Makes bulk copies now and then, in some blocks later than in
  * others. */
 static unsigned next_burst(void) {
     block->burst = 1u << emulated_draw(LONGEST_BURST);
-    if (!block->ready && ++block->idle % BACK_OFF_AFTER == 0) back_off();
+    if (!block->ready && ++block->idle >= block->round_end) back_off();
     for (;;) {
         if (emulated_one_in(2 * block->copy_delay)) emulated_copy_one();
-        int polls = emulated_one_in(block->idle < BACK_OFF_AFTER ? 8 : 2);
+        int polls = emulated_one_in(block->idle < LEAST_ROUND ? 8 : 2);
         if (block->ready && !(polls && block->polling)) return take_ready(draw_bit(block->ready));
         if (!block->ready && emulated_one_in(block->copy_delay) && emulated_copy_one()) continue;
         if (block->polling) return take_polling();
@@ -192,7 +213,19 @@ static inline void yield(void) {
 }
 
 void emulated_progress(void) {
-    block->idle = 0;
+    block->idle = block->rounds = 0, block->round_end = LEAST_ROUND;
+}
+
+/* A word that is not in its set takes the place of any other one: words that are polled by turns
+ * rarely look new. */
+void emulated_saw(const void *word, uint64_t value) {
+    Seen *set = block->seen[((uintptr_t)word >> 3) * 0x9e3779b1u >> 10 & (SETS - 1)], *seen = set;
+    while (seen < set + WAYS && seen->word != word)
+        seen++;
+    if (seen < set + WAYS && seen->value == value) return;
+    if (seen == set + WAYS) seen = set + block->random_state % WAYS;
+    *seen = (Seen){word, value};
+    emulated_progress();
 }
 
 void emulated_poll(void) {
@@ -216,7 +249,7 @@ void emulated_wait_for(const void *key) {
 }
 
 void emulated_wake(const void *key) {
-    block->idle = 0;
+    emulated_progress();
     for (Waiter **at = bucket_of(key); *at;) {
         Waiter *w = *at;
         if (w->key != key) {
@@ -279,7 +312,8 @@ void emulated_barrier(int id, int threads) {
         yield();
         return;
     }
-    b->arrived = 0, b->round++, block->idle = 0;
+    b->arrived = 0, b->round++;
+    emulated_progress();
     for (unsigned i = 0; i < WARPS; i++)
         for (; b->waiting[i]; b->waiting[i] &= b->waiting[i] - 1)
             make_ready(i * WARP + (unsigned)__builtin_ctz(b->waiting[i]));
@@ -339,7 +373,8 @@ static void fill_block(const EmulatedGrid *grid, uint64_t seed) {
     block->shared = block->shared_end - shared;
     memset(block->shared, GARBAGE, shared);
     block->threads = (int)grid->threads, block->ended = 0;
-    block->idle = block->burst = 0;
+    block->burst = 0;
+    emulated_progress();
     block->random_state = seed * 0x9e3779b97f4a7c15ull | 1;
     block->copy_delay = 1u << emulated_draw(4);
     for (unsigned i = 0; i < grid->threads; i++) {

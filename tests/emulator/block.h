@@ -46,6 +46,8 @@ int emulated_barrier_and(int value);
 void emulated_poll(void);
 /** Say that the block gets on: it does not only poll. */
 void emulated_progress(void);
+/** Say what a load of such memory has found. If that is new, the block gets on. */
+void emulated_saw(const void *word, uint64_t value);
 /** Let other threads run until emulated_wake(key). */
 void emulated_wait_for(const void *key);
 void emulated_wake(const void *key);

@@ -57,6 +57,11 @@ static int set_words(unsigned long long address, unsigned value, size_t words,
     return 0;
 }
 
+static int is_capturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
+    unsigned long long id;
+    return (int)cudaStreamGetCaptureInfo_v2(stream, status, &id, NULL, NULL, NULL);
+}
+
 static const struct {
     const char *name;
     void *function;
@@ -102,6 +107,8 @@ static const struct {
     FUNCTION(cuMemExportToShareableHandle),
     FUNCTION(cuMemImportFromShareableHandle),
     {"cuMemsetD32Async", (void *)set_words},
+    {"cuStreamIsCapturing", (void *)is_capturing},
+    {"cuStreamSynchronize", (void *)cudaStreamSynchronize},
     {"cuPointerGetAttribute", (void *)pointer_attribute}};
 
 static char library, blas;

@@ -142,10 +142,12 @@ RankTest(gpu_graphs, places_2, 2, PLACED(graph_case(2, EP_LAYOUT_FLAT), 1));
 LatencyTest(gpu_graphs, placed_in_latency_2, 2, PLACED(latency_case(2, EP_LAYOUT_BATCHED, 0), 0));
 LatencyTest(gpu_graphs, places_in_latency_2, 2, PLACED(latency_case(2, EP_LAYOUT_FLAT, 0), 1));
 
-/* Each replay moves all experts on by a place. */
-static void replay_moves(const EpBootstrap *bootstrap) {
+/* Each replay moves all experts on by a place. A graph moves between the ranks that it knows. */
+static void replay_moves(const EpBootstrap *bootstrap, int masks) {
     enum { PLACES = 9, ROW = 3001, REPEATS = 5 };
-    EpGroup *group = open_group_of(bootstrap, "experts=9 physical=9");
+    be_quiet();
+    EpGroup *group =
+        open_group_of(bootstrap, masks ? "experts=9 physical=9 masks=1" : "experts=9 physical=9");
     EpGroupInfo info = group_info(group);
     int32_t from[PLACES], to[PLACES], n = info.num_local_experts;
     EpTensor rows = ep_tensor_2d(NULL, EP_TYPE_INT32, n, ROW);
@@ -166,15 +168,35 @@ static void replay_moves(const EpBootstrap *bootstrap) {
     CHECK_OK(ep_group_status(group, NULL));
     for (int i = 0; i < n * ROW; i++)
         CHECK(row[i] == (info.first_expert + i / ROW + PLACES - REPEATS) % PLACES, "%d", row[i]);
+    if (masks && bootstrap->rank < 2) {
+        CHECK_OK(ep_group_mask(group, &(uint32_t){3}, stream));
+        CHECK_CUDA(cudaGraphLaunch(exec, stream));
+        CHECK_CUDA(cudaStreamSynchronize(stream));
+        CHECK_REFUSED(ep_group_status(group, NULL), EP_ERR_TIMEOUT, "weight move: ", "rank 2");
+    }
+    meet(bootstrap);
+    if (masks) CHECK_OK(ep_group_mask(group, &(uint32_t){7}, stream));
     CHECK_CUDA(cudaGraphExecDestroy(exec));
     CHECK_CUDA(cudaStreamDestroy(stream));
     ep_group_destroy(group);
     gpu_release(row), gpu_release(workspace.data);
 }
 
-RankTests24(gpu_graphs, moves, replay_moves(bootstrap));
+RankTests24(gpu_graphs, moves, replay_moves(bootstrap, 0));
+RankTest(gpu_graphs, moves_masked_3, 3, replay_moves(bootstrap, 1));
 
 /* ---- masks --------------------------------------------------------------------------------- */
+
+/* Replay steps of the ranks that are not masked in a case. */
+static void replay_some(GraphStep *graph, Case *c, int steps) {
+    unsigned ops = device_step_all(c);
+    for (int step = 0; step < steps; step++) {
+        c->seed++;
+        device_step_draw(&graph->gpu, c);
+        device_step_launch(&graph->gpu, graph->exec, ops);
+        device_step_check(&graph->gpu);
+    }
+}
 
 /* Ranks leave and come back between replays. The first is missed by a replay: it ends at its
  * deadline, and one after it does nothing. */
@@ -198,13 +220,13 @@ static void replay_masked(const EpBootstrap *bootstrap, Case c) {
             CHECK_CUDA(cudaStreamSynchronize(graph.gpu.stream));
             CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_TIMEOUT);
         }
-        CHECK_OK(ep_group_mask(group, &alive, graph.gpu.stream));
-        for (int step = 0; step < 2; step++) {
-            c.seed = 10 * i + (unsigned)step;
-            device_step_draw(&graph.gpu, &c);
-            device_step_launch(&graph.gpu, graph.exec, ops);
-            device_step_check(&graph.gpu);
-        }
+        /* On a loaded machine a rank may come later than the short deadline. */
+        EpStatus status = EP_ERR_TIMEOUT;
+        for (int again = 0; again < 20 && status == EP_ERR_TIMEOUT; again++)
+            status = ep_group_mask(group, &alive, graph.gpu.stream);
+        REQUIRE_OK(status);
+        c.seed = 10 * i;
+        replay_some(&graph, &c, 2);
     }
     CHECK_OK(ep_group_status(group, NULL));
     meet(bootstrap);
@@ -217,6 +239,56 @@ LatencyTest(gpu_graphs, masked_in_latency_3, 3,
             replay_masked(bootstrap, latency_case(3, EP_LAYOUT_FLAT, 0)));
 LatencyTest(gpu_graphs, masked_in_phases_3, 3,
             replay_masked(bootstrap, latency_case(3, EP_LAYOUT_BATCHED, 1)));
+
+/* Each rank in turn leaves, and a newcomer takes its place and captures a graph of its own. The
+ * others go on with the graphs that they have captured at first. */
+static void replay_replaced(const EpBootstrap *bootstrap, Case c) {
+    GraphStep graph;
+    EpGroup *group = NULL;
+    int rank = bootstrap->rank;
+    uint32_t all = (1u << c.ranks) - 1;
+    c.masks = 1;
+    EpGroupConfig config = case_group_config(&c);
+    config.max_ranks = c.ranks;
+    CHECK_CUDA(cudaGetDevice(&config.device));
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    graph_step_open(&graph, group, &c, rank);
+    graph_step_capture(&graph);
+    for (int leaver = 0; leaver < c.ranks; leaver++) {
+        uint32_t others = all & ~(1u << leaver);
+        meet(bootstrap);
+        replay_some(&graph, &c, 1);
+        memset(c.masked, '0', (size_t)c.ranks), c.masked[leaver] = '1';
+        if (rank == leaver) {
+            ep_group_destroy(group), group = NULL;
+            graph_step_close(&graph);
+            c.seed++;
+        } else {
+            REQUIRE_OK(ep_group_mask(group, &others, graph.gpu.stream));
+            replay_some(&graph, &c, 1);
+        }
+        memset(c.masked, 0, sizeof(c.masked));
+        REQUIRE_OK(rank == leaver ? ep_group_join(bootstrap, &config, &group)
+                                  : ep_group_admit(group, bootstrap));
+        REQUIRE_OK(ep_group_mask(group, &all, NULL));
+        if (rank == leaver) {
+            graph_step_open(&graph, group, &c, rank);
+            graph_step_capture(&graph);
+        }
+        meet(bootstrap);
+        replay_some(&graph, &c, 2);
+    }
+    CHECK_OK(ep_group_status(group, NULL));
+    meet(bootstrap);
+    ep_group_destroy(group);
+    graph_step_close(&graph);
+}
+
+#define REPLACED(make) replay_replaced(bootstrap, make)
+RankTests24(gpu_graphs, replaced, REPLACED(graph_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR)));
+LatencyTests24(gpu_graphs, replaced_in_latency,
+               REPLACED(latency_case(bootstrap->size, EP_LAYOUT_FLAT, 0)));
+LatencyTest(gpu_graphs, replaced_in_phases_3, 3, REPLACED(latency_case(3, EP_LAYOUT_BATCHED, 1)));
 
 /* What a kernel finds while ep_group_mask waits for it ends the group. */
 static void disagree_meanwhile(const EpBootstrap *bootstrap, Case c) {

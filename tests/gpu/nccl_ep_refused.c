@@ -10,7 +10,7 @@
 #define TRAINING nccl_ep_training_case(bootstrap->size, "")
 #define DECODING(layout) nccl_ep_decoding_case(bootstrap->size, EP_LAYOUT_##layout)
 
-/* ---- memory and masks ----------------------------------------------------------------------- */
+/* ---- memory --------------------------------------------------------------------------------- */
 
 typedef struct Allocations {
     int made, freed;
@@ -59,32 +59,117 @@ ThreadTest(gpu_nccl_ep, caller_allocates, 2) {
     allocate(bootstrap, 1);
 }
 
-/* No rank is masked, and none can be. */
-static void masks(const EpBootstrap *bootstrap) {
-    NcclEpRank rank;
-    int *device = NULL, got[2] = {7, 7}, error = 7;
-    const int all[] = {1, 1}, some[] = {1, 0};
-    Case c = DECODING(BATCHED);
-    ncclEpGroupConfig_t config = nccl_ep_config(&c, 0);
+/* ---- masks --------------------------------------------------------------------------------- */
+
+/* So late no rank may be that only waits for a CPU. */
+#define LATE_NS (TESTS_SANITIZED ? 3000000000ull : 1000000000ull)
+
+static void open_masks(NcclEpRank *rank, const EpBootstrap *bootstrap, const Case *c) {
+    ncclEpGroupConfig_t config = nccl_ep_config(c, c->mode != EP_MODE_LATENCY);
     config.enable_mask = 1;
-    nccl_ep_open(&rank, bootstrap, &config);
-    cudaStream_t stream = rank.rank.stream;
+    if (c->mode == EP_MODE_LATENCY) config.timeout_ns = LATE_NS;
+    nccl_ep_open(rank, bootstrap, &config);
+}
+
+/* `masked`: ranks, as in a case; "": none. */
+static void check_masks(NcclEpRank *rank, const char *masked, int is_error) {
+    enum { RANKS = 3 };
+    int *device = NULL, got[RANKS] = {7, 7, 7}, error = 7, ranks = rank->group->size;
     REQUIRE_CUDA(cudaMalloc((void **)&device, sizeof(got)));
-    CHECK_NCCL(ncclEpMaskQuery(rank.group, device, stream));
-    CHECK_CUDA(cudaStreamSynchronize(stream));
-    CHECK_CUDA(cudaMemcpy(got, device, sizeof(got), cudaMemcpyDefault));
-    CHECK(got[0] == 1 && got[1] == 1, "%d, %d", got[0], got[1]);
-    CHECK_NCCL(ncclEpMaskUpdate(rank.group, all, stream));
-    CHECK(ncclEpMaskUpdate(rank.group, some, stream) == NCCL_INVALID_USAGE, "a masked rank");
-    CHECK_NCCL(ncclEpMaskClean(rank.group, stream));
-    CHECK_NCCL(ncclEpGetAsyncError(rank.group, &error));
+    CHECK_NCCL(ncclEpMaskQuery(rank->group, device, rank->rank.stream));
+    CHECK_CUDA(cudaStreamSynchronize(rank->rank.stream));
+    CHECK_CUDA(cudaMemcpy(got, device, (size_t)ranks * sizeof(int), cudaMemcpyDefault));
+    for (int r = 0; r < ranks; r++)
+        CHECK(got[r] == (masked[0] && masked[r] == '1' ? 0 : 1), "rank %d: %d", r, got[r]);
+    CHECK_NCCL(ncclEpGetAsyncError(rank->group, &error));
+    CHECK(error == is_error, "error %d", error);
+    CHECK_NCCL(ncclEpErrorClear(rank->group));
+    CHECK_NCCL(ncclEpGetAsyncError(rank->group, &error));
     CHECK(error == 0, "error %d", error);
-    CHECK_NCCL(ncclEpErrorClear(rank.group));
     CHECK_CUDA(cudaFree(device));
+}
+
+static void update(NcclEpRank *rank, const char *mask, int result) {
+    int words[3] = {mask[0] - '0', mask[1] - '0', mask[2] - '0'};
+    int got = ncclEpMaskUpdate(rank->group, words, rank->rank.stream);
+    CHECK(got == result, "%s: %d", mask, got);
+}
+
+/* `is_lost`: the masked ranks are masked by this step. Others find that at different times, so they
+ * meet before one waits for the next of them. */
+static void step_without(NcclEpRank *rank, Case c, const char *masked, int number, int is_lost) {
+    NcclEpStep s;
+    check_note("step %d without %s", number, masked);
+    snprintf(c.masked, sizeof(c.masked), "%s", masked);
+    nccl_ep_step_open(&s, rank, &c, number, NULL, 0);
+    s.send_only = number % 2;
+    CHECK_NCCL(nccl_ep_create(&s));
+    if (is_lost) {
+        CHECK_NCCL(nccl_ep_dispatch(&s));
+        CHECK_NCCL(nccl_ep_complete(&s));
+        CHECK_CUDA(cudaStreamSynchronize(rank->rank.stream));
+        nccl_rank_meet(&rank->rank);
+        CHECK_NCCL(nccl_ep_combine(&s));
+        CHECK_NCCL(nccl_ep_complete(&s));
+        nccl_ep_step_check(&s);
+    } else {
+        nccl_ep_run(&s);
+    }
+    nccl_ep_step_close(&s);
+}
+
+/* As NCCL EP's own test does it: rank 2 misses a step, and the others go on without it. They ask
+ * for all ranks, and it does not come. Then all come back, and mask each other by hand. */
+static void lose_a_rank(const EpBootstrap *bootstrap, Case c) {
+    NcclEpRank rank;
+    open_masks(&rank, bootstrap, &c);
+    int leaves = bootstrap->rank == 2;
+    const char *others = leaves ? "110" : "001";
+    step_without(&rank, c, "", 0, 0);
+    check_masks(&rank, "", 0);
+    update(&rank, "111", NCCL_SUCCESS);
+    if (leaves) nccl_rank_meet(&rank.rank);
+    for (int i = 0; i < 2 && !leaves; i++) {
+        step_without(&rank, c, others, 1, i == 0);
+        check_masks(&rank, others, i == 0);
+        step_without(&rank, c, others, 2, 0);
+        update(&rank, "111", NCCL_INVALID_USAGE); /* no rank comes back alone */
+        update(&rank, "110", NCCL_SUCCESS);
+        if (i == 0) CHECK_NCCL(ncclEpMaskClean(rank.group, rank.rank.stream));
+    }
+    nccl_rank_meet(&rank.rank);
+    CHECK_NCCL(ncclEpMaskClean(rank.group, rank.rank.stream));
+    check_masks(&rank, "", 0);
+    step_without(&rank, c, "", 3, 0);
+    update(&rank, others, NCCL_INVALID_USAGE); /* this rank */
+    check_masks(&rank, "", 0);
+    update(&rank, leaves ? "001" : "110", NCCL_SUCCESS);
+    check_masks(&rank, others, 0);
+    step_without(&rank, c, others, 4, 0);
+    nccl_rank_meet(&rank.rank);
+    CHECK_NCCL(ncclEpMaskClean(rank.group, rank.rank.stream));
+    step_without(&rank, c, "", 5, 0);
     nccl_ep_close(&rank);
 }
 
-LatencyTest(gpu_nccl_ep, masks, 2, masks(bootstrap));
+LatencyTest(gpu_nccl_ep, masks_3, 3, lose_a_rank(bootstrap, DECODING(BATCHED)));
+
+/* High throughput, and nodes: no rank is masked, and none can be. */
+static void no_masks(const EpBootstrap *bootstrap, Case c, const char *topology) {
+    NcclEpRank rank;
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", topology);
+    open_masks(&rank, bootstrap, &c);
+    check_masks(&rank, "", 0);
+    update(&rank, "111", NCCL_SUCCESS);
+    update(&rank, "000", NCCL_INVALID_USAGE);
+    CHECK_NCCL(ncclEpMaskClean(rank.group, rank.rank.stream));
+    nccl_ep_close(&rank);
+}
+
+LatencyTest(gpu_nccl_ep, no_masks_on_nodes, 2, no_masks(bootstrap, DECODING(BATCHED), "0,1"));
+ThreadTest(gpu_nccl_ep, no_masks, 2) {
+    no_masks(bootstrap, TRAINING, "");
+}
 
 /* ---- several nodes --------------------------------------------------------------------------- */
 

@@ -7,17 +7,25 @@
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/bootstraps.h"
+#include "tests/harness/random.h"
+#if TESTS_ON_GPU
+#include <cuda_runtime_api.h>
+#endif
 
 TestSuite(handles_joining, .init = be_quiet);
 
 enum { MOST_EVENTS = 8, MOST_PLACES = 8 };
+#define HERE "1nkm"
+#define NEW "nk"
 
 /** A case, and what happens to its places: a letter for each. The first event creates the group. */
 typedef struct Story {
     Case c;
     int events;
     char event[MOST_EVENTS][MOST_PLACES + 1]; /* '1' goes on, 'n' joins, 'm' admits, but stays
-                                                 masked, 'x' is left out, '0': nobody is there */
+                                                 masked, 'x' is left out, '0': nobody is there;
+                                                 'k' joins, and its old process says nothing:
+                                                 the others miss it in an operation */
     EpBootstrap bootstrap[MOST_EVENTS][MOST_PLACES];
 } Story;
 
@@ -34,13 +42,16 @@ static int count_ranks(const char *event, const char *kinds) {
 static const EpBootstrap *bootstrap_of(int event, int place) {
     int rank = 0;
     for (int p = 0; p < place; p++)
-        rank += strchr("1nm", story.event[event][p]) != NULL;
+        rank += strchr(HERE, story.event[event][p]) != NULL;
     return &story.bootstrap[event][rank];
 }
 
 static EpGroupConfig config_of(const Case *c, int place) {
     EpGroupConfig config = case_group_config(c);
     config.max_ranks = c->ranks, config.place = place;
+#if TESTS_ON_GPU
+    CHECK(!cudaGetDevice(&config.device), "cudaGetDevice failed");
+#endif
     return config;
 }
 
@@ -60,7 +71,7 @@ static void mask_to(EpGroup *group, const char *event, const char *kinds) {
 static void step_with(EpGroup *group, const Case *given, const char *event, int place) {
     Case c = *given;
     for (int p = 0; event[p]; p++)
-        c.masked[p] = strchr("1n", event[p]) ? '0' : '1';
+        c.masked[p] = strchr("1" NEW, event[p]) ? '0' : '1';
     World *world = world_new(&c);
     Step step = {group, open_handle(group, &world->c), world, place, NULL};
     check_note("event %s, case: %s", event, case_describe(&world->c));
@@ -78,24 +89,12 @@ static void check_newcomer(EpGroup *group, const char *event) {
     for (int p = 0; event[p]; p++)
         CHECK((word >> p & 1) == (event[p] == '1'), "%#x", word);
     CHECK_OK(ep_group_query(group, &info));
-    CHECK(info.size == (int32_t)strlen(event) && event[info.rank] == 'n', "rank %d", info.rank);
+    CHECK(info.size == (int32_t)strlen(event) && strchr(NEW, event[info.rank]), "rank %d",
+          info.rank);
     CHECK_REFUSED(ep_group_status(group, NULL), EP_ERR_TIMEOUT, "this rank is masked");
 }
 
-static void take_part(int n, int place, EpGroup **group) {
-    const char *event = story.event[n];
-    EpGroupConfig config = config_of(&story.c, place);
-    int joins = count_ranks(event, "n") > 0;
-    if (event[place] == '1') mask_to(*group, event, "1");
-    if (event[place] == 'n')
-        REQUIRE_OK(ep_group_join(bootstrap_of(n, place), &config, group));
-    else if (joins)
-        REQUIRE_OK(ep_group_admit(*group, bootstrap_of(n, place)));
-    if (event[place] == 'n') check_newcomer(*group, event);
-    if (event[place] != 'm' && joins) mask_to(*group, event, "1n");
-}
-
-/* A rank that was left out finds no others. It cannot come back, but as a newcomer. */
+/* A rank that was left out, or misses one, finds out. */
 static void find_nobody(EpGroup *group, int place) {
     World *world = world_new(&story.c);
     Step step = {group, open_handle(group, &world->c), world, place, NULL};
@@ -107,24 +106,47 @@ static void find_nobody(EpGroup *group, int place) {
     world_free(world);
 }
 
+/* Go on without those that have left, or that do not answer. */
+static void miss_others(EpGroup *group, const char *event, int place) {
+    if (count_ranks(event, "k")) find_nobody(group, place);
+    mask_to(group, event, "1");
+}
+
+static void take_part(int n, int place, EpGroup **group) {
+    const char *event = story.event[n];
+    EpGroupConfig config = config_of(&story.c, place);
+    int joins = count_ranks(event, NEW) > 0, is_new = strchr(NEW, event[place]) != NULL;
+    if (is_new)
+        REQUIRE_OK(ep_group_join(bootstrap_of(n, place), &config, group));
+    else if (joins)
+        REQUIRE_OK(ep_group_admit(*group, bootstrap_of(n, place)));
+    if (is_new) check_newcomer(*group, event);
+    if (event[place] != 'm' && joins) mask_to(*group, event, "1" NEW);
+}
+
 static void live(const EpBootstrap *all, __attribute__((unused)) void *arg) {
-    EpGroup *group = NULL;
+    EpGroup *group = NULL, *old[MOST_EVENTS] = {NULL};
     int place = all->rank;
     EpGroupConfig config = config_of(&story.c, place);
     for (int n = 0; n < story.events; n++) {
         char kind = story.event[n][place];
+        if (kind == 'k') old[n] = group, group = NULL;
         if (strchr("0n", kind)) ep_group_destroy(group), group = NULL;
         REQUIRE_OK(all->barrier(all->context, 60));
-        if (n > 0 && strchr("1nm", kind)) take_part(n, place, &group);
+        if (n > 0 && kind == '1') miss_others(group, story.event[n], place);
+        REQUIRE_OK(all->barrier(all->context, 60));
+        if (n > 0 && strchr(HERE, kind)) take_part(n, place, &group);
         if (kind == 'x') find_nobody(group, place);
         if (n == 0 && kind != '0') {
             REQUIRE_OK(ep_group_create(bootstrap_of(n, place), &config, &group));
             if (story.c.map != MAP_FIRST) CHECK_OK(place_experts(group, &story.c));
         }
-        if (strchr("1n", kind)) step_with(group, &story.c, story.event[n], place);
+        if (strchr("1" NEW, kind)) step_with(group, &story.c, story.event[n], place);
         REQUIRE_OK(all->barrier(all->context, 60));
     }
     ep_group_destroy(group);
+    for (int n = 0; n < story.events; n++)
+        ep_group_destroy(old[n]);
 }
 
 /* Run "case: event event ...". */
@@ -134,15 +156,17 @@ static void run_story(const char *text) {
     snprintf(words, sizeof(words), "%.*s", (int)(events - text - 1), text);
     memset(&story, 0, sizeof(story));
     story.c = case_complete(case_of("masks=1 %s", words));
+    if (TESTS_ON_GPU) story.c.nodes[0] = 0; /* all are on one */
+    if (GPU_RANKS(story.c.ranks) < story.c.ranks) return;
     for (int taken; sscanf(events, "%8s%n", story.event[story.events], &taken) == 1;
          events += taken) {
         EpBootstrap *out = story.bootstrap[story.events];
         out[0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
-        CHECK_OK(ep_bootstrap_local(count_ranks(story.event[story.events++], "1nm"), out));
+        CHECK_OK(ep_bootstrap_local(count_ranks(story.event[story.events++], HERE), out));
     }
     run_body_of(live, &story.c);
     for (int n = 0; n < story.events; n++)
-        for (int r = 0; r < count_ranks(story.event[n], "1nm"); r++)
+        for (int r = 0; r < count_ranks(story.event[n], HERE); r++)
             ep_bootstrap_destroy(&story.bootstrap[n][r]);
 }
 
@@ -164,6 +188,9 @@ StoryTest(replace, "ranks=3 top_k=4 spread=full counters=1 : 111 1n1 11n n11 nn1
           "ranks=4 nodes=0011 late_us=30000000 mode=latency layout=batched : 1111 11nn nn11 n11n",
           "ranks=3 nodes=012 layout=rank-major max_tokens=300 hidden=72 : 111 n11 1nn",
           "ranks=5 nodes=00112 node_rows=4 capacity=300 spread=full : 11111 n1n11 1n1nn");
+/* The others learn from the deadline that a rank is gone. */
+StoryTest(silent_ones, "ranks=3 top_k=4 timeout=2 spread=full weighted=1 : 111 1kk",
+          "ranks=4 timeout=2 mode=latency layout=flat spread=full " COPIES ": 1111 1k1n k101");
 /* Ranks that were left out, and do not know it, come back as newcomers. */
 StoryTest(left_out, "ranks=4 spread=full top_k=4 : 1111 1x1n 1n11 1n1x 111n",
           "ranks=4 nodes=0011 spread=full mode=latency layout=flat : 1111 n11x 1x1n");
@@ -171,9 +198,43 @@ StoryTest(left_out, "ranks=4 spread=full top_k=4 : 1111 1x1n 1n11 1n1x 111n",
 StoryTest(masked_ones, "ranks=4 top_k=4 spread=full weighted=1 : 1111 1mn1 1111 mm1n 1101",
           "ranks=4 nodes=0011 mode=latency layout=flat " COPIES ": 1101 1mn1 1111 n1m1 1111");
 
+/* Those that are there stay, go or are replaced, as long as one stays. */
+static void draw_event(Random *random, const char *before, char *event, int ranks) {
+    int stays = 0;
+    for (int p = 0; p < ranks; p++) {
+        int draw = (int)random_below(random, 4);
+        int is_there = before[p] != '0';
+        event[p] = is_there ? "110n"[draw] : "000n"[draw];
+        if (event[p] == '1') stays = 1;
+    }
+    for (int p = 0; p < ranks && !stays; p++)
+        if (before[p] != '0') event[p] = '1', stays = 1;
+}
+
+SoloTest(handles_joining, random) {
+    static const char *const words[] = {"mode=throughput weighted=1", "mode=latency layout=flat",
+                                        "mode=latency phases=1", "layout=batched by_entry=1",
+                                        "mode=latency layout=batched late_us=30000000"};
+    uint64_t seed = environment_number("LIBEP_TEST_SEED", 1);
+    uint64_t count = environment_number("LIBEP_TEST_CASES", TESTS_ON_GPU ? 5 : 20);
+    for (uint64_t i = 0; i < count && !check_failure()[0]; i++) {
+        Random random = random_stream(seed, i, 11);
+        int ranks = 2 + (int)random_below(&random, 3), at;
+        char text[256], before[MOST_PLACES + 1] = "1111", event[MOST_PLACES + 1] = "";
+        at = snprintf(text, sizeof(text), "ranks=%d top_k=3 seed=%d %s " COPIES ": %.*s", ranks,
+                      (int)i, words[i % LENGTH(words)], ranks, before);
+        for (int n = 1; n < MOST_EVENTS; n++, strcpy(before, event)) {
+            draw_event(&random, before, event, ranks);
+            at += snprintf(text + at, sizeof(text) - (size_t)at, " %.*s", ranks, event);
+        }
+        check_note("%s", text);
+        run_story(text);
+    }
+}
+
 /* ---- newcomers that are refused, or die ---- */
 
-#define SOON (TESTS_SANITIZED ? 3.0 : 1.0) /* a deadline that tests wait for */
+#define SOON (TESTS_SANITIZED || TESTS_ON_GPU ? 3.0 : 1.0) /* a deadline that tests wait for */
 
 /** How a newcomer at place 2 of a group of ranks 0 and 1 spoils its call. */
 typedef struct Spoiled {
@@ -182,8 +243,12 @@ typedef struct Spoiled {
     int32_t max_ranks;  /* instead of 3 */
     int32_t version;    /* it adds to its own */
     int creates;        /* it calls ep_group_create */
+    int shares;         /* it has the GPU of place 0 */
+    int32_t gpu;        /* it has this one instead */
+    int is_fenced;      /* it has LIBEP_LINES=fenced, unlike the others */
     int dies_in;        /* number of the gathering in which it dies; 0: it does not */
     int joined;         /* whether it has lived to the end */
+    int32_t device;     /* of place 0 */
     EpStatus status[2]; /* of the living, of the newcomer */
     const char *words[2];
     EpBootstrap bootstrap[3], living[2];
@@ -243,6 +308,9 @@ static void join_spoiled(const EpBootstrap *all, const Case *c, Spoiled *spoiled
     EpGroupConfig config = spoiled_config(c, spoiled->place);
     config.num_experts += spoiled->experts;
     if (spoiled->max_ranks) config.max_ranks = spoiled->max_ranks;
+    if (spoiled->shares) config.device = spoiled->device;
+    if (spoiled->gpu) config.device = spoiled->gpu;
+    if (spoiled->is_fenced) setenv("LIBEP_LINES", "fenced", 1);
     wrap_bootstrap(&own, &wrapped);
     EpStatus status = spoiled->creates ? ep_group_create(&own, &config, &group)
                                        : ep_group_join(&own, &config, &group);
@@ -258,6 +326,7 @@ static void spoil(const EpBootstrap *all, void *arg) {
     Case c = case_complete(case_of("ranks=3 masks=1 top_k=4 " COPIES));
     EpGroupConfig config = spoiled_config(&c, all->rank);
     EpGroup *group = NULL;
+    if (all->rank == 0) spoiled->device = config.device;
     if (all->rank < 2) REQUIRE_OK(ep_group_create(&spoiled->living[all->rank], &config, &group));
     if (all->rank < 2) CHECK_OK(place_experts(group, &c));
     REQUIRE_OK(all->barrier(all->context, 60));
@@ -319,18 +388,47 @@ SoloTest(handles_joining, refused_newcomers) {
     run_spoiled(all, LENGTH(all));
 }
 
+/* GPUs are those of one node, one for each rank. */
+SoloTest(handles_joining, refused_newcomers_on_gpus) {
+    if (!TESTS_ON_GPU) return;
+    Spoiled shares = {.place = 2,
+                      .shares = 1,
+                      .status = {EP_ERR_UNSUPPORTED, EP_ERR_UNSUPPORTED},
+                      .words = {"expected a GPU for each rank, got one for ranks", "got one for"}};
+    Spoiled apart = {.place = 2,
+                     .status = {EP_ERR_UNSUPPORTED, EP_ERR_UNSUPPORTED},
+                     .words = {"needs one node, that is one NVLink domain", "one NVLink domain"}};
+    Spoiled fenced = {.place = 2,
+                      .is_fenced = 1,
+                      .status = {EP_ERR_UNSUPPORTED, EP_ERR_UNSUPPORTED},
+                      .words = {"expected NVLink between every two GPUs, as the group has it",
+                                "got rank 2 without"}};
+    Spoiled lacks = {.place = 2,
+                     .gpu = 99,
+                     .status = {EP_ERR_PEER, EP_ERR_UNSUPPORTED},
+                     .words = {"rank 2 was refused: ", "serve this rank: expected a device of 0"}};
+    run_spoiled(&lacks, 1);
+    run_spoiled(&shares, 1);
+    setenv("LIBEP_LINES", "whole", 1);
+    run_spoiled(&fenced, 1);
+    unsetenv("LIBEP_LINES");
+    setenv("LIBEP_TOPOLOGY", "0,0,1", 1);
+    run_spoiled(&apart, 1);
+    unsetenv("LIBEP_TOPOLOGY");
+}
+
 SoloTest(handles_joining, newcomers_that_die) {
-    Spoiled all[10];
+    Spoiled all[TESTS_ON_GPU ? 4 : 12];
     int died = 0;
     for (int i = 0; i < (int)LENGTH(all); i++)
         all[i] = (Spoiled){.place = 2,
-                           .dies_in = 1 + i,
+                           .dies_in = 1 + i * (TESTS_ON_GPU ? 7 : 1), /* of more gatherings */
                            .status = {EP_ERR_TIMEOUT, EP_ERR_SYSTEM},
                            .words = {"rank 2", "expected EP_OK, got EP_ERR_SYSTEM"}};
     run_spoiled(all, LENGTH(all));
     for (int i = 0; i < (int)LENGTH(all); i++)
         died += !all[i].joined;
-    CHECK(died > 5 && died < (int)LENGTH(all), "%d gatherings", died);
+    CHECK(died > 1 && died < (int)LENGTH(all), "%d gatherings", died);
 }
 
 static void *abort_soon(void *group) {
@@ -389,7 +487,10 @@ SoloTest(handles_joining, refused) {
     check_memory(config);
     CHECK_NO_GROUP(&one, &config, EP_ERR_RANGE, "config.num_physical", "since 2 of 3 places are");
     config.backend = EP_BACKEND_CUDA, config.num_physical = config.num_experts;
-    CHECK_NO_GROUP(&one, &config, EP_ERR_UNSUPPORTED, "no rank can join a group of the cuda");
+    config.max_ranks = 73;
+    CHECK_NO_GROUP(&one, &config, EP_ERR_UNSUPPORTED, "on one node, which has at most 72 ranks");
+    config.nccl_comm = (void *)&config;
+    CHECK_NO_GROUP(&one, &config, EP_ERR_UNSUPPORTED, "maps memory without NCCL");
     CHECK(!none, "a group was made");
     ep_group_destroy(group);
     ep_group_destroy(plain);

@@ -123,8 +123,8 @@ static void run_without(Case c) {
     if (serves(&c)) run_body_of(without_some, &c);
 }
 
-#define BOTH_MODES(name, more, ...)                                                        \
-    TextsTest(handles_masks, name, run_without, more " mode=throughput " __VA_ARGS__,      \
+#define BOTH_MODES(name, more, ...)                                                   \
+    TextsTest(handles_masks, name, run_without, more " mode=throughput " __VA_ARGS__, \
               more " mode=latency " __VA_ARGS__, more " mode=latency phases=1 " __VA_ARGS__)
 BOTH_MODES(expert_major, "ranks=4 masked=0100 top_k=4", "weighted=1 alignment=8 counters=1");
 BOTH_MODES(flat, "ranks=4 masked=1001 top_k=4 layout=flat", "weighted=1 scale_bytes=8");
@@ -137,12 +137,18 @@ BOTH_MODES(copies, "ranks=4 nodes=0011 masked=0100 experts=5 physical=11 map=ran
 BOTH_MODES(near_copies, "ranks=3 masked=001 experts=6 physical=12 map=everywhere spread=full",
            "counters=1");
 BOTH_MODES(by_entry, "ranks=4 nodes=0101 masked=0010 top_k=4", "by_entry=1 weights_at_combine=1");
-TextsTest(handles_masks, flat_words, run_without,
-          "ranks=4 masked=1001 top_k=4 layout=flat mode=latency block_rows=3 spread=full");
+/* A plan's rows of ranks that were masked since are zero, and hold no token. */
+TextsTest(handles_masks, words, run_without,
+          "ranks=4 masked=1001 top_k=4 layout=flat mode=latency block_rows=3 spread=full",
+          "ranks=4 masked=0110 top_k=4 layout=flat block_rows=7 max_tokens=100 weighted=1",
+          "ranks=3 masked=010 top_k=3 alignment=4 block_rows=4 capacity=500 max_tokens=90",
+          "ranks=4 masked=1000 layout=rank-major block_rows=5 top_k=3",
+          "ranks=4 nodes=0011 masked=0100 layout=batched block_rows=4 top_k=4");
 TextsTest(handles_masks, other_steps, run_without,
           "ranks=4 nodes=0011 masked=0001 spread=full experts=7 merged=1 duplicates=1 top_k=5",
           "ranks=4 nodes=0123 masked=1000 spread=full node_rows=4 capacity=200 counters=1",
           "ranks=4 masked=0101 masked_percent=20 invalid_percent=10 top_k=6 quant=fp8",
+          "ranks=4 masked=0010 top_k=4 by_entry=1 max_tokens=300 weighted=1",
           "ranks=4 masked=1110 max_tokens=300 hidden=264 top_k=4 spread=full weighted=1",
           "ranks=3 nodes=010 masked=010 max_tokens=700 hidden=512 top_k=4 spread=full",
           "ranks=4 masked=0100 sum_quant=fp8 padding=keep alignment=4 routing=one-rank target=1",
@@ -538,6 +544,43 @@ static void run_on_domains(Case c) {
 
 TextsTest(handles_masks, on_domains, run_on_domains, "ranks=2 nodes=01");
 #endif
+
+/* A rank that was masked, and not told, does not wait for the others when it destroys its group. */
+static void end_untold(const EpBootstrap *bootstrap, void *given) {
+    Case c = case_complete(*(const Case *)given);
+    EpGroup *group = open_group(bootstrap, &c);
+    double begin = seconds_now();
+    if (bootstrap->rank < 2 && c.late_us) CHECK_OK(ep_group_cut(group, 2, NULL));
+    if (bootstrap->rank < 2 && !c.late_us) CHECK_OK(ep_group_mask(group, &(uint32_t){3}, NULL));
+    ep_group_destroy(group);
+    CHECK(seconds_now() - begin < c.timeout / 2, "it took %.1f s", seconds_now() - begin);
+}
+
+static void run_end_untold(Case c) {
+    GPU_NEEDS(c.ranks);
+    run_body_of(end_untold, &c);
+}
+
+TextsTest(handles_masks, ends_untold, run_end_untold, "ranks=3 masks=1",
+          "ranks=3 masks=1 late_us=30000000 mode=latency");
+
+/* Nor does its abort hide that of a living rank, which ends a wait for the latter. */
+ThreadTest(handles_masks, aborts_do_not_hide, 4) {
+    EpGroup *group = open_group_of(bootstrap, "masks=1");
+    uint32_t living = 7;
+    if (bootstrap->rank < 3) CHECK_OK(ep_group_mask(group, &living, NULL));
+    bootstrap->barrier(bootstrap->context, 60);
+    if (bootstrap->rank == 0) CHECK_OK(ep_group_abort(group, "living"));
+    bootstrap->barrier(bootstrap->context, 60);
+    if (bootstrap->rank == 3) CHECK_OK(ep_group_abort(group, "masked"));
+    bootstrap->barrier(bootstrap->context, 60);
+    double begin = seconds_now();
+    if (bootstrap->rank == 1 || bootstrap->rank == 2)
+        CHECK_REFUSED(ep_group_mask(group, &living, NULL), EP_ERR_TIMEOUT, "rank 0 is in `alive`");
+    CHECK(seconds_now() - begin < 30, "it took %.1f s", seconds_now() - begin);
+    bootstrap->barrier(bootstrap->context, 60);
+    ep_group_destroy(group);
+}
 
 /* An abort ends a wait in ep_group_mask, and the group. */
 ThreadTest(handles_masks, aborted, 2) {

@@ -89,6 +89,7 @@ static const BadOptions bad_options[] = {
     {"--case decode", "expected --threads N with N >= 2, the processes that it starts, got none"},
     {"--case decode --threads 1", "the processes that it starts, got 1"},
     {"--threads 2 --mask 1 --mode throughput", "--case decode: expected plain rows in --mode lat"},
+    {"--threads 2 --mask 1 --graphs", "and --graphs with --backend cuda alone, got another"},
     {"--threads 2 --mask 1 --routing zipf", "--case decode: expected --routing uniform without"},
     {"--threads 2 --case decode --masked 0.5", "--routing uniform without --masked, got another"},
     {"--threads 2 --case decode --masks on", "expected no --masks, since its group has them and c"},

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /**
- * --case decode, --mask, --kill-at: steps of decoding in a group with masks, on the host backend.
- * Ranks are processes, so that one can be killed. The others cut it in the step in which it dies,
- * since it is late. MASK_AFTER steps later they meet, and mask it. Another process may take its
- * place: the tool starts it at once, and the others admit it before a given step.
+ * --case decode, --mask, --kill-at: steps of decoding in a group with masks. Ranks are processes,
+ * so that one can be killed. The others cut it in the step in which it dies, since it is late.
+ * MASK_AFTER steps later they meet, and mask it. Another process may take its place: the tool
+ * starts it at once, and the others admit it before a given step.
  *
- * An expert gives its rows back, those with odd numbers doubled. All numbers are small, so sums are
- * exact. So each rank knows every element: it depends on which experts' ranks are alive.
+ * An expert gives its rows back, and those of odd numbers have weight 2. All numbers are small, so
+ * sums are exact. So each rank knows every element: it depends on which experts' ranks are alive.
  */
 
 #include <errno.h>
+#include <sched.h>
 #include <signal.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -20,12 +21,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "tools/bench/decode_device.h"
 #include "tools/bench/lines.h"
 #include "tools/common/data.h"
 #include "tools/common/report.h"
 #include "tools/common/util.h"
 
-enum { ROOM = 4096, POLL_US = 100, MASK_WORDS = EP_MAX_RANKS / 32 };
+enum { ROOM = 4096, POLL_US = 100, SECONDS = 100, MASK_WORDS = EP_MAX_RANKS / 32 };
 
 /* ---- memory that the processes share ------------------------------------------------------- */
 
@@ -41,12 +43,13 @@ enum { CREATING, JOINING, NUM_MEETINGS };
 /** A rank's part. */
 typedef struct Seat {
     Given given[NUM_MEETINGS];
+    int steps; /* that it has begun, or 1 + the number of the first */
     int is_done;
     int exit_status;
     char message[BENCH_MESSAGE_BYTES];
     int64_t wrong;   /* elements */
     double mask_us;  /* of the call after the death */
-    double pause_us; /* from ep_group_admit until ep_group_mask has returned */
+    double pause_us; /* from ep_group_admit of the last one until ep_group_mask has returned */
     double join_us;  /* from ep_group_join to the first step */
     double *us;      /* [steps] of dispatch and combine */
 } Seat;
@@ -80,6 +83,13 @@ typedef struct Meeting {
     int places[EP_MAX_RANKS], count; /* who takes part */
 } Meeting;
 
+/** The tensors of a step. */
+typedef struct Memory {
+    int32_t *idx;
+    float *weights;
+    char *tokens, *received, *sums;
+} Memory;
+
 typedef struct Rank {
     const Decode *d;
     int rank;
@@ -88,10 +98,11 @@ typedef struct Rank {
     EpHandle *handle;
     uint32_t alive[MASK_WORDS]; /* as this rank sees it */
     Pool pool;
-    int32_t *idx, *counts;
-    char *tokens, *received, *sums, *row;
+    DecodeDevice *device; /* NULL: the host backend */
+    Memory host, used;    /* `used`: on the device, if there is one */
+    char *row;
     float *numbers;
-    int64_t row_bytes, slab_rows, local, first;
+    int64_t row_bytes, slab_rows, local;
 } Rank;
 
 static EpStatus gather(void *context, const void *in, void *out, size_t bytes, double timeout) {
@@ -146,7 +157,8 @@ static EpGroupConfig group_config(const Rank *self) {
     config.num_experts = (int32_t)o->experts, config.max_top_k = (int32_t)o->top_k;
     config.max_tokens = (int32_t)(o->tokens_end > 0 ? o->tokens_end : 1);
     config.max_row_bytes = self->row_bytes;
-    config.backend = EP_BACKEND_HOST, config.mode = EP_MODE_LATENCY;
+    config.backend = self->device ? EP_BACKEND_CUDA : EP_BACKEND_HOST,
+    config.mode = EP_MODE_LATENCY;
     config.masks = 1, config.on_late = EP_LATE_MASK, config.late_us = (int32_t)o->late_us;
     if (self->d->join_step >= 0) config.max_ranks = self->d->ranks, config.place = self->rank;
     return config;
@@ -166,23 +178,49 @@ static bool create_group(Rank *self) {
            create_handle(self);
 }
 
+/* Elements of a step's tensors, at least 1. */
+typedef struct Sizes {
+    size_t entries, rows, slots;
+} Sizes;
+
+static Sizes sizes_of(const Rank *self) {
+    const Options *o = self->d->options;
+    size_t rows = (size_t)o->tokens_end;
+    return (Sizes){rows * (size_t)o->top_k + 1, rows + 1,
+                   (size_t)(self->local * self->slab_rows) + 1};
+}
+
+static bool allocate_device(Rank *self) {
+    Sizes n = sizes_of(self);
+    size_t row = (size_t)self->row_bytes;
+    Memory *m = &self->used;
+    m->idx = decode_device_alloc(self->device, n.entries * sizeof(*m->idx));
+    m->weights = decode_device_alloc(self->device, n.entries * sizeof(*m->weights));
+    m->tokens = decode_device_alloc(self->device, n.rows * row);
+    m->received = decode_device_alloc(self->device, n.slots * row);
+    m->sums = decode_device_alloc(self->device, n.rows * row);
+    return m->idx && m->weights && m->tokens && m->received && m->sums;
+}
+
 static bool allocate(Rank *self) {
     const Options *o = self->d->options;
     int32_t first, local;
     if (!bench_ok(ep_expert_range((int32_t)o->experts, self->d->ranks, self->rank, &first, &local),
                   "ep_expert_range"))
         return false;
-    size_t rows = (size_t)o->tokens_end, row = (size_t)self->row_bytes;
-    self->first = first, self->local = local;
-    size_t slots = (size_t)(local * self->slab_rows);
-    self->idx = pool_alloc(&self->pool, rows * (size_t)o->top_k + 1, sizeof(int32_t), "indices");
-    self->counts = pool_alloc(&self->pool, (size_t)local + 1, sizeof(int32_t), "counts");
-    self->tokens = pool_alloc(&self->pool, rows + 1, row, "tokens");
-    self->received = pool_alloc(&self->pool, slots + 1, row, "receive rows");
-    self->sums = pool_alloc(&self->pool, rows + 1, row, "sums");
+    size_t row = (size_t)self->row_bytes;
+    self->local = local;
+    Sizes n = sizes_of(self);
+    Memory *m = &self->host;
+    m->idx = pool_alloc(&self->pool, n.entries, sizeof(*m->idx), "indices");
+    m->weights = pool_alloc(&self->pool, n.entries, sizeof(*m->weights), "weights");
+    m->tokens = pool_alloc(&self->pool, n.rows, row, "tokens");
+    m->sums = pool_alloc(&self->pool, n.rows, row, "sums");
+    if (!self->device) m->received = pool_alloc(&self->pool, n.slots, row, "receive rows");
     self->row = pool_alloc(&self->pool, 1, row, "row");
     self->numbers = pool_alloc(&self->pool, (size_t)o->hidden, sizeof(float), "row");
-    return !self->pool.failed;
+    self->used = self->host;
+    return !self->pool.failed && (!self->device || allocate_device(self));
 }
 
 /* ---- a step -------------------------------------------------------------------------------- */
@@ -208,47 +246,69 @@ static void route(Rank *self, int step) {
     for (int64_t t = 0; t < o->tokens_end; t++) {
         uint64_t hash = hash_add(hash_add(hash_word((uint64_t)o->run.seed), self->rank), step);
         uint64_t begin = hash_add(hash, t) % (uint64_t)o->experts;
-        for (int64_t k = 0; k < o->top_k; k++)
-            self->idx[t * o->top_k + k] =
+        for (int64_t k = 0; k < o->top_k; k++) {
+            int64_t i = t * o->top_k + k;
+            self->host.idx[i] =
                 (int32_t)((begin + (uint64_t)(k * (o->experts / o->top_k))) % (uint64_t)o->experts);
+            self->host.weights[i] = factor_of(self->host.idx[i]);
+        }
     }
 }
 
-/* Experts work on rows in place. */
-static void work(Rank *self) {
+/* Enqueue dispatch and combine. */
+static bool issue(void *context) {
+    const Rank *self = context;
     const Options *o = self->d->options;
-    for (int64_t e = 0; e < self->local; e++)
-        for (int64_t i = 0; factor_of(self->first + e) > 1 && i < self->counts[e]; i++) {
-            char *row = self->received + (e * self->slab_rows + i) * self->row_bytes;
-            data_to_float((EpType)o->type, row, self->numbers, o->hidden);
-            data_add(self->numbers, self->numbers, o->hidden);
-            data_from_float((EpType)o->type, self->numbers, row, o->hidden);
-        }
+    const Memory *m = &self->used;
+    EpStream stream = decode_device_stream(self->device);
+    EpType type = (EpType)o->type;
+    EpPrepare prepare = EP_PREPARE_INIT;
+    EpTensor idx = ep_tensor_2d(m->idx, EP_TYPE_INT32, o->tokens_end, o->top_k);
+    EpTensor weights = ep_tensor_2d(m->weights, EP_TYPE_FP32, o->tokens_end, o->top_k);
+    EpTensor tokens = ep_tensor_2d(m->tokens, type, o->tokens_end, o->hidden);
+    EpTensor rows = ep_tensor_3d(m->received, type, self->local, self->slab_rows, o->hidden);
+    EpTensor sums = ep_tensor_2d(m->sums, type, o->tokens_end, o->hidden);
+    prepare.topk_idx = &idx;
+    return bench_ok(ep_dispatch(self->handle, NULL, &prepare, &tokens, NULL, NULL, stream, &rows,
+                                NULL, NULL, NULL),
+                    "ep_dispatch") &&
+           bench_ok(ep_combine(self->handle, NULL, &rows, NULL, &weights, stream, &sums),
+                    "ep_combine");
 }
 
-/* Dispatch and combine, whose time is the step's: the experts' is not. */
-static bool call_step(Rank *self, int step) {
-    const Options *o = self->d->options;
-    EpType type = (EpType)o->type;
-    EpPlanTensors out = EP_PLAN_TENSORS_INIT;
-    EpPrepare prepare = EP_PREPARE_INIT;
-    EpTensor idx = ep_tensor_2d(self->idx, EP_TYPE_INT32, o->tokens_end, o->top_k);
-    EpTensor counts = ep_tensor_1d(self->counts, EP_TYPE_INT32, self->local);
-    EpTensor tokens = ep_tensor_2d(self->tokens, type, o->tokens_end, o->hidden);
-    EpTensor rows = ep_tensor_3d(self->received, type, self->local, self->slab_rows, o->hidden);
-    EpTensor sums = ep_tensor_2d(self->sums, type, o->tokens_end, o->hidden);
-    out.expert_counts = &counts, prepare.topk_idx = &idx, prepare.out = &out;
+static bool lives(const Decode *d, int rank, int step);
+
+/* Wait until all ranks that live through a step begin it. */
+static bool align(Rank *self, int step) {
+    const Decode *d = self->d;
+    double end = time_now_us() + 1e6 * SECONDS;
+    __atomic_store_n(&d->seats[self->rank].steps, step + 1, __ATOMIC_RELEASE);
+    for (int r = 0; r < d->ranks; r++) {
+        if (has(d->options->mask, r) || !lives(d, r, step)) continue;
+        while (__atomic_load_n(&d->seats[r].steps, __ATOMIC_ACQUIRE) <= step) {
+            if (time_now_us() > end) return bench_fail("rank %d did not come to step %d", r, step);
+            sched_yield();
+        }
+    }
+    return true;
+}
+
+static bool run_on_device(Rank *self, int step) {
+    Sizes n = sizes_of(self);
+    const Memory *m = &self->used, *host = &self->host;
+    return decode_device_copy(self->device, m->idx, host->idx, n.entries * sizeof(*m->idx)) &&
+           decode_device_copy(self->device, m->weights, host->weights,
+                              n.entries * sizeof(*m->weights)) &&
+           align(self, step) &&
+           decode_device_run(self->device, issue, self, &self->d->seats[self->rank].us[step]) &&
+           decode_device_copy(self->device, host->sums, m->sums, n.rows * (size_t)self->row_bytes);
+}
+
+static bool run_on_host(Rank *self, int step) {
+    if (!align(self, step)) return false;
     double begin = time_now_us();
-    if (!bench_ok(ep_dispatch(self->handle, NULL, &prepare, &tokens, NULL, NULL, NULL, &rows, NULL,
-                              NULL, NULL),
-                  "ep_dispatch"))
-        return false;
-    double middle = time_now_us();
-    work(self);
-    double end = time_now_us();
-    bool ok =
-        bench_ok(ep_combine(self->handle, NULL, &rows, NULL, NULL, NULL, &sums), "ep_combine");
-    self->d->seats[self->rank].us[step] = time_now_us() - end + middle - begin;
+    bool ok = issue(self);
+    self->d->seats[self->rank].us[step] = time_now_us() - begin;
     return ok;
 }
 
@@ -264,10 +324,11 @@ static void check_sums(Rank *self) {
     const Options *o = self->d->options;
     size_t unit = ep_type_bytes((EpType)o->type), bytes = (size_t)self->row_bytes;
     for (int64_t t = 0; t < o->tokens_end; t++) {
-        const char *sum = self->sums + (size_t)t * bytes;
+        const char *sum = self->host.sums + (size_t)t * bytes;
         float expected = 0;
-        for (const int32_t *e = self->idx + t * o->top_k; e < self->idx + (t + 1) * o->top_k; e++)
-            if (has(self->alive, owner_of(self, *e))) expected += number_of(t) * factor_of(*e);
+        for (int64_t i = t * o->top_k; i < (t + 1) * o->top_k; i++)
+            if (has(self->alive, owner_of(self, self->host.idx[i])))
+                expected += number_of(t) * self->host.weights[i];
         fill_row(self, expected, self->row);
         for (size_t at = 0; at < bytes; at += unit)
             self->d->seats[self->rank].wrong += memcmp(sum + at, self->row + at, unit) != 0;
@@ -285,7 +346,8 @@ static bool look_for_late(Rank *self, bool *found) {
 /* All ranks of the set call it before the same step. */
 static bool mask(Rank *self, const uint32_t *alive) {
     double begin = time_now_us();
-    if (!bench_ok(ep_group_mask(self->group, alive, NULL), "ep_group_mask")) return false;
+    EpStream stream = decode_device_stream(self->device);
+    if (!bench_ok(ep_group_mask(self->group, alive, stream), "ep_group_mask")) return false;
     self->d->seats[self->rank].mask_us = time_now_us() - begin;
     memcpy(self->alive, alive, sizeof(self->alive));
     return true;
@@ -294,7 +356,8 @@ static bool mask(Rank *self, const uint32_t *alive) {
 static bool play_step(Rank *self, int step) {
     bool is_late = false;
     route(self, step);
-    if (!call_step(self, step) || !look_for_late(self, &is_late)) return false;
+    bool ok = self->device ? run_on_device(self, step) : run_on_host(self, step);
+    if (!ok || !look_for_late(self, &is_late)) return false;
     if (self->d->options->run.check && !is_late) check_sums(self);
     return true;
 }
@@ -318,17 +381,34 @@ static bool mask_killed(Rank *self) {
     return mask(self, alive);
 }
 
-/* The living let the new process in. */
+/* Wait until another process has memory, and waits for the living. */
+static bool await_newcomer(const Decode *d) {
+    const Given *given = &d->seats[d->options->kill_rank].given[JOINING];
+    double end = time_now_us() + 1e6 * SECONDS;
+    while (!__atomic_load_n(&given->entered, __ATOMIC_ACQUIRE)) {
+        if (time_now_us() > end) return bench_fail("no process came to join");
+        usleep(POLL_US);
+    }
+    return true;
+}
+
+/* The living let the new process in. They come at the same time, as those who serve would. */
 static bool admit(Rank *self) {
     uint32_t alive[MASK_WORDS];
     Seat *seat = &self->d->seats[self->rank];
-    double begin = time_now_us(), before = seat->mask_us;
+    double before = seat->mask_us;
     list_living(self->d, false, alive);
     EpBootstrap boot = meet(self, JOINING, alive);
+    if (!await_newcomer(self->d)) return false;
+    double begin = time_now_us();
     if (!bench_ok(ep_group_admit(self->group, &boot), "ep_group_admit") || !mask(self, alive))
         return false;
     seat->pause_us = time_now_us() - begin, seat->mask_us = before;
     return true;
+}
+
+static bool capture(Rank *self) {
+    return !self->d->options->graphs || decode_device_capture(self->device, issue, self);
 }
 
 static bool join(Rank *self) {
@@ -338,7 +418,7 @@ static bool join(Rank *self) {
     list_living(self->d, false, alive);
     EpBootstrap boot = meet(self, JOINING, alive);
     bool ok = bench_ok(ep_group_join(&boot, &config, &self->group), "ep_group_join") &&
-              create_handle(self) && mask(self, alive);
+              create_handle(self) && mask(self, alive) && capture(self);
     self->d->seats[self->rank].join_us = time_now_us() - begin;
     return ok;
 }
@@ -360,7 +440,16 @@ static bool create(Rank *self) {
     uint32_t alive[MASK_WORDS];
     list_living(self->d, false, alive);
     if (!create_group(self)) return false;
-    return has(self->d->options->mask, self->rank) || mask(self, alive);
+    return has(self->d->options->mask, self->rank) || (mask(self, alive) && capture(self));
+}
+
+static bool prepare_tensors(Rank *self) {
+    const Options *o = self->d->options;
+    if (!allocate(self)) return false;
+    for (int64_t t = 0; t < o->tokens_end; t++)
+        fill_row(self, number_of(t), self->host.tokens + t * self->row_bytes);
+    return !self->device || decode_device_copy(self->device, self->used.tokens, self->host.tokens,
+                                               (size_t)(o->tokens_end * self->row_bytes));
 }
 
 /* A masked rank has nothing to do. */
@@ -368,13 +457,14 @@ static bool live(const Decode *d, int rank, bool joins) {
     Rank self = {.d = d, .rank = rank};
     self.row_bytes = d->options->hidden * (int64_t)ep_type_bytes((EpType)d->options->type);
     self.slab_rows = d->options->tokens_end * d->ranks > 0 ? d->options->tokens_end * d->ranks : 1;
-    if (!allocate(&self)) return false;
-    for (int64_t t = 0; t < d->options->tokens_end; t++)
-        fill_row(&self, number_of(t), self.tokens + t * self.row_bytes);
+    if (d->options->backend == EP_BACKEND_CUDA && !(self.device = decode_device_open(rank)))
+        return false;
+    if (!prepare_tensors(&self)) return false;
     if (!(joins ? join(&self) : create(&self))) return false;
     if (has(d->options->mask, rank)) return true;
     bool ok = play(&self, joins ? d->join_step : 0);
     ep_group_destroy(self.group);
+    decode_device_close(self.device);
     pool_free(&self.pool);
     return ok;
 }

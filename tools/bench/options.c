@@ -369,11 +369,11 @@ static bool validate_decode(const Options *o) {
         return bench_refuse("--case decode: expected --threads N with N >= 2, the processes that "
                             "it starts, got %s",
                             ranks ? "1" : "none");
-    if (o->backend == EP_BACKEND_CUDA || o->mode != EP_MODE_LATENCY || o->graphs || o->split ||
+    if ((o->graphs && o->backend != EP_BACKEND_CUDA) || o->mode != EP_MODE_LATENCY || o->split ||
         o->layout != EP_LAYOUT_BATCHED || quant_format(o->quant)->bits || o->physical ||
         quant_format(o->sum_quant)->bits || o->sums != EP_SUMS_BY_RANK || o->zero_copy || o->stats)
         return bench_refuse("--case decode: expected plain rows in --mode latency and --layout "
-                            "batched on the host backend, got another");
+                            "batched, and --graphs with --backend cuda alone, got another");
     if (o->routing != ROUTING_UNIFORM || o->masked > 0)
         return bench_refuse("--case decode: expected --routing uniform without --masked, got "
                             "another routing");

@@ -22,6 +22,12 @@ EpStatus ep_cuda_locate_window(EpGroup *group, const EpCall *call, void *window,
 EpStatus ep_cuda_window_open(EpGroup *group, const EpCall *call, EpCudaWindow *window,
                              char **peers);
 
+/** Local: make a window of new, zeroed memory, with a part for each place of a group that processes
+ *  may join. peers[size] become the parts' addresses. Nothing is mapped into those of others yet:
+ * see bootstrap/memory/cuda/places.h. On failure there is no window. */
+EpStatus ep_cuda_window_reserve(EpGroup *group, const EpCall *call, EpCudaWindow *window,
+                                char **peers);
+
 /** Close a window. Unless all ranks do so now (`together`), a window that peers can reach stays. */
 void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together);
 

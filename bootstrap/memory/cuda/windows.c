@@ -9,6 +9,7 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/nccl_bootstrap.h"
 #include "bootstrap/memory/cuda/cuda_memory.h"
+#include "bootstrap/memory/cuda/places.h"
 #include "bootstrap/memory/cuda/probe.h"
 #include "bootstrap/network/cuda/network.h"
 
@@ -164,10 +165,24 @@ EpStatus ep_cuda_window_open(EpGroup *group, const EpCall *call, EpCudaWindow *w
     return EP_OK;
 }
 
+EpStatus ep_cuda_window_reserve(EpGroup *group, const EpCall *call, EpCudaWindow *window,
+                                char **peers) {
+    EP_TRY(ep_cuda_places_open(group, call, window->bytes, &window->places));
+    for (int32_t r = 0; r < group->size; r++)
+        peers[r] = ep_cuda_places_part(window->places, r);
+    window->memory = peers[group->rank];
+    window->kind = EP_WINDOW_PLACES;
+    return EP_OK;
+}
+
 void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together) {
     const EpCuda *cuda = ep_cuda(group);
     EpCudaWindow w = *window;
     *window = (EpCudaWindow){.memory = NULL};
+    if (w.kind == EP_WINDOW_PLACES) {
+        ep_cuda_places_close(w.places);
+        return;
+    }
     if (w.kind == EP_WINDOW_ABANDONED || (w.kind != EP_WINDOW_UNSHARED && !together)) return;
     if (!together && ep_nccl_bootstrap_is_pending(&group->bootstrap)) return;
     if (w.kind == EP_WINDOW_IPC && !ep_cuda_ipc_unmap(group, &w)) return;

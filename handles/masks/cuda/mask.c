@@ -116,6 +116,13 @@ static EpStatus choose_copies(EpGroup *group, const EpCudaStream *stream) {
     return launch(group, ep_cuda_launch_choose_copies, &args, stream);
 }
 
+EpStatus ep_cuda_choose_copies(EpGroup *group) {
+    EpCudaStream stream;
+    EP_TRY(ep_cuda_stream(group, ep_cuda(group)->stream, &stream));
+    EP_TRY(choose_copies(group, &stream));
+    return ep_cuda_check(group, "cudaStreamSynchronize", cudaStreamSynchronize(stream.stream));
+}
+
 /* A dispatch that has not come to its end may have left units in the counters of ready words. */
 static EpStatus clear_counters(const EpGroup *group, const EpCudaStream *stream) {
     size_t bytes = (size_t)ep_cuda_counter_bytes(group->latency_sets);

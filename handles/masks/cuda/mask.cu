@@ -86,11 +86,8 @@ __device__ void clear_window(const EpMaskArgs &a) {
     const EpCudaGroup &g = a.group;
     uint4 *words = ep_at<uint4>(g, g.rank, g.layout.arrival);
     int64_t units = (g.layout.aborted - g.layout.arrival) / (int64_t)sizeof(uint4);
-    uint64_t aborted = ep_load_relaxed_sys(ep_aborted(g));
     for (int64_t i = threadIdx.x; i < units; i += MASK_THREADS)
         words[i] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0 && aborted && !in_set(a, (int)aborted - 1))
-        ep_store_relaxed_sys(ep_aborted(g), 0);
     __threadfence_system();
     __syncthreads();
 }
@@ -99,7 +96,7 @@ __device__ void clear_window(const EpMaskArgs &a) {
 typedef struct Numbers {
     unsigned long long epoch, sent, set[EP_MAX_LATENCY_SETS];
     unsigned long long turn; /* below the operations that its rank has sent */
-    int differs; /* whether those of a set do, or a rank has sent another one nothing */
+    int differs;             /* whether those of a set do, or a rank has sent another one nothing */
 } Numbers;
 
 __device__ __forceinline__ unsigned long long turn_key(uint64_t sent, uint64_t turn) {
@@ -154,8 +151,7 @@ __device__ void become_ready(const EpMaskArgs &a, Voter *v, Own *own) {
 __device__ void withdraw(const EpMaskArgs &a, const Voter &v, const Own &own) {
     const EpCudaGroup &g = a.group;
     if (v.is_peer)
-        ep_store_release_sys(&ep_ballot(g, v.rank, g.rank)->word,
-                             ballot_word(own, EP_BALLOT_NONE));
+        ep_store_release_sys(&ep_ballot(g, v.rank, g.rank)->word, ballot_word(own, EP_BALLOT_NONE));
     if (threadIdx.x) return;
     g.state->ticket = (uint32_t)own.ticket;
     if (!g.state->failed) g.state->failed = g.state->epoch ? g.state->epoch : ~0u;
@@ -256,13 +252,16 @@ __device__ void go_on(const EpMaskArgs &a, const Voter &v, const Own &own) {
 __device__ int find_end(const EpMaskArgs &a, const Own &own, const Found &f, int is_late,
                         int is_past_grace, int *rank) {
     int is_ready = own.state == EP_BALLOT_READY;
-    int aborted = (int)ep_load_relaxed_sys(ep_aborted(a.group)) - 1;
+    const EpCudaGroup &g = a.group;
+    int aborted = -1;
+    for (int r = 0; r < g.size; r++)
+        if (in_set(a, r) && (aborted < 0 || r == g.rank) && ep_is_aborted(g, r)) aborted = r;
     if (f.done >= 0) return EP_MASK_DONE;
     if (is_ready && f.missing < 0 && f.differs < 0 && f.changed < 0 && f.slow < 0)
         return EP_MASK_DONE;
     *rank = aborted;
-    if (aborted == a.group.rank) return EP_MASK_ABORTED;
-    if (aborted >= 0 && in_set(a, aborted)) return EP_MASK_GONE;
+    if (aborted == g.rank) return EP_MASK_ABORTED;
+    if (aborted >= 0) return EP_MASK_GONE;
     *rank = f.differs;
     if (f.differs >= 0 && (is_late || is_past_grace)) return EP_MASK_DIFFERS;
     /* Rather one that never came than one that gave up. */
@@ -288,8 +287,7 @@ __device__ int decide(const EpMaskArgs &a, const Own &own, const Found &f, uint6
     return result;
 }
 
-__global__ void __launch_bounds__(MASK_THREADS)
-    mask_ranks(const __grid_constant__ EpMaskArgs a) {
+__global__ void __launch_bounds__(MASK_THREADS) mask_ranks(const __grid_constant__ EpMaskArgs a) {
     const EpCudaGroup &g = a.group;
     int rank = (int)threadIdx.x, end = 0;
     Voter v = {rank, rank < g.size && rank != g.rank && in_set(a, rank), 0, 0, {}};

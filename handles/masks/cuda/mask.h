@@ -22,8 +22,7 @@
  *
  * What a masked rank may still store. Every place in a window that a peer stores into is for that
  * peer alone: its arrivals, rings, credits, counts, routes, heads and records. Kernels of the
- * living do not look there. The exceptions are the word of an abort, which counts only if it names
- * a living rank, and ballots, which count only with the same set. Receive rows are staged. Once the
+ * living do not look there. The exceptions are ballots, which count only with the same set. Receive rows are staged. Once the
  * rank is back, it has waited for its kernels, and its ballot says so: what they stored is cleared,
  * or has numbers that no operation has any more.
  *
@@ -88,6 +87,12 @@ void ep_cuda_close_masks(EpGroup *group);
 /** See EpBackendOps. */
 EpStatus ep_cuda_mask(EpGroup *group, const EpMask *alive, EpStream stream);
 EpStatus ep_cuda_cut(EpGroup *group, int32_t rank, EpStream stream);
+
+/** See EpBackendOps. */
+EpStatus ep_cuda_admit(EpGroup *group, const EpMask *alive);
+
+/** Make the table of copies, if there is one, from the map and from who is alive, and wait. */
+EpStatus ep_cuda_choose_copies(EpGroup *group);
 
 /** Make the table of copies anew, before an operation, if ranks were cut since. */
 EpStatus ep_cuda_follow_cuts(EpGroup *group, const struct EpCudaStream *stream);

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ep_weight_move. Ranks of a node push rows through the rings of their windows (push.cu). Between
- * nodes each row is a message of NCCL's. */
+/* ep_weight_move. Ranks of a node push rows through the rings of their windows (push_rows.cu).
+ * Between nodes each row is a message of NCCL's. */
 #include <string.h>
 
+#include "handles/cuda/handle.h"
 #include "handles/nodes/cuda/relay.h"
+#include "handles/operation.h"
 #include "handles/weights/cuda/push.h"
 #include "handles/weights/cuda/slices.h"
 #include "handles/weights/cuda/weight.h"
@@ -73,9 +75,10 @@ static EpStatus push(Work *work, const EpMoveSlice *slice, const EpMoveBatch *ba
     args.chunks = (args.words + args.chunk - 1) / args.chunk;
     take_rows(group, &batch->sent, &args.sent);
     take_rows(group, &batch->got, &args.got);
-    return ep_cuda_check(
-        group, "moving experts",
-        ep_cuda_launch_push_rows(&args, ep_weight_push_blocks(&work->w), work->stream));
+    EpCudaLauncher launch =
+        ep_cuda_variant(group, ep_cuda_launch_push_rows, ep_cuda_launch_push_rows_masked);
+    return ep_cuda_check(group, "moving experts",
+                         launch(&args, ep_weight_push_blocks(&work->w), work->stream));
 }
 
 /* ---- between nodes ------------------------------------------------------------------------- */
@@ -148,12 +151,17 @@ static void enlarge_records(EpWindowLayout *layout) {
         layout->record_bytes *= 2, layout->depth /= 2;
 }
 
+/* As throughput mode does. */
+static EpStatus refuse_cuts(EpGroup *group) {
+    if (group->config.on_late != EP_LATE_MASK) return EP_OK;
+    ep_cuda_poll(group);
+    EP_TRY(ep_group_usable(group));
+    return ep_refuse_cuts(group);
+}
+
 EpStatus ep_cuda_weight_move(const EpMove *move) {
     EpGroup *group = move->group;
-    EpCall call = {"ep_weight_move", group->rank};
-    if (group->config.masks)
-        return ep_refuse(&call, EP_ERR_UNSUPPORTED, "group",
-                         "expected one without config.masks on GPUs, got one with");
+    EP_TRY(refuse_cuts(group));
     Work work = {.move = move, .group = ep_cuda(group)->device};
     EpMover mover = {&work, INT64_MAX, exchange, copy};
     uint32_t digest = ep_digest_of(&ep_op_weight_move, 0, move->fact, EP_OP_FACTS);

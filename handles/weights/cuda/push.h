@@ -2,7 +2,9 @@
 #ifndef EP_HANDLES_WEIGHTS_CUDA_PUSH_H
 #define EP_HANDLES_WEIGHTS_CUDA_PUSH_H
 
-/** The kernels that move weights on one node, through the rings of the group: push.cu. */
+/** The kernels that move weights on one node, through the rings of the group: push.cu,
+ * push_rows.cu.
+ */
 
 #include "handles/weights/shards.h"
 #include "runtime/cuda/device.h"
@@ -101,11 +103,15 @@ static_assert(sizeof(EpPushMoveArgs) <= 4096, "arguments of a kernel");
 extern "C" {
 #endif
 int ep_cuda_open_push(void);
-int ep_cuda_open_push_rows(void);
-int ep_cuda_launch_push_rows(const EpPushMoveArgs *args, int blocks, void *stream);
 int ep_cuda_launch_push(const EpPushArgs *args, int blocks, void *stream);
 int ep_cuda_launch_push_gather(const EpPushGatherArgs *args, int blocks, void *stream);
 int ep_cuda_launch_push_max(const EpPushMaxArgs *args, void *stream);
+
+/** See ep_cuda_open_prepare; with EpPushMoveArgs. */
+int ep_cuda_open_push_rows(int shared_bytes);
+int ep_cuda_open_push_rows_masked(int shared_bytes);
+int ep_cuda_launch_push_rows(const void *args, int blocks, void *stream);
+int ep_cuda_launch_push_rows_masked(const void *args, int blocks, void *stream);
 #ifdef __cplusplus
 }
 #endif

@@ -106,13 +106,19 @@ static inline float2 ep_convert_from_e4m3x2(uint32_t codes) {
 
 template <typename T> static inline T emulated_load(const T *address, int order) {
     emulated_poll();
-    return __atomic_load_n(address, order);
+    T value = __atomic_load_n(address, order);
+    emulated_saw(address, (uint64_t)value);
+    return value;
 }
 
 template <typename T> static inline void emulated_store(T *address, T value, int order) {
     __atomic_store_n(address, value, order);
     emulated_progress();
     if (emulated_one_in(8)) emulated_poll();
+}
+
+static inline int32_t ep_poll_shared(const int32_t *word) {
+    return emulated_load(word, __ATOMIC_RELAXED);
 }
 
 static inline uint4 ep_load_unchanging(const void *address) {

@@ -154,44 +154,58 @@ static inline const uint8_t *emulated_at(uint64_t matrix, int row, int k) {
     return (const uint8_t *)emulated_shared() + at;
 }
 
-static inline float emulated_element(uint64_t matrix, int row, int k) {
+static inline float emulated_value(const uint8_t *code) {
     static const struct Values {
         float of[256];
         Values() {
-            for (int code = 0; code < 256; code++)
-                of[code] = emulated_e4m3((uint8_t)code);
+            for (int i = 0; i < 256; i++)
+                of[i] = emulated_e4m3((uint8_t)i);
         }
     } values;
-    return values.of[*emulated_at(matrix, row, k)];
+    return values.of[*code];
 }
 
-static inline float emulated_bf16(uint64_t matrix, int row, int k) {
-    const uint32_t bits = (uint32_t) * (const uint16_t *)emulated_at(matrix, row, 2 * k) << 16;
-    return __uint_as_float(bits);
+static inline float emulated_bf16(const uint8_t *at) {
+    return __uint_as_float((uint32_t) * (const uint16_t *)at << 16);
 }
 
-/* Each thread computes its own elements: of rows and columns of K elements. */
-template <int K, int COLUMNS, float (*ELEMENT)(uint64_t, int, int)>
+/* K elements of a row, which have two pieces of 16 bytes. */
+template <int K, float (*VALUE)(const uint8_t *)>
+static inline void emulated_row(uint64_t matrix, int row, float *out) {
+    for (int piece = 0; piece < 2; piece++) {
+        const uint8_t *at = emulated_at(matrix, row, 16 * piece);
+        for (int k = 0; k < K / 2; k++)
+            *out++ = VALUE(at + 32 / K * k);
+    }
+}
+
+/* Each thread computes its own elements: of rows and columns of K elements. Sums of four columns are
+ * computed at a time. */
+template <int K, int COLUMNS, float (*VALUE)(const uint8_t *)>
 static inline void emulated_multiply(float *d, uint64_t a, uint64_t b, int add) {
+    typedef float Four __attribute__((vector_size(16)));
     const int thread = (int)threadIdx.x % 128, lane = thread % 32;
-    float rows[2][K];
-    for (int k = 0; k < 2 * K; k++)
-        rows[k / K][k % K] = ELEMENT(a, thread / 32 * 16 + lane / 4 + k / K * 8, k % K);
-    for (int column = 0; column < COLUMNS / 4; column++) {
-        float sum[2] = {0, 0};
+    float rows[2][K], others[4][K];
+    for (int r = 0; r < 2; r++)
+        emulated_row<K, VALUE>(a, thread / 32 * 16 + lane / 4 + r * 8, rows[r]);
+    for (int column = 0; column < COLUMNS / 4; column += 4) {
+        Four sum[2] = {};
+        for (int c = 0; c < 4; c++)
+            emulated_row<K, VALUE>(b, (column + c) / 2 * 8 + lane % 4 * 2 + c % 2, others[c]);
         for (int k = 0; k < K; k++) {
-            const float other = ELEMENT(b, column / 2 * 8 + lane % 4 * 2 + column % 2, k);
+            const Four other = {others[0][k], others[1][k], others[2][k], others[3][k]};
             sum[0] += rows[0][k] * other, sum[1] += rows[1][k] * other;
         }
-        for (int r = 0; r < 2; r++) {
-            float &to = d[column / 2 * 4 + r * 2 + column % 2];
-            to = add ? to + sum[r] : sum[r];
+        for (int i = 0; i < 8; i++) {
+            float &to = d[column * 2 + i / 4 * 4 + i % 4];
+            const float term = sum[i % 4 / 2][i / 4 * 2 + i % 2];
+            to = add ? to + term : term;
         }
     }
 }
 
 static inline void multiply_e4m3(float (&d)[64], uint64_t a, uint64_t b, int add) {
-    emulated_multiply<32, 128, emulated_element>(d, a, b, add);
+    emulated_multiply<32, 128, emulated_value>(d, a, b, add);
 }
 
 static inline void multiply_bf16(float (&d)[128], uint64_t a, uint64_t b, int add) {
