@@ -248,22 +248,25 @@ class Buffer(OfProcess):
         if unknown:
             ignore("dispatch", unknown)
         num_sms = Buffer.num_sms if config is None else config.num_sms
-        rest = (
-            num_sms,
-            expert_alignment,
-            x,
-            topk_idx,
-            topk_weights,
-            num_tokens_per_expert,
-            is_token_in_rank,
-        )
-        is_beside = bool(async_finish or previous_event and previous_event.event)
+        is_beside = async_finish or previous_event and previous_event.event
         if not (is_beside or num_worst_tokens):
-            steps, only, event = self._groups.steps_at, self._lane.only, _new(EventOverlap)
-            made: Any = _fast.normal_dispatch(NormalHandle, handle, only, event, steps, *rest)
+            made: Any = _fast.normal_dispatch(
+                NormalHandle,
+                handle,
+                self._lane.only,
+                _new(EventOverlap),
+                self._groups.steps_at,
+                num_sms,
+                expert_alignment,
+                x,
+                topk_idx,
+                topk_weights,
+                num_tokens_per_expert,
+                is_token_in_rank,
+            )
             if type(made) is tuple:
                 return made
-            self._settle_dispatch(made, rest)
+            self._settle_dispatch(made, x, topk_idx, num_tokens_per_expert)
         used = None if handle is None else _require_handle("dispatch", handle)
         is_plain = (
             used is None
@@ -283,12 +286,24 @@ class Buffer(OfProcess):
         def body() -> Used:
             if is_beside and scales is None and not num_worst_tokens:
                 # The operations before ran on this stream, or it waits for them.
-                steps, only = self._groups.steps_at, find_stream(tokens.device)
-                made = _fast.normal_dispatch(NormalHandle, handle, only, None, steps, *rest)
+                made = _fast.normal_dispatch(
+                    NormalHandle,
+                    handle,
+                    find_stream(tokens.device),
+                    None,
+                    self._groups.steps_at,
+                    num_sms,
+                    expert_alignment,
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    num_tokens_per_expert,
+                    is_token_in_rank,
+                )
                 if type(made) is tuple:
                     sent = _normal.Sent(made[0], None, *made[1:5])
                     return Used(sent, inputs, sent[:4])
-                self._settle_dispatch(made, rest)
+                self._settle_dispatch(made, x, topk_idx, num_tokens_per_expert)
             if used is not None:
                 sent = _normal.dispatch_again(used, tokens, scales)
             else:
@@ -323,11 +338,10 @@ class Buffer(OfProcess):
             event,
         )
 
-    def _settle_dispatch(self, made: Any, rest: tuple[Any, ...]) -> None:
+    def _settle_dispatch(self, made: Any, x: Any, topk_idx: Any, per_expert: Any) -> None:
         """Raise what a dispatch in C has returned, or do what it asks for. The slower way follows."""
         if made is True:
-            _, _, x, topk_idx, _, num_tokens_per_expert, _ = rest
-            _normal.grow(self._groups, x, topk_idx, num_tokens_per_expert)
+            _normal.grow(self._groups, x, topk_idx, per_expert)
         else:
             _checks.settle(made)
 
@@ -460,7 +474,7 @@ class Buffer(OfProcess):
         """
         if unknown:
             ignore("combine", unknown)
-        is_beside = bool(async_finish or previous_event and previous_event.event)
+        is_beside = async_finish or previous_event and previous_event.event
         if not (is_beside or bias is not None):
             only, event = self._lane.only, _new(EventOverlap)
             made = _fast.normal_combine(NormalHandle, handle, only, event, x, topk_weights)
