@@ -12,12 +12,10 @@
 
 /* Groups of weights have no experts. On the host backend these sizes give staging 4 MiB, which is
  * enough for its full speed. On the CUDA backend they give the rings that carry weights on one node
- * 4 MiB for each other rank, or less where there are more than ten: what is under way while a
- * record and its credit travel. */
+ * 8 MiB where there is one other rank, and 4 MiB for each of several, or less where there are more
+ * than ten: what is under way while a record and its credit travel. */
 #define STAGED_ROWS 64
-#ifndef EP_PUSH_ROWS
-#define EP_PUSH_ROWS 256
-#endif
+#define PUSH_ROWS(RANKS) ((RANKS) == 2 ? 512 : 256)
 #ifndef EP_PUSH_BYTES
 #define EP_PUSH_BYTES 16384 /* see handles/weights/cuda/push.h */
 #endif
@@ -58,7 +56,7 @@ static EpStatus open_group(const EpMeshComm *comm, EpMeshLink *link) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = 1, config.max_top_k = 1, config.latency_sets = 0;
     int stages = comm->config.backend == EP_BACKEND_HOST;
-    config.max_tokens = stages ? STAGED_ROWS : EP_PUSH_ROWS;
+    config.max_tokens = stages ? STAGED_ROWS : PUSH_ROWS(link->bootstrap.size);
     config.max_row_bytes = stages ? EP_MAX_ROW_BYTES : EP_PUSH_BYTES;
     config.backend = comm->config.backend, config.device = comm->config.device;
     config.timeout_seconds = comm->timeout;

@@ -174,7 +174,7 @@ bool moe_options_check(void *options) {
     char text[24];
     if (!validate(o)) return false;
     if (o->overlap == NOT_GIVEN) o->overlap = o->backend == EP_BACKEND_CUDA && !o->forward;
-    if (o->layers > 1 && o->overlap && !o->weight_sms) o->weight_sms = 32;
+    if (o->layers > 1 && o->overlap && !o->weight_sms) o->weight_sms = 24;
     snprintf(text, sizeof(text), "%lld", (long long)o->weight_sms);
     if (o->weight_sms) setenv("LIBEP_WEIGHT_SMS", text, 1);
     const QuantFormat *format = quant_format(o->quant);

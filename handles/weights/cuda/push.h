@@ -13,22 +13,14 @@
 #ifndef EP_PUSH_BYTES
 #define EP_PUSH_BYTES 16384
 #endif
-#ifndef EP_PUSH_WARPS
 #define EP_PUSH_WARPS 12 /* of a block: with more, each thread has 128 registers at most */
-#endif
-#ifndef EP_PUSH_RUN_BYTES
 #define EP_PUSH_RUN_BYTES (EP_PUSH_BYTES / 16) /* shorter runs of a shard go through registers */
-#endif
 #define EP_PUSH_BLOCKS 64
 
-/* Of eight warps so many receive: sums, rows; shards. A sum sends each chunk to one rank and takes
- * one from all. A gather sends each to all. */
-#ifndef EP_PUSH_RECEIVERS
+/* Of eight warps so many receive: sums and rows; shards. A sum sends each chunk to one rank and
+ * takes one from all. A gather sends each to all, so two ranks need fewer warps that receive. */
 #define EP_PUSH_RECEIVERS 5
-#endif
-#ifndef EP_PUSH_GATHER_RECEIVERS
-#define EP_PUSH_GATHER_RECEIVERS 5
-#endif
+#define EP_PUSH_GATHER_RECEIVERS(RANKS) ((RANKS) == 2 ? 3 : 5)
 
 /** A launch of the kernels, whose warps each move chunks. */
 typedef struct EpPushGrid {

@@ -76,9 +76,10 @@ static EpStatus push(const EpWeightWork *w, const Gathered *g) {
     int32_t word = ep_push_word(&g->shards, g->unit);
     if (((uintptr_t)g->from | (uintptr_t)g->whole) % 16) word = word > 4 ? 4 : word;
     EpPushGrid grid = ep_weight_push_grid(w);
+    int32_t receivers = EP_PUSH_GATHER_RECEIVERS(w->group->size);
     EpPushGatherArgs args = {.group = w->mark.group,
                              .shards = ep_push_describe(&g->shards, g->unit, word),
-                             .receivers = ep_push_receivers(grid, EP_PUSH_GATHER_RECEIVERS),
+                             .receivers = ep_push_receivers(grid, receivers),
                              .from = g->from,
                              .whole = g->whole};
     for (int32_t r = 0; r < w->group->size; r++)
