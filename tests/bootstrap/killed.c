@@ -58,6 +58,7 @@ typedef struct Board {
     Report report[RANKS];
     /* of groups with masks */
     uint32_t alive;     /* as the test sees it */
+    int32_t cuts;       /* of all ranks */
     uint32_t awaited;   /* places of ranks that were killed, until others have joined */
     int is_done[RANKS]; /* whether a rank has nothing left but to meet the others */
     int recovered[RANKS];
@@ -72,6 +73,7 @@ typedef struct Rank {
     int attended; /* the last admission */
     int joins;    /* it is a newcomer; the group's ranks may be replaced */
     int is_replaced;
+    int32_t no_cuts; /* cuts before the last meeting */
     double timeout;
     int phase;         /* in which it is lost; -1: none */
     int step;          /* and the step, if the phase is an operation */
@@ -369,6 +371,7 @@ static uint32_t recover(Rank *self, const Case *c, EpGroup **group) {
         int takes_part = *group && alive >> self->rank & 1;
         EpStatus status = EP_ERR_TIMEOUT;
         pass(self, RECOVERY, 0);
+        self->no_cuts = __atomic_load_n(&self->board->cuts, __ATOMIC_ACQUIRE);
         if (takes_part)
             status = ep_group_mask(*group, &alive, NULL);
         else
@@ -398,7 +401,8 @@ static int run_masked_step(const Rank *self, EpGroup *group, Case c, uint32_t al
         c.masked[r] = alive >> r & 1 ? '0' : '1';
     World *world = world_new(&c);
     EpHandle *handle = open_handle(group, &world->c);
-    Step step = {group, handle, world, self->rank, NULL, &ended};
+    Step step = {group, handle,  world, self->rank, NULL, &ended, &self->board->cuts,
+                 self->no_cuts};
     check_note("alive %x, case: %s", alive, case_describe(&world->c));
     step_all(&step);
     ep_handle_destroy(handle);

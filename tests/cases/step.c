@@ -56,6 +56,14 @@ static int has_cut(const Step *step) {
     return alive != expected;
 }
 
+/* A rank tells of its cuts before it sends others rows. */
+static void look_for_cuts(const Step *step) {
+    int cuts = has_cut(step);
+    if (cuts && step->cuts) __atomic_fetch_add(step->cuts, 1, __ATOMIC_RELEASE);
+    if (cuts || (step->cuts && __atomic_load_n(step->cuts, __ATOMIC_ACQUIRE) != step->no_cuts))
+        *step->ended = EP_ERR_MASKED;
+}
+
 static void run_call(Run *r, StepOp op) {
     r->memory.counters = step_counters_new(r->step);
     EpStatus status = step_call(r->step, &r->memory, op, NULL);
@@ -68,7 +76,7 @@ static void run_call(Run *r, StepOp op) {
         *r->step->ended = status;
     else
         CHECK_OK(status);
-    if (r->step->ended && !has_ended(r->step) && has_cut(r->step)) *r->step->ended = EP_ERR_MASKED;
+    if (r->step->ended && !has_ended(r->step)) look_for_cuts(r->step);
     if (has_ended(r->step))
         free(r->memory.counters);
     else
