@@ -190,7 +190,7 @@ static void settle_group(EpGroup *group, const Agreement *agreed) {
     bind_near_gpu(group);
 }
 
-/* Places of GPUs are one node. Host memory is reserved as if each could be one of its own. */
+/* Places of GPUs are one node. On the host memory is reserved as if each place were a node. */
 static void set_one_node(EpGroup *group) {
     memset(group->nodes.of, 0, (size_t)group->size * sizeof(*group->nodes.of));
     ep_nodes_set(&group->nodes, group->rank);
@@ -409,7 +409,7 @@ static void describe_admission(EpGroup *group, const EpBootstrap *bootstrap, EpH
 typedef struct Standing {
     EpNodes nodes;
     EpMask members;
-    int lost, shares;
+    int lost, shared;
 } Standing;
 
 /* Connect to the newcomers. `nodes`: the new ones, which the group takes over. */
@@ -428,7 +428,7 @@ static EpStatus connect_newcomers(EpGroup *group, const EpCall *call, const Agre
     *nodes = status == EP_OK ? before.nodes : group->nodes;
     if (status == EP_OK) return EP_OK;
     group->nodes = before.nodes, group->members = before.members;
-    group->choice.shared = before.shares;
+    group->choice.shared = before.shared;
     return status;
 }
 

@@ -140,13 +140,6 @@ static int leave_out(const ncclEpGroup_t group, EpStatus failed, uint32_t *ranks
     return 1;
 }
 
-static int count(const ncclEpGroup_t group, const uint32_t *ranks) {
-    int sum = 0;
-    for (int r = 0; r < group->size; r++)
-        sum += has(ranks, r);
-    return sum;
-}
-
 /* All ranks come back. Those that do not call it within the deadline stay masked, after another
  * attempt without them. */
 int ncclEpMaskClean(ncclEpGroup_t group, void *stream) {
@@ -159,7 +152,7 @@ int ncclEpMaskClean(ncclEpGroup_t group, void *stream) {
     (void)nep_poll(group); /* notes ranks that were cut: the rendezvous forgets them */
     EpStatus status = ep_group_mask(group->ep, ranks, stream);
     while (status == EP_ERR_TIMEOUT || status == EP_ERR_ORDER) {
-        if (!leave_out(group, status, ranks) || count(group, ranks) == 1) break;
+        if (!leave_out(group, status, ranks)) break;
         status = ep_group_mask(group->ep, ranks, stream);
     }
     return nep_result(call, status);

@@ -118,9 +118,12 @@ void ep_torch_drop(EpTorchWhole *c) {
 }
 
 void *ep_torch_run(EpTorchWhole *c, EpStatus (*part)(EpTorchWhole *c)) {
-    if ((c->h->device >= 0 && !c->h->torch->wait_stream) || !c->h->group->group ||
-        !enter(c->h->group))
+    if ((c->h->device >= 0 && !c->h->torch->wait_stream) || !enter(c->h->group))
         return ep_torch_leave();
+    if (!c->h->group->group) { /* closed */
+        leave(c->h->group);
+        return ep_torch_leave();
+    }
     void *others = PyEval_SaveThread();
     EpStatus status = part(c);
     PyEval_RestoreThread(others);

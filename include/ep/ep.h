@@ -1502,8 +1502,8 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
  *               handle's scale_order; padding likewise. Required where the handle has a grad_quant,
  *               else NULL. Taken by ep_combine_backward_with.
  *
- * The members below are statistics: INT64 counters of the caller's, to which the call adds, so the caller
- * sets them to 0 when it likes. A replayed graph adds again. Memory as for tensors, on a multiple
+ * The members below are statistics: INT64 counters of the caller's, to which the call adds. So the
+ * caller sets them to 0 when it likes. A replayed graph adds again. Memory as for tensors, on a multiple
  * of 8; no two counters of a call overlap (EP_ERR_ADDRESS). The memory stays valid until the call
  * has run, and as long as a graph may replay it. On the CUDA backend calls on several streams may
  * add to the same counters. A call that is refused adds nothing; one that fails later may have

@@ -245,8 +245,9 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream, co
  * is cut it returns EP_ERR_TIMEOUT.
  *
  * The operation can be captured: a graph keeps the maps, and the set of ranks that take part. If
- * a rank with whose rows it deals has been masked since, a replay suspends the group. On several nodes of GPUs, NCCL connects
- * two ranks when the first expert moves between them, which may take a second.
+ * a rank with whose rows it deals has been masked since, a replay suspends the group. On several
+ * nodes of GPUs, NCCL connects two ranks when the first expert moves between them, which may take a
+ * second.
  *
  * EP_ERR_ROUTING: an expert that `to` names has no copy in `from` on a rank that takes part; the
  * sentence names it, and nothing is written. EP_ERR_RANGE: entries below -1 or >= E.

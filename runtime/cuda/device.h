@@ -144,7 +144,7 @@ typedef struct EpCudaBallot {
     uint64_t seen;   /**< the reader's ticket that the voter has seen, once it is ready */
     uint64_t done;   /**< the voter's last ticket that has succeeded; 0: none */
     uint64_t masked; /**< 1: the voter has masked the reader, or cut it */
-    uint64_t aborted; /**< 1: the voter was aborted. A word for each: a masked rank's must hide none */
+    uint64_t aborted; /**< 1: the voter was aborted: a masked one must hide no other */
     uint64_t alive[EP_ALIVE_WORDS]; /**< the new set */
     uint64_t cuts;                  /**< 1: some of them do not take part for the voter so far */
     uint64_t epoch, sent, turn;     /**< as in EpCudaState and EpLatencyState */

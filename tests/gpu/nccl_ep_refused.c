@@ -90,7 +90,9 @@ static void check_masks(NcclEpRank *rank, const char *masked, int is_error) {
 }
 
 static void update(NcclEpRank *rank, const char *mask, int result) {
-    int words[3] = {mask[0] - '0', mask[1] - '0', mask[2] - '0'};
+    int words[3] = {0};
+    for (int r = 0; mask[r]; r++)
+        words[r] = mask[r] - '0';
     int got = ncclEpMaskUpdate(rank->group, words, rank->rank.stream);
     CHECK(got == result, "%s: %d", mask, got);
 }
@@ -118,40 +120,44 @@ static void step_without(NcclEpRank *rank, Case c, const char *masked, int numbe
     nccl_ep_step_close(&s);
 }
 
-/* As NCCL EP's own test does it: rank 2 misses a step, and the others go on without it. They ask
- * for all ranks, and it does not come. Then all come back, and mask each other by hand. */
+/* As NCCL EP's own test does it: the last rank misses a step, and the others go on without it. They
+ * ask for all ranks, and it does not come. Then all come back, and mask each other by hand. */
 static void lose_a_rank(const EpBootstrap *bootstrap, Case c) {
     NcclEpRank rank;
     open_masks(&rank, bootstrap, &c);
-    int leaves = bootstrap->rank == 2;
-    const char *others = leaves ? "110" : "001";
+    int skips = 3 - c.ranks, leaves = bootstrap->rank == c.ranks - 1;
+    const char *all = &"111"[skips], *first = &"110"[skips], *last = &"001"[skips];
+    const char *others = leaves ? first : last;
     step_without(&rank, c, "", 0, 0);
     check_masks(&rank, "", 0);
-    update(&rank, "111", NCCL_SUCCESS);
+    update(&rank, all, NCCL_SUCCESS);
     if (leaves) nccl_rank_meet(&rank.rank);
     for (int i = 0; i < 2 && !leaves; i++) {
         step_without(&rank, c, others, 1, i == 0);
         check_masks(&rank, others, i == 0);
         step_without(&rank, c, others, 2, 0);
-        update(&rank, "111", NCCL_INVALID_USAGE); /* no rank comes back alone */
-        update(&rank, "110", NCCL_SUCCESS);
+        update(&rank, all, NCCL_INVALID_USAGE); /* no rank comes back alone */
+        update(&rank, first, NCCL_SUCCESS);
         if (i == 0) CHECK_NCCL(ncclEpMaskClean(rank.group, rank.rank.stream));
     }
     nccl_rank_meet(&rank.rank);
     CHECK_NCCL(ncclEpMaskClean(rank.group, rank.rank.stream));
     check_masks(&rank, "", 0);
+    nccl_rank_meet(&rank.rank);
     step_without(&rank, c, "", 3, 0);
     update(&rank, others, NCCL_INVALID_USAGE); /* this rank */
     check_masks(&rank, "", 0);
-    update(&rank, leaves ? "001" : "110", NCCL_SUCCESS);
+    update(&rank, leaves ? last : first, NCCL_SUCCESS);
     check_masks(&rank, others, 0);
     step_without(&rank, c, others, 4, 0);
     nccl_rank_meet(&rank.rank);
     CHECK_NCCL(ncclEpMaskClean(rank.group, rank.rank.stream));
+    nccl_rank_meet(&rank.rank);
     step_without(&rank, c, "", 5, 0);
     nccl_ep_close(&rank);
 }
 
+LatencyTest(gpu_nccl_ep, masks_2, 2, lose_a_rank(bootstrap, DECODING(BATCHED)));
 LatencyTest(gpu_nccl_ep, masks_3, 3, lose_a_rank(bootstrap, DECODING(BATCHED)));
 
 /* High throughput, and nodes: no rank is masked, and none can be. */

@@ -428,7 +428,7 @@ SoloTest(handles_joining, newcomers_that_die) {
     run_spoiled(all, LENGTH(all));
     for (int i = 0; i < (int)LENGTH(all); i++)
         died += !all[i].joined;
-    CHECK(died > 1 && died < (int)LENGTH(all), "%d gatherings", died);
+    CHECK(died > (TESTS_ON_GPU ? 1 : 5) && died < (int)LENGTH(all), "%d gatherings", died);
 }
 
 static void *abort_soon(void *group) {

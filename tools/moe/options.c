@@ -67,7 +67,7 @@ static const Option specs[] = {
     {0, "graph", "0|1", OPTION_SWITCH(graph), "graph", NOT_GIVEN,
      "on GPUs, replay the step as a graph (default 1 with --forward; on the host 1 is refused)"},
     {0, "weight-sms", "N", OPTION_INT(weight_sms, 0, 64), "weight_sms", 0,
-     "on GPUs, most blocks of a kernel that moves weights (sets LIBEP_WEIGHT_SMS; default: 32 in a "
+     "on GPUs, most blocks of a kernel that moves weights (sets LIBEP_WEIGHT_SMS; default: 24 in a "
      "stack, whose products leave them free, else as libep likes)"},
     {0, "wire", "GB/S", OPTION_INT(wire, 1, 1 << 20), NULL, 350,
      "what a GPU sends to others, for the floors of calls of weights on GPUs (default 350)"},

@@ -135,11 +135,21 @@ static void drop_found(const EpGroup *group) {
         (void)ep_cuda_places_adopt(group, windows.places[i], &nobody);
 }
 
+/* The others have admitted, and what is mapped here is of no use: the group ends. */
+static EpStatus fail_group(EpGroup *group, EpStatus status) {
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = status, finding.rank = group->rank, finding.count = 1;
+    return ep_group_fail(group, &finding);
+}
+
 EpStatus ep_cuda_admit(EpGroup *group, const EpMask *alive) {
     EpCall call = {group->call, group->rank};
     int whole = 0;
     EpStatus status = find_others(group, &call, alive, &whole);
-    if (status == EP_OK) return adopt(group, alive, whole);
-    drop_found(group);
-    return status;
+    if (status != EP_OK) {
+        drop_found(group);
+        return status;
+    }
+    status = adopt(group, alive, whole);
+    return status == EP_OK ? EP_OK : fail_group(group, status);
 }

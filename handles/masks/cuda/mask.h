@@ -22,9 +22,10 @@
  *
  * What a masked rank may still store. Every place in a window that a peer stores into is for that
  * peer alone: its arrivals, rings, credits, counts, routes, heads and records. Kernels of the
- * living do not look there. The exceptions are ballots, which count only with the same set. Receive rows are staged. Once the
- * rank is back, it has waited for its kernels, and its ballot says so: what they stored is cleared,
- * or has numbers that no operation has any more.
+ * living do not look there. The exceptions are ballots. In them a vote counts only with the same
+ * set, and an abort only if the voter is alive. Receive rows are staged. Once the rank is back, it
+ * has waited for its kernels, and its ballot says so: what they stored is cleared, or has numbers
+ * that no operation has any more.
  *
  * Numbers only grow: the epoch, and the operations of latency mode, exceed all that a rank has
  * reached. A set of buffers whose operations differ between ranks gets a larger number, too. Then

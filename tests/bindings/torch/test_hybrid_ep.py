@@ -170,6 +170,7 @@ def test_in_one_call(buffer, rank, world):
         functools.partial(send, hidden=x, handle=handle),
         functools.partial(sum, hidden=rows, handle=handle),
     ]
+
     def refuse(call):
         with refused("RuntimeError one thread at a time .* of libep.torch while another"):
             call()
