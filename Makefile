@@ -161,8 +161,7 @@ emulated := $(emulated_tests) $(addprefix $B/emulated/,ep_moe ep_bench ep_info e
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
         check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-package \
-        check-jax check-torch check-released run-demo run-check run-tests \
-        run-emulated-tests deps install dist clean format again
+        check-jax check-torch check-released run-demo run-check deps install dist clean format again
 all: libs $(tools) $(tests)
 libs: $(libs)
 jax-handlers: $(jax_so)
@@ -347,17 +346,10 @@ run-demo: all
 # Many tests mostly wait, so more run at a time than there are cores (TEST_JOBS). Sanitizers
 # do not work with MPI, so their builds run the tests whose ranks are threads, and no emulated ones:
 # the thread sanitizer knows no fibers. "make ASAN=1 check-nodes-emulated" runs some of these.
-# Emulated GPUs compute while the other tests wait, so both run at once. What they print follows.
 export TEST_JOBS ?= $(shell echo $$((2 * $$(nproc) + 2)))
-beside = TEST_JOBS=$$(($(TEST_JOBS) / 2 + 1))
 run-check: all $(if $(variant),,$(emulated))
-	$(if $(variant)$(CHECK_ARGS),$(run_tests),@echo 'The tests take some minutes.'; \
-	    $(MAKE) $(jobs) -Otarget --no-print-directory $(beside) run-tests run-emulated-tests)
-run_tests = $B/tests/ep_tests -j$(TEST_JOBS) $(CHECK_ARGS)
-run-tests:
-	$(run_tests)
-run-emulated-tests:
-	tests/emulator/check $B few
+	$B/tests/ep_tests -j$(TEST_JOBS) $(CHECK_ARGS)
+	$(if $(variant)$(CHECK_ARGS),,tests/emulator/check $B few)
 check-emulated: $(emulated)
 	tests/emulator/check $B $(or $(CHECK_ARGS),all)
 # The small part of it that is about several nodes. The stacks of fibers hide leaks.
