@@ -6,7 +6,7 @@
 #include "runtime/config.h"
 
 #define TEXT(number) #number
-#define PLACES(number) TEXT(number)
+#define TEXT_OF(number) TEXT(number)
 
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings) {
     if (config->nccl_comm && config->backend == EP_BACKEND_AUTO) return EP_BACKEND_CUDA;
@@ -23,7 +23,7 @@ const char *ep_backend_contradiction(const EpGroupConfig *config, EpBackend wish
                "communicators end with a rank (config.nccl_comm)";
     if (config->max_ranks > EP_CUDA_MAX_RANKS)
         return "a group of the cuda backend that processes may join is on one node, which has at "
-               "most " PLACES(EP_CUDA_MAX_RANKS) " ranks (config.max_ranks)";
+               "most " TEXT_OF(EP_CUDA_MAX_RANKS) " ranks (config.max_ranks)";
     return NULL;
 }
 

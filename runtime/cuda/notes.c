@@ -149,7 +149,7 @@ static int read_sentence(const EpCudaGroup *g, const EpCudaNotes *notes, int32_t
 
 /* Masks: a living rank that is aborted, or, for a rank that ends, that has masked it and does not
  * wait for it. */
-static int32_t find_parted(const EpGroup *group, char why[EP_ABORT_BYTES]) {
+static int32_t find_aborted_or_masker(const EpGroup *group, char why[EP_ABORT_BYTES]) {
     const EpCudaGroup *g = &ep_cuda(group)->device;
     const EpCudaNotes *notes = &ep_cuda(group)->notes;
     const char *window = g->window[g->rank] + offsetof(EpCudaBallot, masked);
@@ -169,7 +169,7 @@ static int32_t find_aborted(const EpGroup *group, char why[EP_ABORT_BYTES]) {
     const EpCudaGroup *g = &ep_cuda(group)->device;
     const EpCudaNotes *notes = &ep_cuda(group)->notes;
     EpCudaNote *in = notes->in;
-    if (group->config.masks) return find_parted(group, why);
+    if (group->config.masks) return find_aborted_or_masker(group, why);
     const char *aborted = g->window[g->rank] + g->layout.aborted;
     if (!read_window(notes, &in->word, aborted, sizeof(in->word))) return -1;
     int32_t rank = (int32_t)in->word - 1;

@@ -2,9 +2,8 @@
 #ifndef EP_HANDLES_WEIGHTS_CUDA_PUSH_H
 #define EP_HANDLES_WEIGHTS_CUDA_PUSH_H
 
-/** The kernels that move weights on one node, through the rings of the group: push.cu,
- * push_rows.cu.
- */
+/** The kernels that move weights on one node, through the rings of the group: push.cu for shards,
+ *  push_rows.cu for whole experts. */
 
 #include "handles/weights/shards.h"
 #include "runtime/cuda/device.h"
