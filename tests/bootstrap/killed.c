@@ -57,10 +57,11 @@ enum { MOST_MEETINGS = 64 };
 typedef struct Board {
     Report report[RANKS];
     /* of groups with masks */
-    uint32_t alive;     /* as the test sees it */
-    int32_t cuts;       /* of all ranks */
-    uint32_t awaited;   /* places of ranks that were killed, until others have joined */
-    int is_done[RANKS]; /* whether a rank has nothing left but to meet the others */
+    uint32_t alive;          /* as the test sees it */
+    int32_t cuts[RANKS];     /* how often a rank has cut others */
+    int32_t cuts_met[RANKS]; /* and how often when it went to its last meeting */
+    uint32_t awaited;        /* places of ranks that were killed, until others have joined */
+    int is_done[RANKS];      /* whether a rank has nothing left but to meet the others */
     int recovered[RANKS];
     int admissions;                     /* the last meeting, of ranks that admit others; 0: none */
     Admission admission[MOST_MEETINGS]; /* the first meeting is of ep_group_create */
@@ -73,11 +74,11 @@ typedef struct Rank {
     int attended; /* the last admission */
     int joins;    /* it is a newcomer; the group's ranks may be replaced */
     int is_replaced;
-    int32_t no_cuts; /* cuts before the last meeting */
+    int32_t no_cuts[RANKS]; /* cuts of each rank before the last meeting */
     double timeout;
     int phase;         /* in which it is lost; -1: none */
     int step;          /* and the step, if the phase is an operation */
-    int signal;        /* SIGKILL or SIGSTOP */
+    int signal;        /* SIGKILL or SIGSTOP; 0: it will not be lost, or no longer */
     double delay;      /* seconds after the phase's begin */
     const char *nodes; /* LIBEP_TOPOLOGY */
 } Rank;
@@ -106,9 +107,10 @@ enum { STEPS = 8, CALLS = STEPS * NUM_CALLS };
 static const char *const topologies[] = {"", "0,0,1", "0,1,0", "0,1,2"};
 
 static void *lose(void *context) {
-    const Rank *self = context;
+    Rank *self = context;
     usleep((useconds_t)(1e6 * self->delay));
     kill(getpid(), self->signal);
+    __atomic_store_n(&self->signal, 0, __ATOMIC_RELEASE); /* it was stopped, and goes on */
     return NULL;
 }
 
@@ -363,6 +365,17 @@ static int is_called(Rank *self) {
     return self->board->admission[last].meeting.ranks >> self->rank & 1;
 }
 
+/* All ranks leave a meeting with the same counts of cuts. A rank does not write its count again
+ * before the others have read it: they must have begun the next step for it to end that step. */
+static EpStatus meet_masked(Rank *self, EpGroup *group, uint32_t alive) {
+    Board *board = self->board;
+    __atomic_store_n(&board->cuts_met[self->rank], board->cuts[self->rank], __ATOMIC_RELEASE);
+    EpStatus status = ep_group_mask(group, &alive, NULL);
+    for (int r = 0; r < RANKS; r++)
+        self->no_cuts[r] = __atomic_load_n(&board->cuts_met[r], __ATOMIC_ACQUIRE);
+    return status;
+}
+
 /* Meet the ranks that the test knows to be alive, as often as it takes. Returns them. */
 static uint32_t recover(Rank *self, const Case *c, EpGroup **group) {
     double end = seconds_now() + MOST_SECONDS;
@@ -371,9 +384,8 @@ static uint32_t recover(Rank *self, const Case *c, EpGroup **group) {
         int takes_part = *group && alive >> self->rank & 1;
         EpStatus status = EP_ERR_TIMEOUT;
         pass(self, RECOVERY, 0);
-        self->no_cuts = __atomic_load_n(&self->board->cuts, __ATOMIC_ACQUIRE);
         if (takes_part)
-            status = ep_group_mask(*group, &alive, NULL);
+            status = meet_masked(self, *group, alive);
         else
             usleep(1000);
         /* One that missed an admission does not know the newcomer's place. */
@@ -401,8 +413,7 @@ static int run_masked_step(const Rank *self, EpGroup *group, Case c, uint32_t al
         c.masked[r] = alive >> r & 1 ? '0' : '1';
     World *world = world_new(&c);
     EpHandle *handle = open_handle(group, &world->c);
-    Step step = {group, handle,  world, self->rank, NULL, &ended, &self->board->cuts,
-                 self->no_cuts};
+    Step step = {group, handle, world, self->rank, NULL, &ended, self->board->cuts, self->no_cuts};
     check_note("alive %x, case: %s", alive, case_describe(&world->c));
     step_all(&step);
     ep_handle_destroy(handle);
@@ -433,7 +444,8 @@ static void live_masked(Rank *self, const Case *c) {
         int is_last = is_whole && ++count == STEPS;
         int is_left = __atomic_load_n(&board->admissions, __ATOMIC_ACQUIRE) == self->attended;
         if (is_whole && !is_last && is_left && alive_on(board) == alive) continue;
-        __atomic_store_n(&board->is_done[self->rank], is_last, __ATOMIC_RELEASE);
+        int is_done = is_last && !__atomic_load_n(&self->signal, __ATOMIC_ACQUIRE);
+        __atomic_store_n(&board->is_done[self->rank], is_done, __ATOMIC_RELEASE);
         alive = recover(self, c, &group);
         board->recovered[self->rank]++;
         if (are_done(board, alive)) break;

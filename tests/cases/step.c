@@ -59,9 +59,11 @@ static int has_cut(const Step *step) {
 /* A rank tells of its cuts before it sends others rows. */
 static void look_for_cuts(const Step *step) {
     int cuts = has_cut(step);
-    if (cuts && step->cuts) __atomic_fetch_add(step->cuts, 1, __ATOMIC_RELEASE);
-    if (cuts || (step->cuts && __atomic_load_n(step->cuts, __ATOMIC_ACQUIRE) != step->no_cuts))
-        *step->ended = EP_ERR_MASKED;
+    if (cuts && step->cuts) __atomic_fetch_add(&step->cuts[step->rank], 1, __ATOMIC_RELEASE);
+    for (int r = 0; r < step->world->c.ranks && step->cuts; r++)
+        if (!case_is_masked(&step->world->c, r))
+            cuts |= __atomic_load_n(&step->cuts[r], __ATOMIC_ACQUIRE) != step->no_cuts[r];
+    if (cuts) *step->ended = EP_ERR_MASKED;
 }
 
 static void run_call(Run *r, StepOp op) {

@@ -17,12 +17,12 @@ typedef struct Step {
     EpHandle *handle;
     const World *world;
     int rank;
-    const EpTensor *plan;     /**< that calls name; NULL: the handle's own */
+    const EpTensor *plan; /**< that calls name; NULL: the handle's own */
     EpStatus *ended; /**< EP_OK; a call that returns EP_ERR_TIMEOUT, or cuts a rank, sets it, and
                           from then on nothing is compared. NULL: no call may */
-    int32_t *cuts;   /**< shared by all ranks, or NULL: how often one has cut others. Its slots are
+    int32_t *cuts;   /**< shared by all ranks, or NULL: how often each has cut others. Its slots are
                           not those that the case says, so the rows that it combines are wrong */
-    int32_t no_cuts; /**< what it was when the ranks met */
+    const int32_t *no_cuts;   /**< what they were when the ranks met */
     int block_rows, expected; /**< as in EpExtras; 0: what the case and the given words want */
 } Step;
 
