@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -88,6 +89,13 @@ typedef struct Rank {
 static EpBootstrap board_bootstrap(Rank *self, int meeting) {
     self->attendee.rank = self->rank;
     return meeting_bootstrap(&self->attendee, &self->board->admission[meeting].meeting);
+}
+
+/* A rank ends with its test, which may reach its time limit. */
+static pid_t fork_rank(void) {
+    pid_t child = fork();
+    if (child == 0) prctl(PR_SET_PDEATHSIG, SIGKILL);
+    return child;
 }
 
 static Board *board_open(void) {
@@ -179,7 +187,7 @@ static void life_begin(Life *life, double timeout) {
         if (r == life->victim) self = life->lost;
         self.board = life->board, self.rank = r, self.timeout = timeout;
         self.nodes = life->lost.nodes;
-        life->children[r] = fork();
+        life->children[r] = fork_rank();
         if (life->children[r] == 0) live(&self);
     }
 }
@@ -476,7 +484,7 @@ static void begin_rank(MaskedLife *life, int r) {
     rank->nodes = life->nodes, rank->is_replaced = life->replaces;
     rank->attended = life->board->admissions;
     life->living |= 1u << r;
-    life->child[r] = fork();
+    life->child[r] = fork_rank();
     if (life->child[r] == 0) live_masked(rank, &life->c);
 }
 
