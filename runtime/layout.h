@@ -518,8 +518,8 @@ EP_HOST_DEVICE static inline int64_t ep_padding_end(const EpPlanShape *s, const 
 #define EP_WORK_TABLE_BYTES 1024     /* of a pipeline's tables, per load or store of a work item */
 #define EP_LEAST_FRAGMENT_BYTES 1024 /* the smallest fragment of a row that a stage holds */
 
-/* Of a chunk of a kernel that moves weights: a record of the group's rings, and a stage of a warp.
- */
+/* Bytes of a chunk of the kernels that move weights: it is a record of the group's rings, and in
+ * the stage of a warp. */
 #ifndef EP_PUSH_BYTES
 #define EP_PUSH_BYTES 16384
 #endif
