@@ -261,7 +261,7 @@ SoloTest(handles_joining, random) {
         char text[256], before[MOST_PLACES + 1] = "1111", event[MOST_PLACES + 1] = "";
         at = snprintf(text, sizeof(text), "ranks=%d top_k=3 seed=%d %s " COPIES ": %.*s", ranks,
                       (int)i, words[i % LENGTH(words)], ranks, before);
-        for (int n = 1; n < MOST_EVENTS; n++, strcpy(before, event)) {
+        for (int n = 1; n < (TESTS_ON_GPU ? 6 : MOST_EVENTS); n++, strcpy(before, event)) {
             draw_event(&random, before, event, ranks);
             at += snprintf(text + at, sizeof(text) - (size_t)at, " %.*s", ranks, event);
         }
