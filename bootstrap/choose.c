@@ -31,8 +31,8 @@ EpStatus ep_backend_choose(const EpCall *call, EpGroupConfig *config, const EpSe
     *out = (EpChoice){.backend = ep_backend_wish(config, settings), .device = -1};
     if (out->backend == EP_BACKEND_HOST) return EP_OK;
     ep_gpus_find(config, settings, 1, &mine);
-    int32_t device = ep_gpus_choose(&mine, place, ep_cuda_least_shared(config, config->max_ranks),
-                                    why_not, sizeof(why_not));
+    int32_t device = ep_gpus_choose(
+        &mine, place, ep_cuda_least_shared(config, config->max_ranks, 0), why_not, sizeof(why_not));
     if (device < 0)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
                          "expected one that can serve this rank: %s", why_not);
@@ -45,12 +45,13 @@ EpStatus ep_backend_choose(const EpCall *call, EpGroupConfig *config, const EpSe
 /* Assign devices and check whether the CUDA backend can serve all ranks with them. Returns 0, with
  * the reason in `why_not`, if it cannot. */
 static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
-                         const EpSettings *settings, int32_t *nodes, const EpGpuReport *all,
-                         EpChoice *out, char *why_not, size_t bytes) {
+                         const EpSettings *settings, EpPurpose purpose, int32_t *nodes,
+                         const EpGpuReport *all, EpChoice *out, char *why_not, size_t bytes) {
     int32_t devices[EP_MAX_RANKS];
     int machines = spans_nodes(nodes, b->size);
     ep_gpus_assign(all, b->size, devices);
-    int64_t shared_bytes = ep_cuda_least_shared(config, ep_config_places(config, b->size));
+    int64_t shared_bytes =
+        ep_cuda_least_shared(config, ep_config_places(config, b->size), purpose == EP_FOR_WEIGHTS);
     ep_gpus_domains(all, b->size, devices, settings->topology.text[0] != 0, nodes);
     if (!ep_gpus_agree(all, b->size, nodes, devices, shared_bytes, why_not, bytes)) return 0;
     if (config->masks && spans_nodes(nodes, b->size)) {
@@ -113,8 +114,8 @@ static int nccl_is_apart(void) {
 }
 
 EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
-                          const EpGroupConfig *config, const EpSettings *settings, int32_t *nodes,
-                          EpGpuReport *reports, EpChoice *out) {
+                          const EpGroupConfig *config, const EpSettings *settings,
+                          EpPurpose purpose, int32_t *nodes, EpGpuReport *reports, EpChoice *out) {
     EpBackend wish = ep_backend_wish(config, settings);
     EpChoice none = {.device = -1}, choice = none;
     char why_not[224] = "";
@@ -127,8 +128,8 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
         EP_TRY(
             gather_reports(call, bootstrap, &mine, reports, ep_config_timeout(config, settings)));
         memcpy(domains, nodes, (size_t)bootstrap->size * sizeof(*nodes));
-        usable = agree_on_gpus(bootstrap, config, settings, domains, reports, &choice, why_not,
-                               sizeof(why_not));
+        usable = agree_on_gpus(bootstrap, config, settings, purpose, domains, reports, &choice,
+                               why_not, sizeof(why_not));
     }
     EpBackend backend =
         ep_backend_decide(wish, usable, why_not, choice.reason, sizeof(choice.reason));

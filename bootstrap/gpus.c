@@ -78,7 +78,7 @@ int ep_gpus_usable_here(const EpGroupConfig *config, const EpSettings *settings,
                         char *reason, size_t reason_bytes) {
     EpGpuReport report;
     ep_gpus_find(config, settings, num_ranks, &report);
-    return check_rank(&report, chosen_device(&report), ep_cuda_least_shared(config, num_ranks),
+    return check_rank(&report, chosen_device(&report), ep_cuda_least_shared(config, num_ranks, 0),
                       (Reason){reason, reason_bytes});
 }
 

@@ -99,7 +99,7 @@ EpStatus ep_backend_choose(const EpCall *call, EpGroupConfig *config, const EpSe
  * they become its domains.
  */
 EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
-                          const EpGroupConfig *config, const EpSettings *settings, int32_t *nodes,
-                          EpGpuReport *reports, EpChoice *out);
+                          const EpGroupConfig *config, const EpSettings *settings,
+                          EpPurpose purpose, int32_t *nodes, EpGpuReport *reports, EpChoice *out);
 
 #endif

@@ -314,8 +314,8 @@ static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootst
     ep_hello_nodes(agreed->all, size, places, nodes->of);
     for (int32_t r = 0; r < size; r++)
         domains[r] = nodes->of[agreed->all[r].place];
-    EP_TRY(ep_backend_agree(call, bootstrap, config, settings, domains, agreed->gpus,
-                            &agreed->choice));
+    EP_TRY(ep_backend_agree(call, bootstrap, config, settings, agreed->purpose, domains,
+                            agreed->gpus, &agreed->choice));
     /* Ranks of GPUs that others may join are on one node, and so are empty places. */
     for (int32_t p = 0; p < places && agreed->choice.backend == EP_BACKEND_CUDA; p++)
         nodes->of[p] = domains[ep_config_joins(config) ? 0 : p];

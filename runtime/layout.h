@@ -240,9 +240,9 @@ static inline EpCopyTable ep_copy_table(const EpCopySetup *s) {
 EP_HOST_DEVICE static inline void ep_copies_set_kind(const EpCopySetup *s, int32_t physical) {
     const EpCopyMemory *m = &s->memory;
     int32_t owner = ep_placement_owner(&s->placement, physical);
-    EpCopyKind kind = owner == s->rank                             ? EP_COPY_HERE
+    EpCopyKind kind = owner == s->rank                           ? EP_COPY_HERE
                       : m->node_of[owner] == m->node_of[s->rank] ? EP_COPY_ON_NODE
-                                                                   : EP_COPY_FAR;
+                                                                 : EP_COPY_FAR;
     if (m->logical_of[physical] < 0 || !(m->alive[owner / 32] >> owner % 32 & 1))
         kind = EP_COPY_DEAD;
     m->kind[physical] = kind;
@@ -373,8 +373,8 @@ typedef struct EpPlanShape {
     EpExpertIds expert_ids;
     EpRowWeights row_weights;
     int32_t by_entry; /**< whether sums are by entry: see EpSums */
-    int32_t merges;  /**< whether an expert named twice in a row of topk_idx has one slot */
-    int32_t num_sms; /**< multiprocessors of the handle's operations, or EP_DEFAULT */
+    int32_t merges;   /**< whether an expert named twice in a row of topk_idx has one slot */
+    int32_t num_sms;  /**< multiprocessors of the handle's operations, or EP_DEFAULT */
     EpNodeSizes nodes;
 } EpPlanShape;
 
@@ -518,6 +518,13 @@ EP_HOST_DEVICE static inline int64_t ep_padding_end(const EpPlanShape *s, const 
 #define EP_WORK_TABLE_BYTES 1024     /* of a pipeline's tables, per load or store of a work item */
 #define EP_LEAST_FRAGMENT_BYTES 1024 /* the smallest fragment of a row that a stage holds */
 
+/* Bytes of a chunk of the kernels that move weights: it is a record of the group's rings, and in
+ * the stage of a warp. */
+#ifndef EP_PUSH_BYTES
+#define EP_PUSH_BYTES 16384
+#endif
+#define EP_LEAST_PUSH_WARPS 2 /* of its blocks: one sends and one receives */
+
 #define EP_PREPARE_WARPS 32       /* of a block of ep_prepare */
 #define EP_RANK_TABLES_BYTES 3520 /* that a block of ep_prepare has for EP_CUDA_MAX_RANKS ranks */
 
@@ -529,10 +536,14 @@ static inline int64_t ep_cuda_prepare_shared(int32_t num_experts, int32_t num_ra
 }
 
 /** Returns the shared memory per block that a group needs: to move rows, a stage for a row and one
- *  for each of its slots; to prepare, tables of experts and ranks. */
-static inline int64_t ep_cuda_least_shared(const EpGroupConfig *config, int32_t num_ranks) {
+ *  for each of its slots; to prepare, tables of experts and ranks; to move weights, for which the
+ *  group is or which its placement allows, stages of chunks. */
+static inline int64_t ep_cuda_least_shared(const EpGroupConfig *config, int32_t num_ranks,
+                                           int for_weights) {
     int64_t fragment = ep_min(config->max_row_bytes, EP_LEAST_FRAGMENT_BYTES);
     int64_t stages = (1 + config->max_top_k) * (EP_WORK_TABLE_BYTES + fragment);
+    if (for_weights || config->num_physical != EP_DEFAULT)
+        stages = ep_max(stages, EP_LEAST_PUSH_WARPS * EP_PUSH_BYTES);
     return EP_STATIC_SHARED_BYTES +
            ep_max(stages, ep_cuda_prepare_shared(ep_physical_experts(config), num_ranks));
 }

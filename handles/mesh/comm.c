@@ -16,9 +16,6 @@
  * than ten: what is under way while a record and its credit travel. */
 #define STAGED_ROWS 64
 #define PUSH_ROWS(RANKS) ((RANKS) == 2 ? 512 : 256)
-#ifndef EP_PUSH_BYTES
-#define EP_PUSH_BYTES 16384 /* see handles/weights/cuda/push.h */
-#endif
 
 /* ---- agreement ----------------------------------------------------------------------------- */
 

@@ -74,7 +74,8 @@ typedef struct EpCuda {
     struct EpCudaRelay *relay;   /**< NULL on one node; see handles/nodes/cuda/relay.h */
     struct EpCudaSlices *slices; /**< NULL: none; see handles/weights/cuda/slices.h */
     struct EpMaskResult *masked; /**< pinned; NULL: no masks. handles/masks/cuda/mask.h */
-    EpMask chosen;               /**< masks: cuts that the table of copies knows */
+    uint32_t incarnation[EP_CUDA_MAX_RANKS]; /**< masks: as in EpCudaState */
+    EpMask chosen;                           /**< masks: cuts that the table of copies knows */
     EpMask reached; /**< the ranks of this node, by their numbers there, whose windows are mapped */
     struct EpCudaLatency *latency;       /**< NULL: none; see handles/cuda/latency.c */
     const void *validated[EP_VALIDATED]; /**< cache of validated pointers, by a hash of the

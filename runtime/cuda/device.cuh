@@ -305,9 +305,9 @@ static __device__ void ep_copy_why(const EpCudaGroup &g, uint32_t member, volati
         out[i] = ep_load_relaxed_sys(why + i);
 }
 
-/* Masks: returns whether a rank is aborted. */
+/* Masks: returns whether a rank is aborted. An old process of its place is nobody's business. */
 __device__ __forceinline__ int ep_is_aborted(const EpCudaGroup &g, int r) {
-    return ep_load_relaxed_sys(&ep_ballot(g, g.rank, r)->aborted) != 0;
+    return ep_load_relaxed_sys(&ep_ballot(g, g.rank, r)->aborted) == g.state->incarnation[r];
 }
 
 /* Returns the word that names a rank which is aborted: 1 + its number, or 0. A masked rank's abort

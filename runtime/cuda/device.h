@@ -140,11 +140,12 @@ typedef struct EpWindowLayout {
  * them.
  */
 typedef struct EpCudaBallot {
-    uint64_t word;   /**< ticket << 2 | EpBallotState */
-    uint64_t seen;   /**< the reader's ticket that the voter has seen, once it is ready */
-    uint64_t done;   /**< the voter's last ticket that has succeeded; 0: none */
-    uint64_t masked; /**< 1: the voter has masked the reader, or cut it */
-    uint64_t aborted; /**< 1: the voter was aborted: a masked one must hide no other */
+    uint64_t word;    /**< ticket << 2 | EpBallotState */
+    uint64_t seen;    /**< the reader's ticket that the voter has seen, once it is ready */
+    uint64_t done;    /**< the voter's last ticket that has succeeded; 0: none */
+    uint64_t masked;  /**< 1: the voter has masked the reader, or cut it */
+    uint64_t aborted; /**< the voter's incarnation (EpCudaState): it was aborted. A masked one must
+                           hide no other */
     uint64_t alive[EP_ALIVE_WORDS]; /**< the new set */
     uint64_t cuts;                  /**< 1: some of them do not take part for the voter so far */
     uint64_t epoch, sent, turn;     /**< as in EpCudaState and EpLatencyState */
@@ -160,7 +161,8 @@ EP_HOST_DEVICE static inline int ep_is_voting(uint64_t word, uint32_t past) {
     return (word & 3) != EP_BALLOT_NONE && (uint32_t)(word >> EP_BALLOT_STATE_BITS) != past;
 }
 
-/** The flag of an operation of latency mode: the number of the operation among those of its set, then the set. */
+/** The flag of an operation of latency mode: the number of the operation among those of its set,
+ * then the set. */
 #define EP_FLAG_SET_BITS 4
 #define EP_FLAG(number, set) ((uint64_t)(number) << EP_FLAG_SET_BITS | (uint64_t)(set))
 #define EP_FLAG_SET(flag) ((int)(flag) & ((1 << EP_FLAG_SET_BITS) - 1))
@@ -294,7 +296,9 @@ typedef struct EpCudaAsyncErrors {
     unsigned long long overflow;    /**< of a latest loss: rows needed << 32 | capacity */
 } EpCudaAsyncErrors;
 
-#define EP_CLAIMERS 3 /* scheduler.cuh names them */
+#define EP_FIRST_INCARNATION 1 /* of newcomers it is larger */
+#define EP_NO_INCARNATION ~0u  /* of an empty place: no process has it */
+#define EP_CLAIMERS 3          /* scheduler.cuh names them */
 
 /** Device memory of a group that no peer sees. Zeroed at create. `claimed` is in the same sector as
  *  `finished`: so a block's claims have reached its memory before its count there, though a block
@@ -304,15 +308,18 @@ typedef struct __attribute__((aligned(32))) EpCudaState {
     uint32_t finished; /**< blocks that have finished the operation: see ep_end_operation */
     uint32_t failed;   /**< the operation in which this rank has failed, 0: none */
     uint32_t sent;     /**< operations of latency mode that have been sent */
-    int32_t claimed[EP_CLAIMERS]; /**< chunks of tokens or rows */
-    unsigned long long bad_count; /**< bad indices found by the prepare under way */
-    unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
-    unsigned long long lost;      /**< as in EpCudaAsyncErrors, counted here first */
+    int32_t claimed[EP_CLAIMERS];     /**< chunks of tokens or rows */
+    unsigned long long bad_count;     /**< bad indices found by the prepare under way */
+    unsigned long long bad_entry;     /**< ~ of the lowest entry that has one; 0: none */
+    unsigned long long lost;          /**< as in EpCudaAsyncErrors, counted here first */
     uint32_t alive[EP_ALIVE_WORDS];   /**< masks: bit r % 32 of word r / 32: whether rank r, of this
                                            node, takes part */
     uint32_t late_us;                 /**< masks: see EpLateRanks; 0: no rank is cut */
     uint32_t ticket;                  /**< masks: of this rank's last ballot */
     uint32_t past[EP_CUDA_MAX_RANKS]; /**< masks: each rank's ticket in the last rendezvous */
+    uint32_t incarnation[EP_CUDA_MAX_RANKS]; /**< masks: number of the process at each place. An
+                                                  abort of a process that was replaced carries
+                                                  another one */
 } EpCudaState;
 
 /**

@@ -89,24 +89,33 @@ static cudaError_t tell_all(const EpGroup *group, const EpCudaNotes *notes) {
     return error;
 }
 
-int ep_cuda_abort(EpGroup *group, const char *sentence, int leaving) {
-    EpCuda *cuda = ep_cuda(group);
-    EpCudaNotes *notes = &cuda->notes;
-    if (__atomic_load_n(&cuda->device.failure->fault, __ATOMIC_ACQUIRE)) return 0;
-    if (leaving) return 1; /* this rank's kernels have ended, and peers may free their windows */
-    notes->out->word = 1 + (uint64_t)group->rank;
-    memcpy(notes->out->why, sentence, EP_ABORT_BYTES);
+/* Peers that look must find the word before this rank goes on: it may be in its next group while
+ * they destroy this one. */
+static void tell_and_wait(const EpGroup *group, const EpCudaNotes *notes) {
     enum cudaStreamCaptureMode mode = allow_calls();
     cudaError_t error = tell_all(group, notes);
-    /* Peers that look must find the word before this rank goes on: it may be in its next group
-     * while they destroy this one. */
     if (error == cudaSuccess) (void)await_copies(notes);
     restore_calls(mode);
-    if (error == cudaSuccess) return 1;
+    if (error == cudaSuccess) return;
     (void)cudaGetLastError();
     EP_WARN("ep_group_abort: kernels that wait end at their deadline: %s",
             cudaGetErrorString(error));
+}
+
+int ep_cuda_abort(EpGroup *group, const char *sentence, int leaving) {
+    const EpCuda *cuda = ep_cuda(group);
+    EpCudaNote *out = cuda->notes.out;
+    int32_t rank = cuda->device.rank;
+    if (__atomic_load_n(&cuda->device.failure->fault, __ATOMIC_ACQUIRE)) return 0;
+    if (leaving) return 1; /* this rank's kernels have ended, and peers may free their windows */
+    out->word = group->config.masks ? cuda->incarnation[rank] : 1 + (uint64_t)rank;
+    memcpy(out->why, sentence, EP_ABORT_BYTES);
+    tell_and_wait(group, &cuda->notes);
     return 1;
+}
+
+void ep_cuda_repeat_abort(EpGroup *group) {
+    if (ep_abort_requested(&group->abort)) tell_and_wait(group, &ep_cuda(group)->notes);
 }
 
 /* ---- refused calls ------------------------------------------------------------------------- */
@@ -157,7 +166,8 @@ static int32_t find_aborted_or_masker(const EpGroup *group, char why[EP_ABORT_BY
     for (int32_t r = 0; r < g->size; r++) {
         if (r == g->rank || !ep_mask_has(&group->alive, r)) continue;
         if (!read_window(notes, words, window + ballot_of(g, r), 2 * sizeof(*words))) return -1;
-        if (words[1]) return read_sentence(g, notes, r, why) ? r : -1;
+        if (words[1] == ep_cuda(group)->incarnation[r])
+            return read_sentence(g, notes, r, why) ? r : -1;
         if (!words[0] || !group->ends) continue;
         snprintf(why, EP_ABORT_BYTES, "it has masked this rank");
         return r;

@@ -16,7 +16,7 @@
 
 /** What is copied to windows and from the own one. */
 typedef struct EpCudaNote {
-    uint64_t word; /**< 1 + rank */
+    uint64_t word; /**< 1 + rank on this node; masks: incarnation */
     char why[EP_ABORT_BYTES];
     EpArrival arrivals[2 * EP_CUDA_MAX_RANKS];
     uint64_t parted[2]; /**< of a ballot */
@@ -33,6 +33,10 @@ void ep_cuda_notes_close(EpCudaNotes *notes);
 /** Entries of the backend's table; see EpBackendOps. */
 int ep_cuda_abort(EpGroup *group, const char *sentence, int leaving);
 int32_t ep_cuda_find_failed(EpGroup *group, int32_t *blamed, char why[EP_ABORT_BYTES]);
+
+/** Tell the peers of the abort again, if there was one: some windows were not mapped before. The
+ *  caller holds the abort. */
+void ep_cuda_repeat_abort(EpGroup *group);
 
 /** Store the sentence of this rank into the peers' windows, where no word names the rank: of a
  *  refused call, "": of none. Get that of a rank of this node; "" if it has none, or that cannot be

@@ -220,22 +220,36 @@ SoloTest(bootstrap_gpus, of_places) {
 SoloTest(bootstrap_gpus, shared_memory_that_rows_need) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.max_row_bytes = 14336, config.max_top_k = 8, config.max_scale_bytes = 224;
-    int64_t needs = ep_cuda_least_shared(&config, 2);
+    int64_t needs = ep_cuda_least_shared(&config, 2, 0);
     CHECK(needs == EP_STATIC_SHARED_BYTES + 9 * (1024 + 1024), "%lld bytes", (long long)needs);
+}
+
+/* Two warps of the kernels that move weights have a stage each: one sends, and one receives. A
+ * group with a placement may move experts. */
+SoloTest(bootstrap_gpus, shared_memory_that_weights_need) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    config.max_row_bytes = 512, config.max_top_k = 1, config.num_experts = 1;
+    int64_t least = EP_STATIC_SHARED_BYTES + 2 * EP_PUSH_BYTES;
+    int64_t tokens = ep_cuda_least_shared(&config, 2, 0), most = ep_max(tokens, least);
+    int64_t weights = ep_cuda_least_shared(&config, 2, 1);
+    config.num_physical = 1;
+    int64_t placed = ep_cuda_least_shared(&config, 2, 0);
+    CHECK(tokens < 20 << 10 && weights == most && placed == most, "%lld, %lld and %lld bytes",
+          (long long)tokens, (long long)weights, (long long)placed);
 }
 
 /* ep_prepare has tables of experts in shared memory. */
 SoloTest(bootstrap_gpus, experts_too_many_for_shared_memory) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.max_row_bytes = 14336, config.max_top_k = 8, config.num_experts = 256;
-    int64_t few = ep_cuda_least_shared(&config, 8), h200 = make_gpu(0).shared_bytes;
+    int64_t few = ep_cuda_least_shared(&config, 8, 0), h200 = make_gpu(0).shared_bytes;
     CHECK(few == EP_STATIC_SHARED_BYTES + 9 * (1024 + 1024), "%lld bytes", (long long)few);
     config.num_experts = 5000;
-    CHECK(ep_cuda_least_shared(&config, 72) <= h200, "5000 experts do not fit");
+    CHECK(ep_cuda_least_shared(&config, 72, 0) <= h200, "5000 experts do not fit");
     config.num_experts = 5720;
-    CHECK(ep_cuda_least_shared(&config, 8) > h200, "5720 experts fit");
+    CHECK(ep_cuda_least_shared(&config, 8, 0) > h200, "5720 experts fit");
     config.num_experts = EP_MAX_EXPERTS;
-    CHECK(ep_cuda_least_shared(&config, 72) > INT64_C(600) << 20, "it overflowed");
+    CHECK(ep_cuda_least_shared(&config, 72, 0) > INT64_C(600) << 20, "it overflowed");
 }
 
 SoloTest(bootstrap_gpus, too_many_ranks_on_a_node) {

@@ -15,8 +15,8 @@
 TestSuite(handles_joining, .init = be_quiet);
 
 enum { MOST_EVENTS = 8, MOST_PLACES = 8 };
-#define HERE "1nkm"
-#define NEW "nk"
+#define HERE "1mnkaz"
+#define NEW "nkaz"
 
 /** A case, and what happens to its places: a letter for each. The first event creates the group. */
 typedef struct Story {
@@ -25,7 +25,11 @@ typedef struct Story {
     char event[MOST_EVENTS][MOST_PLACES + 1]; /* '1' goes on, 'n' joins, 'm' admits, but stays
                                                  masked, 'x' is left out, '0': nobody is there;
                                                  'k' joins, and its old process says nothing:
-                                                 the others miss it in an operation */
+                                                 the others miss it in an operation,
+                                                 'a' likewise, and its old process has aborted
+                                                 the group. All others were masked before,
+                                                 'z' joins, and its old process, which was masked,
+                                                 aborts the group after that */
     EpBootstrap bootstrap[MOST_EVENTS][MOST_PLACES];
 } Story;
 
@@ -94,25 +98,41 @@ static void check_newcomer(EpGroup *group, const char *event) {
     CHECK_REFUSED(ep_group_status(group, NULL), EP_ERR_TIMEOUT, "this rank is masked");
 }
 
-/* A rank that was left out, or misses one, finds out. */
-static void find_nobody(EpGroup *group, int place) {
+/* Where late ranks are cut, the others go on without those that have aborted the group. */
+static void check_cut(EpGroup *group, const char *event) {
+    uint32_t word = 0;
+    CHECK_OK(ep_group_alive(group, &word));
+    for (int p = 0; event[p]; p++)
+        CHECK(event[p] != 'a' || !(word >> p & 1), "%#x", word);
+}
+
+/* A rank that was left out, or misses one, finds out, and why. */
+static void find_nobody(EpGroup *group, const char *event, int place) {
     World *world = world_new(&story.c);
     Step step = {group, open_handle(group, &world->c), world, place, NULL};
     EpStatus status = EP_OK;
     for (int i = 0; i < 4 && status == EP_OK; i++)
         status = call_op(&step, i ? STEP_DISPATCH : STEP_PREPARE);
-    CHECK(status == EP_ERR_TIMEOUT, "%d: %s", (int)status, ep_last_error());
+    if (status == EP_OK && story.c.late_us >= 0) {
+        check_cut(group, event);
+    } else {
+        CHECK(status == EP_ERR_TIMEOUT, "%d: %s", (int)status, ep_last_error());
+        /* On other nodes the end of a connection may be faster than the sentence. */
+        if (count_ranks(event, "a") && !count_ranks(event, "x") && !story.c.nodes[0])
+            CHECK(strstr(ep_last_error(), "enough"), "%s", ep_last_error());
+    }
     ep_handle_destroy(step.handle);
     world_free(world);
 }
 
-/* Go on without those that have left, or that do not answer. */
-static void miss_others(EpGroup *group, const char *event, int place) {
-    if (count_ranks(event, "k")) find_nobody(group, place);
-    mask_to(group, event, "1");
+static void abort_group(EpGroup **group, const char *sentence) {
+    CHECK_OK(ep_group_abort(*group, sentence));
+    CHECK_REFUSED(ep_group_status(*group, NULL), EP_ERR_ABORTED, sentence);
+    ep_group_destroy(*group);
+    *group = NULL;
 }
 
-static void take_part(int n, int place, EpGroup **group) {
+static void take_part(int n, int place, EpGroup **old, EpGroup **group) {
     const char *event = story.event[n];
     EpGroupConfig config = config_of(&story.c, place);
     int joins = count_ranks(event, NEW) > 0, is_new = strchr(NEW, event[place]) != NULL;
@@ -121,6 +141,7 @@ static void take_part(int n, int place, EpGroup **group) {
     else if (joins)
         REQUIRE_OK(ep_group_admit(*group, bootstrap_of(n, place)));
     if (is_new) check_newcomer(*group, event);
+    if (event[place] == 'z') abort_group(old, "too late");
     if (event[place] != 'm' && joins) mask_to(*group, event, "1" NEW);
 }
 
@@ -130,18 +151,24 @@ static void live(const EpBootstrap *all, __attribute__((unused)) void *arg) {
     EpGroupConfig config = config_of(&story.c, place);
     for (int n = 0; n < story.events; n++) {
         char kind = story.event[n][place];
-        if (kind == 'k') old[n] = group, group = NULL;
+        const char *event = story.event[n];
+        if (strchr("kz", kind)) old[n] = group, group = NULL;
         if (strchr("0n", kind)) ep_group_destroy(group), group = NULL;
         REQUIRE_OK(all->barrier(all->context, 60));
-        if (n > 0 && kind == '1') miss_others(group, story.event[n], place);
+        if (strchr("1a", kind) && count_ranks(event, "a")) mask_to(group, event, "1a");
         REQUIRE_OK(all->barrier(all->context, 60));
-        if (n > 0 && strchr(HERE, kind)) take_part(n, place, &group);
-        if (kind == 'x') find_nobody(group, place);
+        if (kind == '1' && count_ranks(event, "ka")) find_nobody(group, event, place);
+        if (kind == 'a') abort_group(&group, "enough");
+        REQUIRE_OK(all->barrier(all->context, 60));
+        if (n > 0 && kind == '1') mask_to(group, event, "1"); /* without those that have gone */
+        REQUIRE_OK(all->barrier(all->context, 60));
+        if (n > 0 && strchr(HERE, kind)) take_part(n, place, &old[n], &group);
+        if (kind == 'x') find_nobody(group, event, place);
         if (n == 0 && kind != '0') {
             REQUIRE_OK(ep_group_create(bootstrap_of(n, place), &config, &group));
             if (story.c.map != MAP_FIRST) CHECK_OK(place_experts(group, &story.c));
         }
-        if (strchr("1" NEW, kind)) step_with(group, &story.c, story.event[n], place);
+        if (strchr("1" NEW, kind)) step_with(group, &story.c, event, place);
         REQUIRE_OK(all->barrier(all->context, 60));
     }
     ep_group_destroy(group);
@@ -191,6 +218,17 @@ StoryTest(replace, "ranks=3 top_k=4 spread=full counters=1 : 111 1n1 11n n11 nn1
 /* The others learn from the deadline that a rank is gone. */
 StoryTest(silent_ones, "ranks=3 top_k=4 timeout=2 spread=full weighted=1 : 111 1kk",
           "ranks=4 timeout=2 mode=latency layout=flat spread=full " COPIES ": 1111 1k1n k101");
+/* Ranks that have aborted the group are replaced: the others learn of the abort at once. */
+StoryTest(aborted_ones, "ranks=3 top_k=4 weighted=1 spread=full : 111 1a1 aa1 n1a",
+          "ranks=3 layout=flat mode=latency phases=1 spread=full : 111 1a1 a11 1aa",
+          "ranks=3 late_us=30000000 mode=latency spread=full top_k=4 : 111 1a1 1aa",
+          "ranks=4 nodes=0011 top_k=4 spread=full " COPIES ": 1111 1a1n a11a 1aaa",
+          "ranks=4 nodes=0101 mode=latency layout=flat spread=full : 1111 a111 1aa1");
+/* A process was replaced while it was stopped: when it goes on, its abort means nobody. */
+StoryTest(stopped_ones, "ranks=3 top_k=4 spread=full weighted=1 : 111 1z1 zz1 1zz",
+          "ranks=3 mode=latency phases=1 layout=flat spread=full : 111 1z1 z1a",
+          "ranks=3 late_us=30000000 mode=latency spread=full : 111 1zz zz1",
+          "ranks=4 nodes=0011 mode=latency layout=flat " COPIES ": 1111 1z1z z11z 1zn1");
 /* Ranks that were left out, and do not know it, come back as newcomers. */
 StoryTest(left_out, "ranks=4 spread=full top_k=4 : 1111 1x1n 1n11 1n1x 111n",
           "ranks=4 nodes=0011 spread=full mode=latency layout=flat : 1111 n11x 1x1n");
@@ -202,9 +240,9 @@ StoryTest(masked_ones, "ranks=4 top_k=4 spread=full weighted=1 : 1111 1mn1 1111 
 static void draw_event(Random *random, const char *before, char *event, int ranks) {
     int stays = 0;
     for (int p = 0; p < ranks; p++) {
-        int draw = (int)random_below(random, 4);
+        int draw = (int)random_below(random, 6);
         int is_there = before[p] != '0';
-        event[p] = is_there ? "110n"[draw] : "000n"[draw];
+        event[p] = is_there ? "110naz"[draw] : "0000nn"[draw];
         if (event[p] == '1') stays = 1;
     }
     for (int p = 0; p < ranks && !stays; p++)
@@ -223,7 +261,7 @@ SoloTest(handles_joining, random) {
         char text[256], before[MOST_PLACES + 1] = "1111", event[MOST_PLACES + 1] = "";
         at = snprintf(text, sizeof(text), "ranks=%d top_k=3 seed=%d %s " COPIES ": %.*s", ranks,
                       (int)i, words[i % LENGTH(words)], ranks, before);
-        for (int n = 1; n < MOST_EVENTS; n++, strcpy(before, event)) {
+        for (int n = 1; n < (TESTS_ON_GPU ? 6 : MOST_EVENTS); n++, strcpy(before, event)) {
             draw_event(&random, before, event, ranks);
             at += snprintf(text + at, sizeof(text) - (size_t)at, " %.*s", ranks, event);
         }
@@ -453,6 +491,67 @@ SoloTest(handles_joining, aborted) {
     ep_group_destroy(group);
     CHECK(seconds_now() - begin < 30, "it took %.1f s", seconds_now() - begin);
     ep_bootstrap_destroy(&one), ep_bootstrap_destroy(&two[0]), ep_bootstrap_destroy(&two[1]);
+}
+
+/** An admission into a group of ranks 0 and 1, in which rank 1 meets the others so often. Rank 1
+ *  aborts the group behind the last time; 0: it does not. */
+typedef struct Admitting {
+    EpBootstrap living[2], all[3];
+    EpGroup *group; /* of rank 1 */
+    int meetings, last;
+} Admitting;
+
+static EpStatus abort_in_the_end(void *test, const Wrapped *wrapped, const void *in, void *out,
+                                 size_t bytes, double timeout) {
+    Admitting *admitting = test;
+    EpStatus status = forward_gather(wrapped, in, out, bytes, timeout);
+    if (++admitting->meetings == admitting->last)
+        CHECK_OK(ep_group_abort(admitting->group, "enough"));
+    return status;
+}
+
+static void admit_and_abort(const EpBootstrap *all, void *arg) {
+    Admitting *admitting = arg;
+    int place = all->rank;
+    uint32_t word = 7;
+    Case c = case_complete(case_of("ranks=3 masks=1 " COPIES));
+    EpGroupConfig config = config_of(&c, place);
+    EpGroup *group = NULL;
+    Wrapped wrapped = {.gather = abort_in_the_end, .test = admitting};
+    EpBootstrap own = gathers_alone(&admitting->all[place]);
+    if (place == 1) wrap_bootstrap(&own, &wrapped);
+    if (place < 2) REQUIRE_OK(ep_group_create(&admitting->living[place], &config, &group));
+    if (place == 1) admitting->group = group;
+    REQUIRE_OK(place < 2 ? ep_group_admit(group, &own) : ep_group_join(&own, &config, &group));
+    REQUIRE_OK(all->barrier(all->context, 60)); /* rank 1 has told the others */
+    if (!admitting->last) {
+        mask_to(group, "111", "1");
+    } else if (place == 1) {
+        CHECK_REFUSED(ep_group_status(group, NULL), EP_ERR_ABORTED, "enough");
+    } else {
+        CHECK_REFUSED(ep_group_mask(group, &word, NULL), EP_ERR_TIMEOUT,
+                      "rank 1 is in `alive`, but has ended or was aborted");
+        mask_to(group, "101", "1");
+    }
+    REQUIRE_OK(all->barrier(all->context, 60));
+    ep_group_destroy(group);
+}
+
+/* A living rank aborts the group when all ranks have agreed, and before it has mapped the newcomer:
+ * that one learns of it, too. */
+SoloTest(handles_joining, aborted_in_the_end) {
+    Admitting admitting = {.last = 0};
+    for (int i = 0; i < 2; i++, admitting.last = admitting.meetings, admitting.meetings = 0) {
+        admitting.living[0] = admitting.all[0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
+        CHECK_OK(ep_bootstrap_local(2, admitting.living));
+        CHECK_OK(ep_bootstrap_local(3, admitting.all));
+        run_side_by_side(1, 3, admit_and_abort, &admitting, sizeof(admitting));
+        for (int r = 0; r < 3; r++)
+            ep_bootstrap_destroy(&admitting.all[r]);
+        for (int r = 0; r < 2; r++)
+            ep_bootstrap_destroy(&admitting.living[r]);
+    }
+    CHECK(admitting.last > 2, "%d meetings", admitting.last);
 }
 
 /* A group takes the memory of all its places. */

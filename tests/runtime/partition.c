@@ -46,7 +46,7 @@ static void check_division(const EpCudaGroup *group, int32_t receivers, int32_t 
 static int32_t draw_shared_bytes(Random *random, int64_t row_bytes, int32_t top_k) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.max_row_bytes = row_bytes, config.max_top_k = top_k;
-    int64_t least = ep_cuda_least_shared(&config, 1);
+    int64_t least = ep_cuda_least_shared(&config, 1, 0);
     return (int32_t)(random_percent(random, 50) ? least : ep_max(least, H200_SHARED_BYTES));
 }
 
@@ -184,7 +184,7 @@ SoloTest(runtime_partition, packed_without_room) {
                       .t.row_bytes = 16384};
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.max_row_bytes = 16384, config.max_top_k = 32;
-    CHECK(!ep_partition_gather(&ep_tuning_hopper, &a, (int32_t)ep_cuda_least_shared(&config, 4)),
+    CHECK(!ep_partition_gather(&ep_tuning_hopper, &a, (int32_t)ep_cuda_least_shared(&config, 4, 0)),
           "not refused");
     CHECK(ep_partition_gather(&ep_tuning_hopper, &a, H200_SHARED_BYTES), "refused");
 }

@@ -15,6 +15,12 @@
 #include "handles/cuda/handle.h"
 #include "handles/masks/cuda/mask.h"
 
+/** What ranks tell each other, before they change anything. */
+typedef struct Found {
+    int whole;
+    uint32_t incarnation[EP_CUDA_MAX_RANKS];
+} Found;
+
 /** The group's windows. */
 typedef struct Windows {
     EpCudaPlaces *places[2];
@@ -46,13 +52,15 @@ static EpStatus forget(const EpGroup *group, int32_t rank) {
     return clear(group, &g->state->past[rank], sizeof(g->state->past[rank]));
 }
 
-/* A newcomer's tickets begin at a random number: no ballot that its place has left elsewhere is
- * taken for its own. The lowest ones are not random, and the highest leave room to count. */
+/* A newcomer's tickets begin at a random number, which is its incarnation, too: no ballot or abort
+ * of its place's old process is taken for its own. The lowest ones are not random, and the highest
+ * leave room to count. */
 static EpStatus begin_tickets(const EpGroup *group) {
     uint32_t ticket;
     if (getrandom(&ticket, sizeof(ticket), 0) != (ssize_t)sizeof(ticket))
         return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: getrandom failed", group->rank, group->call);
     ticket = ticket >> 2 | 1u << 16;
+    ep_cuda(group)->incarnation[group->rank] = ticket;
     return ep_cuda_put(group, &ep_cuda(group)->device.state->ticket, &ticket, sizeof(ticket));
 }
 
@@ -91,10 +99,13 @@ static EpStatus find_map(EpGroup *group, const EpCall *call, const EpMask *alive
 
 /* ---- admitting ----------------------------------------------------------------------------- */
 
-static EpStatus find_others(EpGroup *group, const EpCall *call, const EpMask *alive, int *whole) {
-    Windows windows = windows_of(ep_cuda(group));
+static EpStatus find_others(EpGroup *group, const EpCall *call, const EpMask *alive, Found *out) {
+    const EpCuda *cuda = ep_cuda(group);
+    Windows windows = windows_of(cuda);
     EP_TRY(ep_group_agree(group, call, clear_places(group)));
-    EP_TRY(ep_cuda_admit_lines(group, call, alive, whole));
+    EP_TRY(ep_group_gather(group, &cuda->incarnation[group->rank], out->incarnation,
+                           sizeof(out->incarnation[0])));
+    EP_TRY(ep_cuda_admit_lines(group, call, alive, &out->whole));
     for (int i = 0; i < windows.count; i++)
         EP_TRY(ep_cuda_places_find(group, call, windows.places[i]));
     return find_map(group, call, alive);
@@ -110,19 +121,30 @@ static EpStatus set_alive(EpGroup *group, const EpMask *alive) {
     return ep_cuda_choose_copies(group);
 }
 
-static EpStatus adopt(EpGroup *group, const EpMask *alive, int whole) {
+/* From now on aborts count that carry these numbers. */
+static EpStatus set_incarnations(EpGroup *group, const Found *found) {
+    EpCuda *cuda = ep_cuda(group);
+    for (int32_t r = 0; r < group->size; r++)
+        cuda->incarnation[r] =
+            ep_mask_has(&group->members, r) ? found->incarnation[r] : EP_NO_INCARNATION;
+    return ep_cuda_put(group, cuda->device.state->incarnation, cuda->incarnation,
+                       sizeof(cuda->incarnation));
+}
+
+static EpStatus adopt(EpGroup *group, const EpMask *alive, const Found *found) {
     EpCuda *cuda = ep_cuda(group);
     Windows windows = windows_of(cuda);
     EpMask changed = ep_group_changes(group);
-    EpStatus status = EP_OK;
-    cuda->whole_lines = whole;
-    if (cuda->latency) cuda->latency->device.whole = whole;
+    EpStatus status = set_incarnations(group, found);
+    cuda->whole_lines = found->whole;
+    if (cuda->latency) cuda->latency->device.whole = found->whole;
     ep_abort_hold(&group->abort); /* another thread may store into what is mapped */
     for (int i = 0; i < windows.count && status == EP_OK; i++)
         status = ep_cuda_places_adopt(group, windows.places[i], &changed);
     for (int i = 0; i < EP_MASK_WORDS; i++)
         cuda->reached.word[i] =
             status == EP_OK ? group->members.word[i] : cuda->reached.word[i] & ~changed.word[i];
+    ep_cuda_repeat_abort(group); /* the newcomers do not know */
     ep_abort_release(&group->abort);
     return status == EP_OK ? set_alive(group, alive) : status;
 }
@@ -144,12 +166,12 @@ static EpStatus fail_group(EpGroup *group, EpStatus status) {
 
 EpStatus ep_cuda_admit(EpGroup *group, const EpMask *alive) {
     EpCall call = {group->call, group->rank};
-    int whole = 0;
-    EpStatus status = find_others(group, &call, alive, &whole);
+    Found found = {.whole = 0};
+    EpStatus status = find_others(group, &call, alive, &found);
     if (status != EP_OK) {
         drop_found(group);
         return status;
     }
-    status = adopt(group, alive, whole);
+    status = adopt(group, alive, &found);
     return status == EP_OK ? EP_OK : fail_group(group, status);
 }

@@ -23,6 +23,10 @@ EpStatus ep_cuda_open_masks(EpGroup *group) {
         words[EP_ALIVE_WORDS] = (uint32_t)ep_max(1, ep_min(group->config.late_us, deadline_us));
     if (!group->config.masks) return EP_OK;
     EP_TRY(ep_cuda_put(group, cuda->device.state->alive, words, sizeof(words)));
+    for (int32_t r = 0; r < cuda->device.size; r++)
+        cuda->incarnation[r] = EP_FIRST_INCARNATION;
+    EP_TRY(ep_cuda_put(group, cuda->device.state->incarnation, cuda->incarnation,
+                       sizeof(cuda->incarnation)));
     return ep_cuda_check(group, "cudaHostAlloc",
                          cudaHostAlloc((void **)&cuda->masked, sizeof(*cuda->masked), 0));
 }
@@ -60,9 +64,8 @@ static EpStatus report(const EpGroup *group, const EpMask *alive, const EpMaskRe
                        "rank %d: ep_group_mask: rank %d is in `alive`, but has ended or was "
                        "aborted",
                        group->rank, r->rank);
-    return ep_fail(EP_ERR_TIMEOUT,
-                   "rank %d: ep_group_mask: rank %d did not call it within %g s", group->rank,
-                   r->rank, group->timeout);
+    return ep_fail(EP_ERR_TIMEOUT, "rank %d: ep_group_mask: rank %d did not call it within %g s",
+                   group->rank, r->rank, group->timeout);
 }
 
 /* The group is suspended, or has failed. Returns the call's own status. */
@@ -126,9 +129,8 @@ EpStatus ep_cuda_choose_copies(EpGroup *group) {
 /* A dispatch that has not come to its end may have left units in the counters of ready words. */
 static EpStatus clear_counters(const EpGroup *group, const EpCudaStream *stream) {
     size_t bytes = (size_t)ep_cuda_counter_bytes(group->latency_sets);
-    return ep_cuda_check(
-        group, "cudaMemsetAsync",
-        cudaMemsetAsync(ep_cuda(group)->block_counters, 0, bytes, stream->stream));
+    return ep_cuda_check(group, "cudaMemsetAsync",
+                         cudaMemsetAsync(ep_cuda(group)->block_counters, 0, bytes, stream->stream));
 }
 
 /* The set of ranks has changed, and this rank's table of copies cannot follow. */
@@ -182,8 +184,7 @@ EpStatus ep_cuda_cut(EpGroup *group, int32_t rank, EpStream on) {
 /* Operations that have cut ranks cannot make the table: others may read it beside them. */
 EpStatus ep_cuda_follow_cuts(EpGroup *group, const EpCudaStream *stream) {
     EpCuda *cuda = ep_cuda(group);
-    if (!memcmp(&cuda->chosen, &group->cut, sizeof(cuda->chosen)) || stream->captures)
-        return EP_OK;
+    if (!memcmp(&cuda->chosen, &group->cut, sizeof(cuda->chosen)) || stream->captures) return EP_OK;
     cuda->chosen = group->cut;
     return choose_copies(group, stream);
 }

@@ -8,10 +8,6 @@
 #include "handles/weights/shards.h"
 #include "runtime/cuda/device.h"
 
-/* Bytes of a chunk: a record of the group's rings, and a stage of a warp. */
-#ifndef EP_PUSH_BYTES
-#define EP_PUSH_BYTES 16384
-#endif
 #define EP_PUSH_WARPS 12 /* of a block: with more, each thread has 128 registers at most */
 #define EP_PUSH_RUN_BYTES (EP_PUSH_BYTES / 16) /* shorter runs of a shard go through registers */
 #define EP_PUSH_BLOCKS 64

@@ -112,7 +112,7 @@ EpPushGrid ep_weight_push_grid(const EpWeightWork *w) {
     const int64_t room = w->cuda->shared_bytes - EP_STATIC_SHARED_BYTES;
     EpPushGrid grid = {(int32_t)ep_max(2, ep_min(most, blocks - blocks / 2 - 1)), EP_PUSH_WARPS, 0};
     if (!w->cuda->device.early) return grid;
-    grid.warps = (int32_t)ep_max(2, ep_min(EP_PUSH_WARPS, room / EP_PUSH_BYTES));
+    grid.warps = (int32_t)ep_min(EP_PUSH_WARPS, room / EP_PUSH_BYTES);
     grid.shared_bytes = grid.warps * EP_PUSH_BYTES;
     return grid;
 }
