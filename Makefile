@@ -76,14 +76,14 @@ nccl_places := $(addsuffix /include,$(NCCL_HOME) $(CUDA_HOME) /usr/local /usr)
 nccl_include := $(patsubst %/,%,$(dir $(firstword $(wildcard $(nccl_places:=/nccl_device.h)))))
 CUDA := $(if $(sanitize),0,$(or $(CUDA),$(if $(and $(CUDA_HOME),$(nccl_include)),1,0)))
 NVCC ?= $(CUDA_HOME)/bin/nvcc
-# Kernels are compiled for sm_90, on which they are tested, and in releases for others, too. GPUs of
-# 8.x run code of 8.0, and those of 12.x code of 12.0. Another GPU compiles the PTX of 9.0 when it
-# first loads them. CODE=80: code of 8.0 alone, for GPUs of 9.0, too, so that it can be tested.
-# Tools have code of 9.0 there as elsewhere: what they measure libep by stays the same.
-# Compressing for size makes a release a quarter smaller.
+# Kernels are compiled for sm_90, on which they are tested, and in releases for others, too: see
+# docs/settings.md. Those for masks would be a third of a release, so it has them for 9.x alone.
+# CODE=80: code of 8.0 alone, for GPUs of 9.0, too, so that it can be tested. Tools have code of 9.0
+# there as elsewhere: what they measure libep by stays the same.
 code_of = -gencode arch=compute_$1,code=sm_$(or $2,$1)
-release_arch := $(foreach c,80 100 103 120,$(call code_of,$c)) -compress-mode=size
-standard_arch := -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
+with_ptx = -gencode arch=compute_$1,code=[sm_$1,compute_$1]
+more = $(if $(filter %_masked.cu.o,$@),,$(call code_of,80) $(call with_ptx,100) $(call code_of,120))
+standard_arch = $(if $(RELEASE),$(call code_of,90) $(more) -compress-mode=size,$(call with_ptx,90))
 old_for_90 := $(call code_of,$(CODE),90)
 NVCC_ARCH ?= $(if $(CODE),$(call code_of,$(CODE)) $(old_for_90),$(standard_arch))
 tools_arch = $(if $(CODE),$(subst $(old_for_90),$(call code_of,90),$(NVCC_ARCH)),$(NVCC_ARCH))
@@ -91,8 +91,8 @@ tools_arch = $(if $(CODE),$(subst $(old_for_90),$(call code_of,90),$(NVCC_ARCH))
 nvcc_arch = $(if $(filter %/fp8.cu.o %/overlap/gemm.cu.o,$@),-arch=sm_90a,\
                 $(if $(call is,tools/%),$(tools_arch),$(NVCC_ARCH)))
 $(if $(filter 1,$(if $(RELEASE),$(CUDA))),\
-    $(if $(findstring sm_103,$(shell $(NVCC) --list-gpu-code)),,\
-        $(error RELEASE=1: expected an nvcc that knows sm_103 (CUDA 12.9 or newer), got $(NVCC))))
+    $(if $(findstring sm_120,$(shell $(NVCC) --list-gpu-code)),,\
+        $(error RELEASE=1: expected an nvcc that knows sm_120 (CUDA 12.8 or newer), got $(NVCC))))
 ifeq ($(CUDA),1)
 cuda_cflags := -DEP_WITH_CUDA=1 -isystem $(CUDA_HOME)/include -isystem $(nccl_include)
 cuda_libs := $(if $(ARCH),,-L$(CUDA_HOME)/lib64) -lcudart_static -ldl -lrt
@@ -129,9 +129,9 @@ objects = $(foreach f,$2,$(if $(filter %/rowmath.c,$f),\
 nodes_cu := dispatch/cuda/latency_scatter.cu combine/cuda/latency_gather.cu
 masked_cu := handles/prepare/cuda/prepare.cu handles/placement/cuda/place.cu \
              dispatch/cuda/scatter.cu combine/cuda/gather.cu $(nodes_cu) \
-             handles/weights/cuda/push_rows.cu
+             handles/weights/cuda/push_rows.cu runtime/cuda/code.cu
 kernel_form = $(if $(filter %_nodes.cu.o,$@),-DEP_SEVERAL_NODES) \
-              $(if $(filter %_masked.cu.o,$@),-DEP_MASKED)
+              $(if $(filter %_masked.cu.o,$@),-DEP_MASKED $(if $(RELEASE),-DEP_HAS_PTX=0))
 row_sets := base $(if $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null)),v3 v4)
 row_flags_v3 := -march=x86-64-v3
 row_flags_v4 := -march=x86-64-v4 -mprefer-vector-width=512

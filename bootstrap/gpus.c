@@ -37,7 +37,9 @@ static int is_same_gpu(const EpGpu *a, const EpGpu *b) {
 
 /* ---- one rank ------------------------------------------------------------------------------ */
 
-static int check_gpu(const EpGpu *gpu, int32_t device, int64_t shared_bytes, Reason reason) {
+static int check_gpu(const EpGpuReport *report, int32_t device, int64_t shared_bytes,
+                     Reason reason) {
+    const EpGpu *gpu = &report->gpu[device];
     if (gpu->capability < EP_LEAST_CAPABILITY)
         return refuse(reason,
                       "expected a GPU of compute capability %d.%d or newer, got %d.%d (device %d, "
@@ -50,6 +52,11 @@ static int check_gpu(const EpGpu *gpu, int32_t device, int64_t shared_bytes, Rea
             "expected a build with code for GPUs of compute capability %d.%d, as releases "
             "are, got one without (device %d, %s, %s)",
             gpu->capability / 10, gpu->capability % 10, device, gpu->name, gpu->bus);
+    if (report->masks && !gpu->masked_code)
+        return refuse(reason,
+                      "expected a GPU for which this build has kernels for masks (config.masks), "
+                      "as releases have for capability 9.x, got %d.%d (device %d, %s, %s)",
+                      gpu->capability / 10, gpu->capability % 10, device, gpu->name, gpu->bus);
     if (gpu->shared_bytes < shared_bytes)
         return refuse(reason,
                       "expected a GPU whose blocks have %lld bytes of shared memory, which rows of "
@@ -67,7 +74,7 @@ static int check_rank(const EpGpuReport *report, int32_t device, int64_t shared_
     if (!report->count) return refuse(reason, "%s", report->reason);
     if (!has_device(report, device))
         return refuse(reason, "expected a device of 0 .. %d, got %d", report->count - 1, device);
-    return check_gpu(&report->gpu[device], device, shared_bytes, reason);
+    return check_gpu(report, device, shared_bytes, reason);
 }
 
 static int32_t chosen_device(const EpGpuReport *report) {

@@ -18,6 +18,7 @@ typedef struct EpGpu {
     char name[40];
     int32_t capability;       /**< 90 is 9.0 */
     int32_t code;             /**< capability that its code was compiled for: see ep_cuda_code */
+    int32_t masked_code;      /**< likewise of kernels for groups with masks; 0: none */
     int32_t num_sms;          /**< multiprocessors */
     int32_t shared_bytes;     /**< that a block may have; LIBEP_SHARED_BYTES limits it */
     uint32_t reaches;         /**< bit d: it can load and store memory of device d */
@@ -35,6 +36,7 @@ typedef struct EpGpuReport {
     int32_t present;   /**< a GPU is there, usable or not */
     int32_t apart;     /**< its GPU counts as if it reached no other: LIBEP_PEERS=none, or
                             NCCL_P2P_DISABLE=1, with which NCCL maps no memory of another GPU */
+    int32_t masks;     /**< its group has masks */
     int32_t may_share; /**< may share its GPU with other ranks: setting LIBEP_SHARE_GPUS */
     char reason[192];
     char nccl_host[64]; /**< NCCL_HOSTID: ranks that differ in it are on different hosts for NCCL */

@@ -62,6 +62,7 @@ static cudaError_t describe(int32_t device, int32_t count, EpGpu *out) {
     snprintf(out->name, sizeof(out->name), "%.39s", p.name);
     out->capability = 10 * p.major + p.minor;
     out->code = ep_cuda_code(out->capability);
+    out->masked_code = ep_cuda_code_masked(out->capability);
     out->num_sms = p.multiProcessorCount;
     out->shared_bytes = (int32_t)p.sharedMemPerBlockOptin;
     for (int32_t d = 0; d < count && error == cudaSuccess; d++) {
@@ -144,7 +145,8 @@ static int32_t process_number(void) {
 void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out) {
     int count = 0;
     const char *host = getenv("NCCL_HOSTID");
-    *out = (EpGpuReport){.wanted = config->device, .process = process_number()};
+    *out = (EpGpuReport){
+        .wanted = config->device, .masks = config->masks, .process = process_number()};
     snprintf(out->nccl_host, sizeof(out->nccl_host), "%s", host ? host : "");
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {

@@ -19,6 +19,9 @@ extern "C" {
  *  as 90 for 9.0; 0: this build has none for it. */
 int32_t ep_cuda_code(int32_t capability);
 
+/** Likewise of the kernels for groups with masks, which releases have for fewer GPUs. */
+int32_t ep_cuda_code_masked(int32_t capability);
+
 #ifdef __cplusplus
 }
 #endif

@@ -20,17 +20,22 @@ static const TextField rank_fields[] = {
     TEXT_FIELD(EpGpuReport, count, ""),  TEXT_FIELD(EpGpuReport, current, ""),
     TEXT_FIELD(EpGpuReport, wanted, ""), TEXT_FIELD(EpGpuReport, process, ""),
     TEXT_FIELD(EpGpuReport, reason, ""), TEXT_FIELD(EpGpuReport, may_share, ""),
-    TEXT_FIELD(EpGpuReport, apart, ""),  TEXT_FIELD(EpGpuReport, nccl_host, "")};
+    TEXT_FIELD(EpGpuReport, apart, ""),  TEXT_FIELD(EpGpuReport, nccl_host, ""),
+    TEXT_FIELD(EpGpuReport, masks, "")};
 static const TextField gpu_fields[] = {
     TEXT_FIELD(EpGpu, uuid, ""),    TEXT_FIELD(EpGpu, name, ""),
     TEXT_FIELD(EpGpu, num_sms, ""), TEXT_FIELD(EpGpu, capability, ""),
     TEXT_FIELD(EpGpu, fabric, ""),  TEXT_FIELD(EpGpu, shared_bytes, ""),
     TEXT_FIELD(EpGpu, clique, ""),  TEXT_FIELD(EpGpu, reaches, ""),
-    TEXT_FIELD(EpGpu, code, "")};
+    TEXT_FIELD(EpGpu, code, ""),    TEXT_FIELD(EpGpu, masked_code, "")};
 
 static EpGpu make_gpu(int number) {
-    EpGpu gpu = {
-        .capability = 90, .code = 90, .num_sms = 132, .shared_bytes = 232448, .reaches = ~0u};
+    EpGpu gpu = {.capability = 90,
+                 .code = 90,
+                 .masked_code = 90,
+                 .num_sms = 132,
+                 .shared_bytes = 232448,
+                 .reaches = ~0u};
     snprintf((char *)gpu.uuid, sizeof(gpu.uuid), "%d", number);
     snprintf(gpu.bus, sizeof(gpu.bus), "0000:%02x:00.0", number);
     snprintf(gpu.name, sizeof(gpu.name), "H200");
@@ -141,6 +146,12 @@ static const MachineRow rows[] = {
     {"2 2 *.1.code=0 1.1.name=A100",
      NULL,
      {"rank 1: expected a build", "capability 9.0", "device 1, A100", "0000:01:00.0"}},
+    /* Releases have kernels for masks for some GPUs. */
+    {"2 2 *.*.masked_code=0", "01", {0}},
+    {"2 2 *.masks=1", "01", {0}},
+    {"2 2 *.masks=1 *.*.masked_code=0 *.*.capability=80 *.*.name=A100",
+     NULL,
+     {"rank 0: expected", "capability 9.x", "config.masks", "got 8.0", "device 0, A100, 0000:00"}},
     {"2 2 *.*.shared_bytes=59999", NULL, {"rank 0", "60000 bytes of shared", "got 59999 bytes"}},
     {"3 3 *.2.name=PCIe", NULL, {"one kind", "H200", "rank 0", "PCIe", "rank 2"}},
     {"2 2 *.1.num_sms=114", NULL, {"one kind", "132 multiprocessors", "114"}},
