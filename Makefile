@@ -50,7 +50,7 @@ say = $(if $(V),,@printf '  %-7s %s\n' $(1) $(2);)
 
 # ---- flags: recipes query pkg-config when they run, since a first run installs packages ---------
 
-CFLAGS ?= -O3 -g
+CFLAGS ?= $(if $(sanitize),-O1,-O3) -g
 warnings := -Wall -Wextra -Wno-missing-field-initializers -Wshadow -Wstrict-prototypes \
             -Wmissing-prototypes -Wvla $(if $(WERROR),-Werror)
 # Floating point: results are defined to the bit, so the compiler must not contract operations. No
