@@ -78,8 +78,7 @@ CUDA := $(if $(sanitize),0,$(or $(CUDA),$(if $(and $(CUDA_HOME),$(nccl_include))
 NVCC ?= $(CUDA_HOME)/bin/nvcc
 # Kernels are compiled for sm_90, on which they are tested, and in releases for others, too: see
 # docs/settings.md. Those for masks would be a third of a release, so it has them for 9.x alone.
-# CODE=80: code of 8.0 alone, for GPUs of 9.0, too, so that it can be tested. Tools have code of 9.0
-# there as elsewhere: what they measure libep by stays the same.
+# CODE=80: code of 8.0 alone, to test it on 9.0. Tools keep code of 9.0: libep is measured by them.
 code_of = -gencode arch=compute_$1,code=sm_$(or $2,$1)
 with_ptx = -gencode arch=compute_$1,code=[sm_$1,compute_$1]
 more = $(if $(filter %_masked.cu.o,$@),,$(call code_of,80) $(call with_ptx,100) $(call code_of,120))

@@ -300,7 +300,7 @@ static void lose_in_each_phase(uint64_t seed, uint64_t first, int signal, const 
 static void lose_at_random_moments(int signal) {
     HOST_ONLY(APART);
     uint64_t seed = environment_number("LIBEP_TEST_SEED", 1);
-    uint64_t losses = environment_number("LIBEP_TEST_CASES", TESTS_SANITIZED ? 14 : 28);
+    uint64_t losses = environment_number("LIBEP_TEST_CASES", 2 * NUM_PHASES);
     time_t begin = time(NULL);
     be_quiet();
     setenv("LIBEP_INTERFACE", "lo", 1);
