@@ -276,15 +276,15 @@ static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited
     return awaited;
 }
 
-/* Send all ranks the word that this one has given up, for this operation and for the next one, in
- * which ranks may be before they see it. The words stay, since operations enqueued after a failure
- * send nothing: see ep_begin_operation. */
-static __device__ void ep_give_up(const EpCudaGroup &g, int blamed) {
+/* Send all ranks the word that this one has given up, for this operation and for `later` ones. One
+ * that fails in an operation tells the next one, too, in which ranks may be before they see it. The
+ * words stay, since operations enqueued after a failure send nothing: see ep_begin_operation. */
+static __device__ void ep_give_up(const EpCudaGroup &g, int blamed, uint32_t later) {
     uint32_t epoch = ep_epoch(g), gone = EP_DIGEST(EP_OP_GONE, 0, blamed);
 #pragma unroll 1
     for (int r = 0; r < g.size; r++)
 #pragma unroll 1
-        for (uint32_t e = epoch; e != epoch + 2 && ep_is_alive(r); e++) {
+        for (uint32_t e = epoch; e != epoch + later + 1 && ep_is_alive(r); e++) {
             EpArrival *arrival = ep_arrival(g, r, g.rank, e);
             ep_store_relaxed_sys(&arrival->gone, ep_counter(e, 1 + (uint32_t)blamed));
             ep_store_relaxed_sys(&arrival->what, ep_counter(e, gone));
@@ -335,7 +335,8 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
     if (fault == EP_FAULT_LATE && awaited.awaited < EP_AWAIT_HEAD)
         awaited = ep_find_absent(g, awaited);
     int peer = ep_member(g, awaited.peer);
-    if (fault != EP_FAULT_ORDER) ep_give_up(g, fault == EP_FAULT_PEER ? (int)awaited.seen : peer);
+    if (fault != EP_FAULT_ORDER)
+        ep_give_up(g, fault == EP_FAULT_PEER ? (int)awaited.seen : peer, 1);
     volatile EpCudaFailure *out = g.failure;
     out->op = EP_DIGEST_OP(g.digest);
     out->peer = peer, out->awaited = awaited.awaited, out->row = awaited.row;

@@ -434,6 +434,22 @@ ThreadTest(runtime_abort, in_a_callback_that_polls, 1) {
 
 /* ---- arguments ---- */
 
+/* Ranks that go right after a refused call end no operation of the others. */
+static void go_refused(const EpBootstrap *bootstrap, const char *nodes) {
+    Case c = case_of("ranks=%d spread=full experts=6 top_k=3", RANKS);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
+    for (int i = 0; i < 10; i++) {
+        Step rank = open_step(bootstrap, &c);
+        step_prepare(&rank);
+        step_dispatch(&rank);
+        CHECK_OK(ep_group_status(rank.group, NULL));
+        CHECK_REFUSED(ep_plan_sources(rank.handle, NULL, NULL, -1, NULL, NULL), EP_ERR_RANGE, "");
+        close_step(&rank);
+    }
+}
+RankTest(runtime_abort, gone_after_a_refused_call, RANKS, go_refused(bootstrap, ""));
+RankTest(runtime_abort, gone_after_a_refused_call_on_nodes, RANKS, go_refused(bootstrap, "0,1,0"));
+
 ThreadTest(runtime_abort, wrong_arguments, 1) {
     EpGroup *group = open_group_of(bootstrap, "");
     int stray[64] = {1, 2, 3};

@@ -40,9 +40,10 @@ __global__ void __launch_bounds__(32) meet(const __grid_constant__ EpMarkArgs a)
     (void)ep_end_operation(a.group, epoch, 0);
 }
 
-/* By one thread. The epoch is that of the next operation. */
+/* By one thread. The epoch is that of the next operation, which no rank can complete. The words of
+ * the one after it are those of the last operation, too, which other ranks may be in. */
 __global__ void depart(const __grid_constant__ EpCudaGroup g) {
-    ep_give_up(g, ep_member(g, g.rank));
+    ep_give_up(g, ep_member(g, g.rank), 0);
 }
 
 extern "C" int ep_cuda_open_mark(void) {
