@@ -17,8 +17,8 @@ typedef struct EpGpu {
     char bus[20];           /**< PCI bus id: "0000:17:00.0" */
     char name[40];
     int32_t capability;       /**< 90 is 9.0 */
-    int32_t code;             /**< capability that its code was compiled for: see ep_cuda_code */
-    int32_t masked_code;      /**< likewise of kernels for groups with masks; 0: none */
+    int16_t code;             /**< capability that its code was compiled for: see ep_cuda_code */
+    int16_t masked_code;      /**< likewise of kernels for groups with masks; 0: none */
     int32_t num_sms;          /**< multiprocessors */
     int32_t shared_bytes;     /**< that a block may have; LIBEP_SHARED_BYTES limits it */
     uint32_t reaches;         /**< bit d: it can load and store memory of device d */

@@ -61,8 +61,8 @@ static cudaError_t describe(int32_t device, int32_t count, EpGpu *out) {
     memcpy(out->uuid, p.uuid.bytes, sizeof(out->uuid));
     snprintf(out->name, sizeof(out->name), "%.39s", p.name);
     out->capability = 10 * p.major + p.minor;
-    out->code = ep_cuda_code(out->capability);
-    out->masked_code = ep_cuda_code_masked(out->capability);
+    out->code = (int16_t)ep_cuda_code(out->capability);
+    out->masked_code = (int16_t)ep_cuda_code_masked(out->capability);
     out->num_sms = p.multiProcessorCount;
     out->shared_bytes = (int32_t)p.sharedMemPerBlockOptin;
     for (int32_t d = 0; d < count && error == cudaSuccess; d++) {
