@@ -85,7 +85,7 @@ static int32_t find_failed(EpGroup *group, int32_t *blamed, char why[EP_ABORT_BY
     int masker = group->ends ? ep_exchange_find_masker(ep_host(group)->exchange) : -1;
     if (masker >= 0) snprintf(why, EP_ABORT_BYTES, "it has masked this rank");
     if (masker >= 0) return *blamed = masker;
-    return ep_exchange_find_failed(ep_host(group)->exchange, blamed, why);
+    return ep_exchange_find_failed(ep_host(group)->exchange, group->ends, blamed, why);
 }
 
 static void refuse(EpGroup *group, const char *text) {

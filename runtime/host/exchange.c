@@ -280,13 +280,14 @@ static int has_sent(EpExchange *x, Word word) {
     return !left;
 }
 
-/* Send the note to peers on other nodes: whom this rank blames and, if it knows, why that one went.
- * Whether it arrives is not waited for: this group is at its end. */
-static void send_notes(EpExchange *x, int32_t blamed, const char *why) {
+/* Send the note to peers on other nodes: whom this rank blames and, if it knows, why that one went,
+ * or that this rank departs. Whether it arrives is not waited for: this group is at its end. */
+static void send_notes(EpExchange *x, int32_t blamed, int departs, const char *why) {
     const EpBootstrap *b = x->bootstrap;
     if (!x->spans_nodes || x->noted || !has_sent(x, SENDING_NOTE)) return;
     x->noted = 1;
-    size_t bytes = write_note(x, x->note, (EpRoundHeader){.op = EP_NOTE, .fact = {blamed}}, why);
+    EpRoundHeader header = {.op = EP_NOTE, .fact = {blamed, departs}};
+    size_t bytes = write_note(x, x->note, header, why);
     for (int32_t r = 0; r < x->size; r++)
         if (is_remote(x, r))
             (void)ep_call_isend(b, r, x->tag, x->note, bytes, &x->remote[r].sending_note);
@@ -301,7 +302,7 @@ EpStatus ep_exchange_fail(EpExchange *x, EpStatus status, int32_t blamed, int64_
     failure->expected = expected, failure->seen = seen;
     strcpy(failure->sentence, ep_last_error());
     publish_heard(x, blamed, why);
-    send_notes(x, blamed, why);
+    send_notes(x, blamed, 0, why);
     return ep_fail(status, "%s", failure->sentence);
 }
 
@@ -331,7 +332,7 @@ static int32_t find_aborted(const EpExchange *x) {
 
 void ep_exchange_give_up(EpExchange *x, int32_t blamed, const char *why) {
     publish_heard(x, blamed, why);
-    send_notes(x, blamed, why);
+    send_notes(x, blamed, 0, why);
 }
 
 /* ---- refused calls ------------------------------------------------------------------------- */
@@ -380,7 +381,7 @@ void ep_exchange_depart(EpExchange *x, const char *why) {
     x->departs = 1;
     if (!load(&own->failed)) memcpy(own->heard, why, strnlen(why, EP_ABORT_BYTES - 1));
     atomic_fetch_or_explicit(&own->failed.value, EP_DEPARTED, memory_order_release);
-    send_notes(x, x->rank, why);
+    send_notes(x, x->rank, 1, why);
 }
 
 /* ---- messages between nodes ----------------------------------------------------------------- */
@@ -514,7 +515,7 @@ static EpStatus fail_timeout(EpExchange *x, int32_t peer, const char *what, uint
     char refusal[EP_ABORT_BYTES], why[EP_ABORT_BYTES] = "";
     find_refusal(x, peer, refusal);
     publish_heard(x, peer, refusal);
-    send_notes(x, peer, refusal);
+    send_notes(x, peer, 0, refusal);
     int32_t blamed = follow_blame(x, peer, why);
     if (blamed != peer) {
         ep_fail_peer(x->rank, x->op->name, peer, blamed, why);
@@ -545,8 +546,9 @@ static EpStatus fail_gone(EpExchange *x, int32_t peer) {
 
 /* Get whom a rank on another node blames that has given up, or -1: its note comes in place of the
  * next round's message. That message itself stays for its round; a rank that departs takes it as a
- * word that the other one waits for it. */
-static int32_t find_note(EpExchange *x, int32_t rank, char why[EP_ABORT_BYTES]) {
+ * word that the other one waits for it. A rank that has departed waits for those that end the
+ * group, too (`ends`). */
+static int32_t find_note(EpExchange *x, int32_t rank, int ends, char why[EP_ABORT_BYTES]) {
     uint64_t next = x->round + 1;
     int parity = (int)(next % BUFFERS);
     const EpRoundHeader *header = (const EpRoundHeader *)x->remote[rank].inbox[parity];
@@ -555,6 +557,7 @@ static int32_t find_note(EpExchange *x, int32_t rank, char why[EP_ABORT_BYTES]) 
     why[0] = 0;
     if (status != EP_OK || x->remote[rank].receiving[parity]) return -1;
     if (header->op != EP_NOTE) return x->departs ? x->rank : -1;
+    if (ends && header->fact[1]) return -1;
     snprintf(why, EP_ABORT_BYTES, "%s", (const char *)header + LINE);
     return (int32_t)header->fact[0];
 }
@@ -570,10 +573,11 @@ static int32_t find_word(const EpExchange *x, int32_t rank, char why[EP_ABORT_BY
 
 /* A rank that has given up at its deadline does not say why: this one names the late rank better.
  */
-int32_t ep_exchange_find_failed(EpExchange *x, int32_t *blamed, char why[EP_ABORT_BYTES]) {
+int32_t ep_exchange_find_failed(EpExchange *x, int ends, int32_t *blamed,
+                                char why[EP_ABORT_BYTES]) {
     for (int32_t r = 0; r < x->size; r++) {
         if (r == x->rank || !takes_part(x, r)) continue;
-        *blamed = x->control[r] ? find_word(x, r, why) : find_note(x, r, why);
+        *blamed = x->control[r] ? find_word(x, r, why) : find_note(x, r, ends, why);
         if (*blamed >= 0 && (why[0] || *blamed == x->rank)) return r;
     }
     return -1;

@@ -283,8 +283,9 @@ void ep_exchange_give_up(EpExchange *x, int32_t blamed, const char *why);
  *  rank has failed before. */
 int ep_exchange_abort(EpExchange *x, const char *why);
 /** See EpBackendOps.find_failed. No round is open. For a rank that departs, also finds those of its
- *  node that wait for it. */
-int32_t ep_exchange_find_failed(EpExchange *x, int32_t *blamed, char why[EP_ABORT_BYTES]);
+ *  node that wait for it. For one that `ends` the group, a rank that has departed has not failed. */
+int32_t ep_exchange_find_failed(EpExchange *x, int ends, int32_t *blamed,
+                                char why[EP_ABORT_BYTES]);
 /** Returns a rank on this node that has masked or cut this one, which does not know it, or -1. */
 int32_t ep_exchange_find_masker(const EpExchange *x);
 
