@@ -20,7 +20,7 @@ wheel:
 	bindings/jax/environment $B
 	$(if $(RELEASE),ARCH=$(ARCH) bindings/python/portable $B)
 	@$(MAKE) --no-print-directory PORTABLE=$(RELEASE) python
-	ARCH=$(ARCH) SYSROOT=$(SYSROOT) bindings/python/wheel $B
+	ARCH=$(ARCH) SYSROOT=$(SYSROOT) $(if $(RELEASE),MOST_BYTES=12000000) bindings/python/wheel $B
 
 # The package itself, with libep.jax and libep.torch: three at a time with -j.
 check-python: check-package check-jax check-torch

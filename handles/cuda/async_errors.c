@@ -193,7 +193,8 @@ static EpStatus report_absent(const EpGroup *group, const volatile EpCudaFailure
                               EpFinding *finding) {
     finding->expected = finding->seen = -1;
     return ep_fail(EP_ERR_TIMEOUT,
-                   "rank %d: %s: rank %d is masked, but took part when the move was enqueued or captured",
+                   "rank %d: %s: rank %d is masked, but took part when the move was enqueued or "
+                   "captured",
                    group->rank, finding->phase, f->peer);
 }
 
