@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "ep/ep.h"
+#include "runtime/layout.h"
 
 #define EP_MASK_WORDS (EP_MAX_RANKS / 32)
 
@@ -57,6 +58,15 @@ static inline int ep_mask_has_all(const EpMask *mask, int32_t num_ranks) {
     while (r < num_ranks && ep_mask_has(mask, r))
         r++;
     return r == num_ranks;
+}
+
+/** Returns a rank's part of the digest of tickets, which is the sum of all ranks'. Another ticket
+ * of any rank makes another digest: two are alike by chance once in 2^64. */
+EP_HOST_DEVICE static inline uint64_t ep_mask_digest(int32_t rank, uint64_t ticket) {
+    uint64_t mix = ticket * 0x9e3779b97f4a7c15u + (uint64_t)rank + 1;
+    mix = (mix ^ mix >> 30) * 0xbf58476d1ce4e5b9u;
+    mix = (mix ^ mix >> 27) * 0x94d049bb133111ebu;
+    return mix ^ mix >> 31;
 }
 
 #endif

@@ -141,8 +141,8 @@ typedef struct EpWindowLayout {
  */
 typedef struct EpCudaBallot {
     uint64_t word;    /**< ticket << 2 | EpBallotState */
-    uint64_t seen;    /**< the reader's ticket that the voter has seen, once it is ready */
-    uint64_t done;    /**< the voter's last ticket that has succeeded; 0: none */
+    uint64_t seen;    /**< the digest of tickets for which it was ready last, in this call */
+    uint64_t done;    /**< that of its last call that has succeeded; 0: none */
     uint64_t masked;  /**< 1: the voter has masked the reader, or cut it */
     uint64_t aborted; /**< the voter's incarnation (EpCudaState): it was aborted. A masked one must
                            hide no other */
@@ -152,13 +152,14 @@ typedef struct EpCudaBallot {
     uint64_t sets[EP_MAX_LATENCY_SETS]; /**< operations that each set has sent */
 } EpCudaBallot;
 
-enum EpBallotState { EP_BALLOT_NONE, EP_BALLOT_CAST, EP_BALLOT_READY };
+enum EpBallotState { EP_BALLOT_NONE, EP_BALLOT_CAST, EP_BALLOT_READY, EP_BALLOT_DONE };
 #define EP_BALLOT_STATE_BITS 2
 
 /** Returns whether a ballot's word is of a rendezvous that is under way: `past` is the ticket of
  *  the last one in which this rank and the voter were. */
 EP_HOST_DEVICE static inline int ep_is_voting(uint64_t word, uint32_t past) {
-    return (word & 3) != EP_BALLOT_NONE && (uint32_t)(word >> EP_BALLOT_STATE_BITS) != past;
+    int state = (int)(word & 3), is_open = state == EP_BALLOT_CAST || state == EP_BALLOT_READY;
+    return is_open && (uint32_t)(word >> EP_BALLOT_STATE_BITS) != past;
 }
 
 /** The flag of an operation of latency mode: the number of the operation among those of its set,

@@ -608,7 +608,6 @@ static int is_voting(const EpExchange *x, int32_t peer) {
     if (x->control[peer]) {
         uint64_t word = atomic_load_explicit(&x->control[peer]->ballot.word, memory_order_acquire);
         vote.state = word & 3, vote.ticket = word >> 2;
-        vote.done = atomic_load_explicit(&x->control[peer]->ballot.done, memory_order_acquire);
     } else {
         vote = x->votes[peer];
     }

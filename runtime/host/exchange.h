@@ -87,9 +87,7 @@ typedef struct EpRoundHeader {
 /** A counter with a cache line of its own, since different ranks store and poll counters. */
 typedef struct EpCounter {
     _Alignas(64) _Atomic uint64_t value;
-    /* in `released`: */
-    _Atomic uint64_t seen; /**< the ticket of that peer's ballot; see below */
-    _Atomic uint64_t cut;  /**< 1 + `base` if this rank has cut that peer since; see below */
+    _Atomic uint64_t cut; /**< in `released`: 1 + `base` if this rank has cut that peer since */
 } EpCounter;
 
 /**
@@ -97,17 +95,18 @@ typedef struct EpCounter {
  * or waits for it. The set changes in a *rendezvous of living ranks* (ep_exchange_mask), of those
  * in the new set alone. It needs no round to be complete, since ranks may have given up anywhere:
  *
- *     cast     A rank publishes its ballot: a ticket of its own, the new set and its last round.
- *     ready    It has read a ballot of each other rank with the same set. It publishes whose
- *              tickets it has seen, and knows the round at which all begin: odd, and larger than
- *              that of any of them.
- *     done     All others are ready and have seen its ticket, or one of them is done. It sets its
- *              counters to that round, and `base`, and takes part.
+ *     cast     A rank publishes its ballot: a ticket of this call, the new set and its last round.
+ *     ready    It has read a ballot of each other rank with the same set. It publishes a digest of
+ *              all tickets, its own included, and knows the round at which all begin: odd, and
+ *              larger than that of any of them.
+ *     done     All others are ready with the same digest, or one of them is done with it. It sets
+ *              its counters to that round, and `base`, and takes part.
  *
- * A rank that gives up withdraws its ballot. Ranks that were ready then cast another one, with a
- * new ticket, and go on waiting. So no rank is done unless all were ready at the same time. A rank
- * that dies, or gives up, after it was ready may leave others done without it: they wait for it in
- * their next operation, as for any rank that is gone.
+ * A rank that gives up withdraws its ballot, and comes back with another ticket. Ranks that were
+ * ready are then no longer, and go on waiting. So whoever is done knows that all were ready for the
+ * same ballots. It does not suffice that each has seen this rank's: two others might be ready for
+ * different ballots of each other. A rank that dies, or gives up, after it was ready may leave
+ * others done without it: they wait for it in their next operation, as for any rank that is gone.
  *
  * Numbers. There are rounds alone: `published`, `released` and the generation of plans are rounds.
  * All ranks of the set continue at one round. It exceeds the last round of each by 16 or more, and
@@ -135,21 +134,21 @@ typedef struct EpCounter {
  * dropped up to the last ballot. No request is canceled: what was sent to a masked rank, or posted
  * to receive from it, stays until that rank is back. Nothing else uses its regions.
  */
-typedef enum EpVoteState { EP_VOTE_NONE, EP_VOTE_CAST, EP_VOTE_READY } EpVoteState;
+typedef enum EpVoteState { EP_VOTE_NONE, EP_VOTE_CAST, EP_VOTE_READY, EP_VOTE_DONE } EpVoteState;
 
 /** A ballot, as it travels. */
 typedef struct EpVote {
     uint64_t ticket, state;
     uint64_t round; /**< the last of the voter */
-    uint64_t seen;  /**< the reader's ticket that it has seen, once it is ready */
-    uint64_t done;  /**< its last ticket that has succeeded; 0: none */
+    uint64_t seen;  /**< the digest of tickets for which it was ready last, in this call */
+    uint64_t done;  /**< that of its last call that has succeeded; 0: none */
     EpMask alive;
 } EpVote;
 
 /** The same in a control block. */
 typedef struct EpBallot {
     _Alignas(64) _Atomic uint64_t word; /**< ticket << 2 | state */
-    _Atomic uint64_t round, done;
+    _Atomic uint64_t round, seen, done;
     _Atomic uint32_t alive[EP_MASK_WORDS];
 } EpBallot;
 

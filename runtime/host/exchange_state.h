@@ -57,9 +57,9 @@ struct EpExchange {
     uint64_t base;      /* the round at which they began to */
     EpVote own;         /* what this rank says in its last rendezvous of living ranks */
     EpVote *votes;      /* [size]: what the others have said last, as far as is known */
-    uint64_t *expected; /* [size]: the ticket of each that this rank was ready for */
-    uint64_t next_base; /* of the rendezvous that this rank is ready for */
+    uint64_t *expected; /* [size]: the ticket of each that this rank was ready for last */
     uint64_t *past;     /* [size]: the ticket of each in the last rendezvous that succeeded */
+    uint64_t next_base; /* of the rendezvous that this rank is ready for */
     char *ballots;      /* [size]: messages to peers on other nodes, or NULL */
     /* the open round */
     uint64_t round;
@@ -88,11 +88,11 @@ EpStatus ep_exchange_fail(EpExchange *x, EpStatus status, int32_t blamed, int64_
 /** Post a receive from a peer on another node into an inbox. */
 EpStatus ep_exchange_post(EpExchange *x, int32_t peer, int parity);
 
-/** Returns whether a peer that has said `vote` is in a rendezvous of living ranks. Its last ballot
- *  stays behind when it is done. */
+/** Returns whether a peer that has said `vote` is in a rendezvous of living ranks. It may still say
+ *  what it did in one in which this rank is done. */
 static inline int ep_exchange_is_voting(const EpExchange *x, int32_t peer, const EpVote *vote) {
-    return vote->state != EP_VOTE_NONE && vote->ticket != x->past[peer] &&
-           vote->done != vote->ticket;
+    int is_open = vote->state == EP_VOTE_CAST || vote->state == EP_VOTE_READY;
+    return is_open && vote->ticket != x->past[peer];
 }
 
 /** Keep what a message without an operation says: a ballot or a refusal. */

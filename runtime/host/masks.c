@@ -35,12 +35,15 @@ static void show_state(EpExchange *x, EpVoteState state) {
     store(&x->control[x->rank]->ballot.word, x->own.ticket << STATE_BITS | state);
 }
 
-/* Cast a ballot with a new ticket. Until then readers see that this rank has none. */
-static void cast(EpExchange *x) {
+/* Cast this call's ballot. Until then readers see that this rank has none. */
+static void cast(EpExchange *x, const EpMask *alive) {
     EpBallot *ballot = &x->control[x->rank]->ballot;
     show_state(x, EP_VOTE_NONE);
     x->own.ticket++;
+    x->own.alive = *alive;
+    x->own.seen = 0;
     x->own.round = x->round;
+    store(&ballot->seen, 0);
     store(&ballot->round, x->own.round);
     for (int i = 0; i < EP_MASK_WORDS; i++)
         atomic_store_explicit(&ballot->alive[i], x->own.alive.word[i], memory_order_release);
@@ -57,13 +60,12 @@ static uint64_t find_base(const EpExchange *x) {
 }
 
 /* All ballots of the set are alike: say which ones this rank has seen. */
-static void become_ready(EpExchange *x) {
-    for (int32_t r = 0; r < x->size; r++) {
-        if (!is_peer(x, r)) continue;
-        x->expected[r] = x->votes[r].ticket;
-        store(&x->control[x->rank]->released[r].seen, x->expected[r]);
-    }
+static void become_ready(EpExchange *x, uint64_t seen) {
+    for (int32_t r = 0; r < x->size; r++)
+        if (is_peer(x, r)) x->expected[r] = x->votes[r].ticket;
+    x->own.seen = seen;
     x->next_base = find_base(x);
+    store(&x->control[x->rank]->ballot.seen, seen);
     show_state(x, EP_VOTE_READY);
 }
 
@@ -90,7 +92,7 @@ static void read_ballot(EpExchange *x, int32_t rank) {
         word = load(&ballot->word);
         vote->ticket = word >> STATE_BITS, vote->state = word & ((1 << STATE_BITS) - 1);
         vote->round = load(&ballot->round);
-        vote->seen = load(&theirs->released[x->rank].seen);
+        vote->seen = load(&ballot->seen);
         vote->done = load(&ballot->done);
         for (int i = 0; i < EP_MASK_WORDS; i++)
             vote->alive.word[i] = atomic_load_explicit(&ballot->alive[i], memory_order_acquire);
@@ -104,7 +106,6 @@ static EpStatus send_ballot(EpExchange *x, int32_t peer) {
     EpRoundHeader header = {.op = EP_BALLOT};
     EpVote vote = x->own;
     int done = 1;
-    if (vote.state == EP_VOTE_READY) vote.seen = x->expected[peer];
     if (*request) EP_TRY(ep_call_test(x->bootstrap, request, &done));
     if (!done) return EP_OK;
     *request = NULL;
@@ -119,7 +120,7 @@ static EpStatus send_ballot(EpExchange *x, int32_t peer) {
 static int has_next_round(const EpExchange *x, int32_t peer) {
     const EpRemote *remote = &x->remote[peer];
     const EpRoundHeader *header = (const EpRoundHeader *)remote->inbox[0];
-    return x->own.state == EP_VOTE_READY && !remote->receiving[0] && header->op > 0 &&
+    return x->own.seen && !remote->receiving[0] && header->op > 0 &&
            header->round == x->next_base + 1;
 }
 
@@ -177,20 +178,20 @@ static EpStatus exchange_messages(EpExchange *x, int32_t peer) {
 
 /** What a look at all ballots has found: ranks, or -1. */
 typedef struct Look {
-    int32_t gone;    /* cannot come */
-    int32_t missing; /* has no ballot */
-    int32_t absent;  /* has had none since this rank's call */
-    int32_t differs; /* has another set */
-    int32_t changed; /* has another ballot than this rank was ready for */
-    int32_t slow;    /* is not ready, or not for this rank's ballot */
-    int is_done;     /* whether a rank is done */
+    int32_t gone;     /* cannot come */
+    int32_t missing;  /* has no ballot */
+    int32_t absent;   /* has had none since this rank's call */
+    int32_t differs;  /* has another set */
+    int32_t slow;     /* is not ready, or for other ballots than this rank */
+    int is_done;      /* whether a rank is done */
+    uint64_t tickets; /* of all ballots */
 } Look;
 
-/* A rank that is done has seen that all were ready. It may have another ballot by now. */
+/* A rank that is done has seen that all were ready, for the ballots that this rank was ready for
+ * last. It may have another ballot by now. */
 static int is_done(const EpExchange *x, int32_t rank) {
-    if (x->own.state != EP_VOTE_READY) return 0;
-    return x->votes[rank].done == x->expected[rank] ||
-           (!x->control[rank] && has_next_round(x, rank));
+    int with_this = x->own.seen && x->votes[rank].done == x->own.seen;
+    return with_this || (!x->control[rank] && has_next_round(x, rank));
 }
 
 static int is_gone(const EpExchange *x, int32_t rank) {
@@ -210,15 +211,13 @@ static void look_at(EpExchange *x, int32_t rank, EpMask *came, Look *look) {
     if (!has_ballot) look->missing = rank;
     if (!ep_mask_has(came, rank)) look->absent = rank;
     if (!has_ballot) return;
-    if (memcmp(&vote->alive, &x->own.alive, sizeof(EpMask)))
-        look->differs = rank;
-    else if (x->own.state == EP_VOTE_READY && vote->ticket != x->expected[rank])
-        look->changed = rank;
-    if (vote->state != EP_VOTE_READY || vote->seen != x->own.ticket) look->slow = rank;
+    if (memcmp(&vote->alive, &x->own.alive, sizeof(EpMask))) look->differs = rank;
+    look->tickets += ep_mask_digest(rank, vote->ticket);
+    if (vote->state != EP_VOTE_READY || vote->seen != x->own.seen) look->slow = rank;
 }
 
 static Look look_at_all(EpExchange *x, EpMask *came) {
-    Look look = {-1, -1, -1, -1, -1, -1, 0};
+    Look look = {-1, -1, -1, -1, -1, 0, ep_mask_digest(x->rank, x->own.ticket)};
     for (int32_t r = 0; r < x->size; r++)
         if (is_peer(x, r)) look_at(x, r, came, &look);
     return look;
@@ -243,8 +242,9 @@ static void go_on(EpExchange *x) {
     store(&own->published.value, x->round);
     store(&own->base.value, x->round);
     EP_EXCHANGE_FENCE();
-    x->own.done = x->own.ticket;
+    x->own.done = x->own.seen;
     store(&own->ballot.done, x->own.done);
+    show_state(x, EP_VOTE_DONE);
     x->op = NULL, x->noted = 0, x->refused = 0;
     x->failure = (EpExchangeFailure){.status = EP_OK};
 }
@@ -301,12 +301,13 @@ static EpStatus await_all(EpExchange *x) {
     for (;;) {
         Look look = look_at_all(x, &came);
         int is_ready = x->own.state == EP_VOTE_READY;
-        int is_alike = look.missing < 0 && look.differs < 0 && look.changed < 0;
+        int is_alike = look.missing < 0 && look.differs < 0;
+        if (is_ready && look.tickets != x->own.seen) is_alike = 0;
         if (look.is_done || (is_ready && is_alike && look.slow < 0)) return EP_OK;
         if (ep_abort_requested(x->abort)) return fail_aborted(x);
         if (look.gone >= 0) return fail_gone(x, look.gone);
-        if (is_ready && !is_alike) cast(x);
-        if (!is_ready && is_alike) become_ready(x);
+        if (is_ready && !is_alike) show_state(x, EP_VOTE_CAST);
+        if (!is_ready && is_alike) become_ready(x, look.tickets);
         if (look.differs < 0) differs_since = 0;
         if (look.differs >= 0 && !differs_since) differs_since = ep_clock();
         int is_late = !ep_wait_pause(&wait);
@@ -318,9 +319,8 @@ static EpStatus await_all(EpExchange *x) {
 
 EpStatus ep_exchange_mask(EpExchange *x, const EpMask *alive) {
     x->op = &mask_op;
-    x->own.alive = *alive;
     clear_failure(x);
-    cast(x);
+    cast(x, alive);
     EP_TRY(await_all(x));
     go_on(x);
     for (int32_t r = 0; r < x->size; r++)

@@ -443,6 +443,7 @@ static void live_masked(Rank *self, const Case *c) {
         alive = recover(self, c, &group);
     else if (ep_group_create(&b, &config, &group) != EP_OK)
         give_up_life(self, ep_last_error());
+    self->attendee.patience = 0; /* others may leave before this rank */
     for (int count = 0;;) {
         Case now = *c;
         now.seed += (uint64_t)count;

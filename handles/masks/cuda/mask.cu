@@ -15,25 +15,26 @@ static_assert(EP_CUDA_MAX_RANKS <= MASK_THREADS, "a thread for each rank");
 
 /** What the threads of the block find together: ranks, or -1. */
 typedef struct Found {
-    int missing; /* has no ballot */
-    int absent;  /* has had none since this rank's call */
-    int differs; /* has another set */
-    int changed; /* has another ballot than this rank was ready for */
-    int slow;    /* is not ready, or not for this rank's ballot */
-    int done;    /* is done */
+    int missing;                /* has no ballot */
+    int absent;                 /* has had none since this rank's call */
+    int differs;                /* has another set */
+    int slow;                   /* is not ready, or for other ballots than this rank */
+    int done;                   /* is done */
+    unsigned long long tickets; /* the digest of all ballots */
 } Found;
 
 /** A thread's rank, which is another one of the new set, and what is known of it. */
 typedef struct Voter {
     int rank, is_peer, came;
-    uint64_t expected;   /* the ticket that this rank is ready for */
+    uint64_t expected;   /* the ticket that this rank was ready for last */
     EpCudaBallot theirs; /* as last seen */
 } Voter;
 
 /** The same in all threads. */
 typedef struct Own {
     uint64_t ticket;
-    int state; /* EpBallotState */
+    int state;     /* EpBallotState */
+    uint64_t seen; /* the digest of tickets that it was ready for last; 0: none */
 } Own;
 
 __device__ __forceinline__ int in_set(const EpMaskArgs &a, int rank) {
@@ -61,7 +62,7 @@ __device__ __forceinline__ int lacks_some(const EpMaskArgs &a) {
 
 /* ---- this rank's ballot -------------------------------------------------------------------- */
 
-/* Cast a ballot with a new ticket. Until then readers see that this rank has none. */
+/* Cast this call's ballot. Until then readers see that this rank has none. */
 __device__ void cast(const EpMaskArgs &a, const Voter &v, Own *own) {
     const EpCudaGroup &g = a.group;
     own->ticket++, own->state = EP_BALLOT_CAST;
@@ -71,6 +72,7 @@ __device__ void cast(const EpMaskArgs &a, const Voter &v, Own *own) {
     ep_fence_sys();
     for (int i = 0; i < EP_ALIVE_WORDS; i++)
         ep_store_relaxed_sys(&to->alive[i], a.alive[i]);
+    ep_store_relaxed_sys(&to->seen, 0);
     ep_store_relaxed_sys(&to->cuts, (uint64_t)lacks_some(a));
     ep_store_relaxed_sys(&to->epoch, g.state->epoch);
     ep_store_relaxed_sys(&to->sent, g.state->sent);
@@ -133,27 +135,34 @@ __device__ void find_numbers(const EpMaskArgs &a, const Voter &v) {
     __syncthreads();
 }
 
+__device__ void show_state(const EpMaskArgs &a, const Voter &v, Own *own, int state) {
+    const EpCudaGroup &g = a.group;
+    own->state = state;
+    if (v.is_peer)
+        ep_store_release_sys(&ep_ballot(g, v.rank, g.rank)->word, ballot_word(*own, state));
+}
+
 /* All ballots of the set are alike: say which ones this rank has seen. */
-__device__ void become_ready(const EpMaskArgs &a, Voter *v, Own *own) {
+__device__ void become_ready(const EpMaskArgs &a, Voter *v, Own *own, uint64_t tickets) {
     const EpCudaGroup &g = a.group;
     clear_window(a);
     find_numbers(a, *v);
-    own->state = EP_BALLOT_READY;
-    if (!v->is_peer) return;
-    EpCudaBallot *to = ep_ballot(g, v->rank, g.rank);
+    own->seen = tickets;
     v->expected = v->theirs.word >> EP_BALLOT_STATE_BITS;
-    ep_store_relaxed_sys(&to->masked, 0);
-    ep_store_relaxed_sys(&to->seen, v->expected);
-    ep_fence_sys(); /* behind the barrier: the release is of all threads' zeros */
-    ep_store_release_sys(&to->word, ballot_word(*own, EP_BALLOT_READY));
+    if (v->is_peer) {
+        EpCudaBallot *to = ep_ballot(g, v->rank, g.rank);
+        ep_store_relaxed_sys(&to->masked, 0);
+        ep_store_relaxed_sys(&to->seen, tickets);
+        ep_fence_sys(); /* behind the barrier: the release is of all threads' zeros */
+    }
+    show_state(a, *v, own, EP_BALLOT_READY);
 }
 
-__device__ void withdraw(const EpMaskArgs &a, const Voter &v, const Own &own) {
+__device__ void withdraw(const EpMaskArgs &a, const Voter &v, Own *own) {
     const EpCudaGroup &g = a.group;
-    if (v.is_peer)
-        ep_store_release_sys(&ep_ballot(g, v.rank, g.rank)->word, ballot_word(own, EP_BALLOT_NONE));
+    show_state(a, v, own, EP_BALLOT_NONE);
     if (threadIdx.x) return;
-    g.state->ticket = (uint32_t)own.ticket;
+    g.state->ticket = (uint32_t)own->ticket;
     if (!g.state->failed) g.state->failed = g.state->epoch ? g.state->epoch : ~0u;
 }
 
@@ -179,28 +188,25 @@ __device__ void read_ballot(const EpMaskArgs &a, Voter *v) {
 
 /* Look at the thread's rank. */
 __device__ void look(const EpMaskArgs &a, Voter *v, const Own &own, Found *found) {
-    uint32_t past = a.group.state->past[v->rank];
-    int is_ready = own.state == EP_BALLOT_READY;
     read_ballot(a, v);
-    uint64_t ticket = v->theirs.word >> EP_BALLOT_STATE_BITS;
-    int votes = ticket != v->theirs.done && ep_is_voting(v->theirs.word, past);
-    if (is_ready && v->theirs.done == v->expected) atomicMax(&found->done, v->rank);
+    const EpCudaBallot &b = v->theirs;
+    int votes = ep_is_voting(b.word, a.group.state->past[v->rank]);
+    if (own.seen && b.done == own.seen) atomicMax(&found->done, v->rank);
     v->came |= votes;
     if (!votes) atomicMax(&found->missing, v->rank);
     if (!v->came) atomicMax(&found->absent, v->rank);
     if (!votes) return;
-    if (!same_set(a, v->theirs))
-        atomicMax(&found->differs, v->rank);
-    else if (is_ready && ticket != v->expected)
-        atomicMax(&found->changed, v->rank);
-    if ((v->theirs.word & 3) != EP_BALLOT_READY || v->theirs.seen != own.ticket)
-        atomicMax(&found->slow, v->rank);
+    if (!same_set(a, b)) atomicMax(&found->differs, v->rank);
+    if ((b.word & 3) != EP_BALLOT_READY || b.seen != own.seen) atomicMax(&found->slow, v->rank);
+    atomicAdd(&found->tickets,
+              (unsigned long long)ep_mask_digest(v->rank, b.word >> EP_BALLOT_STATE_BITS));
 }
 
 /* Look at all ranks. By all threads. */
 __device__ Found look_at_all(const EpMaskArgs &a, Voter *v, const Own &own) {
     __shared__ Found found;
-    if (threadIdx.x == 0) found = Found{-1, -1, -1, -1, -1, -1};
+    if (threadIdx.x == 0)
+        found = Found{-1, -1, -1, -1, -1, ep_mask_digest(a.group.rank, own.ticket)};
     __syncthreads();
     if (v->is_peer) look(a, v, own, &found);
     __syncthreads();
@@ -224,7 +230,7 @@ __device__ void set_latency(const EpMaskArgs &a, const Numbers &n) {
     }
 }
 
-__device__ void go_on(const EpMaskArgs &a, const Voter &v, const Own &own) {
+__device__ void go_on(const EpMaskArgs &a, const Voter &v, Own *own) {
     const EpCudaGroup &g = a.group;
     const Numbers *n = numbers();
     int masks = v.rank < g.size && !in_set(a, v.rank) && ep_find_alive(g, v.rank);
@@ -235,7 +241,8 @@ __device__ void go_on(const EpMaskArgs &a, const Voter &v, const Own &own) {
         EpCudaState *state = g.state;
         state->epoch = (uint32_t)n->epoch + NUMBERS_APART;
         state->sent = (uint32_t)n->sent + NUMBERS_APART;
-        state->failed = state->finished = 0, state->ticket = (uint32_t)own.ticket;
+        state->failed = state->finished = 0;
+        state->ticket = (uint32_t)own->ticket;
         for (int i = 0; i < EP_CLAIMERS; i++)
             state->claimed[i] = 0;
         for (int i = 0; i < EP_ALIVE_WORDS; i++)
@@ -245,20 +252,25 @@ __device__ void go_on(const EpMaskArgs &a, const Voter &v, const Own &own) {
         __threadfence_system();
     }
     __syncthreads();
-    if (v.is_peer) ep_store_release_sys(&ep_ballot(g, v.rank, g.rank)->done, own.ticket);
+    if (v.is_peer) ep_store_release_sys(&ep_ballot(g, v.rank, g.rank)->done, own->seen);
+    show_state(a, v, own, EP_BALLOT_DONE);
+}
+
+/* Returns whether all ranks vote for one set, and with the ballots that this rank is ready for. */
+__device__ __forceinline__ int is_alike(const Own &own, const Found &f) {
+    int is_ready = own.state == EP_BALLOT_READY;
+    return f.missing < 0 && f.differs < 0 && (!is_ready || f.tickets == own.seen);
 }
 
 /* Returns how the rendezvous has ended, 0 while it goes on. */
 __device__ int find_end(const EpMaskArgs &a, const Own &own, const Found &f, int is_late,
                         int is_past_grace, int *rank) {
-    int is_ready = own.state == EP_BALLOT_READY;
     const EpCudaGroup &g = a.group;
     int aborted = -1;
     for (int r = 0; r < g.size; r++)
         if (in_set(a, r) && (aborted < 0 || r == g.rank) && ep_is_aborted(g, r)) aborted = r;
     if (f.done >= 0) return EP_MASK_DONE;
-    if (is_ready && f.missing < 0 && f.differs < 0 && f.changed < 0 && f.slow < 0)
-        return EP_MASK_DONE;
+    if (own.state == EP_BALLOT_READY && is_alike(own, f) && f.slow < 0) return EP_MASK_DONE;
     *rank = aborted;
     if (aborted == g.rank) return EP_MASK_ABORTED;
     if (aborted >= 0) return EP_MASK_GONE;
@@ -291,24 +303,22 @@ __global__ void __launch_bounds__(MASK_THREADS) mask_ranks(const __grid_constant
     const EpCudaGroup &g = a.group;
     int rank = (int)threadIdx.x, end = 0;
     Voter v = {rank, rank < g.size && rank != g.rank && in_set(a, rank), 0, 0, {}};
-    Own own = {g.state->ticket, EP_BALLOT_NONE};
+    Own own = {g.state->ticket, EP_BALLOT_NONE, 0};
     uint64_t start = ep_global_timer(), differs_since = 0;
     __syncthreads();
     cast(a, v, &own);
     for (;;) {
         Found f = look_at_all(a, &v, own);
-        int is_alike = f.missing < 0 && f.differs < 0 && f.changed < 0;
         end = decide(a, own, f, start, &differs_since, &rank);
         if (end) break;
-        if (own.state == EP_BALLOT_READY && !is_alike)
-            cast(a, v, &own);
-        else if (own.state != EP_BALLOT_READY && is_alike)
-            become_ready(a, &v, &own);
+        int alike = is_alike(own, f), is_ready = own.state == EP_BALLOT_READY;
+        if (is_ready && !alike) show_state(a, v, &own, EP_BALLOT_CAST);
+        if (!is_ready && alike) become_ready(a, &v, &own, f.tickets);
     }
     if (end == EP_MASK_DONE)
-        go_on(a, v, own);
+        go_on(a, v, &own);
     else
-        withdraw(a, v, own);
+        withdraw(a, v, &own);
     if (end == EP_MASK_DIFFERS && v.rank == rank)
         for (int i = 0; i < EP_ALIVE_WORDS; i++)
             a.result->theirs[i] = v.theirs.alive[i];

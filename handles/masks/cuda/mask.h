@@ -10,15 +10,15 @@
  * (runtime/host/exchange.h), each rank of the new set stores its ballot into the windows of the
  * others:
  *
- *     cast     A ticket of its own, the new set, and the numbers that its operations count.
+ *     cast     A ticket of this call, the new set, and the numbers that its operations count.
  *     ready    It has seen a ballot of each other rank with the same set. So nobody stores into its
- *              window: it clears the words there, and then says whose tickets it has seen. It knows
+ *              window: it clears the words there, and then stores a digest of all tickets. It knows
  *              the numbers with which all go on: larger than those of any of them.
- *     done     All others are ready and have seen its ticket, or one of them is done. It sets its
- *              numbers and the words that say who is alive, and takes part.
+ *     done     All others are ready with the same digest, or one of them is done with it. It sets
+ *              its numbers and the words that say who is alive, and takes part.
  *
- * A rank that gives up withdraws its ballot. Ranks that were ready then cast another one. So no
- * rank is done unless all were ready at the same time.
+ * A rank that gives up withdraws its ballot, and comes back with another ticket. Ranks that were
+ * ready are then no longer. So whoever is done knows that all were ready for the same ballots.
  *
  * What a masked rank may still store. Every place in a window that a peer stores into is for that
  * peer alone: its arrivals, rings, credits, counts, routes, heads and records. Kernels of the
