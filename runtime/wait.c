@@ -7,7 +7,7 @@
 /* Reading the clock costs as much as a few polls; yielding as much as a few clock reads. */
 #define SPINS_PER_CLOCK_READ 4096
 #define YIELDS_PER_CLOCK_READ 16
-#define SECONDS_BEFORE_SLEEPING 0.2
+#define SECONDS_BEFORE_SLEEPING 0.01
 #define SLEEP_NANOSECONDS 100000
 #define SLEEP_NANOSECONDS_EACH 2000 /* in a crowd, for each rank of it */
 #define MOST_SLEEP_NANOSECONDS 20000000
@@ -19,7 +19,7 @@ double ep_clock(void) {
 }
 
 void ep_wait_begin(EpWait *wait, double timeout, int64_t spins) {
-    *wait = (EpWait){.timeout = timeout, .spins = spins};
+    *wait = (EpWait){.timeout = timeout, .spins = spins, .sleeps = spins < 0};
 }
 
 static void relax(void) {
@@ -45,17 +45,19 @@ static void sleep_briefly(const EpWait *wait, double now) {
 }
 
 int ep_wait_pause(EpWait *wait) {
-    int spins = wait->spins > 0, crowd = wait->spins < 0;
+    int spins = wait->spins > 0;
     if (spins) {
         wait->spins--;
         relax();
-    } else if (!crowd) {
+    } else if (!wait->sleeps) {
         sched_yield();
     }
     ++wait->pauses;
-    if (!crowd && wait->pauses % (spins ? SPINS_PER_CLOCK_READ : YIELDS_PER_CLOCK_READ)) return 1;
+    if (!wait->sleeps && wait->pauses % (spins ? SPINS_PER_CLOCK_READ : YIELDS_PER_CLOCK_READ))
+        return 1;
     double now = ep_clock();
     if (wait->start == 0) wait->start = now;
-    if (crowd || (!spins && now - wait->start > SECONDS_BEFORE_SLEEPING)) sleep_briefly(wait, now);
+    if (wait->sleeps) sleep_briefly(wait, now);
+    if (!spins && now - wait->start > SECONDS_BEFORE_SLEEPING) wait->sleeps = 1;
     return now - wait->start < wait->timeout;
 }

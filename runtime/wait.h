@@ -3,7 +3,7 @@
 #define EP_RUNTIME_WAIT_H
 
 /**
- * Polling with a timeout. A wait first spins, then yields its CPU, and after 0.2 s sleeps briefly
+ * Polling with a timeout. A wait first spins, then yields its CPU, and after 10 ms sleeps briefly
  * between polls, so that waiting ranks leave the CPUs to ranks with work. A pause orders no memory:
  * what is polled is loaded with acquire.
  *
@@ -20,6 +20,7 @@ typedef struct EpWait {
     double timeout; /* seconds */
     double start;   /* seconds, 0 until the clock is first read */
     int64_t spins;  /* polls left before yielding; or see ep_wait_begin */
+    int sleeps;     /* whether each pause is a sleep */
     unsigned pauses;
 } EpWait;
 

@@ -594,7 +594,7 @@ static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
         ep_fail(EP_ERR_ABORTED, "rank %d: %s: the group was aborted", x->rank, x->op->name);
         return ep_exchange_fail(x, EP_ERR_ABORTED, x->rank, -1, -1, why);
     }
-    int looks = x->spins < 0 ? 4 * PAUSES_PER_TEST : PAUSES_PER_LOOK;
+    int looks = x->spins < 0 ? 4 * PAUSES_PER_TEST : wait->sleeps ? 1 : PAUSES_PER_LOOK;
     if ((wait->pauses + 1) % looks) return EP_OK;
     int32_t r = find_aborted(x);
     if (r >= 0 && x->late >= 0) ep_exchange_cut(x, r);

@@ -55,10 +55,14 @@ static uint32_t encode(Format f, float value) {
     return sign | encode_magnitude(f, fabs((double)value));
 }
 
+/* Most numbers are bf16: the upper half of a float. */
 float number_get(const void *array, EpType type, int64_t i) {
     Format f = format_of(type);
-    if (type == EP_TYPE_FP32) return ((const float *)array)[i];
-    return decode(f, load(array, f.bytes, i));
+    if (type == EP_TYPE_FP16) return decode(f, load(array, f.bytes, i));
+    uint32_t bits = load(array, f.bytes, i) << (type == EP_TYPE_BF16 ? 16 : 0);
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
 }
 
 void number_set(void *array, EpType type, int64_t i, float value) {
