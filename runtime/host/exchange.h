@@ -103,7 +103,7 @@ typedef struct EpCounter {
  *              its counters to that round, and `base`, and takes part.
  *
  * A rank that gives up withdraws its ballot, and comes back with another ticket. Ranks that were
- * ready are then no longer, and go on waiting. So whoever is done knows that all were ready for the
+ * ready then stop being so, and go on waiting. So whoever is done knows that all were ready for the
  * same ballots. It does not suffice that each has seen this rank's: two others might be ready for
  * different ballots of each other. A rank that dies, or gives up, after it was ready may leave
  * others done without it: they wait for it in their next operation, as for any rank that is gone.

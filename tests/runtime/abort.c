@@ -432,7 +432,7 @@ ThreadTest(runtime_abort, in_a_callback_that_polls, 1) {
     ep_group_destroy(group);
 }
 
-/* ---- arguments ---- */
+/* ---- ranks that go ---- */
 
 /* Ranks that go right after a refused call end no operation of the others. */
 static void go_refused(const EpBootstrap *bootstrap, const char *nodes) {
@@ -449,6 +449,8 @@ static void go_refused(const EpBootstrap *bootstrap, const char *nodes) {
 }
 RankTest(runtime_abort, gone_after_a_refused_call, RANKS, go_refused(bootstrap, ""));
 RankTest(runtime_abort, gone_after_a_refused_call_on_nodes, RANKS, go_refused(bootstrap, "0,1,0"));
+
+/* ---- arguments ---- */
 
 ThreadTest(runtime_abort, wrong_arguments, 1) {
     EpGroup *group = open_group_of(bootstrap, "");

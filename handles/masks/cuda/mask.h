@@ -18,7 +18,7 @@
  *              its numbers and the words that say who is alive, and takes part.
  *
  * A rank that gives up withdraws its ballot, and comes back with another ticket. Ranks that were
- * ready are then no longer. So whoever is done knows that all were ready for the same ballots.
+ * ready then stop being so. So whoever is done knows that all were ready for the same ballots.
  *
  * What a masked rank may still store. Every place in a window that a peer stores into is for that
  * peer alone: its arrivals, rings, credits, counts, routes, heads and records. Kernels of the
