@@ -5,18 +5,27 @@
 
 #if TESTS_OWN_RUNNER
 
+#include <fcntl.h>
 #include <pthread.h>
+#include <sys/ioctl.h>
 #include <sys/wait.h>
 
 #include "tests/harness/bodies.h"
 #include "tests/harness/process.h"
 #include "tests/harness/ranked.h"
 
-enum { MOST_TESTS = 4096, REPORT = 3 };
+enum { MOST_TESTS = 4096, REPORT = 3, TICKETS = 4 };
+
+/* Emulated GPUs are each process's own, so tests of a suite may run side by side. */
+#ifdef TESTS_EMULATED
+enum { SUITES_ARE_SHARED = 1 };
+#else
+enum { SUITES_ARE_SHARED = 0 };
+#endif
 
 static const char *const words[] = {"PASS", "FAIL", "SKIP"};
 
-/* ---- one process: a test, and on GPUs those of its suite behind it ---- */
+/* ---- one process: a test, and on GPUs others of its suite behind it ---- */
 
 static unsigned seconds_of(const struct criterion_test *test) {
     if (!TESTS_ON_GPU) return 300;
@@ -33,18 +42,11 @@ static Outcome run_one(const struct criterion_test *test) {
     return outcome;
 }
 
-static int belongs(const struct criterion_test *test, const struct criterion_test *first,
-                   const char *pattern) {
-    if (!test || !body_selected(test, pattern)) return 0;
-    return test == first || (TESTS_ON_GPU && !strcmp(test->category, first->category));
-}
-
-static int run_suite(int first, int from, const char *pattern) {
-    struct criterion_test **all = bodies_first();
-    for (int i = from; all + i < bodies_end(); i++) {
-        if (!belongs(all[i], all[first], pattern)) continue;
+/* Run the tests whose numbers are left in the pipe. */
+static int run_suite(void) {
+    for (int i; read(TICKETS, &i, sizeof(i)) == sizeof(i);) {
         dprintf(REPORT, "%d %d\n", i, -1);
-        dprintf(REPORT, "%d %d\n", i, (int)run_one(all[i]));
+        dprintf(REPORT, "%d %d\n", i, (int)run_one(bodies_first()[i]));
     }
     return 0;
 }
@@ -60,33 +62,92 @@ static int run_rank(const char *pattern) {
 
 /* ---- all suites ---- */
 
+typedef struct Suite {
+    int test;           /* one of it */
+    int tickets, users; /* a pipe with the numbers of tests that no process has taken yet */
+} Suite;
+
 typedef struct Suites {
     pthread_mutex_t mutex;
-    int first[MOST_TESTS]; /* test of each */
+    Suite suite[MOST_TESTS];
     int count, next;
-    const char *pattern;
+    const char *pattern, *early;
     int outcomes[BODY_SKIPPED + 1];
 } Suites;
 
-static int has_suite(const Suites *s, const struct criterion_test *test) {
-    for (int i = 0; i < s->count; i++)
-        if (belongs(test, bodies_first()[s->first[i]], s->pattern)) return 1;
-    return 0;
+static int belongs(int test, int suite) {
+    const struct criterion_test *a = bodies_first()[test], *b = bodies_first()[suite];
+    return a == b || (TESTS_ON_GPU && !strcmp(a->category, b->category));
 }
 
-static pid_t start_suite(const Suites *s, int first, int from, int *report) {
+/* Returns the next test to run, behind `last`. Those that start early come first. */
+static int next_test(const Suites *s, int *early, int last) {
+    struct criterion_test **all = bodies_first();
+    for (; *early >= 0; --*early, last = -1)
+        for (int i = last + 1; all + i < bodies_end(); i++)
+            if (all[i] && body_selected(all[i], s->pattern) &&
+                body_selected(all[i], s->early) == *early)
+                return i;
+    return -1;
+}
+
+static void list_suites(Suites *s) {
+    for (int early = 1, test = -1; (test = next_test(s, &early, test)) >= 0;) {
+        int known = 0;
+        for (int i = 0; i < s->count && !known; i++)
+            known = belongs(test, s->suite[i].test);
+        if (!known) s->suite[s->count++].test = test;
+    }
+}
+
+static int open_suite(const Suites *s, Suite *suite) {
     int ends[2];
-    char name[16], number[16];
-    snprintf(name, sizeof(name), "%d", first);
-    snprintf(number, sizeof(number), "%d", from);
-    if (pipe(ends)) return -1;
+    if (pipe2(ends, O_CLOEXEC)) return 0;
+    for (int early = 1, test = -1; (test = next_test(s, &early, test)) >= 0;)
+        if (belongs(test, suite->test) && write(ends[1], &test, sizeof(test)) < 0) return 0;
+    close(ends[1]);
+    suite->tickets = ends[0];
+    return 1;
+}
+
+static int tests_left(const Suite *suite) {
+    int bytes = 0;
+    if (suite->users) ioctl(suite->tickets, FIONREAD, &bytes);
+    return bytes / (int)sizeof(int);
+}
+
+/* Returns the next suite or, behind the last, the one of which most is left. */
+static Suite *take_suite(Suites *s) {
+    Suite *mine = NULL;
+    pthread_mutex_lock(&s->mutex);
+    if (s->next < s->count) {
+        mine = &s->suite[s->next++];
+        if (!open_suite(s, mine)) _exit(1);
+    } else if (SUITES_ARE_SHARED) {
+        for (int i = 0; i < s->count; i++)
+            if (tests_left(&s->suite[i]) > (mine ? tests_left(mine) : 0)) mine = &s->suite[i];
+    }
+    if (mine) mine->users++;
+    pthread_mutex_unlock(&s->mutex);
+    return mine;
+}
+
+static void leave_suite(Suites *s, Suite *suite) {
+    pthread_mutex_lock(&s->mutex);
+    if (!--suite->users) close(suite->tickets);
+    pthread_mutex_unlock(&s->mutex);
+}
+
+static pid_t start_process(const Suite *suite, int *report) {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC)) return -1;
     pid_t child = fork();
     if (child == 0) {
-        dup2(ends[1], REPORT);
-        if (ends[0] != REPORT) close(ends[0]);
-        if (ends[1] != REPORT) close(ends[1]);
-        execl(self_path(), self_path(), "--suite", name, "--from", number, "--filter", s->pattern,
-              (char *)NULL);
+        int from = fcntl(ends[1], F_DUPFD, TICKETS + 1),
+            tickets = fcntl(suite->tickets, F_DUPFD, TICKETS + 1);
+        dup2(from, REPORT), dup2(tickets, TICKETS);
+        close(from), close(tickets);
+        execl(self_path(), self_path(), "--suite", (char *)NULL);
         _exit(127);
     }
     close(ends[1]);
@@ -100,10 +161,10 @@ static void count(Suites *s, int outcome) {
     pthread_mutex_unlock(&s->mutex);
 }
 
-/* Returns the test after which the suite must continue, or -1 when it is complete. */
-static int watch_suite(Suites *s, int first, int from) {
+/* Returns whether another process can run what is left. */
+static int watch_process(Suites *s, const Suite *suite) {
     int report, test, outcome, running = -1, status = 0;
-    pid_t child = start_suite(s, first, from, &report);
+    pid_t child = start_process(suite, &report);
     FILE *lines = child > 0 ? fdopen(report, "r") : NULL;
     while (lines && fscanf(lines, "%d %d", &test, &outcome) == 2) {
         running = outcome < 0 ? test : -1;
@@ -111,42 +172,34 @@ static int watch_suite(Suites *s, int first, int from) {
     }
     if (lines) fclose(lines);
     if (child > 0) waitpid(child, &status, 0);
-    if (child > 0 && status == 0 && running < 0) return -1;
-    const struct criterion_test *at = bodies_first()[running >= 0 ? running : first];
+    if (child > 0 && status == 0 && running < 0) return 1;
+    const struct criterion_test *at = bodies_first()[running >= 0 ? running : suite->test];
     fprintf(stderr, "[FAIL] %s::%s: status %#x\n", at->category, at->name, (unsigned)status);
     count(s, BODY_FAILED);
-    return running;
+    return running >= 0;
 }
 
 static void *work(void *context) {
     Suites *s = context;
-    for (;;) {
-        pthread_mutex_lock(&s->mutex);
-        int mine = s->next++;
-        pthread_mutex_unlock(&s->mutex);
-        if (mine >= s->count) return NULL;
-        for (int from = s->first[mine]; from >= 0;) {
-            int stopped = watch_suite(s, s->first[mine], from);
-            from = stopped < 0 ? -1 : stopped + 1;
-        }
+    for (Suite *mine; (mine = take_suite(s)); leave_suite(s, mine)) {
+        int can = 1;
+        while (can && tests_left(mine))
+            can = watch_process(s, mine);
     }
+    return NULL;
 }
 
-static int run_all(const char *pattern, int jobs) {
-    static Suites s = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+static int run_all(Suites *s, int jobs) {
     pthread_t workers[BODIES_MOST_JOBS];
-    s.pattern = pattern;
-    for (struct criterion_test **t = bodies_first(); t < bodies_end(); t++)
-        if (*t && body_selected(*t, pattern) && !has_suite(&s, *t))
-            s.first[s.count++] = (int)(t - bodies_first());
+    list_suites(s);
     for (int i = 0; i < jobs; i++)
-        if (pthread_create(&workers[i], NULL, work, &s)) return 1;
+        if (pthread_create(&workers[i], NULL, work, s)) return 1;
     for (int i = 0; i < jobs; i++)
         pthread_join(workers[i], NULL);
-    int passed = s.outcomes[BODY_PASSED], failed = s.outcomes[BODY_FAILED];
+    int passed = s->outcomes[BODY_PASSED], failed = s->outcomes[BODY_FAILED];
     printf("[====] Synthesis: Tested: %d | Passing: %d | Failing: %d | Skipped: %d\n",
-           passed + failed, passed, failed, s.outcomes[BODY_SKIPPED]);
-    return failed || !s.count; /* nothing matched the pattern */
+           passed + failed, passed, failed, s->outcomes[BODY_SKIPPED]);
+    return failed || !s->count; /* nothing matched the pattern */
 }
 
 /* Groups that say nothing of nodes are then on as many as the cases assume: see case_complete. */
@@ -156,14 +209,14 @@ static void pretend_nodes(void) {
 }
 
 int suites_main(int argc, char **argv) {
+    static Suites s = {.mutex = PTHREAD_MUTEX_INITIALIZER};
     pretend_nodes();
-    const char *pattern = bodies_option(argc, argv, "--filter", "*");
-    const char *suite = bodies_option(argc, argv, "--suite", NULL);
-    const char *from = bodies_option(argc, argv, "--from", "0");
-    if (suite) return run_suite(atoi(suite), atoi(from), pattern);
-    if (ranked_is()) return run_rank(pattern);
+    s.pattern = bodies_option(argc, argv, "--filter", "*");
+    s.early = bodies_option(argc, argv, "--early", "");
+    if (argc > 1 && strcmp(argv[1], "--suite") == 0) return run_suite();
+    if (ranked_is()) return run_rank(s.pattern);
     if (GPU_MISSING()) return 0;
-    return run_all(pattern, bodies_jobs(argc, argv));
+    return run_all(&s, bodies_jobs(argc, argv));
 }
 
 #else
