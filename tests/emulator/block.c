@@ -19,11 +19,11 @@ enum {
     WARPS = MAX_THREADS / WARP,
     NAMED = 16,
     BUCKETS = 256,
-    LONGEST_BURST = 7,   /* 1 to 64 switches */
+    LONGEST_BURST = 10,   /* 1 to 64 switches */
     LEAST_ROUND = 16,    /* polls */
-    YIELDS = 8,          /* until a block that only polls sleeps */
-    NAP_NANOSECONDS = 200000,
-    LONGEST_NAP = 1000000,
+    YIELDS = 4,          /* rounds, until a block that only polls sleeps */
+    NAP_NANOSECONDS = 25000,
+    LONGEST_NAP = 5000000,
     SETS = 1024,
     WAYS = 4
 };
@@ -136,7 +136,11 @@ static unsigned take_ready(unsigned warp) {
     Warp *w = &block->warp[warp];
     unsigned at = (unsigned)__builtin_ctz(w->ready);
     w->ready &= w->ready - 1;
-    if (!w->ready) block->ready &= ~(1u << warp);
+    if (w->ready)
+        fiber_prefetch(
+            &block->fiber[warp * WARP + ((unsigned)__builtin_ctz(w->ready) ^ w->turn)]);
+    else
+        block->ready &= ~(1u << warp);
     return warp * WARP + (at ^ w->turn);
 }
 
@@ -168,9 +172,9 @@ static void start_round(void) {
 }
 
 /* All threads that can run only poll, and see nothing new: yield the processor to the blocks and
- * ranks that they wait for. */
+ * ranks that they wait for. Naps grow, and stay a small part of the time waited so far. */
 static void back_off(void) {
-    long naps = ++block->rounds - (long)YIELDS, nanoseconds = naps * NAP_NANOSECONDS;
+    long naps = ++block->rounds - (long)YIELDS, nanoseconds = naps * naps * NAP_NANOSECONDS;
     struct timespec nap = {0, nanoseconds < LONGEST_NAP ? nanoseconds : LONGEST_NAP};
     if (naps <= 0)
         sched_yield();
