@@ -19,9 +19,9 @@ enum {
     WARPS = MAX_THREADS / WARP,
     NAMED = 16,
     BUCKETS = 256,
-    LONGEST_BURST = 10,   /* 1 to 64 switches */
-    LEAST_ROUND = 16,    /* polls */
-    YIELDS = 4,          /* rounds, until a block that only polls sleeps */
+    LONGEST_BURST = 10, /* 1 to 512 switches */
+    LEAST_ROUND = 16,   /* polls */
+    YIELDS = 4,         /* rounds, until a block that only polls sleeps */
     NAP_NANOSECONDS = 25000,
     LONGEST_NAP = 5000000,
     SETS = 1024,
@@ -35,8 +35,8 @@ enum {
 #else
 #define STACK_BYTES ((size_t)32 << 10)
 #endif
-/* Stacks lie a few cache lines off a power of two, or their tops would share a few sets of the cache,
- * and each switch would miss it. */
+/* Stacks lie a few cache lines off a power of two, or their tops would share a few sets of the
+ * cache, and each switch would miss it. */
 #define STACK_STRIDE (STACK_BYTES + 320)
 #define STACK_END 0x57ac4e4d57ac4e4dull
 #define GARBAGE 0xa5
@@ -137,8 +137,7 @@ static unsigned take_ready(unsigned warp) {
     unsigned at = (unsigned)__builtin_ctz(w->ready);
     w->ready &= w->ready - 1;
     if (w->ready)
-        fiber_prefetch(
-            &block->fiber[warp * WARP + ((unsigned)__builtin_ctz(w->ready) ^ w->turn)]);
+        fiber_prefetch(&block->fiber[warp * WARP + ((unsigned)__builtin_ctz(w->ready) ^ w->turn)]);
     else
         block->ready &= ~(1u << warp);
     return warp * WARP + (at ^ w->turn);
