@@ -117,10 +117,8 @@ __device__ __forceinline__ int32_t *flat_begin(const EpLatencyScatterArgs &a) {
 
 /* Load the experts of all this rank's entries into the workspace. Rows past the step's tokens are
  * included, since the number of tokens may not be known yet. */
-template <int PLACED>
-__device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
+template <int PLACED> __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
     int entries = a.route.num_rows * a.route.top_k;
-    const EpAliveWords alive = ep_fetch_alive(a.route.group); /* beside the first indices */
 #pragma unroll 1
     for (int i = (int)threadIdx.x - ENTRIES_THREAD; i < entries;
          i += LOADED_AT_ONCE * ENTRIES_THREADS) {
@@ -132,10 +130,8 @@ __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
 #pragma unroll
         for (int j = 0; j < LOADED_AT_ONCE; j++) {
             if (i + j * ENTRIES_THREADS >= entries) continue;
-            int expert = place_index<PLACED>(a.route, index[j],
-                                             (i + j * ENTRIES_THREADS) / a.route.top_k);
-            if (EP_MASKED && expert >= 0 && !ep_is_among(alive, ep_owner(&a.route.owners, expert)))
-                expert = NO_EXPERT;
+            int expert =
+                place_index<PLACED>(a.route, index[j], (i + j * ENTRIES_THREADS) / a.route.top_k);
             workspace_experts(a)[i + j * ENTRIES_THREADS] = (int16_t)expert;
         }
     }
@@ -169,9 +165,12 @@ __device__ __noinline__ void merge_duplicates(const EpLatencyScatterArgs &a) {
     __syncthreads();
 }
 
+/* Returns the rank that has an expert; -1: none, or it is masked. The entries that the block has
+ * loaded may name experts of masked ranks. Nothing is sent there, so nothing reads their headers'
+ * words or their counts. By threads of a sending block, after its first barrier. */
 __device__ __forceinline__ int owner_of(const EpLatencyScatterArgs &a, int expert) {
     int owner = ep_owner(&a.route.owners, max(0, expert));
-    return expert < 0 ? -1 : owner;
+    return expert < 0 || !ep_is_alive(owner) ? -1 : owner;
 }
 
 /* ---- heads --------------------------------------------------------------------------------- */
@@ -642,8 +641,7 @@ __device__ __forceinline__ int finds_unknown_rows(const EpLatencyScatterArgs &a,
     int t = (int)threadIdx.x;
     int lost = t < a.route.group.size && has_bit(latency_late(a.latency, flag)->lost, t);
     if (lost)
-        ep_report(a.route.group, EP_FAULT_LATE,
-                  EpAwaited{t, EP_AWAIT_LINES, 0, (uint32_t)flag, 0});
+        ep_report(a.route.group, EP_FAULT_LATE, EpAwaited{t, EP_AWAIT_LINES, 0, (uint32_t)flag, 0});
     return !__syncthreads_and(!lost);
 }
 
@@ -1300,7 +1298,8 @@ __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a
         EpRankPlace at = rank_place(l, source);
         char *window = l.window[at.number], *messages = window + l.layout.landing;
         if (!l.nodes.reads_landing) messages = latency_messages(l, window, flag);
-        /* Parts are fetched before heads tell how many places are filled: no place past the last. */
+        /* Parts are fetched before heads tell how many places are filled: no place past the last.
+         */
         if (at.other >= 0)
             return message_place(l, messages, at.other, min(r.token, l.layout.node_rows - 1));
         source = at.number;
