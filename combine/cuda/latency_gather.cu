@@ -1247,8 +1247,7 @@ __device__ __noinline__ void end_late(const EpLatencyGatherArgs &a, int blocks, 
     if (skipped && skipped != blocks) atomicOr(&late->lost[t / 32], 1u << t % 32);
     __syncthreads();
     if (!latency_leave_late(a.latency, flag)) {
-        if (late->since[0] | late->since[1] | late->since[2])
-            latency_cut(a.group, a.latency, flag);
+        if (late->since[0] | late->since[1] | late->since[2]) latency_cut(a.group, a.latency, flag);
         return;
     }
     if (ep_failed(a.group)) return;
@@ -1302,8 +1301,10 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     SumPart first = load_first_sum(a);
     if (role.sends && is_all_claimed(a)) claims_begin(a.latency);
 #pragma unroll 1
-    for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < num_sources(a); r += LATENCY_THREADS)
-        tokens[r] = ep_find_alive(a.group, r) ? count_source_tokens(a, r) : 0;
+    for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < num_sources(a); r += LATENCY_THREADS) {
+        int count = count_source_tokens(a, r); /* both loads are under way together */
+        tokens[r] = ep_find_alive(a.group, r) ? count : 0;
+    }
     if (!latency_begin_operation(a.group, a.plan, a.latency, &op)) {
         latency_report(a.group, a.plan, a.latency);
         if (EP_SEVERAL_NODES) latency_mark_begin(a.group, a.latency);
