@@ -1026,11 +1026,13 @@ __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int to
 #pragma unroll 1
     while (s.step < s.end) {
         Missing missing = receive_steps<T, PACKED, DONE>(a, s, w.slot, flag);
-        if (!missing.bits)
+        if (!missing.bits) {
             s.step += STEPS;
-        else if (!await_missing<STEPS>(a, s, missing, flag))
-            return 0;
-        if (ep_cuts()) s.owner = drop_late(a, s.owner, flag);
+            continue;
+        }
+        int here = await_missing<STEPS>(a, s, missing, flag);
+        if (!here) return 0;
+        if (EP_MASKED && here == STEP_LATE) s.owner = drop_late(a, s.owner, flag);
     }
     return 1;
 }
@@ -1188,11 +1190,13 @@ __device__ __forceinline__ int receive_entries(const EpLatencyGatherArgs &a, int
 #pragma unroll 1
     while (s.step < s.end) {
         MissingEntry missing = add_entries<T, DONE>(a, s, flag);
-        if (missing.k < 0)
+        if (missing.k < 0) {
             s.step += EP_REDUCED_AT_ONCE;
-        else if (!await_entry(a, s, missing, flag))
-            return 0;
-        if (!ep_cuts()) continue;
+            continue;
+        }
+        int here = await_entry(a, s, missing, flag);
+        if (!here) return 0;
+        if (!EP_MASKED || here != STEP_LATE) continue;
         s.owner = drop_late(a, s.owner, flag);
         s.entries &= __ballot_sync(~0u, s.owner >= 0);
     }
