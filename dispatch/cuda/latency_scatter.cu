@@ -116,7 +116,8 @@ __device__ __forceinline__ int32_t *flat_begin(const EpLatencyScatterArgs &a) {
 #define TOKENS_THREAD 96 /* loads the number of tokens; see latency_begin_operation */
 
 /* Load the experts of all this rank's entries into the workspace. Rows past the step's tokens are
- * included, since the number of tokens may not be known yet. */
+ * included, since the number of tokens may not be known yet. So are experts of masked ranks:
+ * nothing is sent to these, so nothing reads their counts or their words in headers. */
 template <int PLACED> __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
     int entries = a.route.num_rows * a.route.top_k;
 #pragma unroll 1
@@ -165,12 +166,9 @@ __device__ __noinline__ void merge_duplicates(const EpLatencyScatterArgs &a) {
     __syncthreads();
 }
 
-/* Returns the rank that has an expert; -1: none, or it is masked. The entries that the block has
- * loaded may name experts of masked ranks. Nothing is sent there, so nothing reads their headers'
- * words or their counts. By threads of a sending block, after its first barrier. */
 __device__ __forceinline__ int owner_of(const EpLatencyScatterArgs &a, int expert) {
     int owner = ep_owner(&a.route.owners, max(0, expert));
-    return expert < 0 || !ep_is_alive(owner) ? -1 : owner;
+    return expert < 0 ? -1 : owner;
 }
 
 /* ---- heads --------------------------------------------------------------------------------- */
@@ -355,7 +353,7 @@ __device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64
     count_entries(a);
 #pragma unroll 1
     for (int r = (int)(threadIdx.x % 32); r < num_sources(a); r += 32)
-        sent += r == self(a) ? 0 : workspace_counts(a)[g.num_experts + r];
+        sent += r == self(a) || !ep_is_alive(r) ? 0 : workspace_counts(a)[g.num_experts + r];
     sent = warp_sum(sent);
 #pragma unroll 1
     for (int r = (int)(threadIdx.x / 32); r < num_sources(a); r += LATENCY_WARPS) {
@@ -824,6 +822,12 @@ __device__ __forceinline__ unsigned rank_set(const EpLatencyScatterArgs &a, int 
     return own;
 }
 
+/* Returns a set of ranks without those that are masked. */
+__device__ __forceinline__ unsigned living_ranks(unsigned set) {
+    int lane = threadIdx.x % 32;
+    return EP_MASKED && lane < EP_ALIVE_WORDS ? set & ep_alive_words()[lane] : set;
+}
+
 __device__ __forceinline__ int has_rank(unsigned set, int rank) {
     return __shfl_sync(~0u, set, rank / 32) >> rank % 32 & 1;
 }
@@ -835,7 +839,8 @@ __device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, in
     const EpCudaGroup &g = a.route.group;
     int lane = threadIdx.x % 32, k = a.route.top_k;
     int owner = lane < k ? owner_of(a, workspace_experts(a)[token * k + lane]) : -1;
-    unsigned set = rank_set(a, owner), below = (1u << lane) - 1;
+    int living = owner >= 0 && !ep_is_alive(owner) ? -1 : owner; /* loaded while sets are made */
+    unsigned set = living_ranks(rank_set(a, owner)), below = (1u << lane) - 1;
     int num_to = __reduce_add_sync(~0u, __popc(set)), listed = 0, others = num_to;
     int first = g.rank + 1 + ep_remainder(token, a.latency.ranks);
 #pragma unroll 1
@@ -843,18 +848,18 @@ __device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, in
         int valid = base + lane < g.size, r = first - (first < g.size ? 0 : g.size);
         r += valid ? base + lane : 0;
         r -= r < g.size ? 0 : g.size;
+        int to = ep_is_alive(r) ? r : g.rank; /* again, in place of a masked one */
         unsigned all = __ballot_sync(~0u, valid),
                  with_row = __ballot_sync(~0u, has_rank(set, r) & valid);
         int at = with_row >> lane & 1 ? listed + __popc(with_row & below)
                                       : others + __popc(all & ~with_row & below);
-        int to = ep_is_alive(r) ? r : g.rank; /* again, in place of a masked one */
         if (valid)
             workspace()->to[at] =
                 latency_record(a.latency, a.latency.window[to], g.rank, g.size, token, flag);
         listed += __popc(with_row), others += __popc(all & ~with_row);
     }
     if (lane == 0) workspace()->num_to = num_to;
-    if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)owner;
+    if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)living;
 }
 
 #if EP_SEVERAL_NODES
