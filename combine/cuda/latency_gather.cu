@@ -1324,7 +1324,10 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     if (role.receives)
         receive_sums<T, FORM, DONE, EP_REDUCED_AT_ONCE>(a, role, tokens[self(a)], op.flag);
 #if EP_MASKED
-    if (ep_cuts() && role.receives && latency_ends_late(a.group, a.latency, role.blocks, op.flag))
+    /* Blocks that only send may wait for weights, or look when heads arrive. */
+    int asks = a.latency.awaits_weights || a.counts;
+    if (ep_cuts() && role.receives &&
+        latency_ends_late(a.group, a.latency, role.blocks, op.flag, asks))
         end_late<T, FORM, DONE>(a, role.blocks, tokens[self(a)], op.flag);
 #endif
     latency_pass(a.group, a.latency, op, ticket);

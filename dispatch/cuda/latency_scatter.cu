@@ -466,6 +466,7 @@ __device__ __forceinline__ void take_no_head(const EpLatencyScatterArgs &a, int 
 __device__ __noinline__ void skip_head(const EpLatencyScatterArgs &a, int source, int words,
                                        uint64_t flag) {
     take_no_head(a, source, words);
+    ep_note_late();
     if (threadIdx.x % 32) return;
     atomicOr(&latency_late(a.latency, flag)->absent[source / 32], 1u << source % 32);
     atomicAnd(&ep_alive_words()[source / 32], ~(1u << source % 32));
@@ -1727,7 +1728,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     uint32_t ticket = latency_ticket(l, op);
     if (role.receives) receive<TILED, READY>(a, role, op);
 #if EP_MASKED
-    if (ep_cuts() && role.receives && latency_ends_late(g, l, role.blocks, op.flag))
+    if (ep_cuts() && role.receives && latency_ends_late(g, l, role.blocks, op.flag, 0))
         end_late<TILED>(a, role.blocks, op.flag);
 #endif
     latency_pass(g, l, op, ticket);

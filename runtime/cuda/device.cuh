@@ -151,9 +151,10 @@ __device__ __forceinline__ int ep_member(const EpCudaGroup &g, int rank) {
  * nothing. EpCudaBallot tells how ranks come to one set.
  */
 
-/* Returns the block's copy of the words that say who is alive, then of late_us. */
+/* Returns the block's copy of the words that say who is alive, then of late_us. The last word is
+ * the block's own: see ep_note_late. */
 __device__ __forceinline__ uint32_t *ep_alive_words(void) {
-    __shared__ __align__(16) uint32_t words[EP_ALIVE_WORDS + 1];
+    __shared__ __align__(16) uint32_t words[EP_ALIVE_WORDS + 2];
     return words;
 }
 
@@ -167,9 +168,19 @@ static_assert((EP_ALIVE_WORDS + 1) * sizeof(uint32_t) == sizeof(ulonglong2) &&
  *  words at about the same time, and the cache serves them one after the other. So one thread of a
  *  block loads them at once. */
 __device__ __forceinline__ void ep_load_alive(const EpCudaGroup &g) {
-    if (EP_MASKED && threadIdx.x == 0)
-        *(ulonglong2 *)ep_alive_words() =
-            ep_load_relaxed_gpu_pair((const uint64_t *)g.state->alive);
+    if (!EP_MASKED || threadIdx.x) return;
+    *(ulonglong2 *)ep_alive_words() = ep_load_relaxed_gpu_pair((const uint64_t *)g.state->alive);
+    ep_alive_words()[EP_ALIVE_WORDS + 1] = 0;
+}
+
+/** Note that a rank is late for this block, or that it has looked for one: see ep_has_late. */
+__device__ __forceinline__ void ep_note_late(void) {
+    *(volatile uint32_t *)&ep_alive_words()[EP_ALIVE_WORDS + 1] = 1;
+}
+
+/** Returns whether this thread, or another one before a barrier, has noted that. */
+__device__ __forceinline__ int ep_has_late(void) {
+    return *(volatile uint32_t *)&ep_alive_words()[EP_ALIVE_WORDS + 1] != 0;
 }
 
 /** Returns whether ranks that are late are cut. */
