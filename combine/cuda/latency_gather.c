@@ -64,8 +64,8 @@ static int describe(const EpHandle *handle, const EpGather *g, EpPhase phase,
     args.latency.awaits_weights = g->t.weighs_entries && !g->t.by_entry;
     args.latency.token = g->place.token;
     if (latency->device.nodes.num_others)
-        ep_latency_nodes_describe(group, g->phase, g->place.token, place_steps(&args),
-                                  &args.latency);
+        ep_latency_nodes_describe(handle, g->phase, g->place.token, place_steps(&args),
+                                  &args.group, &args.latency);
     int percent = percent_of_senders(group, g->t.by_entry, g->top_k);
     int blocks = ep_latency_blocks(&args.group, phase, tokens, args.steps, percent, &args.latency);
     if (g->t.done.words) args.latency.releases = 0; /* who produces rows needs the room */
