@@ -64,7 +64,7 @@ static int describe(const EpHandle *handle, const EpGather *g, EpPhase phase,
     args.latency.awaits_weights = g->t.weighs_entries && !g->t.by_entry;
     args.latency.token = g->place.token;
     if (latency->device.nodes.num_others)
-        ep_latency_nodes_describe(group, g->phase, g->place.token, place_steps(&args),
+        ep_latency_nodes_describe(handle, g->phase, g->place.token, place_steps(&args), &args.group,
                                   &args.latency);
     int percent = percent_of_senders(group, g->t.by_entry, g->top_k);
     int blocks = ep_latency_blocks(&args.group, phase, tokens, args.steps, percent, &args.latency);
@@ -93,7 +93,8 @@ static EpStatus gather_on_nodes(EpHandle *handle, const EpGather *g, const EpCud
         l.group = &send.group, l.latency = &send.latency;
         relay = send;
         relay.latency.senders = 0;
-        l.relay = (EpNodesKernel){ep_cuda_launch_latency_relay, &relay, blocks};
+        if (ep_latency_relays(send.group.size, g->t.format.bits != 0))
+            l.relay = (EpNodesKernel){ep_cuda_launch_latency_relay, &relay, blocks};
     }
     if (g->phase != EP_PHASE_SEND) {
         int blocks = describe(handle, g, EP_PHASE_RECEIVE, &receive);
