@@ -50,6 +50,17 @@ __device__ __forceinline__ int relays(const EpLatencyGatherArgs &a, int form) {
     return EP_SEVERAL_NODES && ep_latency_relays(a.group.size, form == PACKED_SUMS);
 }
 
+/* Whether this launch receives this rank's own rows where they lie: it sends, too, or is the second
+ * one of a whole operation on several nodes. Otherwise the send phase has stored their sums. */
+__device__ __forceinline__ int reads_own(const EpLatencyGatherArgs &a) {
+    return a.latency.senders || (EP_SEVERAL_NODES && a.latency.nodes.reads_landing);
+}
+
+/* Whether it stores these sums. */
+__device__ __forceinline__ int stores_own(const EpLatencyGatherArgs &a) {
+    return !a.latency.receives && !(EP_SEVERAL_NODES && a.latency.nodes.keeps_turn);
+}
+
 /* ==== weights =============================================================================== */
 
 /*
@@ -674,8 +685,8 @@ __device__ __forceinline__ int count_sums(const EpLatencyGatherArgs &a, const in
     int most = 0;
 #pragma unroll 1
     for (int r = threadIdx.x % 32; r < num_sources(a); r += 32)
-        if (r != self(a) || !a.latency.receives) most = max(most, tokens[r]);
-    return __reduce_max_sync(~0u, most) * (num_sources(a) - a.latency.receives);
+        if (r != self(a) || stores_own(a)) most = max(most, tokens[r]);
+    return __reduce_max_sync(~0u, most) * (num_sources(a) - !stores_own(a));
 }
 
 /* Returns the number of items before the sums, if these await weights: one for the weights of as
@@ -784,7 +795,7 @@ __device__ __forceinline__ TokenWords load_token(const EpLatencyGatherArgs &a, i
     const EpEntry *entry = &a.plan.entries[token * a.top_k + lane];
     if (lane < a.top_k) w.owner = __ldg(&entry->owner);
     if (EP_SEVERAL_NODES && lane < a.top_k) w.place = __ldg(&entry->row);
-    if (a.latency.senders) w.slot = load_slot(a, self(a), token);
+    if (reads_own(a)) w.slot = load_slot(a, self(a), token);
     return w;
 }
 
@@ -1016,7 +1027,7 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
     for (int u = 0; u < UNITS; u++)
         if (s.step + u / (UNITS / STEPS) >= s.end) unit[u] = -1;
     find_incoming(a, s, last, flag, &c);
-    if (s.has_own && !a.latency.senders) load_own_sum<T, UNITS>(a, s.token, unit, flag, own);
+    if (s.has_own && !reads_own(a)) load_own_sum<T, UNITS>(a, s.token, unit, flag, own);
     unsigned missing = receive_incoming(
         a, &c, flag, [&]() { sum_slots<T, DONE, UNITS, OWN_AT_ONCE>(a, t, unit, own); });
     if (missing) return Missing{last, missing};
@@ -1211,13 +1222,13 @@ __device__ __forceinline__ EntriesPart find_entries(const EpLatencyGatherArgs &a
                                                     int step, const TokenWords &w, uint64_t flag) {
     int lane = threadIdx.x % 32, end = min(step + a.latency.received.steps, a.steps);
     int owner = living_owner(a, w);
-    int reads = owner == self(a) && a.latency.senders, slot = -1;
+    int reads = owner == self(a) && reads_own(a), slot = -1;
     if (reads) slot = ep_check_slot(a.plan, w.slot);
     EntriesPart s = {token, step, end, owner, slot, 1, 0, w.place};
     s.entries = __ballot_sync(~0u, owner >= 0 && (!reads || slot >= 0));
     if (a.t.weighs_entries && owner >= 0)
-        s.weight = a.latency.senders ? __ldg(a.t.topk_weights + (token * a.top_k + lane))
-                                     : kept_weights(a, token, flag)[lane];
+        s.weight = reads_own(a) ? __ldg(a.t.topk_weights + (token * a.top_k + lane))
+                                : kept_weights(a, token, flag)[lane];
     else if (a.carries_weights && slot >= 0)
         s.weight = __ldg(a.t.slot_values + slot);
     unsigned own = __ballot_sync(~0u, slot >= 0);
