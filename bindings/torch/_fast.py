@@ -209,7 +209,6 @@ class _Method(ctypes.Structure):
         ("function", ctypes.py_object),
         ("count", ctypes.c_int64),
         ("names", ctypes.py_object * _MOST_WORDS),
-        ("defaults", ctypes.py_object * _MOST_WORDS),
     ]
 
 
@@ -217,7 +216,8 @@ class _Methods(ctypes.Structure):
     """EpTorchMethods of call.h."""
 
     _fields_ = [
-        ("facts_at", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("bytes_at", ctypes.c_int64),
         ("kind", ctypes.py_object),
         ("buffer", ctypes.py_object),
         ("num_sms", ctypes.py_object),
@@ -302,7 +302,6 @@ def _make_method(owner: type, name: str, symbol: str, method: _Method) -> None:
     method.function, method.count = function, len(words)
     for at, each in enumerate(words):
         method.names[at] = sys.intern(each.name)
-        method.defaults[at] = None if each.default is each.empty else each.default
     plain = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
     first = str(signature.replace(parameters=plain, return_annotation=signature.empty))
     first = first.replace("(self", "($self, /", 1)
@@ -327,7 +326,8 @@ def make_hybrid_methods(
     settle  raises the Status that a function of C has returned
     """
     methods = _Methods.in_dll(_library, "ep_torch_methods")
-    methods.facts_at, methods.num_sms = _HEAD, sys.intern("num_sms")
+    methods.head, methods.bytes_at = _HEAD, bytes.__basicsize__ - 1  # its last byte is a 0
+    methods.num_sms = sys.intern("num_sms")
     methods.kind, methods.buffer, methods.settle = kind, buffer, settle
     _make_method(owner, "dispatch_with_permute", "ep_torch_hybrid_send_method", methods.send)
     _make_method(owner, "combine_with_unpermute", "ep_torch_hybrid_sum_method", methods.sum)

@@ -159,13 +159,15 @@ enum { MOST_WORDS = 20 };
 typedef struct EpTorchMethod {
     void *function; /**< of Python, which does what C leaves */
     int64_t count;  /**< of its keywords */
-    void *names[MOST_WORDS], *defaults[MOST_WORDS];
+    void *names[MOST_WORDS];
 } EpTorchMethod;
 
 /** What the methods know. */
 typedef struct EpTorchMethods {
-    int64_t facts_at;       /**< where a HybridEPBuffer has the address of its EpTorchBuffer */
-    void *kind;             /**< the type of handles */
+    int64_t head;     /**< bytes with which each object begins; behind them a HybridEPBuffer has the
+                           address of its EpTorchBuffer */
+    int64_t bytes_at; /**< where the elements of bytes begin */
+    void *kind;       /**< the type of handles */
     void *buffer, *num_sms; /**< the type Buffer, and the name of its attribute */
     void *settle;           /**< a function that raises a Status */
     EpTorchMethod send, sum;

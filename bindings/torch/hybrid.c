@@ -60,6 +60,12 @@ typedef struct Given {
 
 EpTorchMethods ep_torch_methods;
 
+/* Returns an object's type, the last word of what all objects begin with. A function of Python that
+ * is called for it lies on a page of its own, as each of them does: that takes longer. */
+static const void *type_of(const void *object) {
+    return *(void **)((char *)object + ep_torch_methods.head - sizeof(void *));
+}
+
 /* PyTorch's tensors that a call makes. */
 enum {
     MADE_MEMORY,
@@ -208,17 +214,33 @@ static void *make_handle(EpTorchWhole *c, const Given *g, void *padded) {
     };
     for (int i = SPARE; i < ITEMS; i++)
         items[i] = none();
-    void *tuple = ep_torch_tuple(items, ITEMS);
-    void *handle = PyObject_CallFunctionObjArgs(ep_torch_methods.kind, tuple, NULL);
-    Py_DecRef(tuple);
-    return handle;
+    return ep_torch_handle(ep_torch_methods.kind, items, ITEMS);
 }
 
-/* Returns what dispatch_with_permute does. Takes the reference to the handle. */
+/* Returns what was made at a place, as the tensor that a tuple shares. */
+static void *wrap_shared(const EpTorchWhole *c, int place) {
+    return c->made[place] ? c->h->torch->wrap(c->made[place]) : &_Py_NoneStruct;
+}
+
+static void unshare(const EpTorchWhole *c, int place, void *tensor) {
+    if (c->made[place]) Py_DecRef(tensor);
+}
+
+/* Returns what dispatch_with_permute does. */
 static void *wrap_sent(const EpTorchWhole *c, void *padded, void *handle) {
-    void *items[] = {ep_torch_wrap(c, MADE_ROWS), ep_torch_wrap(c, MADE_MORE),
-                     ep_torch_wrap(c, MADE_SCALES), share(padded), handle};
-    return ep_torch_tuple(items, sizeof(items) / sizeof(items[0]));
+    void *rows = wrap_shared(c, MADE_ROWS), *more = wrap_shared(c, MADE_MORE);
+    void *scales = wrap_shared(c, MADE_SCALES);
+    void *tuple = PyTuple_Pack(5, rows, more, scales, padded, handle);
+    unshare(c, MADE_ROWS, rows), unshare(c, MADE_MORE, more), unshare(c, MADE_SCALES, scales);
+    return tuple;
+}
+
+/* Likewise of combine_with_unpermute. */
+static void *wrap_sums(const EpTorchWhole *c) {
+    void *rows = wrap_shared(c, MADE_ROWS), *more = wrap_shared(c, MADE_MORE);
+    void *tuple = PyTuple_Pack(2, rows, more);
+    unshare(c, MADE_ROWS, rows), unshare(c, MADE_MORE, more);
+    return tuple;
 }
 
 /* The routing of a new step. */
@@ -253,10 +275,9 @@ static int take_sent(EpTorchWhole *c, void *rows, void *scales) {
 
 /* Use a handle of a dispatch before. */
 static int take_handle(EpTorchWhole *c, const Given *g, void *handle, int sums) {
-    if (PyObject_IsInstance(handle, ep_torch_methods.kind) != 1 ||
-        PyTuple_GetItem(handle, OWNER) != g->self)
-        return 0;
-    memcpy(&c->sent, PyBytes_AsString(PyTuple_GetItem(handle, SENT)), sizeof(c->sent));
+    const EpTorchMethods *m = &ep_torch_methods;
+    if (type_of(handle) != m->kind || PyTuple_GetItem(handle, OWNER) != g->self) return 0;
+    memcpy(&c->sent, (char *)PyTuple_GetItem(handle, SENT) + m->bytes_at, sizeof(c->sent));
     c->step = c->sent.step;
     c->h = sums ? c->step->sum : c->step->send;
     if (!c->h || !c->h->group->group || !ep_torch_find_stream(c->h, &c->stream)) return 0;
@@ -280,7 +301,7 @@ static void *send_again(EpTorchWhole *c, const Given *g) {
         !ep_torch_is_matrix(c->weights, EP_TYPE_FP32, c->rows->shape[0], c->h->top_k))
         return ep_torch_leave();
     void *result = ep_torch_run(c, send);
-    return result ? result : wrap_sent(c, PyTuple_GetItem(handle, PADDED), share(handle));
+    return result ? result : wrap_sent(c, PyTuple_GetItem(handle, PADDED), handle);
 }
 
 /* Returns whether a step is of the call's form. */
@@ -294,7 +315,7 @@ static int is_of_step(EpTorchWhole *c, const EpTorchStep *step, const Given *g) 
         c->rows->shape[0] > step->bound || !take_routing(c, g->words))
         return 0;
     int64_t bytes = ep_torch_element_bytes(c->rows->type);
-    return step->width * (bytes < 2 ? 2 : bytes) == step->row_bytes && !PyErr_Occurred();
+    return step->width * (bytes < 2 ? 2 : bytes) == step->row_bytes;
 }
 
 static void *send_anew(EpTorchWhole *c, const Given *g) {
@@ -306,21 +327,24 @@ static void *send_anew(EpTorchWhole *c, const Given *g) {
     if (!step || !ep_torch_find_stream(c->h, &c->stream)) return ep_torch_leave();
     void *result = ep_torch_run(c, route_and_send);
     if (result) return result;
-    void *padded = ep_torch_wrap(c, MADE_PADDED);
-    result = wrap_sent(c, padded, make_handle(c, g, padded));
+    void *padded = ep_torch_wrap(c, MADE_PADDED), *handle = make_handle(c, g, padded);
+    result = wrap_sent(c, padded, handle);
     Py_DecRef(padded);
+    Py_DecRef(handle);
     return result;
 }
 
-/* Returns an int of Python, or `otherwise` for None and 0. */
+/* Returns an int of Python, or `otherwise` for None and 0. An error is -1, which no step has. */
 static int64_t read_number(void *object, int64_t otherwise) {
     int64_t number = object == &_Py_NoneStruct ? 0 : PyLong_AsLongLong(object);
     return number ? number : otherwise;
 }
 
-/* Returns whether a keyword is set to True. *is_plain becomes 0 if it is no bool. */
+/* Returns whether a keyword is set to True. *is_plain becomes 0 if it is neither a bool nor None.
+ */
 static int is_true(void *object, int *is_plain) {
-    if (object != &_Py_TrueStruct && object != &_Py_FalseStruct) *is_plain = 0;
+    if (object != &_Py_TrueStruct && object != &_Py_FalseStruct && object != &_Py_NoneStruct)
+        *is_plain = 0;
     return object == &_Py_TrueStruct;
 }
 
@@ -337,7 +361,7 @@ static void *dispatch(Given *g) {
     if (words[HANDLE] == &_Py_NoneStruct) {
         g->alignment = read_number(words[ALIGNMENT], 1);
         g->num_rows = is_fixed ? PyLong_AsLongLong(words[NUM_ROWS]) : 0;
-        result = PyErr_Occurred() ? ep_torch_leave() : send_anew(&c, g);
+        result = send_anew(&c, g);
     } else { /* weights are topk_weights alone */
         result = words[PROBS] == &_Py_NoneStruct ? send_again(&c, g) : ep_torch_leave();
     }
@@ -395,17 +419,14 @@ static int take_summed(EpTorchWhole *c, const Given *g) {
            ep_torch_take(c, words[SUMMED_PROBS], 0, 1, &c->given[1], &c->probs) &&
            (!c->probs ||
             (c->probs->type == EP_TYPE_FP32 && c->probs->shape[0] == c->rows->shape[0])) &&
-           take_ids(c, words[SUMMED_HANDLE]) && !PyErr_Occurred();
+           take_ids(c, words[SUMMED_HANDLE]);
 }
 
 static void *combine(const Given *g) {
     EpTorchWhole c = {0};
     if (!take_summed(&c, g)) return ep_torch_leave();
     void *result = ep_torch_run(&c, sum);
-    if (!result) {
-        void *items[] = {ep_torch_wrap(&c, MADE_ROWS), ep_torch_wrap(&c, MADE_MORE)};
-        result = ep_torch_tuple(items, 2);
-    }
+    if (!result) result = wrap_sums(&c);
     ep_torch_drop(&c);
     return result;
 }
@@ -432,7 +453,7 @@ void *ep_torch_hybrid_combine(void *self, void *const *objects, ptrdiff_t given)
 static int read_words(const EpTorchMethod *m, void *const *objects, void *names, void **out) {
     ptrdiff_t given = names ? PyTuple_Size(names) : 0, at = 0;
     for (ptrdiff_t i = 0; i < m->count; i++)
-        out[i] = m->defaults[i];
+        out[i] = &_Py_NoneStruct;
     for (ptrdiff_t i = 0; i < given; i++, at++) {
         void *name = PyTuple_GetItem(names, i);
         ptrdiff_t tried = 0;
@@ -446,7 +467,7 @@ static int read_words(const EpTorchMethod *m, void *const *objects, void *names,
 /* Find the buffer and its facts. Returns 0 for one that is not made. */
 static int find_buffer(void *self, int sums, Given *g) {
     const EpTorchMethods *m = &ep_torch_methods;
-    const EpTorchBuffer *facts = *(EpTorchBuffer **)((char *)self + m->facts_at);
+    const EpTorchBuffer *facts = *(EpTorchBuffer **)((char *)self + m->head);
     if (!facts) return 0;
     g->self = self, g->steps = facts->steps, g->bound = facts->bound;
     g->sms = sums ? facts->sum_sms : facts->send_sms;
@@ -476,7 +497,7 @@ static void *call_python(const EpTorchMethod *m, void *self, void *const *object
 /* Returns a method's result. `made` is what C has made of the call, which Python looks at if it is
  * no tuple. */
 static void *settle(void *made) {
-    if (PyObject_IsInstance(made, (void *)&PyTuple_Type) == 1) return made;
+    if (type_of(made) == &PyTuple_Type) return made;
     void *result = PyObject_CallFunctionObjArgs(ep_torch_methods.settle, made, NULL);
     Py_DecRef(made);
     return result;
