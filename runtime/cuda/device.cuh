@@ -244,9 +244,7 @@ __device__ __forceinline__ uint32_t ep_failed(const EpCudaGroup &g) {
 
 /* ---- waiting ------------------------------------------------------------------------------- */
 
-#ifndef EP_POLLS_PER_CLOCK_READ
 #define EP_POLLS_PER_CLOCK_READ 256
-#endif
 
 /** What a wait waits for: the report, if the wait times out. */
 typedef struct EpAwaited {

@@ -21,9 +21,9 @@ enum {
     BUCKETS = 256,
     LONGEST_BURST = 10, /* 1 to 512 switches */
     LEAST_ROUND = 16,   /* polls */
-    YIELDS = 4,         /* rounds, until a block that only polls sleeps */
-    NAP_NANOSECONDS = 25000,
-    LONGEST_NAP = 5000000,
+    YIELDS = 8,         /* until a block that only polls sleeps */
+    NAP_NANOSECONDS = 200000,
+    LONGEST_NAP = 1000000,
     SETS = 1024,
     WAYS = 4
 };
@@ -171,9 +171,9 @@ static void start_round(void) {
 }
 
 /* All threads that can run only poll, and see nothing new: yield the processor to the blocks and
- * ranks that they wait for. Naps grow, and stay a small part of the time waited so far. */
+ * ranks that they wait for. */
 static void back_off(void) {
-    long naps = ++block->rounds - (long)YIELDS, nanoseconds = naps * naps * NAP_NANOSECONDS;
+    long naps = ++block->rounds - (long)YIELDS, nanoseconds = naps * NAP_NANOSECONDS;
     struct timespec nap = {0, nanoseconds < LONGEST_NAP ? nanoseconds : LONGEST_NAP};
     if (naps <= 0)
         sched_yield();
