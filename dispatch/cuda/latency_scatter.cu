@@ -466,7 +466,6 @@ __device__ __forceinline__ void take_no_head(const EpLatencyScatterArgs &a, int 
 __device__ __noinline__ void skip_head(const EpLatencyScatterArgs &a, int source, int words,
                                        uint64_t flag) {
     take_no_head(a, source, words);
-    ep_note_late();
     if (threadIdx.x % 32) return;
     atomicOr(&latency_late(a.latency, flag)->absent[source / 32], 1u << source % 32);
     atomicAnd(&ep_alive_words()[source / 32], ~(1u << source % 32));
