@@ -753,10 +753,10 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
 #define AWAITED_AT_ONCE 3 /* ranks besides this one */
 #define OWN_AT_ONCE 2     /* own terms, while awaited steps take registers, too */
 
-/* Steps that a receiving warp reduces at a time, and this lane's units of them. A packed step has
- * twice the elements, or more. */
-template <typename T, int PACKED> struct ReducedShape {
-    static constexpr int STEPS = PACKED ? 1 : EP_REDUCED_AT_ONCE;
+/* Steps that a receiving warp reduces at a time, at most MOST, and this lane's units of them. A
+ * packed step has twice the elements, or more. */
+template <typename T, int PACKED, int MOST> struct ReducedShape {
+    static constexpr int STEPS = PACKED ? 1 : MOST;
     static constexpr int PARTS = StepParts<T, PACKED>::COUNT;
     static constexpr int UNITS = STEPS * PARTS;
 };
@@ -1014,10 +1014,11 @@ __device__ __forceinline__ void add_biases(const EpLatencyGatherArgs &a, int tok
 /* Sum up and write some steps of a token, or return those that have not arrived in time. This
  * rank's own sum is computed while other ranks' sums are loaded. Ranks beyond the first few have a
  * loop of their own, so that no total takes registers meanwhile. */
-template <typename T, int PACKED, int DONE>
+template <typename T, int PACKED, int DONE, int MOST>
 __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, const TokenPart &s,
                                                  int slot, uint64_t flag) {
-    constexpr int STEPS = ReducedShape<T, PACKED>::STEPS, UNITS = ReducedShape<T, PACKED>::UNITS;
+    using Shape = ReducedShape<T, PACKED, MOST>;
+    constexpr int STEPS = Shape::STEPS, UNITS = Shape::UNITS;
     EpVector<T> own[UNITS] = {};
     Terms t = find_terms(a, self(a), slot, s.token);
     Incoming<STEPS> c;
@@ -1070,10 +1071,10 @@ __device__ __noinline__ int await_missing(const EpLatencyGatherArgs &a, TokenPar
 
 /* Receive a part of a token. It has more steps than are reduced at a time only if rows are so long
  * that the host has made longer parts. By a warp. Returns 0 on timeout. */
-template <typename T, int PACKED, int DONE>
+template <typename T, int PACKED, int DONE, int MOST>
 __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int token, int step,
                                             const TokenWords &w, uint64_t flag) {
-    constexpr int STEPS = ReducedShape<T, PACKED>::STEPS;
+    constexpr int STEPS = ReducedShape<T, PACKED, MOST>::STEPS;
     int owner = living_owner(a, w);
     int has_own = __any_sync(~0u, owner == self(a));
     int end = min(step + a.latency.received.steps, a.steps);
@@ -1081,12 +1082,14 @@ __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int to
     if (DONE && !await_done(a, find_terms(a, self(a), w.slot, token).slot)) return 0;
 #pragma unroll 1
     while (s.step < s.end) {
-        Missing missing = receive_steps<T, PACKED, DONE>(a, s, w.slot, flag);
-        if (!missing.bits)
+        Missing missing = receive_steps<T, PACKED, DONE, MOST>(a, s, w.slot, flag);
+        if (!missing.bits) {
             s.step += STEPS;
-        else if (!await_missing<STEPS>(a, s, missing, flag))
-            return 0;
-        if (ep_cuts()) s.owner = drop_late(a, s.owner, flag);
+            continue;
+        }
+        int here = await_missing<STEPS>(a, s, missing, flag);
+        if (!here) return 0;
+        if (EP_MASKED && here == STEP_LATE) s.owner = drop_late(a, s.owner, flag);
     }
     return 1;
 }
@@ -1133,10 +1136,10 @@ __device__ __forceinline__ const char *entry_from(const EpLatencyGatherArgs &a,
 }
 
 /* Sum up and write some steps of a token, or return one that has not arrived in time. By a warp. */
-template <typename T, int DONE>
+template <typename T, int DONE, int MOST>
 __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a,
                                                     const EntriesPart &s, uint64_t flag) {
-    constexpr int STEPS = EP_REDUCED_AT_ONCE;
+    constexpr int STEPS = MOST;
     EpVector<T> sum[STEPS] = {};
     int unit[STEPS];
 #pragma unroll
@@ -1236,19 +1239,21 @@ __device__ __forceinline__ EntriesPart find_entries(const EpLatencyGatherArgs &a
 }
 
 /* Receive a part of a token of sums by entry; see receive_part. */
-template <typename T, int DONE>
+template <typename T, int DONE, int MOST>
 __device__ __forceinline__ int receive_entries(const EpLatencyGatherArgs &a, int token, int step,
                                                const TokenWords &w, uint64_t flag) {
     EntriesPart s = find_entries(a, token, step, w, flag);
     if (DONE && !await_done(a, s.slot)) return 0;
 #pragma unroll 1
     while (s.step < s.end) {
-        MissingEntry missing = add_entries<T, DONE>(a, s, flag);
-        if (missing.k < 0)
-            s.step += EP_REDUCED_AT_ONCE;
-        else if (!await_entry(a, s, missing, flag))
-            return 0;
-        if (!ep_cuts()) continue;
+        MissingEntry missing = add_entries<T, DONE, MOST>(a, s, flag);
+        if (missing.k < 0) {
+            s.step += MOST;
+            continue;
+        }
+        int here = await_entry(a, s, missing, flag);
+        if (!here) return 0;
+        if (!EP_MASKED || here != STEP_LATE) continue;
         s.owner = drop_late(a, s.owner, flag);
         s.entries &= __ballot_sync(~0u, s.owner >= 0);
     }
@@ -1267,9 +1272,9 @@ __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
             return;
 }
 
-/* Receive all tokens. By the receiving blocks. A warp loads the plan's words for its next part
- * while it works on one. */
-template <typename T, int FORM, int DONE>
+/* Receive all tokens, MOST steps at a time. By the receiving blocks. A warp loads the plan's words
+ * for its next part while it works on one. */
+template <typename T, int FORM, int DONE, int MOST>
 __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &role, int tokens,
                              uint64_t flag) {
     int warps = role.blocks * LATENCY_WARPS, i = (int)(threadIdx.x / 32) * role.blocks + role.block;
@@ -1282,9 +1287,9 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
         next = load_token(a, tokens, ep_quotient(i + warps, partition.each));
         int step = part * a.latency.received.steps, alive;
         if constexpr (FORM == ENTRIES)
-            alive = receive_entries<T, DONE>(a, token, step, words, flag);
+            alive = receive_entries<T, DONE, MOST>(a, token, step, words, flag);
         else
-            alive = receive_part<T, FORM, DONE>(a, token, step, words, flag);
+            alive = receive_part<T, FORM, DONE, MOST>(a, token, step, words, flag);
         if (!alive) break;
     }
     if (role.block == role.blocks - 1) take_heads(a, flag);
@@ -1293,7 +1298,8 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
 #if EP_MASKED
 /* End an operation in which ranks may have been late: parts of a token may have a late rank's
  * sum or not, so all tokens are received again, without these ranks. By all threads of the last
- * block. */
+ * block. That takes one step at a time: with more registers here the kernel would keep a ticket in
+ * memory, and wait for it. */
 template <typename T, int FORM, int DONE>
 __device__ __noinline__ void end_late(const EpLatencyGatherArgs &a, int blocks, int tokens,
                                       uint64_t flag) {
@@ -1307,7 +1313,7 @@ __device__ __noinline__ void end_late(const EpLatencyGatherArgs &a, int blocks, 
         return;
     }
     if (ep_failed(a.group)) return;
-    receive_sums<T, FORM, DONE>(a, LatencyRole{0, 1, 0, 1}, tokens, flag);
+    receive_sums<T, FORM, DONE, 1>(a, LatencyRole{0, 1, 0, 1}, tokens, flag);
     __syncthreads();
     latency_cut(a.group, a.latency, flag);
 }
@@ -1357,8 +1363,10 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     SumPart first = load_first_sum(a);
     if (role.sends && is_all_claimed(a)) claims_begin(a.latency);
 #pragma unroll 1
-    for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < num_sources(a); r += LATENCY_THREADS)
-        tokens[r] = ep_find_alive(a.group, r) ? count_source_tokens(a, r) : 0;
+    for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < num_sources(a); r += LATENCY_THREADS) {
+        int count = count_source_tokens(a, r); /* both loads are under way together */
+        tokens[r] = ep_find_alive(a.group, r) ? count : 0;
+    }
     if (!latency_begin_operation(a.group, a.plan, a.latency, &op)) {
         latency_report(a.group, a.plan, a.latency);
         if (EP_SEVERAL_NODES) latency_mark_begin(a.group, a.latency);
@@ -1369,9 +1377,13 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     if (role.sends) send_sums<T, FORM, DONE>(a, tokens, first, op);
     uint32_t ticket = latency_ticket(a.latency, op);
     if (a.counts) count<FORM>(a, op.flag);
-    if (role.receives) receive_sums<T, FORM, DONE>(a, role, tokens[self(a)], op.flag);
+    if (role.receives)
+        receive_sums<T, FORM, DONE, EP_REDUCED_AT_ONCE>(a, role, tokens[self(a)], op.flag);
 #if EP_MASKED
-    if (ep_cuts() && role.receives && latency_ends_late(a.group, a.latency, role.blocks, op.flag))
+    /* Blocks that only send may wait for weights, or look when heads arrive. */
+    int asks = a.latency.awaits_weights || a.counts;
+    if (ep_cuts() && role.receives &&
+        latency_ends_late(a.group, a.latency, role.blocks, op.flag, asks))
         end_late<T, FORM, DONE>(a, role.blocks, tokens[self(a)], op.flag);
 #endif
     latency_pass(a.group, a.latency, op, ticket);

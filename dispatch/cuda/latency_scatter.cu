@@ -116,10 +116,10 @@ __device__ __forceinline__ int32_t *flat_begin(const EpLatencyScatterArgs &a) {
 #define TOKENS_THREAD 96 /* loads the number of tokens; see latency_begin_operation */
 
 /* Load the experts of all this rank's entries into the workspace. Rows past the step's tokens are
- * included, since the number of tokens may not be known yet. */
+ * included, since the number of tokens may not be known yet. So are experts of masked ranks:
+ * nothing is sent to these, so nothing reads their counts or their words in headers. */
 template <int PLACED> __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
     int entries = a.route.num_rows * a.route.top_k;
-    const EpAliveWords alive = ep_fetch_alive(a.route.group); /* beside the first indices */
 #pragma unroll 1
     for (int i = (int)threadIdx.x - ENTRIES_THREAD; i < entries;
          i += LOADED_AT_ONCE * ENTRIES_THREADS) {
@@ -133,8 +133,6 @@ template <int PLACED> __device__ __forceinline__ void load_entries(const EpLaten
             if (i + j * ENTRIES_THREADS >= entries) continue;
             int expert =
                 place_index<PLACED>(a.route, index[j], (i + j * ENTRIES_THREADS) / a.route.top_k);
-            if (EP_MASKED && expert >= 0 && !ep_is_among(alive, ep_owner(&a.route.owners, expert)))
-                expert = NO_EXPERT;
             workspace_experts(a)[i + j * ENTRIES_THREADS] = (int16_t)expert;
         }
     }
@@ -355,7 +353,7 @@ __device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64
     count_entries(a);
 #pragma unroll 1
     for (int r = (int)(threadIdx.x % 32); r < num_sources(a); r += 32)
-        sent += r == self(a) ? 0 : workspace_counts(a)[g.num_experts + r];
+        sent += r == self(a) || !ep_is_alive(r) ? 0 : workspace_counts(a)[g.num_experts + r];
     sent = warp_sum(sent);
 #pragma unroll 1
     for (int r = (int)(threadIdx.x / 32); r < num_sources(a); r += LATENCY_WARPS) {
@@ -480,6 +478,7 @@ __device__ __forceinline__ void take_no_head(const EpLatencyScatterArgs &a, int 
 __device__ __noinline__ void skip_head(const EpLatencyScatterArgs &a, int source, int words,
                                        uint64_t flag) {
     take_no_head(a, source, words);
+    ep_note_late();
     if (threadIdx.x % 32) return;
     atomicOr(&latency_late(a.latency, flag)->absent[source / 32], 1u << source % 32);
     atomicAnd(&ep_alive_words()[source / 32], ~(1u << source % 32));
@@ -838,6 +837,12 @@ __device__ __forceinline__ unsigned rank_set(const EpLatencyScatterArgs &a, int 
     return own;
 }
 
+/* Returns a set of ranks without those that are masked. */
+__device__ __forceinline__ unsigned living_ranks(unsigned set) {
+    int lane = threadIdx.x % 32;
+    return EP_MASKED && lane < EP_ALIVE_WORDS ? set & ep_alive_words()[lane] : set;
+}
+
 __device__ __forceinline__ int has_rank(unsigned set, int rank) {
     return __shfl_sync(~0u, set, rank / 32) >> rank % 32 & 1;
 }
@@ -849,7 +854,8 @@ __device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, in
     const EpCudaGroup &g = a.route.group;
     int lane = threadIdx.x % 32, k = a.route.top_k;
     int owner = lane < k ? owner_of(a, workspace_experts(a)[token * k + lane]) : -1;
-    unsigned set = rank_set(a, owner), below = (1u << lane) - 1;
+    int living = owner >= 0 && !ep_is_alive(owner) ? -1 : owner; /* loaded while sets are made */
+    unsigned set = living_ranks(rank_set(a, owner)), below = (1u << lane) - 1;
     int num_to = __reduce_add_sync(~0u, __popc(set)), listed = 0, others = num_to;
     int first = g.rank + 1 + ep_remainder(token, a.latency.ranks);
 #pragma unroll 1
@@ -857,18 +863,18 @@ __device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, in
         int valid = base + lane < g.size, r = first - (first < g.size ? 0 : g.size);
         r += valid ? base + lane : 0;
         r -= r < g.size ? 0 : g.size;
+        int to = ep_is_alive(r) ? r : g.rank; /* again, in place of a masked one */
         unsigned all = __ballot_sync(~0u, valid),
                  with_row = __ballot_sync(~0u, has_rank(set, r) & valid);
         int at = with_row >> lane & 1 ? listed + __popc(with_row & below)
                                       : others + __popc(all & ~with_row & below);
-        int to = ep_is_alive(r) ? r : g.rank; /* again, in place of a masked one */
         if (valid)
             workspace()->to[at] =
                 latency_record(a.latency, a.latency.window[to], g.rank, g.size, token, flag);
         listed += __popc(with_row), others += __popc(all & ~with_row);
     }
     if (lane == 0) workspace()->num_to = num_to;
-    if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)owner;
+    if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)living;
 }
 
 #if EP_SEVERAL_NODES
@@ -1747,7 +1753,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     uint32_t ticket = latency_ticket(l, op);
     if (role.receives) receive<TILED, READY>(a, role, op);
 #if EP_MASKED
-    if (ep_cuts() && role.receives && latency_ends_late(g, l, role.blocks, op.flag))
+    if (ep_cuts() && role.receives && latency_ends_late(g, l, role.blocks, op.flag, 0))
         end_late<TILED>(a, role.blocks, op.flag);
 #endif
     latency_pass(g, l, op, ticket);

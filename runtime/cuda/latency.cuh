@@ -230,6 +230,7 @@ static __device__ __noinline__ int check_late(const EpCudaGroup &g, const EpLate
     uint32_t *words = origin.awaited == EP_AWAIT_HEAD ? late->absent : late->lost;
     int r = origin.source;
     uint64_t now = ep_global_timer();
+    ep_note_late();
     if (ep_failed(g)) return 0;
     if (ep_is_aborted(g, g.rank)) {
         ep_report(g, EP_FAULT_LATE, EpAwaited{r, origin.awaited, origin.row, flag, 0});
@@ -249,21 +250,26 @@ static __device__ __noinline__ int check_late(const EpCudaGroup &g, const EpLate
     return STEP_LATE;
 }
 
-/** Returns 1 in the last receiving block, as latency_is_last does. Counts for each rank the blocks
- *  that have done without it: it may have been cut while this kernel began. By all threads of each
- *  receiving block, where late ranks are cut. */
+#define NOTES_LATE 0x10000u /* in EpLateRanks.left, above the number of blocks */
+
+/** Returns 1 in the last receiving block, as latency_is_last does, if it may have something to do:
+ *  some block has noted that it has looked for a late rank, or done without a rank, or `asks`. Then
+ *  other blocks than receiving ones may have looked, too. Counts for each rank the blocks that have
+ *  done without it: it may have been cut while this kernel began. By all threads of each receiving
+ *  block, where late ranks are cut. */
 __device__ __forceinline__ int latency_ends_late(const EpCudaGroup &g, const EpLatency &l,
-                                                 int blocks, uint64_t flag) {
+                                                 int blocks, uint64_t flag, int asks) {
     __shared__ int is_last;
-    int r = (int)threadIdx.x;
-    __syncthreads();
-    if (r < g.size && !ep_is_alive(r)) atomicAdd(&latency_late(l, flag)->skipped[r], 1u);
-    __syncthreads();
+    int r = (int)threadIdx.x, skips = r < g.size && !ep_is_alive(r);
+    if (skips) atomicAdd(&latency_late(l, flag)->skipped[r], 1u);
+    int notes = !__syncthreads_and(!skips && !asks && !ep_has_late());
     if (threadIdx.x == 0) {
         uint32_t *left = &latency_late(l, flag)->left;
         __threadfence();
-        is_last = atomicAdd(left, 1u) == (unsigned)blocks - 1;
-        if (is_last) *(volatile uint32_t *)left = 0;
+        uint32_t before = atomicAdd(left, 1u + (notes ? NOTES_LATE : 0));
+        int ends = before % NOTES_LATE == (unsigned)blocks - 1;
+        if (ends) *(volatile uint32_t *)left = 0;
+        is_last = ends && (notes || before >= NOTES_LATE);
     }
     __syncthreads();
     return is_last;
