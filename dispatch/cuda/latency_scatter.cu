@@ -1470,9 +1470,9 @@ __device__ __forceinline__ ReceiveState begin_receiving(const EpLatencyScatterAr
     ReceiveState s;
     s.partition = a.latency.received;
     s.warps = blocks * LATENCY_WARPS, s.warp = (int)(threadIdx.x / 32) * blocks + block;
-    if (EP_SEVERAL_NODES) s.fetched = Fetched{};
-    s.at = block < blocks ? s.warp : INT32_MAX;
-    if (!is_relayed(a, s)) begin_part(a, &s, s.at, flag);
+    int at = block < blocks ? s.warp : INT32_MAX;
+    if (EP_SEVERAL_NODES) s.at = at, s.fetched = Fetched{};
+    if (!EP_SEVERAL_NODES || !is_relayed(a, s)) begin_part(a, &s, at, flag);
     return s;
 }
 
