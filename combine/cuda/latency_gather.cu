@@ -43,7 +43,23 @@ __device__ __forceinline__ int self(const EpLatencyGatherArgs &a) {
 }
 
 /* The forms of the kernel: sums in the rows' type, packed sums, sums by entry. */
-enum { ENTRIES = 2 };
+enum { PACKED_SUMS = 1, ENTRIES = 2 };
+
+/* Whether a kernel relays what the ranks of this node have for others. */
+__device__ __forceinline__ int relays(const EpLatencyGatherArgs &a, int form) {
+    return EP_SEVERAL_NODES && ep_latency_relays(a.group.size, form == PACKED_SUMS);
+}
+
+/* Whether this launch receives this rank's own rows where they lie: it sends, too, or is the second
+ * one of a whole operation on several nodes. Otherwise the send phase has stored their sums. */
+__device__ __forceinline__ int reads_own(const EpLatencyGatherArgs &a) {
+    return a.latency.senders || (EP_SEVERAL_NODES && a.latency.nodes.reads_landing);
+}
+
+/* Whether it stores these sums. */
+__device__ __forceinline__ int stores_own(const EpLatencyGatherArgs &a) {
+    return !a.latency.receives && !(EP_SEVERAL_NODES && a.latency.nodes.keeps_turn);
+}
 
 /* ==== weights =============================================================================== */
 
@@ -388,7 +404,15 @@ typedef struct SumPart {
     int row, slot;
 } SumPart;
 
+/* Returns the place of a row in the message to another node, where this rank alone answers for this
+ * node. A damaged plan must not lead past it. */
+__device__ __forceinline__ char *answer_place(const EpLatencyGatherArgs &a, int other, int token) {
+    const EpLatency &l = a.latency;
+    return message_place(l, l.own + l.layout.outgoing, other, min(token, l.layout.node_rows - 1));
+}
+
 /* Returns where the sum of a row goes: to its rank, or to the relay that has brought it. */
+template <int FORM>
 __device__ __forceinline__ char *sum_to(const EpLatencyGatherArgs &a, const SumPart &s,
                                         uint64_t flag) {
     const EpCudaGroup &g = a.group;
@@ -398,6 +422,7 @@ __device__ __forceinline__ char *sum_to(const EpLatencyGatherArgs &a, const SumP
     EpRankPlace at = rank_place(l, s.source);
     char *window = l.window[at.number];
     if (at.other < 0) return latency_record(l, window, g.rank, g.size, s.token, flag);
+    if (!relays(a, FORM)) return answer_place(a, at.other, s.token);
     return latency_partial(l, window, at.other, g.rank, g.size, s.token, flag);
 }
 
@@ -416,7 +441,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
         t.weight = w.weight;
     }
     if (DONE && !await_done(a, t.slot)) return 0;
-    char *to = sum_to(a, s, flag);
+    char *to = sum_to<PACKED>(a, s, flag);
     constexpr int STEPS = SumShape<T, PACKED>::STEPS, PARTS = SumShape<T, PACKED>::PARTS;
     constexpr int UNITS = SumShape<T, PACKED>::UNITS;
 #pragma unroll 1
@@ -519,6 +544,14 @@ __device__ __forceinline__ int peer_of(const EpLatencyGatherArgs &a, int source)
     return EP_SEVERAL_NODES ? rank_place(a.latency, source).number : source;
 }
 
+/* Add the rows of entries to the caller's counters: those to the rank of this node, and those that
+ * this rank sends on without a relay. By one thread. */
+__device__ __forceinline__ void count_entries(const EpLatencyGatherArgs &a, int source, int rows) {
+    ep_count_row(a.stats, ep_member(a.group, peer_of(a, source)), rows);
+    if (!EP_SEVERAL_NODES || relays(a, ENTRIES)) return;
+    if (rank_place(a.latency, source).other >= 0) ep_count_row(a.stats, source, rows);
+}
+
 /* Returns where the row of an entry goes. */
 __device__ __forceinline__ char *entry_to(const EpLatencyGatherArgs &a, const SumPart &s, int k,
                                           uint64_t flag) {
@@ -526,6 +559,8 @@ __device__ __forceinline__ char *entry_to(const EpLatencyGatherArgs &a, const Su
     char *window = l.window[peer_of(a, s.source)];
     if (EP_SEVERAL_NODES) {
         EpRankPlace at = rank_place(l, s.source);
+        if (at.other >= 0 && !relays(a, ENTRIES))
+            return answer_place(a, at.other, s.token) + k * a.steps * EP_STEP_BYTES;
         if (at.other >= 0) return latency_relay_entry(l, window, at.other, s.token, k, flag);
     }
     return latency_entry(l, window, k, s.token, flag);
@@ -546,8 +581,7 @@ __device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int 
     float weight = a.carries_weights && slot >= 0 ? __ldg(a.t.slot_values + slot) : 1;
     unsigned lanes = __ballot_sync(~0u, s.slot != -1 && lane < a.top_k);
     unsigned kept = __ballot_sync(~0u, slot >= 0);
-    if (a.counts && is_first && lane == 0)
-        ep_count_row(a.stats, ep_member(a.group, peer_of(a, s.source)), __popc(kept));
+    if (a.counts && is_first && lane == 0) count_entries(a, s.source, __popc(kept));
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
         int unit = entry_unit(a, step, a.steps);
@@ -584,6 +618,21 @@ __device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int 
 }
 
 /* ---- all ----------------------------------------------------------------------------------- */
+
+#if EP_SEVERAL_NODES
+/* The start of each message says how many places are filled. By a block, a warp for each. */
+template <typename Rows>
+__device__ __forceinline__ void store_message_heads(const EpLatencyGatherArgs &a, uint64_t flag,
+                                                    Rows rows_of) {
+    const EpLatency &l = a.latency;
+#pragma unroll 1
+    for (int o = (int)(threadIdx.x / 32); o < l.nodes.num_others; o += LATENCY_WARPS) {
+        int rows = rows_of(o);
+        store_head(l, l.own + l.layout.outgoing + o * l.layout.message_bytes, 1, flag,
+                   [&](int unit) { return make_uint4(0, 0, 0, unit ? 0 : (uint32_t)rows); });
+    }
+}
+#endif
 
 /* Send the heads. They are the last work item, since no sum waits for them: a block without other
  * work sends them, or else the block that finishes first. Its warps that receive last begin. Where
@@ -636,8 +685,8 @@ __device__ __forceinline__ int count_sums(const EpLatencyGatherArgs &a, const in
     int most = 0;
 #pragma unroll 1
     for (int r = threadIdx.x % 32; r < num_sources(a); r += 32)
-        if (r != self(a) || !a.latency.receives) most = max(most, tokens[r]);
-    return __reduce_max_sync(~0u, most) * (num_sources(a) - a.latency.receives);
+        if (r != self(a) || stores_own(a)) most = max(most, tokens[r]);
+    return __reduce_max_sync(~0u, most) * (num_sources(a) - !stores_own(a));
 }
 
 /* Returns the number of items before the sums, if these await weights: one for the weights of as
@@ -668,6 +717,12 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
     int known = all_claimed || !expected ? -1 : begin; /* item that `first` belongs to */
     int pushes = count_pushes(a, tokens), heads = pushes ? pushes - 1 : items, alive = 1;
     claims_work_from(a.latency, begin, claimed, items + max(1, pushes), [&](int item) {
+#if EP_SEVERAL_NODES
+        if (item == heads && !relays(a, FORM))
+            store_message_heads(a, op.flag, [&](int o) {
+                return min(tokens[other_node(a.latency, o).peer], a.latency.layout.node_rows);
+            });
+#endif
         if (item == heads) return send_heads(a, op);
         if (item < pushes) return push_item(a, tokens, item, op.flag);
         SumPart s = first;
@@ -697,10 +752,10 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
 #define AWAITED_AT_ONCE 3 /* ranks besides this one */
 #define OWN_AT_ONCE 2     /* own terms, while awaited steps take registers, too */
 
-/* Steps that a receiving warp reduces at a time, and this lane's units of them. A packed step has
- * twice the elements, or more. */
-template <typename T, int PACKED> struct ReducedShape {
-    static constexpr int STEPS = PACKED ? 1 : EP_REDUCED_AT_ONCE;
+/* Steps that a receiving warp reduces at a time, at most MOST, and this lane's units of them. A
+ * packed step has twice the elements, or more. */
+template <typename T, int PACKED, int MOST> struct ReducedShape {
+    static constexpr int STEPS = PACKED ? 1 : MOST;
     static constexpr int PARTS = StepParts<T, PACKED>::COUNT;
     static constexpr int UNITS = STEPS * PARTS;
 };
@@ -740,7 +795,7 @@ __device__ __forceinline__ TokenWords load_token(const EpLatencyGatherArgs &a, i
     const EpEntry *entry = &a.plan.entries[token * a.top_k + lane];
     if (lane < a.top_k) w.owner = __ldg(&entry->owner);
     if (EP_SEVERAL_NODES && lane < a.top_k) w.place = __ldg(&entry->row);
-    if (a.latency.senders) w.slot = load_slot(a, self(a), token);
+    if (reads_own(a)) w.slot = load_slot(a, self(a), token);
     return w;
 }
 
@@ -958,10 +1013,11 @@ __device__ __forceinline__ void add_biases(const EpLatencyGatherArgs &a, int tok
 /* Sum up and write some steps of a token, or return those that have not arrived in time. This
  * rank's own sum is computed while other ranks' sums are loaded. Ranks beyond the first few have a
  * loop of their own, so that no total takes registers meanwhile. */
-template <typename T, int PACKED, int DONE>
+template <typename T, int PACKED, int DONE, int MOST>
 __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, const TokenPart &s,
                                                  int slot, uint64_t flag) {
-    constexpr int STEPS = ReducedShape<T, PACKED>::STEPS, UNITS = ReducedShape<T, PACKED>::UNITS;
+    using Shape = ReducedShape<T, PACKED, MOST>;
+    constexpr int STEPS = Shape::STEPS, UNITS = Shape::UNITS;
     EpVector<T> own[UNITS] = {};
     Terms t = find_terms(a, self(a), slot, s.token);
     Incoming<STEPS> c;
@@ -971,7 +1027,7 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
     for (int u = 0; u < UNITS; u++)
         if (s.step + u / (UNITS / STEPS) >= s.end) unit[u] = -1;
     find_incoming(a, s, last, flag, &c);
-    if (s.has_own && !a.latency.senders) load_own_sum<T, UNITS>(a, s.token, unit, flag, own);
+    if (s.has_own && !reads_own(a)) load_own_sum<T, UNITS>(a, s.token, unit, flag, own);
     unsigned missing = receive_incoming(
         a, &c, flag, [&]() { sum_slots<T, DONE, UNITS, OWN_AT_ONCE>(a, t, unit, own); });
     if (missing) return Missing{last, missing};
@@ -1014,10 +1070,10 @@ __device__ __noinline__ int await_missing(const EpLatencyGatherArgs &a, TokenPar
 
 /* Receive a part of a token. It has more steps than are reduced at a time only if rows are so long
  * that the host has made longer parts. By a warp. Returns 0 on timeout. */
-template <typename T, int PACKED, int DONE>
+template <typename T, int PACKED, int DONE, int MOST>
 __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int token, int step,
                                             const TokenWords &w, uint64_t flag) {
-    constexpr int STEPS = ReducedShape<T, PACKED>::STEPS;
+    constexpr int STEPS = ReducedShape<T, PACKED, MOST>::STEPS;
     int owner = living_owner(a, w);
     int has_own = __any_sync(~0u, owner == self(a));
     int end = min(step + a.latency.received.steps, a.steps);
@@ -1025,12 +1081,14 @@ __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int to
     if (DONE && !await_done(a, find_terms(a, self(a), w.slot, token).slot)) return 0;
 #pragma unroll 1
     while (s.step < s.end) {
-        Missing missing = receive_steps<T, PACKED, DONE>(a, s, w.slot, flag);
-        if (!missing.bits)
+        Missing missing = receive_steps<T, PACKED, DONE, MOST>(a, s, w.slot, flag);
+        if (!missing.bits) {
             s.step += STEPS;
-        else if (!await_missing<STEPS>(a, s, missing, flag))
-            return 0;
-        if (ep_cuts()) s.owner = drop_late(a, s.owner, flag);
+            continue;
+        }
+        int here = await_missing<STEPS>(a, s, missing, flag);
+        if (!here) return 0;
+        if (EP_MASKED && here == STEP_LATE) s.owner = drop_late(a, s.owner, flag);
     }
     return 1;
 }
@@ -1077,10 +1135,10 @@ __device__ __forceinline__ const char *entry_from(const EpLatencyGatherArgs &a,
 }
 
 /* Sum up and write some steps of a token, or return one that has not arrived in time. By a warp. */
-template <typename T, int DONE>
+template <typename T, int DONE, int MOST>
 __device__ __forceinline__ MissingEntry add_entries(const EpLatencyGatherArgs &a,
                                                     const EntriesPart &s, uint64_t flag) {
-    constexpr int STEPS = EP_REDUCED_AT_ONCE;
+    constexpr int STEPS = MOST;
     EpVector<T> sum[STEPS] = {};
     int unit[STEPS];
 #pragma unroll
@@ -1164,13 +1222,13 @@ __device__ __forceinline__ EntriesPart find_entries(const EpLatencyGatherArgs &a
                                                     int step, const TokenWords &w, uint64_t flag) {
     int lane = threadIdx.x % 32, end = min(step + a.latency.received.steps, a.steps);
     int owner = living_owner(a, w);
-    int reads = owner == self(a) && a.latency.senders, slot = -1;
+    int reads = owner == self(a) && reads_own(a), slot = -1;
     if (reads) slot = ep_check_slot(a.plan, w.slot);
     EntriesPart s = {token, step, end, owner, slot, 1, 0, w.place};
     s.entries = __ballot_sync(~0u, owner >= 0 && (!reads || slot >= 0));
     if (a.t.weighs_entries && owner >= 0)
-        s.weight = a.latency.senders ? __ldg(a.t.topk_weights + (token * a.top_k + lane))
-                                     : kept_weights(a, token, flag)[lane];
+        s.weight = reads_own(a) ? __ldg(a.t.topk_weights + (token * a.top_k + lane))
+                                : kept_weights(a, token, flag)[lane];
     else if (a.carries_weights && slot >= 0)
         s.weight = __ldg(a.t.slot_values + slot);
     unsigned own = __ballot_sync(~0u, slot >= 0);
@@ -1180,19 +1238,21 @@ __device__ __forceinline__ EntriesPart find_entries(const EpLatencyGatherArgs &a
 }
 
 /* Receive a part of a token of sums by entry; see receive_part. */
-template <typename T, int DONE>
+template <typename T, int DONE, int MOST>
 __device__ __forceinline__ int receive_entries(const EpLatencyGatherArgs &a, int token, int step,
                                                const TokenWords &w, uint64_t flag) {
     EntriesPart s = find_entries(a, token, step, w, flag);
     if (DONE && !await_done(a, s.slot)) return 0;
 #pragma unroll 1
     while (s.step < s.end) {
-        MissingEntry missing = add_entries<T, DONE>(a, s, flag);
-        if (missing.k < 0)
-            s.step += EP_REDUCED_AT_ONCE;
-        else if (!await_entry(a, s, missing, flag))
-            return 0;
-        if (!ep_cuts()) continue;
+        MissingEntry missing = add_entries<T, DONE, MOST>(a, s, flag);
+        if (missing.k < 0) {
+            s.step += MOST;
+            continue;
+        }
+        int here = await_entry(a, s, missing, flag);
+        if (!here) return 0;
+        if (!EP_MASKED || here != STEP_LATE) continue;
         s.owner = drop_late(a, s.owner, flag);
         s.entries &= __ballot_sync(~0u, s.owner >= 0);
     }
@@ -1211,9 +1271,9 @@ __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
             return;
 }
 
-/* Receive all tokens. By the receiving blocks. A warp loads the plan's words for its next part
- * while it works on one. */
-template <typename T, int FORM, int DONE>
+/* Receive all tokens, MOST steps at a time. By the receiving blocks. A warp loads the plan's words
+ * for its next part while it works on one. */
+template <typename T, int FORM, int DONE, int MOST>
 __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &role, int tokens,
                              uint64_t flag) {
     int warps = role.blocks * LATENCY_WARPS, i = (int)(threadIdx.x / 32) * role.blocks + role.block;
@@ -1226,9 +1286,9 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
         next = load_token(a, tokens, ep_quotient(i + warps, partition.each));
         int step = part * a.latency.received.steps, alive;
         if constexpr (FORM == ENTRIES)
-            alive = receive_entries<T, DONE>(a, token, step, words, flag);
+            alive = receive_entries<T, DONE, MOST>(a, token, step, words, flag);
         else
-            alive = receive_part<T, FORM, DONE>(a, token, step, words, flag);
+            alive = receive_part<T, FORM, DONE, MOST>(a, token, step, words, flag);
         if (!alive) break;
     }
     if (role.block == role.blocks - 1) take_heads(a, flag);
@@ -1237,7 +1297,8 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
 #if EP_MASKED
 /* End an operation in which ranks may have been late: parts of a token may have a late rank's
  * sum or not, so all tokens are received again, without these ranks. By all threads of the last
- * block. */
+ * block. That takes one step at a time: with more registers here the kernel would keep a ticket in
+ * memory, and wait for it. */
 template <typename T, int FORM, int DONE>
 __device__ __noinline__ void end_late(const EpLatencyGatherArgs &a, int blocks, int tokens,
                                       uint64_t flag) {
@@ -1247,12 +1308,11 @@ __device__ __noinline__ void end_late(const EpLatencyGatherArgs &a, int blocks, 
     if (skipped && skipped != blocks) atomicOr(&late->lost[t / 32], 1u << t % 32);
     __syncthreads();
     if (!latency_leave_late(a.latency, flag)) {
-        if (late->since[0] | late->since[1] | late->since[2])
-            latency_cut(a.group, a.latency, flag);
+        if (late->since[0] | late->since[1] | late->since[2]) latency_cut(a.group, a.latency, flag);
         return;
     }
     if (ep_failed(a.group)) return;
-    receive_sums<T, FORM, DONE>(a, LatencyRole{0, 1, 0, 1}, tokens, flag);
+    receive_sums<T, FORM, DONE, 1>(a, LatencyRole{0, 1, 0, 1}, tokens, flag);
     __syncthreads();
     latency_cut(a.group, a.latency, flag);
 }
@@ -1302,8 +1362,10 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     SumPart first = load_first_sum(a);
     if (role.sends && is_all_claimed(a)) claims_begin(a.latency);
 #pragma unroll 1
-    for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < num_sources(a); r += LATENCY_THREADS)
-        tokens[r] = ep_find_alive(a.group, r) ? count_source_tokens(a, r) : 0;
+    for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < num_sources(a); r += LATENCY_THREADS) {
+        int count = count_source_tokens(a, r); /* both loads are under way together */
+        tokens[r] = ep_find_alive(a.group, r) ? count : 0;
+    }
     if (!latency_begin_operation(a.group, a.plan, a.latency, &op)) {
         latency_report(a.group, a.plan, a.latency);
         if (EP_SEVERAL_NODES) latency_mark_begin(a.group, a.latency);
@@ -1314,9 +1376,13 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     if (role.sends) send_sums<T, FORM, DONE>(a, tokens, first, op);
     uint32_t ticket = latency_ticket(a.latency, op);
     if (a.counts) count<FORM>(a, op.flag);
-    if (role.receives) receive_sums<T, FORM, DONE>(a, role, tokens[self(a)], op.flag);
+    if (role.receives)
+        receive_sums<T, FORM, DONE, EP_REDUCED_AT_ONCE>(a, role, tokens[self(a)], op.flag);
 #if EP_MASKED
-    if (ep_cuts() && role.receives && latency_ends_late(a.group, a.latency, role.blocks, op.flag))
+    /* Blocks that only send may wait for weights, or look when heads arrive. */
+    int asks = a.latency.awaits_weights || a.counts;
+    if (ep_cuts() && role.receives &&
+        latency_ends_late(a.group, a.latency, role.blocks, op.flag, asks))
         end_late<T, FORM, DONE>(a, role.blocks, tokens[self(a)], op.flag);
 #endif
     latency_pass(a.group, a.latency, op, ticket);
@@ -1445,16 +1511,6 @@ __device__ __forceinline__ int relay_entry(const EpLatencyGatherArgs &a, const R
     return 1;
 }
 
-/* The start of each message says how many places are filled. By a block, a warp for each. */
-__device__ __forceinline__ void store_message_heads(const EpLatencyGatherArgs &a, const int *rows,
-                                                    uint64_t flag) {
-    const EpLatency &l = a.latency;
-#pragma unroll 1
-    for (int o = (int)(threadIdx.x / 32); o < l.nodes.num_others; o += LATENCY_WARPS)
-        store_head(l, l.own + l.layout.outgoing + o * l.layout.message_bytes, 1, flag,
-                   [&](int unit) { return make_uint4(0, 0, 0, unit ? 0 : (uint32_t)rows[o]); });
-}
-
 template <typename T, int FORM>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_relay_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
@@ -1470,7 +1526,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     for (int o = (int)threadIdx.x; o < others; o += LATENCY_THREADS)
         rows[o] = min(count_source_tokens(a, other_node(l, o).peer), l.layout.node_rows);
     if (!ep_begin_operation_as(a.group, a.plan, header, 0)) return; /* as the kernel before */
-    if (blockIdx.x == 0) store_message_heads(a, rows, flag);
+    if (blockIdx.x == 0) store_message_heads(a, flag, [&](int o) { return rows[o]; });
     for (int o = lane; o < others; o += 32)
         most = max(most, rows[o]);
     most = __reduce_max_sync(~0u, most);

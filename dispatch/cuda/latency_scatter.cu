@@ -116,11 +116,10 @@ __device__ __forceinline__ int32_t *flat_begin(const EpLatencyScatterArgs &a) {
 #define TOKENS_THREAD 96 /* loads the number of tokens; see latency_begin_operation */
 
 /* Load the experts of all this rank's entries into the workspace. Rows past the step's tokens are
- * included, since the number of tokens may not be known yet. */
-template <int PLACED>
-__device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
+ * included, since the number of tokens may not be known yet. So are experts of masked ranks:
+ * nothing is sent to these, so nothing reads their counts or their words in headers. */
+template <int PLACED> __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
     int entries = a.route.num_rows * a.route.top_k;
-    const EpAliveWords alive = ep_fetch_alive(a.route.group); /* beside the first indices */
 #pragma unroll 1
     for (int i = (int)threadIdx.x - ENTRIES_THREAD; i < entries;
          i += LOADED_AT_ONCE * ENTRIES_THREADS) {
@@ -132,10 +131,8 @@ __device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a) {
 #pragma unroll
         for (int j = 0; j < LOADED_AT_ONCE; j++) {
             if (i + j * ENTRIES_THREADS >= entries) continue;
-            int expert = place_index<PLACED>(a.route, index[j],
-                                             (i + j * ENTRIES_THREADS) / a.route.top_k);
-            if (EP_MASKED && expert >= 0 && !ep_is_among(alive, ep_owner(&a.route.owners, expert)))
-                expert = NO_EXPERT;
+            int expert =
+                place_index<PLACED>(a.route, index[j], (i + j * ENTRIES_THREADS) / a.route.top_k);
             workspace_experts(a)[i + j * ENTRIES_THREADS] = (int16_t)expert;
         }
     }
@@ -356,7 +353,7 @@ __device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64
     count_entries(a);
 #pragma unroll 1
     for (int r = (int)(threadIdx.x % 32); r < num_sources(a); r += 32)
-        sent += r == self(a) ? 0 : workspace_counts(a)[g.num_experts + r];
+        sent += r == self(a) || !ep_is_alive(r) ? 0 : workspace_counts(a)[g.num_experts + r];
     sent = warp_sum(sent);
 #pragma unroll 1
     for (int r = (int)(threadIdx.x / 32); r < num_sources(a); r += LATENCY_WARPS) {
@@ -457,6 +454,18 @@ __device__ __forceinline__ HeadOrigin head_origin(const EpLatencyScatterArgs &a,
     return HeadOrigin{ep_head_of(at, a.route.group.size), at.number, at.other < 0};
 }
 
+/* Returns where a source's head comes. What NCCL has brought to this rank itself needs no
+ * forwarding. */
+__device__ __forceinline__ const char *head_from(const EpLatencyScatterArgs &a, int source,
+                                                 const HeadOrigin &origin, uint64_t flag) {
+    const EpCudaGroup &g = a.route.group;
+    const EpLatency &l = a.latency;
+    int other = EP_SEVERAL_NODES ? rank_place(l, source).other : -1;
+    if (other >= 0 && origin.peer == g.rank && l.nodes.reads_landing)
+        return landed_message(l, other) + g.rank * l.layout.head_bytes;
+    return latency_head(l, l.own, origin.index, latency_num_heads(g, l), flag);
+}
+
 /* Take a masked rank's head: it sends nothing. By a warp. */
 __device__ __forceinline__ void take_no_head(const EpLatencyScatterArgs &a, int source, int words) {
 #pragma unroll 1
@@ -469,6 +478,7 @@ __device__ __forceinline__ void take_no_head(const EpLatencyScatterArgs &a, int 
 __device__ __noinline__ void skip_head(const EpLatencyScatterArgs &a, int source, int words,
                                        uint64_t flag) {
     take_no_head(a, source, words);
+    ep_note_late();
     if (threadIdx.x % 32) return;
     atomicOr(&latency_late(a.latency, flag)->absent[source / 32], 1u << source % 32);
     atomicAnd(&ep_alive_words()[source / 32], ~(1u << source % 32));
@@ -497,14 +507,16 @@ __device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_
         else if (EP_MASKED && has_cut(g, from.peer))
             skip_head(a, r, words, flag);
         else
-            alive = take_head(g, a.latency, from.index, from.peer, words, flag, from.compares,
-                              [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
+            alive = take_head_at(g, a.latency, head_from(a, r, from, flag), from.peer, words, flag,
+                                 from.compares,
+                                 [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
         if (EP_MASKED && alive == STEP_LATE) skip_head(a, r, words, flag), alive = 1;
         if (threadIdx.x % 32 == 0) atomicAdd(&workspace()->heads, alive ? 1 : MOST_SOURCES);
     }
     while (__any_sync(~0u, ep_poll_shared(&workspace()->heads) < num_sources(a)))
         meanwhile();
-    if (EP_SEVERAL_NODES) ep_fence_sys(); /* what relays have received is read behind their heads */
+    /* What other relays have received is read behind their heads. */
+    if (EP_SEVERAL_NODES && g.size > 1) ep_fence_sys();
     if (!__syncthreads_and(alive)) return 0;
     add_sources(a);
     __syncthreads();
@@ -642,8 +654,7 @@ __device__ __forceinline__ int finds_unknown_rows(const EpLatencyScatterArgs &a,
     int t = (int)threadIdx.x;
     int lost = t < a.route.group.size && has_bit(latency_late(a.latency, flag)->lost, t);
     if (lost)
-        ep_report(a.route.group, EP_FAULT_LATE,
-                  EpAwaited{t, EP_AWAIT_LINES, 0, (uint32_t)flag, 0});
+        ep_report(a.route.group, EP_FAULT_LATE, EpAwaited{t, EP_AWAIT_LINES, 0, (uint32_t)flag, 0});
     return !__syncthreads_and(!lost);
 }
 
@@ -826,6 +837,12 @@ __device__ __forceinline__ unsigned rank_set(const EpLatencyScatterArgs &a, int 
     return own;
 }
 
+/* Returns a set of ranks without those that are masked. */
+__device__ __forceinline__ unsigned living_ranks(unsigned set) {
+    int lane = threadIdx.x % 32;
+    return EP_MASKED && lane < EP_ALIVE_WORDS ? set & ep_alive_words()[lane] : set;
+}
+
 __device__ __forceinline__ int has_rank(unsigned set, int rank) {
     return __shfl_sync(~0u, set, rank / 32) >> rank % 32 & 1;
 }
@@ -837,7 +854,8 @@ __device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, in
     const EpCudaGroup &g = a.route.group;
     int lane = threadIdx.x % 32, k = a.route.top_k;
     int owner = lane < k ? owner_of(a, workspace_experts(a)[token * k + lane]) : -1;
-    unsigned set = rank_set(a, owner), below = (1u << lane) - 1;
+    int living = owner >= 0 && !ep_is_alive(owner) ? -1 : owner; /* loaded while sets are made */
+    unsigned set = living_ranks(rank_set(a, owner)), below = (1u << lane) - 1;
     int num_to = __reduce_add_sync(~0u, __popc(set)), listed = 0, others = num_to;
     int first = g.rank + 1 + ep_remainder(token, a.latency.ranks);
 #pragma unroll 1
@@ -845,18 +863,18 @@ __device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, in
         int valid = base + lane < g.size, r = first - (first < g.size ? 0 : g.size);
         r += valid ? base + lane : 0;
         r -= r < g.size ? 0 : g.size;
+        int to = ep_is_alive(r) ? r : g.rank; /* again, in place of a masked one */
         unsigned all = __ballot_sync(~0u, valid),
                  with_row = __ballot_sync(~0u, has_rank(set, r) & valid);
         int at = with_row >> lane & 1 ? listed + __popc(with_row & below)
                                       : others + __popc(all & ~with_row & below);
-        int to = ep_is_alive(r) ? r : g.rank; /* again, in place of a masked one */
         if (valid)
             workspace()->to[at] =
                 latency_record(a.latency, a.latency.window[to], g.rank, g.size, token, flag);
         listed += __popc(with_row), others += __popc(all & ~with_row);
     }
     if (lane == 0) workspace()->num_to = num_to;
-    if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)owner;
+    if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)living;
 }
 
 #if EP_SEVERAL_NODES
@@ -1300,7 +1318,8 @@ __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a
         EpRankPlace at = rank_place(l, source);
         char *window = l.window[at.number], *messages = window + l.layout.landing;
         if (!l.nodes.reads_landing) messages = latency_messages(l, window, flag);
-        /* Parts are fetched before heads tell how many places are filled: no place past the last. */
+        /* Parts are fetched before heads tell how many places are filled: no place past the last.
+         */
         if (at.other >= 0)
             return message_place(l, messages, at.other, min(r.token, l.layout.node_rows - 1));
         source = at.number;
@@ -1633,19 +1652,20 @@ __device__ __noinline__ void report_blocks(const EpLatencyScatterArgs &a) {
         EpAwaited{g.rank, EP_PLAN_BLOCKS, 0, (uint32_t)most_of_any(a), (uint32_t)a.t.block_rows});
 }
 
-/* Several nodes: give the heads of messages that have come, whose rows stay where they are, and
- * count these. Other ranks wait for the heads, so the first block gives them, which runs whatever
- * holds the GPU. By all threads of a block. */
+/* Several nodes: give the others the heads of messages that have come, whose rows stay where they
+ * are, and count these. Other ranks wait for the heads, so the first block gives them, which runs
+ * whatever holds the GPU. By all threads of a block. */
 __device__ __forceinline__ void take_landed(const EpLatencyScatterArgs &a, const LatencyRole &role,
                                             uint64_t flag) {
 #if EP_SEVERAL_NODES
     const EpCudaGroup &g = a.route.group;
     const EpLatency &l = a.latency;
     int warp = (int)(threadIdx.x / 32), others = l.nodes.num_others;
-    if (role.block == 0) ep_fence_sys(); /* what NCCL has stored is read behind the heads */
+    int gives = role.block == 0 && g.size > 1;
+    if (gives) ep_fence_sys(); /* what NCCL has stored is read behind the heads */
 #pragma unroll 1
-    for (int i = warp; i < others * g.size && role.block == 0; i += LATENCY_WARPS)
-        forward_head(g, l, i / g.size, i % g.size, flag);
+    for (int i = warp; i < others * g.size && gives; i += LATENCY_WARPS)
+        if (i % g.size != g.rank) forward_head(g, l, i / g.size, i % g.size, flag);
     if (!a.route.stats.peer_rows && !a.route.stats.peer_bytes) return;
     EpRelayedRows relayed = {a.route.stats, a.route.owners, a.route.top_k, a.record.expert_bits,
                              a.t.carries_weights};
@@ -1668,8 +1688,8 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
     ReceiveState state = begin_receiving(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
     if (a.t.block_rows && most_of_any(a) > a.t.block_rows) return report_blocks(a);
-    /* Of relayed rows flags tell nothing before the heads are here. */
-    if (EP_SEVERAL_NODES) begin_part(a, &state, state.at, flag);
+    /* Of rows that others relay flags tell nothing before the heads are here. */
+    if (EP_SEVERAL_NODES && a.route.group.size > 1) begin_part(a, &state, state.at, flag);
     BlockCount c = {NULL, 1};
     if (READY)
         c = BlockCount{a.block_counters + EP_FLAG_SET(flag) * EP_MAX_BLOCK_WORDS,
@@ -1723,7 +1743,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     uint32_t ticket = latency_ticket(l, op);
     if (role.receives) receive<TILED, READY>(a, role, op);
 #if EP_MASKED
-    if (ep_cuts() && role.receives && latency_ends_late(g, l, role.blocks, op.flag))
+    if (ep_cuts() && role.receives && latency_ends_late(g, l, role.blocks, op.flag, 0))
         end_late<TILED>(a, role.blocks, op.flag);
 #endif
     latency_pass(g, l, op, ticket);

@@ -151,18 +151,36 @@ __device__ __forceinline__ int ep_member(const EpCudaGroup &g, int rank) {
  * nothing. EpCudaBallot tells how ranks come to one set.
  */
 
-/* Returns the block's copy of the words that say who is alive, then of late_us. */
+/* Returns the block's copy of the words that say who is alive, then of late_us. The last word is
+ * the block's own: see ep_note_late. */
 __device__ __forceinline__ uint32_t *ep_alive_words(void) {
-    __shared__ uint32_t words[EP_ALIVE_WORDS + 1];
+    __shared__ __align__(16) uint32_t words[EP_ALIVE_WORDS + 2];
     return words;
 }
 
-/** Load who is alive. By all threads, before a barrier behind which ep_is_alive is called. */
+static_assert((EP_ALIVE_WORDS + 1) * sizeof(uint32_t) == sizeof(ulonglong2) &&
+                  offsetof(EpCudaState, alive) % sizeof(ulonglong2) == 0 &&
+                  offsetof(EpCudaState, late_us) ==
+                      offsetof(EpCudaState, alive) + EP_ALIVE_WORDS * sizeof(uint32_t),
+              "loaded at once");
+
+/** Load who is alive, before a barrier behind which ep_is_alive is called. All blocks read these
+ *  words at about the same time, and the cache serves them one after the other. So one thread of a
+ *  block loads them at once. */
 __device__ __forceinline__ void ep_load_alive(const EpCudaGroup &g) {
-    if (EP_MASKED && threadIdx.x < EP_ALIVE_WORDS)
-        ep_alive_words()[threadIdx.x] = ep_load_relaxed_gpu32(&g.state->alive[threadIdx.x]);
-    if (EP_MASKED && threadIdx.x == EP_ALIVE_WORDS)
-        ep_alive_words()[EP_ALIVE_WORDS] = ep_load_relaxed_gpu32(&g.state->late_us);
+    if (!EP_MASKED || threadIdx.x) return;
+    *(ulonglong2 *)ep_alive_words() = ep_load_relaxed_gpu_pair((const uint64_t *)g.state->alive);
+    ep_alive_words()[EP_ALIVE_WORDS + 1] = 0;
+}
+
+/** Note that a rank is late for this block, or that it has looked for one: see ep_has_late. */
+__device__ __forceinline__ void ep_note_late(void) {
+    *(volatile uint32_t *)&ep_alive_words()[EP_ALIVE_WORDS + 1] = 1;
+}
+
+/** Returns whether this thread, or another one before a barrier, has noted that. */
+__device__ __forceinline__ int ep_has_late(void) {
+    return *(volatile uint32_t *)&ep_alive_words()[EP_ALIVE_WORDS + 1] != 0;
 }
 
 /** Returns whether ranks that are late are cut. */
@@ -178,28 +196,6 @@ __device__ __forceinline__ int ep_is_alive(int rank) {
 /** As ep_is_alive, before ep_load_alive. */
 __device__ __forceinline__ int ep_find_alive(const EpCudaGroup &g, int rank) {
     return !EP_MASKED || (ep_load_relaxed_gpu32(&g.state->alive[rank / 32]) >> rank % 32 & 1);
-}
-
-/** The words that say who is alive, in a thread's registers. */
-typedef struct EpAliveWords {
-    uint32_t word[EP_ALIVE_WORDS];
-} EpAliveWords;
-
-/** Begin to load them, before ep_load_alive. */
-__device__ __forceinline__ EpAliveWords ep_fetch_alive(const EpCudaGroup &g) {
-    EpAliveWords alive = {};
-#pragma unroll
-    for (int i = 0; i < EP_ALIVE_WORDS && EP_MASKED; i++)
-        alive.word[i] = ep_load_relaxed_gpu32(&g.state->alive[i]);
-    return alive;
-}
-
-__device__ __forceinline__ int ep_is_among(const EpAliveWords &alive, int rank) {
-    uint32_t word = alive.word[0];
-#pragma unroll
-    for (int i = 1; i < EP_ALIVE_WORDS; i++)
-        word = rank >= 32 * i ? alive.word[i] : word;
-    return !EP_MASKED || (word >> rank % 32 & 1);
 }
 
 /** Returns the ballot of `voter` in `reader`'s window. */

@@ -313,10 +313,10 @@ typedef struct __attribute__((aligned(32))) EpCudaState {
     unsigned long long bad_count;     /**< bad indices found by the prepare under way */
     unsigned long long bad_entry;     /**< ~ of the lowest entry that has one; 0: none */
     unsigned long long lost;          /**< as in EpCudaAsyncErrors, counted here first */
+    uint32_t ticket, unused;          /**< masks: of this rank's last ballot */
     uint32_t alive[EP_ALIVE_WORDS];   /**< masks: bit r % 32 of word r / 32: whether rank r, of this
-                                           node, takes part */
+                                           node, takes part; aligned to 16 bytes */
     uint32_t late_us;                 /**< masks: see EpLateRanks; 0: no rank is cut */
-    uint32_t ticket;                  /**< masks: of this rank's last ballot */
     uint32_t past[EP_CUDA_MAX_RANKS]; /**< masks: each rank's ticket in the last rendezvous */
     uint32_t incarnation[EP_CUDA_MAX_RANKS]; /**< masks: number of the process at each place. An
                                                   abort of a process that was replaced carries

@@ -150,7 +150,7 @@ typedef struct EpLateRanks {
     uint32_t absent[EP_ALIVE_WORDS];     /**< ranks whose heads are late, or that cut this one */
     uint32_t lost[EP_ALIVE_WORDS];       /**< ranks of whose rows, sums or weights some are late */
     uint32_t skipped[EP_CUDA_MAX_RANKS]; /**< blocks that have done without a rank */
-    uint32_t left;                       /**< receiving blocks that have ended */
+    uint32_t left;                       /**< receiving blocks that have ended, and NOTES_LATE */
 } EpLateRanks;
 
 /** Device memory of latency mode that no peer touches. Kernels that send follow each other; those

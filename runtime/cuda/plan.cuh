@@ -125,10 +125,10 @@ typedef struct EpLoadedHeader {
 __device__ __forceinline__ EpLoadedHeader ep_load_header(const EpCudaGroup &g,
                                                          const EpCudaPlan &plan) {
     EpLoadedHeader header = {};
-    ep_load_alive(g);
     if (threadIdx.x) return header;
     if (plan.use.is_read) header.plan = ep_load_plan(plan);
     const ulonglong2 state = ep_load_relaxed_gpu_pair((const uint64_t *)g.state);
+    ep_load_alive(g); /* it waits, so it comes behind the other loads */
     header.epoch = (uint32_t)state.x + 1;
     header.failed = (uint32_t)state.y, header.number = (uint32_t)(state.y >> 32) + 1;
     return header;
