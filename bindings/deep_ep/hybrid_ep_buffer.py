@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
@@ -46,6 +47,7 @@ _NAMELESS = tuple(  # types that C has no name for: rows of bytes
     getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)
 )
 _SENT = "dispatch_with_permute", ("hidden", "scaling_factor")
+_DEFAULTS = {"non_blocking": False}  # of what C reads; others are None
 
 
 def indices_to_map(
@@ -178,7 +180,22 @@ class Handle(_Fields):
     )
 
 
-class HybridEPBuffer(OfProcess):
+class _Config(SimpleNamespace):
+    """Sizes of a buffer. Its largest number of tokens stands where C reads it."""
+
+    _facts: _fast.BufferFacts
+
+    @property
+    def max_num_of_tokens_per_rank(self) -> int:
+        bound: int = self._facts.bound
+        return bound
+
+    @max_num_of_tokens_per_rank.setter
+    def max_num_of_tokens_per_rank(self, most: int) -> None:
+        self._facts.bound = most
+
+
+class HybridEPBuffer(OfProcess, _fast.WithFacts):
     """Dispatch and combine for the ranks of a process group. See docs/deep_ep.md.
 
     group                       a torch.distributed ProcessGroup of any backend, or a
@@ -225,18 +242,18 @@ class HybridEPBuffer(OfProcess):
         self.rank = self.local_rank = bootstrap.rank
         self.group_size = self.num_of_hybrid_ep_ranks_per_nvlink_domain = bootstrap.size
         self.node_rank, self.num_of_nodes = 0, 1
-        self.configurer = SimpleNamespace(
-            buffer_config=SimpleNamespace(
-                hidden_dim=hidden_dim,
-                max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
-                num_of_experts_per_rank=num_local_experts,
-            )
+        facts = self._facts = _fast.BufferFacts(
+            bound=max_num_of_tokens_per_rank,
+            send_sms=num_sms_dispatch_api or 0,
+            sum_sms=num_sms_combine_api or 0,
         )
-        self._sms = num_sms_dispatch_api or 0, num_sms_combine_api or 0
+        _fast.tell(self, facts)
+        sizes = _Config(hidden_dim=hidden_dim, num_of_experts_per_rank=num_local_experts)
+        sizes._facts = facts
+        self.configurer = SimpleNamespace(buffer_config=sizes)
         self._groups = ElasticGroups(bootstrap)
         self._steps: list[_Step] = []
         """Those of the present number of tokens, the newest first."""
-        self._steps_at = 0
 
     def destroy(self) -> None:
         """Close the libep groups. Collective. Twice does nothing.
@@ -320,28 +337,6 @@ class HybridEPBuffer(OfProcess):
             non_blocking = not use_host_meta
         if num_dispatched_tokens is not None:
             mention("dispatch_with_permute", "num_dispatched_tokens", "DeepEP deprecates it")
-        if handle is None or probs is None:  # by a handle C takes no probs, but topk_weights
-            made = hybrid_dispatch(
-                Handle,
-                self,
-                handle,
-                False,
-                self._steps_at,
-                pad_multiple or 1,
-                num_permuted_tokens if non_blocking else 0,
-                self.configurer.buffer_config.max_num_of_tokens_per_rank,
-                self._sms[0] or Buffer.num_sms,
-                hidden,
-                scaling_factor,
-                routing_map,
-                probs,
-                topk_idx,
-                topk_weights,
-                num_of_experts,
-            )
-            if type(made) is tuple:
-                return made
-            settle(made)
         self._groups.require_open("dispatch_with_permute")
         tokens, scales = _checks.tokens(
             hidden if scaling_factor is None else (hidden, scaling_factor), "tokens", *_SENT
@@ -380,22 +375,18 @@ class HybridEPBuffer(OfProcess):
         """
         if unknown:
             ignore("combine_with_unpermute", unknown)
-        num_sms = self._sms[1] or Buffer.num_sms
-        made = hybrid_combine(Handle, self, handle, False, num_sms, hidden, probs)
-        if type(made) is tuple:
-            return made
-        settle(made)
         call = "combine_with_unpermute"
         state = self._check_handle(call, handle).state
         self._groups.require_open(call)
         weights = None if probs is None else probs.reshape(-1)
         _checks.combine(state, hidden, weights, (), call, ("hidden", "probs"))
+        num_sms = self._facts.sum_sms or Buffer.num_sms
         state.step.sum_by(num_sms)
         for each in (state.plan, state.topk_idx):
             keep(each, state.stream)
         weights = None if weights is None else weights.float()
-        first = (Handle, self, handle, True, num_sms)
-        out, back = _again(state.step, hybrid_combine, first, _plain(hidden), _flat(weights))
+        words = dict(hidden=_plain(hidden), probs=_flat(weights), handle=handle)
+        out, back = _again(state.step, hybrid_combine, (self, True, num_sms), _SUM_WORDS, words)
         return out, back
 
     # ---- calls that are not like the one before --------------------------------------------------
@@ -451,11 +442,19 @@ class HybridEPBuffer(OfProcess):
         top_k = min(num_experts, _MOST_TOP_K) if idx is None else idx.shape[1]
         key = Key(local, top_k, row_bytes, scale_bytes, tokens.device)
         group = self._groups.find(key, bound, are_agreed=False)
-        sms = self._sms[0] or Buffer.num_sms
+        sms = self._facts.send_sms or Buffer.num_sms
         form = Form(True, alignment, fixed, sms, alignment > 1, can_lose=True)
         step = self._find_step(group, form, width, bound)
-        first = (Handle, self, None, False, step.address, alignment, fixed, bound, sms)
-        made = _again(step, hybrid_dispatch, first, _plain(tokens), _flat(scales), *routing)
+        first = (self, False, sms, step.address, bound)
+        words = dict(
+            routing._asdict(),
+            hidden=_plain(tokens),
+            scaling_factor=_flat(scales),
+            pad_multiple=alignment,
+            num_permuted_tokens=fixed,
+            non_blocking=fixed > 0,
+        )
+        made = _again(step, hybrid_dispatch, first, _SEND_WORDS, words)
         return made if made[0].dtype == tokens.dtype else (made[0].view(tokens.dtype), *made[1:])
 
     def _find_step(self, group: ElasticGroup, form: Form, width: int, bound: int) -> _Step:
@@ -469,7 +468,7 @@ class HybridEPBuffer(OfProcess):
         self._steps = [found, *(each for each in same if each is not found)]
         for each, after in zip(self._steps, [*self._steps[1:], None]):
             each.facts.next = None if after is None else after.address
-        self._steps_at = found.address
+        self._facts.steps = found.address
         return found
 
     def _send(
@@ -486,12 +485,14 @@ class HybridEPBuffer(OfProcess):
         weights = _weigh(state, topk_weights, probs)
         for each in (state.plan, state.topk_idx):
             keep(each, state.stream)
-        first = (Handle, self, handle, True, 0, 1, 0, 0, 0)
-        weights = None if weights is None else weights.float()
-        last = (None, None, None, _flat(weights), None)
-        made = _again(
-            state.step, hybrid_dispatch, first, _plain(tokens), _flat(scales), *last
+        words = dict(
+            hidden=_plain(tokens),
+            scaling_factor=_flat(scales),
+            topk_weights=_flat(None if weights is None else weights.float()),
+            handle=handle,
         )
+        first = (self, True, 0, 0, 0)
+        made = _again(state.step, hybrid_dispatch, first, _SEND_WORDS, words)
         return made if made[0].dtype == tokens.dtype else (made[0].view(tokens.dtype), *made[1:])
 
     def _check_handle(self, call: str, handle: object) -> Handle:
@@ -514,11 +515,17 @@ class _Routing(NamedTuple):
     num_of_experts: int
 
 
-def _again(step: _Step, function: Callable[..., Any], first: tuple[Any, ...], *tensors: Any) -> Any:
-    """Make a call with checked arguments."""
+def _again(
+    step: _Step,
+    function: Callable[..., Any],
+    first: tuple[Any, ...],
+    names: tuple[str, ...],
+    given: dict[str, Any],
+) -> Any:
+    """Make a call with checked arguments: `first`, and keywords, `names` in the order of C's."""
     core = step.group.group
     core.require()
-    made = function(*first, *tensors)
+    made = function(*first, *(given.get(name, _DEFAULTS.get(name)) for name in names))
     if made is None:
         core.run(function)  # which says so if another thread is in a call
         raise EpError(Status.ADDRESS, "expected tensors with memory of their own, got others")
@@ -549,3 +556,14 @@ def _weigh(
         return given.masked_fill(idx < 0, 0)
     _checks.weights(topk_weights, idx, idx.device)
     return topk_weights
+
+
+def _words_of(method: Callable[..., Any]) -> tuple[str, ...]:
+    """The keywords of a method that have names, in the order in which C has them."""
+    known = inspect.signature(method).parameters.values()
+    return tuple(each.name for each in known if each.kind is each.KEYWORD_ONLY)
+
+
+_SEND_WORDS = _words_of(HybridEPBuffer.dispatch_with_permute)
+_SUM_WORDS = _words_of(HybridEPBuffer.combine_with_unpermute)
+_fast.make_hybrid_methods(HybridEPBuffer, Handle, Buffer, settle)

@@ -7,7 +7,9 @@ In Python each tensor of a call takes about a microsecond. bindings/torch/call.c
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,6 +90,17 @@ class SentFacts(ctypes.Structure):
         ("weights_at", ctypes.c_int64),
         ("num_tokens", ctypes.c_int64),
         ("num_rows", ctypes.c_int64),
+    ]
+
+
+class BufferFacts(ctypes.Structure):
+    """EpTorchBuffer of call.h."""
+
+    _fields_ = [
+        ("steps", ctypes.c_void_p),
+        ("bound", ctypes.c_int64),
+        ("send_sms", ctypes.c_int64),
+        ("sum_sms", ctypes.c_int64),
     ]
 
 
@@ -186,6 +199,34 @@ def _find_events() -> _Events:
     return _Events(*(ctypes.cast(address, ctypes.c_void_p).value for address in addresses))
 
 
+_MOST_WORDS = 20
+
+
+class _Method(ctypes.Structure):
+    """EpTorchMethod of call.h."""
+
+    _fields_ = [
+        ("function", ctypes.py_object),
+        ("count", ctypes.c_int64),
+        ("names", ctypes.py_object * _MOST_WORDS),
+    ]
+
+
+class _Methods(ctypes.Structure):
+    """EpTorchMethods of call.h."""
+
+    _fields_ = [
+        ("head", ctypes.c_int64),
+        ("bytes_at", ctypes.c_int64),
+        ("kind", ctypes.py_object),
+        ("buffer", ctypes.py_object),
+        ("num_sms", ctypes.py_object),
+        ("settle", ctypes.py_object),
+        ("send", _Method),
+        ("sum", _Method),
+    ]
+
+
 class Waits(ctypes.Structure):
     """EpTorchWaits of call.h."""
 
@@ -195,6 +236,102 @@ class Waits(ctypes.Structure):
 _library = ctypes.PyDLL(os.path.join(FOLDER, "lib", "libep_torch.so"))
 waits = Waits.in_dll(_library, "ep_torch_waits")
 """How often, and how long, `send` has waited for a GPU's counts."""
+
+
+_HEAD = object.__basicsize__  # of an object of Python
+
+
+class _Spec(ctypes.Structure):
+    """PyType_Spec of Python."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("size", ctypes.c_int),
+        ("item_size", ctypes.c_int),
+        ("flags", ctypes.c_uint),
+        ("slots", ctypes.c_void_p),
+    ]
+
+
+class _MethodDef(ctypes.Structure):
+    """PyMethodDef of Python."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("words", ctypes.c_char_p),
+    ]
+
+
+def _make_base() -> type:
+    """A type whose objects have room for the address of a BufferFacts."""
+    new_type = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)(
+        ("PyType_FromSpec", ctypes.pythonapi)
+    )
+    slots = (ctypes.c_void_p * 2)()  # none
+    name, is_base = b"libep.torch._fast.WithFacts", 1 << 10
+    size = _HEAD + ctypes.sizeof(ctypes.c_void_p)
+    spec = _Spec(name, size, 0, is_base, ctypes.addressof(slots))
+    made: type = new_type(ctypes.addressof(spec))
+    return made
+
+
+if TYPE_CHECKING:
+
+    class WithFacts:
+        pass
+
+else:
+    WithFacts = _make_base()
+
+
+def tell(buffer: WithFacts, facts: BufferFacts) -> None:
+    """Let C find the facts of a buffer, which keeps them."""
+    ctypes.c_void_p.from_address(id(buffer) + _HEAD).value = ctypes.addressof(facts)
+
+
+_kept: list[Any] = []  # what C has addresses of
+
+
+def _make_method(owner: type, name: str, symbol: str, method: _Method) -> None:
+    """Make a method one of C. It leaves to Python's what it does not know."""
+    function = getattr(owner, name)
+    signature = inspect.signature(function)
+    words = [each for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY]
+    method.function, method.count = function, len(words)
+    for at, each in enumerate(words):
+        method.names[at] = sys.intern(each.name)
+    plain = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    first = str(signature.replace(parameters=plain, return_annotation=signature.empty))
+    first = first.replace("(self", "($self, /", 1)
+    words_of_doc = f"{name}{first}\n--\n\n{inspect.getdoc(function)}".encode()
+    address = ctypes.cast(getattr(_library, symbol), ctypes.c_void_p).value
+    fast_with_keywords = 0x82
+    definition = _MethodDef(name.encode(), address, fast_with_keywords, words_of_doc)
+    new_method = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.c_void_p)(
+        ("PyDescr_NewMethod", ctypes.pythonapi)
+    )
+    setattr(owner, name, new_method(owner, ctypes.addressof(definition)))
+    _kept.extend((definition, words_of_doc))
+
+
+def make_hybrid_methods(
+    owner: type, kind: type, buffer: type, settle: Callable[[Any], None]
+) -> None:
+    """Make the methods of HybridEPBuffer, `owner`, those of C.
+
+    kind    the type of its handles
+    buffer  the type whose num_sms counts where a HybridEPBuffer has none
+    settle  raises the Status that a function of C has returned
+    """
+    methods = _Methods.in_dll(_library, "ep_torch_methods")
+    methods.head, methods.bytes_at = _HEAD, bytes.__basicsize__ - 1  # its last byte is a 0
+    methods.num_sms = sys.intern("num_sms")
+    methods.kind, methods.buffer, methods.settle = kind, buffer, settle
+    _make_method(owner, "dispatch_with_permute", "ep_torch_hybrid_send_method", methods.send)
+    _make_method(owner, "combine_with_unpermute", "ep_torch_hybrid_sum_method", methods.sum)
+    _kept.append(methods)
 
 
 def _load() -> tuple[Optional[Callable[..., int]], tuple[Any, ...]]:

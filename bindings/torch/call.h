@@ -146,6 +146,34 @@ typedef struct EpTorchStep {
     int64_t send_sms, sum_sms;
 } EpTorchStep;
 
+/** What C reads of a HybridEPBuffer. Its multiprocessors are 0 where Buffer.num_sms counts. */
+typedef struct EpTorchBuffer {
+    const EpTorchStep *steps; /**< the first one; NULL: none */
+    int64_t bound;            /**< most tokens of a rank */
+    int64_t send_sms, sum_sms;
+} EpTorchBuffer;
+
+enum { MOST_WORDS = 20 };
+
+/** A method of HybridEPBuffer that is one of C. Objects of Python, which keeps them. */
+typedef struct EpTorchMethod {
+    void *function; /**< of Python, which does what C leaves */
+    int64_t count;  /**< of its keywords */
+    void *names[MOST_WORDS];
+} EpTorchMethod;
+
+/** What the methods know. */
+typedef struct EpTorchMethods {
+    int64_t head;     /**< bytes with which each object begins; behind them a HybridEPBuffer has the
+                           address of its EpTorchBuffer */
+    int64_t bytes_at; /**< where the elements of bytes begin */
+    void *kind;       /**< the type of handles */
+    void *buffer, *num_sms; /**< the type Buffer, and the name of its attribute */
+    void *settle;           /**< a function that raises a Status */
+    EpTorchMethod send, sum;
+} EpTorchMethods;
+extern EpTorchMethods ep_torch_methods;
+
 /** What C reads of a HybridEPBuffer's handle, which has it as bytes. Offsets are from `memory`, on
  *  multiples of 64. */
 typedef struct EpTorchSent {
@@ -176,6 +204,8 @@ typedef struct EpTorchEvents {
 /** Functions of ep_torch_functions. */
 void *ep_torch_hybrid_dispatch(void *self, void *const *objects, ptrdiff_t count);
 void *ep_torch_hybrid_combine(void *self, void *const *objects, ptrdiff_t count);
+void *ep_torch_hybrid_send_method(void *self, void *const *objects, ptrdiff_t count, void *names);
+void *ep_torch_hybrid_sum_method(void *self, void *const *objects, ptrdiff_t count, void *names);
 void *ep_torch_normal_dispatch(void *self, void *const *objects, ptrdiff_t count);
 void *ep_torch_normal_combine(void *self, void *const *objects, ptrdiff_t count);
 void *ep_torch_enter(void *self, void *const *objects, ptrdiff_t count);

@@ -24,23 +24,47 @@ enum {
     ITEMS = 11 /* as DeepEP's handle has */
 };
 
-/* The arguments of both calls that come first; and those behind them of a dispatch. */
-enum { KIND, SELF, HANDLE, IS_KEPT, ARGUMENTS };
+/* The keywords of dispatch_with_permute that are read, in the order of its signature. The others
+ * have no effect. */
 enum {
-    STEPS,
-    ALIGNMENT,
-    NUM_ROWS,
-    BOUND,
-    SEND_SMS,
     HIDDEN,
-    SCALES,
-    MAP,
-    PROBS,
     GIVEN_IDX,
     WEIGHTS,
-    EXPERTS,
-    MORE
+    EXPERTS = WEIGHTS + 2,
+    MAP = EXPERTS + 2,
+    PROBS,
+    SCALES,
+    NUM_ROWS,
+    ALIGNMENT,
+    HANDLE,
+    IS_FIXED,
+    OLD_COUNT = IS_FIXED + 2,
+    READS_COUNTS,
+    SEND_WORDS
 };
+
+/* Those of combine_with_unpermute. */
+enum { SUMMED, SUMMED_PROBS, SUMMED_HANDLE, SUM_WORDS = SUMMED_HANDLE + 4 };
+
+/* The arguments that functions for Python's slower way take first, before the keywords. STEPS and
+ * what follows are a dispatch's. */
+enum { SELF, IS_KEPT, SMS, STEPS, BOUND, SEND_ARGUMENTS, SUM_ARGUMENTS = STEPS };
+
+/* What a call is given. Objects are borrowed. */
+typedef struct Given {
+    void *self, *const *words; /* the buffer, the values of keywords */
+    const EpTorchStep *steps;
+    int64_t bound, sms, alignment, num_rows;
+    int is_kept; /* whether the plan's memory is kept for the current stream, too */
+} Given;
+
+EpTorchMethods ep_torch_methods;
+
+/* Returns an object's type, the last word of what all objects begin with. A function of Python that
+ * is called for it lies on a page of its own, as each of them does: that takes longer. */
+static const void *type_of(const void *object) {
+    return *(void **)((char *)object + ep_torch_methods.head - sizeof(void *));
+}
 
 /* PyTorch's tensors that a call makes. */
 enum {
@@ -176,48 +200,64 @@ static void *wrap_numbers(const EpTorchWhole *c) {
     return c->step->numbers ? ep_torch_copy_numbers(c) : ep_torch_wrap(c, MADE_NUMBERS);
 }
 
-/* Returns a new handle. `padded` is borrowed, and so is `idx`, the caller's. */
-static void *make_handle(EpTorchWhole *c, void *const *objects, void *idx, void *padded) {
+/* Returns a new handle. `padded` is borrowed. */
+static void *make_handle(EpTorchWhole *c, const Given *g, void *padded) {
     c->sent.num_rows = c->num_rows;
     void *items[ITEMS] = {
-        [OWNER] = share(objects[SELF]),
+        [OWNER] = share(g->self),
         [STEP] = share(c->step->object),
         [SENT] = PyBytes_FromStringAndSize((const char *)&c->sent, sizeof(c->sent)),
         [MEMORY] = ep_torch_wrap(c, MADE_MEMORY),
         [NUMBERS] = wrap_numbers(c),
         [PADDED] = share(padded),
-        [IDX] = c->map ? none() : share(idx),
+        [IDX] = c->map ? none() : share(g->words[GIVEN_IDX]),
     };
     for (int i = SPARE; i < ITEMS; i++)
         items[i] = none();
-    void *tuple = ep_torch_tuple(items, ITEMS);
-    void *handle = PyObject_CallFunctionObjArgs(objects[KIND], tuple, NULL);
-    Py_DecRef(tuple);
-    return handle;
+    return ep_torch_handle(ep_torch_methods.kind, items, ITEMS);
 }
 
-/* Returns what dispatch_with_permute does. Takes the reference to the handle. */
+/* Returns what was made at a place, as the tensor that a tuple shares. */
+static void *wrap_shared(const EpTorchWhole *c, int place) {
+    return c->made[place] ? c->h->torch->wrap(c->made[place]) : &_Py_NoneStruct;
+}
+
+static void unshare(const EpTorchWhole *c, int place, void *tensor) {
+    if (c->made[place]) Py_DecRef(tensor);
+}
+
+/* Returns what dispatch_with_permute does. */
 static void *wrap_sent(const EpTorchWhole *c, void *padded, void *handle) {
-    void *items[] = {ep_torch_wrap(c, MADE_ROWS), ep_torch_wrap(c, MADE_MORE),
-                     ep_torch_wrap(c, MADE_SCALES), share(padded), handle};
-    return ep_torch_tuple(items, sizeof(items) / sizeof(items[0]));
+    void *rows = wrap_shared(c, MADE_ROWS), *more = wrap_shared(c, MADE_MORE);
+    void *scales = wrap_shared(c, MADE_SCALES);
+    void *tuple = PyTuple_Pack(5, rows, more, scales, padded, handle);
+    unshare(c, MADE_ROWS, rows), unshare(c, MADE_MORE, more), unshare(c, MADE_SCALES, scales);
+    return tuple;
+}
+
+/* Likewise of combine_with_unpermute. */
+static void *wrap_sums(const EpTorchWhole *c) {
+    void *rows = wrap_shared(c, MADE_ROWS), *more = wrap_shared(c, MADE_MORE);
+    void *tuple = PyTuple_Pack(2, rows, more);
+    unshare(c, MADE_ROWS, rows), unshare(c, MADE_MORE, more);
+    return tuple;
 }
 
 /* The routing of a new step. */
-static int take_routing(EpTorchWhole *c, void *const *more) {
+static int take_routing(EpTorchWhole *c, void *const *words) {
     int64_t experts = (int64_t)c->h->num_local_experts * c->h->num_ranks, tokens;
-    if (more[MAP] == &_Py_NoneStruct) {
-        if (!ep_torch_take(c, more[GIVEN_IDX], 0, 2, &c->given[1], &c->idx) || !c->idx ||
-            !ep_torch_take(c, more[WEIGHTS], 0, 2, &c->given[2], &c->weights))
+    if (words[MAP] == &_Py_NoneStruct) {
+        if (!ep_torch_take(c, words[GIVEN_IDX], 0, 2, &c->given[1], &c->idx) || !c->idx ||
+            !ep_torch_take(c, words[WEIGHTS], 0, 2, &c->given[2], &c->weights))
             return 0;
         tokens = c->idx->shape[0];
         return tokens == c->rows->shape[0] && c->idx->shape[1] == c->h->top_k &&
                (c->idx->type == EP_TYPE_INT32 || c->idx->type == EP_TYPE_INT64) &&
-               PyLong_AsLongLong(more[EXPERTS]) == experts &&
+               PyLong_AsLongLong(words[EXPERTS]) == experts &&
                ep_torch_is_matrix(c->weights, EP_TYPE_FP32, tokens, c->h->top_k);
     }
-    if (!ep_torch_take(c, more[MAP], 1, 2, &c->given[1], &c->map) ||
-        !ep_torch_take(c, more[PROBS], 0, 2, &c->given[2], &c->probs))
+    if (!ep_torch_take(c, words[MAP], 1, 2, &c->given[1], &c->map) ||
+        !ep_torch_take(c, words[PROBS], 0, 2, &c->given[2], &c->probs))
         return 0;
     tokens = c->rows->shape[0];
     return ep_torch_is_matrix(c->map, EP_TYPE_UINT8, tokens, experts) &&
@@ -233,20 +273,17 @@ static int take_sent(EpTorchWhole *c, void *rows, void *scales) {
            are_scales(c->scales, c->rows->shape[0], c->rows->shape[1]);
 }
 
-/* Use a handle of a dispatch before. IS_KEPT tells that the plan's memory is kept for the current
- * stream, too. */
-static int take_handle(EpTorchWhole *c, void *const *objects, int sums) {
-    void *handle = objects[HANDLE];
-    if (PyObject_IsInstance(handle, objects[KIND]) != 1 ||
-        PyTuple_GetItem(handle, OWNER) != objects[SELF])
-        return 0;
-    memcpy(&c->sent, PyBytes_AsString(PyTuple_GetItem(handle, SENT)), sizeof(c->sent));
+/* Use a handle of a dispatch before. */
+static int take_handle(EpTorchWhole *c, const Given *g, void *handle, int sums) {
+    const EpTorchMethods *m = &ep_torch_methods;
+    if (type_of(handle) != m->kind || PyTuple_GetItem(handle, OWNER) != g->self) return 0;
+    memcpy(&c->sent, (char *)PyTuple_GetItem(handle, SENT) + m->bytes_at, sizeof(c->sent));
     c->step = c->sent.step;
     c->h = sums ? c->step->sum : c->step->send;
     if (!c->h || !c->h->group->group || !ep_torch_find_stream(c->h, &c->stream)) return 0;
     c->num_rows = c->sent.num_rows;
     find_plan(c);
-    return objects[IS_KEPT] == &_Py_TrueStruct || c->sent.stream == c->stream;
+    return g->is_kept || c->sent.stream == c->stream;
 }
 
 /* The ids of a handle: those of its map, or the caller's. */
@@ -257,66 +294,98 @@ static int take_ids(EpTorchWhole *c, void *handle) {
     return 1;
 }
 
-static void *send_again(EpTorchWhole *c, void *const *objects, void *const *more) {
-    if (!take_handle(c, objects, 0) || !take_sent(c, more[HIDDEN], more[SCALES]) ||
-        !ep_torch_take(c, more[WEIGHTS], 0, 2, &c->given[2], &c->weights) ||
+static void *send_again(EpTorchWhole *c, const Given *g) {
+    void *const *words = g->words, *handle = words[HANDLE];
+    if (!take_handle(c, g, handle, 0) || !take_sent(c, words[HIDDEN], words[SCALES]) ||
+        !ep_torch_take(c, words[WEIGHTS], 0, 2, &c->given[2], &c->weights) ||
         !ep_torch_is_matrix(c->weights, EP_TYPE_FP32, c->rows->shape[0], c->h->top_k))
         return ep_torch_leave();
     void *result = ep_torch_run(c, send);
-    if (!result)
-        result = wrap_sent(c, PyTuple_GetItem(objects[HANDLE], PADDED), share(objects[HANDLE]));
-    return result;
+    return result ? result : wrap_sent(c, PyTuple_GetItem(handle, PADDED), handle);
 }
 
 /* Returns whether a step is of the call's form. */
-static int is_of_step(EpTorchWhole *c, const EpTorchStep *step, void *const *more) {
+static int is_of_step(EpTorchWhole *c, const EpTorchStep *step, const Given *g) {
     memset(c, 0, sizeof(*c));
     c->step = step;
     c->h = step->send;
-    if (!c->h->group->group || PyLong_AsLongLong(more[ALIGNMENT]) != step->alignment ||
-        PyLong_AsLongLong(more[NUM_ROWS]) != step->rows ||
-        PyLong_AsLongLong(more[BOUND]) != step->bound ||
-        PyLong_AsLongLong(more[SEND_SMS]) != step->send_sms ||
-        !take_sent(c, more[HIDDEN], more[SCALES]) || c->rows->shape[1] != step->width ||
-        c->rows->shape[0] > step->bound || !take_routing(c, more))
+    if (!c->h->group->group || g->alignment != step->alignment || g->num_rows != step->rows ||
+        g->bound != step->bound || g->sms != step->send_sms ||
+        !take_sent(c, g->words[HIDDEN], g->words[SCALES]) || c->rows->shape[1] != step->width ||
+        c->rows->shape[0] > step->bound || !take_routing(c, g->words))
         return 0;
     int64_t bytes = ep_torch_element_bytes(c->rows->type);
-    return step->width * (bytes < 2 ? 2 : bytes) == step->row_bytes && !PyErr_Occurred();
+    return step->width * (bytes < 2 ? 2 : bytes) == step->row_bytes;
 }
 
-static void *send_anew(EpTorchWhole *c, void *const *objects, void *const *more) {
-    const EpTorchStep *step = PyLong_AsVoidPtr(more[STEPS]);
-    while (step && !is_of_step(c, step, more)) {
+static void *send_anew(EpTorchWhole *c, const Given *g) {
+    const EpTorchStep *step = g->steps;
+    while (step && !is_of_step(c, step, g)) {
         if (PyErr_Occurred()) return ep_torch_leave();
         step = step->next;
     }
     if (!step || !ep_torch_find_stream(c->h, &c->stream)) return ep_torch_leave();
     void *result = ep_torch_run(c, route_and_send);
     if (result) return result;
-    void *padded = ep_torch_wrap(c, MADE_PADDED);
-    result = wrap_sent(c, padded, make_handle(c, objects, more[GIVEN_IDX], padded));
+    void *padded = ep_torch_wrap(c, MADE_PADDED), *handle = make_handle(c, g, padded);
+    result = wrap_sent(c, padded, handle);
     Py_DecRef(padded);
+    Py_DecRef(handle);
+    return result;
+}
+
+/* Returns an int of Python, or `otherwise` for None and 0. An error is -1, which no step has. */
+static int64_t read_number(void *object, int64_t otherwise) {
+    int64_t number = object == &_Py_NoneStruct ? 0 : PyLong_AsLongLong(object);
+    return number ? number : otherwise;
+}
+
+/* Returns whether a keyword is set to True. *is_plain becomes 0 if it is neither a bool nor None.
+ */
+static int is_true(void *object, int *is_plain) {
+    if (object != &_Py_TrueStruct && object != &_Py_FalseStruct && object != &_Py_NoneStruct)
+        *is_plain = 0;
+    return object == &_Py_TrueStruct;
+}
+
+/* Read the numbers among the keywords of a dispatch, and run it. */
+static void *dispatch(Given *g) {
+    EpTorchWhole c = {0};
+    void *const *words = g->words;
+    int is_plain = words[OLD_COUNT] == &_Py_NoneStruct;
+    int is_fixed = words[READS_COUNTS] == &_Py_NoneStruct
+                       ? is_true(words[IS_FIXED], &is_plain)
+                       : !is_true(words[READS_COUNTS], &is_plain);
+    if (!is_plain) return ep_torch_leave();
+    void *result;
+    if (words[HANDLE] == &_Py_NoneStruct) {
+        g->alignment = read_number(words[ALIGNMENT], 1);
+        g->num_rows = is_fixed ? PyLong_AsLongLong(words[NUM_ROWS]) : 0;
+        result = send_anew(&c, g);
+    } else { /* weights are topk_weights alone */
+        result = words[PROBS] == &_Py_NoneStruct ? send_again(&c, g) : ep_torch_leave();
+    }
+    if (c.h) ep_torch_drop(&c);
     return result;
 }
 
 /*
- * dispatch_with_permute. Arguments: the type of handles, the buffer, a handle or None, whether its
- * plan is kept; the address of the buffer's first step; pad_multiple, rows of the outputs (0: as
- * many as come), most tokens of a rank, multiprocessors; hidden, scaling_factor, routing_map,
- * probs, topk_idx, topk_weights, num_of_experts. With a handle, weights are topk_weights alone.
+ * dispatch_with_permute with checked arguments. They are the buffer, whether the plan of a handle
+ * is kept; multiprocessors, the address of the buffer's first step, most tokens of a rank; and the
+ * values of all keywords.
  *
  * Returns a tuple; None: Python must look at the arguments; an EpStatus; or NO_MEMORY.
  */
 void *ep_torch_hybrid_dispatch(void *self, void *const *objects, ptrdiff_t given) {
     (void)self;
-    if (given != ARGUMENTS + MORE) return ep_torch_leave();
-    EpTorchWhole c;
-    memset(&c, 0, sizeof(c));
-    void *const *more = objects + ARGUMENTS;
-    void *result = objects[HANDLE] == &_Py_NoneStruct ? send_anew(&c, objects, more)
-                                                      : send_again(&c, objects, more);
-    if (c.h) ep_torch_drop(&c);
-    return result;
+    if (given != SEND_ARGUMENTS + SEND_WORDS) return ep_torch_leave();
+    Given g = {.self = objects[SELF],
+               .words = objects + SEND_ARGUMENTS,
+               .is_kept = objects[IS_KEPT] == &_Py_TrueStruct,
+               .sms = PyLong_AsLongLong(objects[SMS]),
+               .steps = PyLong_AsVoidPtr(objects[STEPS]),
+               .bound = PyLong_AsLongLong(objects[BOUND])};
+    return PyErr_Occurred() ? ep_torch_leave() : dispatch(&g);
 }
 
 /* ---- combine ------------------------------------------------------------------------------- */
@@ -341,29 +410,114 @@ static EpStatus sum(EpTorchWhole *c) {
     return ep_write_routing_map(backend(c), c->idx, weights, c->stream, NULL, probs);
 }
 
+static int take_summed(EpTorchWhole *c, const Given *g) {
+    void *const *words = g->words;
+    return take_handle(c, g, words[SUMMED_HANDLE], 1) && g->sms == c->step->sum_sms &&
+           ep_torch_take(c, words[SUMMED], 0, 2, &c->given[0], &c->rows) &&
+           ep_torch_are_rows(c->rows, c->step->row_bytes) && c->rows->shape[0] >= c->num_rows &&
+           ep_torch_are_summable(c->rows) &&
+           ep_torch_take(c, words[SUMMED_PROBS], 0, 1, &c->given[1], &c->probs) &&
+           (!c->probs ||
+            (c->probs->type == EP_TYPE_FP32 && c->probs->shape[0] == c->rows->shape[0])) &&
+           take_ids(c, words[SUMMED_HANDLE]);
+}
+
+static void *combine(const Given *g) {
+    EpTorchWhole c = {0};
+    if (!take_summed(&c, g)) return ep_torch_leave();
+    void *result = ep_torch_run(&c, sum);
+    if (!result) result = wrap_sums(&c);
+    ep_torch_drop(&c);
+    return result;
+}
+
 /*
- * combine_with_unpermute. Arguments: the type of handles, the buffer, the handle, whether its plan
- * is kept; multiprocessors, hidden, probs. Returns what the dispatch does.
+ * combine_with_unpermute with checked arguments: the buffer, whether the handle's plan is kept,
+ * multiprocessors, and the values of all keywords. Returns what the dispatch does.
  */
 void *ep_torch_hybrid_combine(void *self, void *const *objects, ptrdiff_t given) {
     (void)self;
-    enum { SMS = ARGUMENTS, ROWS_OF_EXPERTS, WEIGHTS_OF_ROWS, COUNT };
-    EpTorchWhole c;
-    memset(&c, 0, sizeof(c));
-    if (given != COUNT || !take_handle(&c, objects, 1) ||
-        PyLong_AsLongLong(objects[SMS]) != c.step->sum_sms ||
-        !ep_torch_take(&c, objects[ROWS_OF_EXPERTS], 0, 2, &c.given[0], &c.rows) ||
-        !ep_torch_are_rows(c.rows, c.step->row_bytes) || c.rows->shape[0] < c.num_rows ||
-        !ep_torch_are_summable(c.rows) ||
-        !ep_torch_take(&c, objects[WEIGHTS_OF_ROWS], 0, 1, &c.given[1], &c.probs) ||
-        (c.probs && (c.probs->type != EP_TYPE_FP32 || c.probs->shape[0] != c.rows->shape[0])) ||
-        !take_ids(&c, objects[HANDLE]) || PyErr_Occurred())
-        return ep_torch_leave();
-    void *result = ep_torch_run(&c, sum);
-    if (!result) {
-        void *items[] = {ep_torch_wrap(&c, MADE_ROWS), ep_torch_wrap(&c, MADE_MORE)};
-        result = ep_torch_tuple(items, 2);
+    if (given != SUM_ARGUMENTS + SUM_WORDS) return ep_torch_leave();
+    Given g = {.self = objects[SELF],
+               .words = objects + SUM_ARGUMENTS,
+               .is_kept = objects[IS_KEPT] == &_Py_TrueStruct,
+               .sms = PyLong_AsLongLong(objects[SMS])};
+    return PyErr_Occurred() ? ep_torch_leave() : combine(&g);
+}
+
+/* ---- methods ------------------------------------------------------------------------------- */
+
+/* Set the values of a call's keywords; those that are not given are None. Returns 0 if it has
+ * others, which Python knows what to do with. Calls name keywords in the order of the signature,
+ * mostly. */
+static int read_words(const EpTorchMethod *m, void *const *objects, void *names, void **out) {
+    ptrdiff_t given = names ? PyTuple_Size(names) : 0, at = 0;
+    for (ptrdiff_t i = 0; i < m->count; i++)
+        out[i] = &_Py_NoneStruct;
+    for (ptrdiff_t i = 0; i < given; i++, at++) {
+        void *name = PyTuple_GetItem(names, i);
+        ptrdiff_t tried = 0;
+        for (; at >= m->count || m->names[at] != name; at = at >= m->count ? 0 : at + 1)
+            if (tried++ > m->count) return 0;
+        out[at] = objects[i];
     }
-    ep_torch_drop(&c);
+    return 1;
+}
+
+/* Find the buffer and its facts. Returns 0 for one that is not made. */
+static int find_buffer(void *self, int sums, Given *g) {
+    const EpTorchMethods *m = &ep_torch_methods;
+    const EpTorchBuffer *facts = *(EpTorchBuffer **)((char *)self + m->head);
+    if (!facts) return 0;
+    g->self = self, g->steps = facts->steps, g->bound = facts->bound;
+    g->sms = sums ? facts->sum_sms : facts->send_sms;
+    if (g->sms) return 1;
+    void *sms = PyObject_GetAttr(m->buffer, m->num_sms); /* of all buffers that have none */
+    if (sms) g->sms = PyLong_AsLongLong(sms), Py_DecRef(sms);
+    if (!PyErr_Occurred()) return 1;
+    PyErr_Clear();
+    return 0;
+}
+
+/* Call the function of Python that a method has. */
+static void *call_python(const EpTorchMethod *m, void *self, void *const *objects, ptrdiff_t given,
+                         void *names) {
+    void *tuple = PyTuple_New(given + 1), *words = PyDict_New();
+    PyTuple_SetItem(tuple, 0, share(self));
+    for (ptrdiff_t i = 0; i < given; i++)
+        PyTuple_SetItem(tuple, i + 1, share(objects[i]));
+    for (ptrdiff_t i = 0; names && i < PyTuple_Size(names); i++)
+        PyDict_SetItem(words, PyTuple_GetItem(names, i), objects[given + i]);
+    void *result = PyObject_Call(m->function, tuple, words);
+    Py_DecRef(tuple);
+    Py_DecRef(words);
     return result;
+}
+
+/* Returns a method's result. `made` is what C has made of the call, which Python looks at if it is
+ * no tuple. */
+static void *settle(void *made) {
+    if (type_of(made) == &PyTuple_Type) return made;
+    void *result = PyObject_CallFunctionObjArgs(ep_torch_methods.settle, made, NULL);
+    Py_DecRef(made);
+    return result;
+}
+
+/* dispatch_with_permute and combine_with_unpermute as methods, with vectors of arguments. */
+void *ep_torch_hybrid_send_method(void *self, void *const *objects, ptrdiff_t given, void *names) {
+    const EpTorchMethod *m = &ep_torch_methods.send;
+    void *words[MOST_WORDS], *made = &_Py_NoneStruct;
+    Given g = {.words = words};
+    if (!given && read_words(m, objects, names, words) && find_buffer(self, 0, &g))
+        made = dispatch(&g);
+    return made == &_Py_NoneStruct ? call_python(m, self, objects, given, names) : settle(made);
+}
+
+void *ep_torch_hybrid_sum_method(void *self, void *const *objects, ptrdiff_t given, void *names) {
+    const EpTorchMethod *m = &ep_torch_methods.sum;
+    void *words[MOST_WORDS], *made = &_Py_NoneStruct;
+    Given g = {.words = words};
+    if (!given && read_words(m, objects, names, words) && find_buffer(self, 1, &g))
+        made = combine(&g);
+    return made == &_Py_NoneStruct ? call_python(m, self, objects, given, names) : settle(made);
 }

@@ -118,10 +118,7 @@ static void *make_handle(const EpTorchWhole *c, void *const *objects) {
         [TOKENS] = PyLong_FromLongLong(c->rows->shape[0]),
         [STREAM] = PyLong_FromVoidPtr(c->stream),
     };
-    void *tuple = ep_torch_tuple(items, ITEMS);
-    void *handle = PyObject_CallFunctionObjArgs(objects[KIND], tuple, NULL);
-    Py_DecRef(tuple);
-    return handle;
+    return ep_torch_handle(objects[KIND], items, ITEMS);
 }
 
 /* Returns whether a step is of the call's form. */

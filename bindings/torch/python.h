@@ -9,11 +9,15 @@
 
 #include <stddef.h>
 
-extern char _Py_NoneStruct, _Py_TrueStruct, _Py_FalseStruct;
+extern char _Py_NoneStruct, _Py_TrueStruct, _Py_FalseStruct, PyTuple_Type;
 void *PyTuple_GetItem(void *tuple, ptrdiff_t at); /* borrowed */
 ptrdiff_t PyTuple_Size(void *tuple);
 void *PyTuple_New(ptrdiff_t size);
+void *PyTuple_Pack(ptrdiff_t size, ...);                    /* shares the items */
 int PyTuple_SetItem(void *tuple, ptrdiff_t at, void *item); /* takes the reference */
+void *PyType_GenericAlloc(void *type, ptrdiff_t count);
+void *PyDict_New(void);
+int PyDict_SetItem(void *dict, void *key, void *value);
 void *PyList_New(ptrdiff_t size);
 int PyList_SetItem(void *list, ptrdiff_t at, void *item); /* likewise */
 void *PyLong_AsVoidPtr(void *number);
@@ -27,8 +31,9 @@ void *PyLong_FromVoidPtr(void *pointer);
 char *PyBytes_AsString(void *bytes);
 void *PyBytes_FromStringAndSize(const char *bytes, ptrdiff_t size);
 int PyObject_IsInstance(void *object, void *type);
+void *PyObject_GetAttr(void *object, void *name);
+void *PyObject_Call(void *function, void *arguments, void *keywords);
 void *PyObject_CallFunctionObjArgs(void *function, ...);
-unsigned long PyThread_get_thread_ident(void);
 void Py_IncRef(void *object);
 void Py_DecRef(void *object);
 void *PyEval_SaveThread(void); /* lets other threads of Python run */

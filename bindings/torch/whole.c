@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "bindings/torch/whole.h"
 
+#include <pthread.h>
 #include <time.h>
 
 /* ---- one thread at a time ------------------------------------------------------------------ */
@@ -11,7 +12,7 @@ static int enter(EpTorchGroup *g) {
     if (__atomic_exchange_n(&g->is_in, 1, __ATOMIC_ACQUIRE)) return 0;
     clock_gettime(CLOCK_REALTIME, &now);
     g->began = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-    g->caller = PyThread_get_thread_ident();
+    g->caller = (uint64_t)pthread_self(); /* as Python numbers threads */
     return 1;
 }
 
@@ -107,6 +108,13 @@ void *ep_torch_copy_numbers(const EpTorchWhole *c) {
 
 void *ep_torch_tuple(void *const *items, ptrdiff_t count) {
     void *tuple = PyTuple_New(count);
+    for (ptrdiff_t i = 0; i < count; i++)
+        PyTuple_SetItem(tuple, i, items[i]);
+    return tuple;
+}
+
+void *ep_torch_handle(void *type, void *const *items, ptrdiff_t count) {
+    void *tuple = PyType_GenericAlloc(type, count);
     for (ptrdiff_t i = 0; i < count; i++)
         PyTuple_SetItem(tuple, i, items[i]);
     return tuple;

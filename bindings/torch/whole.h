@@ -60,6 +60,9 @@ void *ep_torch_copy_numbers(const EpTorchWhole *call);
 /** A new tuple of new references, which it takes. */
 void *ep_torch_tuple(void *const *items, ptrdiff_t count);
 
+/** Likewise an object of a type derived from tuple, whose __new__ is tuple's. */
+void *ep_torch_handle(void *type, void *const *items, ptrdiff_t count);
+
 void ep_torch_drop(EpTorchWhole *call);
 
 /** Run a part of a call on its group alone, without the interpreter's lock. Returns NULL where it

@@ -18,7 +18,8 @@ static int percent_of_senders(const EpGroup *group, int by_entry, int64_t top_k)
 /* Divide the rows among the sending warps, and the tokens among the receiving warps. */
 static void partition(const EpHandle *handle, int64_t num_rows, int blocks,
                       EpLatencyGatherArgs *args) {
-    int32_t targets = handle->group->size - args->latency.receives;
+    int32_t reads_own = args->latency.receives || args->latency.nodes.keeps_turn;
+    int32_t targets = handle->group->size - reads_own;
     int32_t senders = (int32_t)ep_max(1, args->latency.senders);
     int32_t receivers = blocks - args->latency.first_receiver;
     args->targets = ep_divisor((int32_t)ep_max(1, targets));
@@ -64,7 +65,7 @@ static int describe(const EpHandle *handle, const EpGather *g, EpPhase phase,
     args.latency.awaits_weights = g->t.weighs_entries && !g->t.by_entry;
     args.latency.token = g->place.token;
     if (latency->device.nodes.num_others)
-        ep_latency_nodes_describe(group, g->phase, g->place.token, place_steps(&args),
+        ep_latency_nodes_describe(handle, g->phase, g->place.token, place_steps(&args), &args.group,
                                   &args.latency);
     int percent = percent_of_senders(group, g->t.by_entry, g->top_k);
     int blocks = ep_latency_blocks(&args.group, phase, tokens, args.steps, percent, &args.latency);
@@ -75,8 +76,8 @@ static int describe(const EpHandle *handle, const EpGather *g, EpPhase phase,
     return blocks;
 }
 
-/* On several nodes a whole operation is launched as its phases are. It receives sums where NCCL has
- * put them. */
+/* On several nodes a whole operation is launched as its phases are. But it receives sums where NCCL
+ * has put them, and reads this rank's own rows only then. */
 static EpStatus gather_on_nodes(EpHandle *handle, const EpGather *g, const EpCudaLaunch *order) {
     EpLatencyGatherArgs weights, send, relay, receive;
     EpNodesLaunch l = {.order = *order};
@@ -93,13 +94,15 @@ static EpStatus gather_on_nodes(EpHandle *handle, const EpGather *g, const EpCud
         l.group = &send.group, l.latency = &send.latency;
         relay = send;
         relay.latency.senders = 0;
-        l.relay = (EpNodesKernel){ep_cuda_launch_latency_relay, &relay, blocks};
+        if (ep_latency_relays(send.group.size, g->t.format.bits != 0))
+            l.relay = (EpNodesKernel){ep_cuda_launch_latency_relay, &relay, blocks};
     }
     if (g->phase != EP_PHASE_SEND) {
         int blocks = describe(handle, g, EP_PHASE_RECEIVE, &receive);
         receive.latency.nodes.reads_landing = g->phase == EP_PHASE_BOTH;
-        receive.latency.nodes.begins = 0, receive.latency.awaits_weights = 0;
-        receive.t.done.words = NULL;
+        receive.latency.nodes.begins = 0;
+        if (g->phase == EP_PHASE_RECEIVE) /* the send phase has summed this rank's own rows */
+            receive.latency.awaits_weights = 0, receive.t.done.words = NULL;
         l.receive = (EpNodesKernel){ep_cuda_launch_latency_gather_nodes, &receive, blocks};
     }
     return ep_latency_nodes_launch(handle, &l);

@@ -43,7 +43,23 @@ __device__ __forceinline__ int self(const EpLatencyGatherArgs &a) {
 }
 
 /* The forms of the kernel: sums in the rows' type, packed sums, sums by entry. */
-enum { ENTRIES = 2 };
+enum { PACKED_SUMS = 1, ENTRIES = 2 };
+
+/* Whether a kernel relays what the ranks of this node have for others. */
+__device__ __forceinline__ int relays(const EpLatencyGatherArgs &a, int form) {
+    return EP_SEVERAL_NODES && ep_latency_relays(a.group.size, form == PACKED_SUMS);
+}
+
+/* Whether this launch receives this rank's own rows where they lie: it sends, too, or is the second
+ * one of a whole operation on several nodes. Otherwise the send phase has stored their sums. */
+__device__ __forceinline__ int reads_own(const EpLatencyGatherArgs &a) {
+    return a.latency.senders || (EP_SEVERAL_NODES && a.latency.nodes.reads_landing);
+}
+
+/* Whether it stores these sums. */
+__device__ __forceinline__ int stores_own(const EpLatencyGatherArgs &a) {
+    return !a.latency.receives && !(EP_SEVERAL_NODES && a.latency.nodes.keeps_turn);
+}
 
 /* ==== weights =============================================================================== */
 
@@ -388,7 +404,15 @@ typedef struct SumPart {
     int row, slot;
 } SumPart;
 
+/* Returns the place of a row in the message to another node, where this rank alone answers for this
+ * node. A damaged plan must not lead past it. */
+__device__ __forceinline__ char *answer_place(const EpLatencyGatherArgs &a, int other, int token) {
+    const EpLatency &l = a.latency;
+    return message_place(l, l.own + l.layout.outgoing, other, min(token, l.layout.node_rows - 1));
+}
+
 /* Returns where the sum of a row goes: to its rank, or to the relay that has brought it. */
+template <int FORM>
 __device__ __forceinline__ char *sum_to(const EpLatencyGatherArgs &a, const SumPart &s,
                                         uint64_t flag) {
     const EpCudaGroup &g = a.group;
@@ -398,6 +422,7 @@ __device__ __forceinline__ char *sum_to(const EpLatencyGatherArgs &a, const SumP
     EpRankPlace at = rank_place(l, s.source);
     char *window = l.window[at.number];
     if (at.other < 0) return latency_record(l, window, g.rank, g.size, s.token, flag);
+    if (!relays(a, FORM)) return answer_place(a, at.other, s.token);
     return latency_partial(l, window, at.other, g.rank, g.size, s.token, flag);
 }
 
@@ -416,7 +441,7 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
         t.weight = w.weight;
     }
     if (DONE && !await_done(a, t.slot)) return 0;
-    char *to = sum_to(a, s, flag);
+    char *to = sum_to<PACKED>(a, s, flag);
     constexpr int STEPS = SumShape<T, PACKED>::STEPS, PARTS = SumShape<T, PACKED>::PARTS;
     constexpr int UNITS = SumShape<T, PACKED>::UNITS;
 #pragma unroll 1
@@ -519,6 +544,14 @@ __device__ __forceinline__ int peer_of(const EpLatencyGatherArgs &a, int source)
     return EP_SEVERAL_NODES ? rank_place(a.latency, source).number : source;
 }
 
+/* Add the rows of entries to the caller's counters: those to the rank of this node, and those that
+ * this rank sends on without a relay. By one thread. */
+__device__ __forceinline__ void count_entries(const EpLatencyGatherArgs &a, int source, int rows) {
+    ep_count_row(a.stats, ep_member(a.group, peer_of(a, source)), rows);
+    if (!EP_SEVERAL_NODES || relays(a, ENTRIES)) return;
+    if (rank_place(a.latency, source).other >= 0) ep_count_row(a.stats, source, rows);
+}
+
 /* Returns where the row of an entry goes. */
 __device__ __forceinline__ char *entry_to(const EpLatencyGatherArgs &a, const SumPart &s, int k,
                                           uint64_t flag) {
@@ -526,6 +559,8 @@ __device__ __forceinline__ char *entry_to(const EpLatencyGatherArgs &a, const Su
     char *window = l.window[peer_of(a, s.source)];
     if (EP_SEVERAL_NODES) {
         EpRankPlace at = rank_place(l, s.source);
+        if (at.other >= 0 && !relays(a, ENTRIES))
+            return answer_place(a, at.other, s.token) + k * a.steps * EP_STEP_BYTES;
         if (at.other >= 0) return latency_relay_entry(l, window, at.other, s.token, k, flag);
     }
     return latency_entry(l, window, k, s.token, flag);
@@ -546,8 +581,7 @@ __device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int 
     float weight = a.carries_weights && slot >= 0 ? __ldg(a.t.slot_values + slot) : 1;
     unsigned lanes = __ballot_sync(~0u, s.slot != -1 && lane < a.top_k);
     unsigned kept = __ballot_sync(~0u, slot >= 0);
-    if (a.counts && is_first && lane == 0)
-        ep_count_row(a.stats, ep_member(a.group, peer_of(a, s.source)), __popc(kept));
+    if (a.counts && is_first && lane == 0) count_entries(a, s.source, __popc(kept));
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
         int unit = entry_unit(a, step, a.steps);
@@ -584,6 +618,21 @@ __device__ int send_entries(const EpLatencyGatherArgs &a, const SumPart &s, int 
 }
 
 /* ---- all ----------------------------------------------------------------------------------- */
+
+#if EP_SEVERAL_NODES
+/* The start of each message says how many places are filled. By a block, a warp for each. */
+template <typename Rows>
+__device__ __forceinline__ void store_message_heads(const EpLatencyGatherArgs &a, uint64_t flag,
+                                                    Rows rows_of) {
+    const EpLatency &l = a.latency;
+#pragma unroll 1
+    for (int o = (int)(threadIdx.x / 32); o < l.nodes.num_others; o += LATENCY_WARPS) {
+        int rows = rows_of(o);
+        store_head(l, l.own + l.layout.outgoing + o * l.layout.message_bytes, 1, flag,
+                   [&](int unit) { return make_uint4(0, 0, 0, unit ? 0 : (uint32_t)rows); });
+    }
+}
+#endif
 
 /* Send the heads. They are the last work item, since no sum waits for them: a block without other
  * work sends them, or else the block that finishes first. Its warps that receive last begin. Where
@@ -636,8 +685,8 @@ __device__ __forceinline__ int count_sums(const EpLatencyGatherArgs &a, const in
     int most = 0;
 #pragma unroll 1
     for (int r = threadIdx.x % 32; r < num_sources(a); r += 32)
-        if (r != self(a) || !a.latency.receives) most = max(most, tokens[r]);
-    return __reduce_max_sync(~0u, most) * (num_sources(a) - a.latency.receives);
+        if (r != self(a) || stores_own(a)) most = max(most, tokens[r]);
+    return __reduce_max_sync(~0u, most) * (num_sources(a) - !stores_own(a));
 }
 
 /* Returns the number of items before the sums, if these await weights: one for the weights of as
@@ -668,6 +717,12 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
     int known = all_claimed || !expected ? -1 : begin; /* item that `first` belongs to */
     int pushes = count_pushes(a, tokens), heads = pushes ? pushes - 1 : items, alive = 1;
     claims_work_from(a.latency, begin, claimed, items + max(1, pushes), [&](int item) {
+#if EP_SEVERAL_NODES
+        if (item == heads && !relays(a, FORM))
+            store_message_heads(a, op.flag, [&](int o) {
+                return min(tokens[other_node(a.latency, o).peer], a.latency.layout.node_rows);
+            });
+#endif
         if (item == heads) return send_heads(a, op);
         if (item < pushes) return push_item(a, tokens, item, op.flag);
         SumPart s = first;
@@ -740,7 +795,7 @@ __device__ __forceinline__ TokenWords load_token(const EpLatencyGatherArgs &a, i
     const EpEntry *entry = &a.plan.entries[token * a.top_k + lane];
     if (lane < a.top_k) w.owner = __ldg(&entry->owner);
     if (EP_SEVERAL_NODES && lane < a.top_k) w.place = __ldg(&entry->row);
-    if (a.latency.senders) w.slot = load_slot(a, self(a), token);
+    if (reads_own(a)) w.slot = load_slot(a, self(a), token);
     return w;
 }
 
@@ -972,7 +1027,7 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
     for (int u = 0; u < UNITS; u++)
         if (s.step + u / (UNITS / STEPS) >= s.end) unit[u] = -1;
     find_incoming(a, s, last, flag, &c);
-    if (s.has_own && !a.latency.senders) load_own_sum<T, UNITS>(a, s.token, unit, flag, own);
+    if (s.has_own && !reads_own(a)) load_own_sum<T, UNITS>(a, s.token, unit, flag, own);
     unsigned missing = receive_incoming(
         a, &c, flag, [&]() { sum_slots<T, DONE, UNITS, OWN_AT_ONCE>(a, t, unit, own); });
     if (missing) return Missing{last, missing};
@@ -1167,13 +1222,13 @@ __device__ __forceinline__ EntriesPart find_entries(const EpLatencyGatherArgs &a
                                                     int step, const TokenWords &w, uint64_t flag) {
     int lane = threadIdx.x % 32, end = min(step + a.latency.received.steps, a.steps);
     int owner = living_owner(a, w);
-    int reads = owner == self(a) && a.latency.senders, slot = -1;
+    int reads = owner == self(a) && reads_own(a), slot = -1;
     if (reads) slot = ep_check_slot(a.plan, w.slot);
     EntriesPart s = {token, step, end, owner, slot, 1, 0, w.place};
     s.entries = __ballot_sync(~0u, owner >= 0 && (!reads || slot >= 0));
     if (a.t.weighs_entries && owner >= 0)
-        s.weight = a.latency.senders ? __ldg(a.t.topk_weights + (token * a.top_k + lane))
-                                     : kept_weights(a, token, flag)[lane];
+        s.weight = reads_own(a) ? __ldg(a.t.topk_weights + (token * a.top_k + lane))
+                                : kept_weights(a, token, flag)[lane];
     else if (a.carries_weights && slot >= 0)
         s.weight = __ldg(a.t.slot_values + slot);
     unsigned own = __ballot_sync(~0u, slot >= 0);
@@ -1456,16 +1511,6 @@ __device__ __forceinline__ int relay_entry(const EpLatencyGatherArgs &a, const R
     return 1;
 }
 
-/* The start of each message says how many places are filled. By a block, a warp for each. */
-__device__ __forceinline__ void store_message_heads(const EpLatencyGatherArgs &a, const int *rows,
-                                                    uint64_t flag) {
-    const EpLatency &l = a.latency;
-#pragma unroll 1
-    for (int o = (int)(threadIdx.x / 32); o < l.nodes.num_others; o += LATENCY_WARPS)
-        store_head(l, l.own + l.layout.outgoing + o * l.layout.message_bytes, 1, flag,
-                   [&](int unit) { return make_uint4(0, 0, 0, unit ? 0 : (uint32_t)rows[o]); });
-}
-
 template <typename T, int FORM>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_relay_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
@@ -1481,7 +1526,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     for (int o = (int)threadIdx.x; o < others; o += LATENCY_THREADS)
         rows[o] = min(count_source_tokens(a, other_node(l, o).peer), l.layout.node_rows);
     if (!ep_begin_operation_as(a.group, a.plan, header, 0)) return; /* as the kernel before */
-    if (blockIdx.x == 0) store_message_heads(a, rows, flag);
+    if (blockIdx.x == 0) store_message_heads(a, flag, [&](int o) { return rows[o]; });
     for (int o = lane; o < others; o += 32)
         most = max(most, rows[o]);
     most = __reduce_max_sync(~0u, most);

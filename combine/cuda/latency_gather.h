@@ -36,6 +36,13 @@ typedef struct EpLatencyGatherArgs {
     int32_t carries_weights; /**< sums by entry: whether weights come with rows */
 } EpLatencyGatherArgs;
 
+/** Returns whether a kernel adds up what the `ranks` of a node have for the tokens of others. A
+ * rank that is alone on its node has the node's sums, and sends them. But packed sums are unpacked
+ * and packed once more on their way. */
+EP_HOST_DEVICE static inline int ep_latency_relays(int32_t ranks, int packs) {
+    return ranks > 1 || packs;
+}
+
 #ifdef __cplusplus
 extern "C" {
 #endif

@@ -58,8 +58,8 @@ static int describe(EpHandle *handle, const EpScatter *s, EpPhase phase,
     if (s->t.block_rows) args.route.shape.block_rows = s->t.block_rows;
     args.latency.token = s->place.token;
     if (args.latency.nodes.num_others)
-        ep_latency_nodes_describe(group, s->phase, s->place.token, args.record.steps,
-                                  &args.latency);
+        ep_latency_nodes_describe(handle, s->phase, s->place.token, args.record.steps,
+                                  &args.route.group, &args.latency);
     args.route.stats = s->stats;
     int has_quant = s->t.format.bits != 0;
     int blocks = ep_latency_blocks(&route->group, phase, route->num_rows, args.record.steps,

@@ -454,6 +454,18 @@ __device__ __forceinline__ HeadOrigin head_origin(const EpLatencyScatterArgs &a,
     return HeadOrigin{ep_head_of(at, a.route.group.size), at.number, at.other < 0};
 }
 
+/* Returns where a source's head comes. What NCCL has brought to this rank itself needs no
+ * forwarding. */
+__device__ __forceinline__ const char *head_from(const EpLatencyScatterArgs &a, int source,
+                                                 const HeadOrigin &origin, uint64_t flag) {
+    const EpCudaGroup &g = a.route.group;
+    const EpLatency &l = a.latency;
+    int other = EP_SEVERAL_NODES ? rank_place(l, source).other : -1;
+    if (other >= 0 && origin.peer == g.rank && l.nodes.reads_landing)
+        return landed_message(l, other) + g.rank * l.layout.head_bytes;
+    return latency_head(l, l.own, origin.index, latency_num_heads(g, l), flag);
+}
+
 /* Take a masked rank's head: it sends nothing. By a warp. */
 __device__ __forceinline__ void take_no_head(const EpLatencyScatterArgs &a, int source, int words) {
 #pragma unroll 1
@@ -494,14 +506,16 @@ __device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_
         else if (EP_MASKED && has_cut(g, from.peer))
             skip_head(a, r, words, flag);
         else
-            alive = take_head(g, a.latency, from.index, from.peer, words, flag, from.compares,
-                              [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
+            alive = take_head_at(g, a.latency, head_from(a, r, from, flag), from.peer, words, flag,
+                                 from.compares,
+                                 [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
         if (EP_MASKED && alive == STEP_LATE) skip_head(a, r, words, flag), alive = 1;
         if (threadIdx.x % 32 == 0) atomicAdd(&workspace()->heads, alive ? 1 : MOST_SOURCES);
     }
     while (__any_sync(~0u, ep_poll_shared(&workspace()->heads) < num_sources(a)))
         meanwhile();
-    if (EP_SEVERAL_NODES) ep_fence_sys(); /* what relays have received is read behind their heads */
+    /* What other relays have received is read behind their heads. */
+    if (EP_SEVERAL_NODES && g.size > 1) ep_fence_sys();
     if (!__syncthreads_and(alive)) return 0;
     add_sources(a);
     __syncthreads();
@@ -1637,19 +1651,20 @@ __device__ __noinline__ void report_blocks(const EpLatencyScatterArgs &a) {
         EpAwaited{g.rank, EP_PLAN_BLOCKS, 0, (uint32_t)most_of_any(a), (uint32_t)a.t.block_rows});
 }
 
-/* Several nodes: give the heads of messages that have come, whose rows stay where they are, and
- * count these. Other ranks wait for the heads, so the first block gives them, which runs whatever
- * holds the GPU. By all threads of a block. */
+/* Several nodes: give the others the heads of messages that have come, whose rows stay where they
+ * are, and count these. Other ranks wait for the heads, so the first block gives them, which runs
+ * whatever holds the GPU. By all threads of a block. */
 __device__ __forceinline__ void take_landed(const EpLatencyScatterArgs &a, const LatencyRole &role,
                                             uint64_t flag) {
 #if EP_SEVERAL_NODES
     const EpCudaGroup &g = a.route.group;
     const EpLatency &l = a.latency;
     int warp = (int)(threadIdx.x / 32), others = l.nodes.num_others;
-    if (role.block == 0) ep_fence_sys(); /* what NCCL has stored is read behind the heads */
+    int gives = role.block == 0 && g.size > 1;
+    if (gives) ep_fence_sys(); /* what NCCL has stored is read behind the heads */
 #pragma unroll 1
-    for (int i = warp; i < others * g.size && role.block == 0; i += LATENCY_WARPS)
-        forward_head(g, l, i / g.size, i % g.size, flag);
+    for (int i = warp; i < others * g.size && gives; i += LATENCY_WARPS)
+        if (i % g.size != g.rank) forward_head(g, l, i / g.size, i % g.size, flag);
     if (!a.route.stats.peer_rows && !a.route.stats.peer_bytes) return;
     EpRelayedRows relayed = {a.route.stats, a.route.owners, a.route.top_k, a.record.expert_bits,
                              a.t.carries_weights};
@@ -1672,8 +1687,8 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
     ReceiveState state = begin_receiving(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
     if (a.t.block_rows && most_of_any(a) > a.t.block_rows) return report_blocks(a);
-    /* Of relayed rows flags tell nothing before the heads are here. */
-    if (EP_SEVERAL_NODES) begin_part(a, &state, state.at, flag);
+    /* Of rows that others relay flags tell nothing before the heads are here. */
+    if (EP_SEVERAL_NODES && a.route.group.size > 1) begin_part(a, &state, state.at, flag);
     BlockCount c = {NULL, 1};
     if (READY)
         c = BlockCount{a.block_counters + EP_FLAG_SET(flag) * EP_MAX_BLOCK_WORDS,

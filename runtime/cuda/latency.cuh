@@ -204,7 +204,8 @@ static __device__ EpAwaited ep_find_unsent(const EpCudaGroup &g, const EpLatency
 
 /* ---- ranks that are late ------------------------------------------------------------------- */
 
-#define STEP_LATE 2 /* what waits return, beside 0 and 1: the rank is late, what it sends is void */
+#define STEP_LATE 2 /* what waits return, beside 0 and 1: the rank is late, what it sends is void \
+                     */
 
 __device__ __forceinline__ EpLateRanks *latency_late(const EpLatency &l, uint64_t flag) {
     return &l.state->late[EP_FLAG_SET(flag)];
@@ -552,6 +553,12 @@ __device__ __forceinline__ void latency_seal_stamps(const EpCudaGroup &g, const 
     put_stamps(l);
 }
 
+/* As ep_take_messages, but not by the first block: the fence before its heads (forward_head) would
+ * wait until the host's memory has the mark. */
+__device__ __forceinline__ void latency_take_messages(const EpLatency &l) {
+    if (blockIdx.x == 1 && threadIdx.x == 0) ep_mark(l.nodes.marks, !l.nodes.marks.last);
+}
+
 /** Enter an operation, as ep_begin_operation does, and give it to all threads. Epoch 0 stands for
  * none: in latency mode a rank that has failed once does nothing more. */
 __device__ __forceinline__ int latency_begin_operation(const EpCudaGroup &g, const EpCudaPlan &plan,
@@ -567,7 +574,7 @@ __device__ __forceinline__ int latency_begin_operation(const EpCudaGroup &g, con
     }
     if (EP_SEVERAL_NODES && l.nodes.reads_landing) latency_compare_stamps(l, 0, &header);
     int alive = ep_begin_operation_as(g, plan, header, 0);
-    if (EP_SEVERAL_NODES && l.nodes.reads_landing) ep_take_messages(l.nodes.marks);
+    if (EP_SEVERAL_NODES && l.nodes.reads_landing) latency_take_messages(l);
     *op = entry->op;
     return alive & entry->is_right;
 }
@@ -753,12 +760,12 @@ __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency 
     store_head(l, to, words, flag, unit_of);
 }
 
-/** Receive head number `index`, which rank r has stored: take(u, unit u). Returns 0 if it does not
+/** Receive the head at `from`, which rank r has stored: take(u, unit u). Returns 0 if it does not
  *  come or, where that is to be compared, is of another operation; or STEP_LATE. By a warp. */
 template <typename Take>
-__device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &l, int index, int r,
-                                         int words, uint64_t flag, int compares, Take take) {
-    const char *from = latency_head(l, l.own, index, latency_num_heads(g, l), flag);
+__device__ __forceinline__ int take_head_at(const EpCudaGroup &g, const EpLatency &l,
+                                            const char *from, int r, int words, uint64_t flag,
+                                            int compares, Take take) {
     int steps = (int)ep_steps(ep_units(4 * words)), same = 1;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
@@ -780,6 +787,14 @@ __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &
         if (step_unit() >= 0) take(step * EP_STEP_UNITS + step_unit(), unit);
     }
     return __all_sync(~0u, same);
+}
+
+/** Receive head number `index` of a buffer, as take_head_at does. */
+template <typename Take>
+__device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &l, int index, int r,
+                                         int words, uint64_t flag, int compares, Take take) {
+    const char *from = latency_head(l, l.own, index, latency_num_heads(g, l), flag);
+    return take_head_at(g, l, from, r, words, flag, compares, take);
 }
 
 /** Several nodes: wait until the other ranks of this node have begun this operation, as their heads

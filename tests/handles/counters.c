@@ -32,6 +32,7 @@ GridTest(handles_counters, rows_of_fp8, EACH_LAYOUT,
 CasesTest(handles_counters, nodes, setenv("LIBEP_NODE_CHUNK", "3000", 1);
           run_counters("ranks=4 nodes=0110 experts=12 top_k=5 max_tokens=25"));
 CountersTest(nodes_by_entry, "ranks=5 nodes=01011 experts=12 top_k=3 max_tokens=25 by_entry=1");
+CountersTest(nodes_of_one_rank, "ranks=3 nodes=012 experts=12 top_k=5 max_tokens=25 by_entry=0|1");
 CountersTest(unequal_nodes, "ranks=5 nodes=01011 experts=12 top_k=3 max_tokens=25");
 
 /* ---- waits --------------------------------------------------------------------------------- */

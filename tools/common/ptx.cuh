@@ -109,6 +109,20 @@ __device__ __forceinline__ void arrival_arrive_at(uint64_t *arrival, uint32_t ra
                  : "memory");
 }
 
+/** Store into the word of that place in block `rank` of the cluster. Its bytes complete the
+ * mbarrier `arrival` there. */
+__device__ __forceinline__ void arrival_store_at(uint32_t *word, uint32_t value, uint64_t *arrival,
+                                                 uint32_t rank) {
+    asm volatile("{\n"
+                 ".reg .b32 to, there;\n"
+                 "mapa.shared::cluster.u32 to, %0, %3;\n"
+                 "mapa.shared::cluster.u32 there, %2, %3;\n"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %1, [there];\n"
+                 "}" ::"r"(ep_smem(word)),
+                 "r"(value), "r"(ep_smem(arrival)), "r"(rank)
+                 : "memory");
+}
+
 /** A value that all lanes of the warp have, so that the compiler knows it. */
 __device__ __forceinline__ int same_for_warp(int x) {
     return __shfl_sync(0xffffffffu, x, 0);

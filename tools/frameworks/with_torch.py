@@ -295,18 +295,31 @@ def layer_calls(meeting, ranks, tokens=8, hidden=64, top_k=4):
     w = torch.rand(tokens, top_k, device=device)
     routing = torch.zeros(tokens, experts, device=device).bool().scatter_(1, idx, True)
     probs = torch.zeros(tokens, experts, device=device).scatter_(1, idx, w)
-    hybrid, buffer = HybridEPBuffer(meeting, hidden, tokens, 8), Buffer(meeting)
-    sent = functools.partial(hybrid.dispatch_with_permute, hidden=x, scaling_factor=None)
-    first = functools.partial(
-        sent, routing_map=routing, probs=probs, num_of_experts_per_rank=8, pad_multiple=None,
-        num_permuted_tokens=None, non_blocking=False,
-    )  # fmt: skip
-    rows, row_probs, _, counts, handle = first()
-    back = functools.partial(
-        hybrid.combine_with_unpermute, hidden=rows, handle=handle, pad_multiple=None
-    )
-    again = functools.partial(sent, handle=handle, num_permuted_tokens=counts.sum())
-    yield "HybridEPBuffer", [first, back, again, functools.partial(back, probs=row_probs)], hybrid
+    buffer, given = Buffer(meeting), dict(num_sms_dispatch_api=24, num_sms_combine_api=24)
+    hybrid = HybridEPBuffer(meeting, hidden, tokens, 8, **given)
+
+    def send():
+        return hybrid.dispatch_with_permute(
+            hidden=x, routing_map=routing, probs=probs, scaling_factor=None,
+            num_of_experts_per_rank=8, pad_multiple=None, num_permuted_tokens=None,
+            non_blocking=False,
+        )  # fmt: skip
+
+    rows, row_probs, _, counts, handle = send()
+    given = counts.sum()
+
+    def back(probs=None):
+        return hybrid.combine_with_unpermute(
+            hidden=rows, probs=probs, handle=handle, pad_multiple=None
+        )
+
+    def again():
+        return hybrid.dispatch_with_permute(
+            hidden=x, scaling_factor=None, handle=handle, pad_multiple=None,
+            num_permuted_tokens=given,
+        )  # fmt: skip
+
+    yield "HybridEPBuffer", [send, back, again, lambda: back(row_probs)], hybrid
 
     def route():
         per_rank, _, per_expert, is_in, event = buffer.get_dispatch_layout(

@@ -163,6 +163,7 @@ static void cuda_destroy(MoeDevice *d) {
     if (s) cublas_close(d);
     for (int i = 0; s && i < NUM_EVENTS; i++)
         if (s->events[i]) cudaEventDestroy(s->events[i]);
+    if (s) cudaFree(s->drawn);
     if (d->side) cudaStreamDestroy((cudaStream_t)d->side);
     if (d->stream) cudaStreamDestroy(cuda_stream_of(d));
     free(s);
@@ -202,7 +203,8 @@ static bool open_state(MoeDevice *d) {
     char name[96], gpu[128];
     CudaState *s = d->state = bench_alloc(1, sizeof(CudaState), "the GPU's state");
     if (!s || !gpu_multiprocessors(&d->multiprocessors) || !open_streams(d) || !open_events(s) ||
-        !cublas_open(d, name, sizeof(name)))
+        !cublas_open(d, name, sizeof(name)) ||
+        !(s->drawn = cuda_alloc(d, 2 * sizeof(*s->drawn), "the counters of products")))
         return false;
     gpu_name(gpu, sizeof(gpu));
     d->product_sms = d->multiprocessors;

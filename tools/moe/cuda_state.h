@@ -22,6 +22,8 @@ typedef struct CudaState {
     int num_graphs;
     cudaEvent_t *points;
     int num_points;
+    uint32_t *drawn; /**< [2] in the GPU's memory, of products of e4m3 (ScaledArgs), which run one
+                          after another */
 } CudaState;
 
 static inline CudaState *cuda_state(const MoeDevice *d) {

@@ -56,14 +56,25 @@ void ep_latency_nodes_close(EpGroup *group) {
     if (latency) (void)cudaFree(latency->tables);
 }
 
-void ep_latency_nodes_describe(const EpGroup *group, EpPhase phase, int32_t token, int64_t steps,
-                               EpLatency *latency) {
+/* No kernel of an operation runs beside its exchange, so each may have what throughput mode leaves
+ * to NCCL. Ranks that share a GPU leave it to each other's exchanges. */
+static int32_t count_blocks(const EpHandle *handle, const EpCudaGroup *launch) {
+    const EpGroup *group = handle->group;
+    int is_limited = handle->shape.num_sms != EP_DEFAULT || group->config.num_sms != EP_DEFAULT ||
+                     group->settings.num_sms != EP_COUNT_AUTO || group->choice.shared;
+    return is_limited ? launch->blocks : launch->most_blocks;
+}
+
+void ep_latency_nodes_describe(const EpHandle *handle, EpPhase phase, int32_t token, int64_t steps,
+                               EpCudaGroup *launch, EpLatency *latency) {
+    const EpGroup *group = handle->group;
     const EpCudaRelay *r = ep_cuda(group)->relay;
     EpLatencyNodes *nodes = &latency->nodes;
     EpMarkArgs args = {
         .marks = {
             .own = r->stamp, .peers = r->device_peers, .num_peers = nodes->num_others, .last = 1}};
     ep_cuda_watch_describe(group, &args);
+    launch->blocks = count_blocks(handle, launch);
     nodes->marks = args.marks;
     nodes->record_steps = (int32_t)steps;
     nodes->begins = 1;

@@ -38,9 +38,10 @@ int64_t ep_latency_tables_bytes(const EpGroupConfig *config, int32_t num_ranks,
 EpStatus ep_latency_nodes_open(EpGroup *group);
 void ep_latency_nodes_close(EpGroup *group);
 
-/** Set what the kernels of an operation on several nodes need besides, of a `phase`. */
-void ep_latency_nodes_describe(const EpGroup *group, EpPhase phase, int32_t token, int64_t steps,
-                               EpLatency *latency);
+/** Set what the kernels of an operation on several nodes need besides, of a `phase`, and the blocks
+ *  that they may have. */
+void ep_latency_nodes_describe(const EpHandle *handle, EpPhase phase, int32_t token, int64_t steps,
+                               EpCudaGroup *launch, EpLatency *latency);
 
 /** A kernel of an operation. launch NULL: none. */
 typedef struct EpNodesKernel {

@@ -4,6 +4,7 @@
 import copy
 import ctypes
 import functools
+import sys
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_in_one_call(buffer, rank, world):
     world, x, routing = prepare(world, rank)
     send, sum, results = buffer.dispatch_with_permute, buffer.combine_with_unpermute, []
     for change in (lambda t: t, lambda t: t, strided):
-        assert (buffer._steps_at != 0) == bool(results)
+        assert bool(buffer._facts.steps) == bool(results)
         given = {name: change(each) for name, each in dict(routing, hidden=x).items()}
         rows, probs, _, counts, handle = send(**given)
         back = sum(hidden=change(rows), probs=change(probs[:, None])[:, 0], handle=handle)
@@ -170,6 +171,15 @@ def test_in_one_call(buffer, rank, world):
         functools.partial(send, hidden=x, handle=handle),
         functools.partial(sum, hidden=rows, handle=handle),
     ]
+
+    entered = []
+    sys.setprofile(lambda frame, event, _: entered.append(event))
+    for call in calls:
+        call()
+    sys.setprofile(None)
+    assert "call" not in entered  # no function of Python
+    rows, *_, handle = send(hidden=x, use_host_meta=True, num_dispatched_tokens=8, **routing)
+    assert_equal(sum(hidden=rows, handle=handle)[0], results[0][3])
 
     def refuse(call):
         with refused("RuntimeError one thread at a time .* of libep.torch while another"):
