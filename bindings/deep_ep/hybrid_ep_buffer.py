@@ -183,6 +183,7 @@ class Handle(_Fields):
 class _Config(SimpleNamespace):
     """Sizes of a buffer. Its largest number of tokens stands where C reads it."""
 
+    __slots__ = ("_facts",)
     _facts: _fast.BufferFacts
 
     @property

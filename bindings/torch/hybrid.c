@@ -2,8 +2,8 @@
 /*
  * The calls of libep.deep_ep's HybridEPBuffer, whole. Within a layer their code and data are not in
  * the caches, so that each function of Python and each object costs as much as an operation. Here
- * is all that a call does whose configuration has been used before; hybrid_ep_buffer.py says what
- * is wrong with arguments, and makes groups and handles.
+ * is all that a call does whose configuration has been used before, its method included.
+ * hybrid_ep_buffer.py says what is wrong with arguments, and makes groups and handles.
  *
  * Work that needs no result of the GPU is done after a launch, before the host waits.
  */

@@ -56,9 +56,10 @@ __device__ __forceinline__ int reads_own(const EpLatencyGatherArgs &a) {
     return a.latency.senders || (EP_SEVERAL_NODES && a.latency.nodes.reads_landing);
 }
 
-/* Whether it stores these sums. */
-__device__ __forceinline__ int stores_own(const EpLatencyGatherArgs &a) {
-    return !a.latency.receives && !(EP_SEVERAL_NODES && a.latency.nodes.keeps_turn);
+/* Returns 1 if it leaves them to a launch that receives, 0 if it stores their sums. */
+__device__ __forceinline__ int leaves_own(const EpLatencyGatherArgs &a) {
+    if (EP_SEVERAL_NODES && a.latency.nodes.keeps_turn) return 1;
+    return a.latency.receives;
 }
 
 /* ==== weights =============================================================================== */
@@ -685,8 +686,8 @@ __device__ __forceinline__ int count_sums(const EpLatencyGatherArgs &a, const in
     int most = 0;
 #pragma unroll 1
     for (int r = threadIdx.x % 32; r < num_sources(a); r += 32)
-        if (r != self(a) || stores_own(a)) most = max(most, tokens[r]);
-    return __reduce_max_sync(~0u, most) * (num_sources(a) - !stores_own(a));
+        if (r != self(a) || !leaves_own(a)) most = max(most, tokens[r]);
+    return __reduce_max_sync(~0u, most) * (num_sources(a) - leaves_own(a));
 }
 
 /* Returns the number of items before the sums, if these await weights: one for the weights of as

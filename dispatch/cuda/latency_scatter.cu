@@ -478,7 +478,6 @@ __device__ __forceinline__ void take_no_head(const EpLatencyScatterArgs &a, int 
 __device__ __noinline__ void skip_head(const EpLatencyScatterArgs &a, int source, int words,
                                        uint64_t flag) {
     take_no_head(a, source, words);
-    ep_note_late();
     if (threadIdx.x % 32) return;
     atomicOr(&latency_late(a.latency, flag)->absent[source / 32], 1u << source % 32);
     atomicAnd(&ep_alive_words()[source / 32], ~(1u << source % 32));
@@ -1451,6 +1450,15 @@ __device__ __forceinline__ int has_record(const ReceiveState &s) {
     return s.at < s.partition.rows * s.partition.each.by;
 }
 
+/* Whether the current part lies in the memory of another rank, which relays it. Its flags tell
+ * nothing before the heads are here, and loads over NVLink until then would slow down what that
+ * rank still exchanges. */
+__device__ __forceinline__ int is_relayed(const EpLatencyScatterArgs &a, const ReceiveState &s) {
+    if (!EP_SEVERAL_NODES || !has_record(s)) return 0;
+    EpRankPlace at = rank_place(a.latency, record_at(a, s).source);
+    return at.other >= 0 && at.number != a.route.group.rank;
+}
+
 __device__ __forceinline__ void begin_part(const EpLatencyScatterArgs &a, ReceiveState *s, int at,
                                            uint64_t flag) {
     s->at = at;
@@ -1462,14 +1470,16 @@ __device__ __forceinline__ ReceiveState begin_receiving(const EpLatencyScatterAr
     ReceiveState s;
     s.partition = a.latency.received;
     s.warps = blocks * LATENCY_WARPS, s.warp = (int)(threadIdx.x / 32) * blocks + block;
-    begin_part(a, &s, block < blocks ? s.warp : INT32_MAX, flag);
+    int at = block < blocks ? s.warp : INT32_MAX;
+    if (EP_SEVERAL_NODES) s.at = at, s.fetched = Fetched{};
+    if (!EP_SEVERAL_NODES || !is_relayed(a, s)) begin_part(a, &s, at, flag);
     return s;
 }
 
 /* Load again what had not arrived of the current part. */
 __device__ __forceinline__ void refetch_part(const EpLatencyScatterArgs &a, ReceiveState *s,
                                              uint64_t flag) {
-    if (!has_record(*s)) return;
+    if (!has_record(*s) || is_relayed(a, *s)) return;
     Record r = record_at(a, *s);
     const char *from = record_from(a, r, flag);
     if (!step_is_here(s->fetched.head, flag)) s->fetched.head = step_load(from);
@@ -1688,8 +1698,7 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
     ReceiveState state = begin_receiving(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
     if (a.t.block_rows && most_of_any(a) > a.t.block_rows) return report_blocks(a);
-    /* Of rows that others relay flags tell nothing before the heads are here. */
-    if (EP_SEVERAL_NODES && a.route.group.size > 1) begin_part(a, &state, state.at, flag);
+    if (is_relayed(a, state)) begin_part(a, &state, state.at, flag);
     BlockCount c = {NULL, 1};
     if (READY)
         c = BlockCount{a.block_counters + EP_FLAG_SET(flag) * EP_MAX_BLOCK_WORDS,

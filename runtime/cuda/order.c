@@ -14,10 +14,13 @@ void ep_cuda_order_close(EpCudaOrder *order) {
     *order = (EpCudaOrder){.plain = {.event = NULL}};
 }
 
+#define LEGACY_STREAM (~0ull) /* CUDA counts ids up */
+
 /* Returns the id of a stream, 0 where it is not known. Ids are never reused, and a thread's own
- * default stream has an id of its own. */
+ * default stream has an id of its own. A device's legacy stream is there as long as the device. */
 static unsigned long long id_of(cudaStream_t stream) {
     unsigned long long id = 0;
+    if (!stream) return LEGACY_STREAM;
 #if CUDART_VERSION >= 12000
     if (cudaStreamGetId(stream, &id) == cudaSuccess) return id;
     (void)cudaGetLastError();

@@ -189,15 +189,17 @@ def test_quantised(seed, quant, is_sharded, is_early):
     x = xs.float().flatten(0, 1).requires_grad_()
     y = dense(given, x, got[0][0], kind, is_early)
     y.backward(grads.float().flatten(0, 1))
-    tolerance = 1e-5 if kind == Quant.NONE else 2e-2  # sums of another order round another way
-    if multiplies:  # bf16 rows now and then become the neighbour of e4m3, and gradients are rounded
-        tolerance = 8e-2
+    # Sums of another order now and then become the neighbour of e4m3. Half of the elements see none
+    # of that, unless a GPU rounds gradients, too.
+    tolerance, typical = (1e-5, 1e-5) if kind == Quant.NONE else (8e-2, 8e-2 if multiplies else 1e-5)
     for rank, (_, _, mine, made) in enumerate(got):
         part = slice(rank * TOKENS, (rank + 1) * TOKENS)
-        assert_close(made["y"], y[part], tolerance)
-        assert_close(made["x"], x.grad[part], tolerance)
+        pairs = [(made["y"], y[part]), (made["x"], x.grad[part])]
         for name in ep.MoE.LOCAL[: 4 if "gate_up_bias" in made else 2]:
-            assert_close(made[name], given[name].grad[mine[name]], tolerance)
+            pairs.append((made[name], given[name].grad[mine[name]]))
+        for each in pairs:
+            assert_close(*each, tolerance)
+            assert_close(*each, typical, quantile=0.5)
 
 
 def broken(name, shape):
