@@ -222,11 +222,11 @@ $(foreach v,.cu _nodes.cu _masked.cu,$(eval $B/%$v.o: %.cu $B/flags; $$(compile_
 
 # Emulated GPUs: the CUDA backend's sources with replacements of CUDA and NCCL (tests/emulator/).
 # Rings are short, so that they wrap, and so is the wait for NCCL.
-emulated_cflags = $(patsubst -g,-g1,$(filter-out -O3,$(common_cflags))) -O2 -mpopcnt \
+popcnt := $(if $(findstring x86_64,$(shell $(CC) -dumpmachine)),-mpopcnt)
+emulated_cflags = $(patsubst -g,-g1,$(filter-out -O3,$(common_cflags))) -O2 $(popcnt) \
                   -fno-semantic-interposition -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
                   -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_WHOLE_SUM_BYTES=3000 \
-                  -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
-                  -Itests/emulator/include -Iinclude -I.
+                  -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 -Itests/emulator/include -Iinclude -I.
 define emulate_kernels
 @mkdir -p $(@D)
 $(call say,CXX,$@)

@@ -225,11 +225,12 @@ template <bool B_TILES> static __device__ void take_tiles(const ScaledArgs &args
     stop_drawing(args);
 }
 
-/* The next tile of the block, for those lanes of a warp. False if there is none. */
-static __device__ bool next_tile(Shared *shared, unsigned lanes, Turn<TILES> *turn, Tile *out) {
+/* The next tile of the block, for a whole warp or for its first lane alone. False if there is none.
+ */
+static __device__ bool next_tile(Shared *shared, bool is_whole, Turn<TILES> *turn, Tile *out) {
     wait_for(shared->arrivals.told + turn->stage, turn->parity);
     *out = shared->tiles[turn->stage];
-    __syncwarp(lanes);
+    if (is_whole) __syncwarp();
     if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(shared->arrivals.known + turn->stage);
     turn->next();
     return out->k >= 0;
@@ -254,7 +255,7 @@ static __device__ void load_matrices(const ScaledArgs &args, uint32_t stages, Sh
     Turn<TILES> tiles = {0, 0};
     Turn<STAGES> turn = {0, 0};
     Tile tile;
-    while (next_tile(shared, 1, &tiles, &tile)) {
+    while (next_tile(shared, false, &tiles, &tile)) {
         for (int block = 0; block * BLOCK < tile.k; block++, turn.next()) {
             wait_for(arrivals->empty + turn.stage, turn.parity ^ 1);
             load_stage(args, tile, block, stages + (uint32_t)(turn.stage * STAGE_BYTES),
@@ -285,7 +286,7 @@ static __device__ void load_scales(const ScaledArgs &args, uint32_t stages, Shar
     Turn<TILES> tiles = {0, 0};
     Turn<SCALE_STAGES> turn = {0, 0};
     Tile tile;
-    while (next_tile(shared, ALL_LANES, &tiles, &tile)) {
+    while (next_tile(shared, true, &tiles, &tile)) {
         const int columns = B_TILES ? min(tile.columns, 1) : tile.columns;
         for (int block = 0; block * BLOCK < tile.k; block += SCALE_BLOCKS, turn.next()) {
             const int blocks = min((int)SCALE_BLOCKS, ceiling(tile.k, BLOCK) - block);
@@ -453,8 +454,8 @@ static __device__ void consume(const ScaledArgs &args, int group, const uint8_t 
     Turn<SCALE_STAGES> scale_turn = {0, 0};
     Tile tile;
     /* In this form the compiler keeps `total` in registers from its first value on. */
-    for (bool more = next_tile(shared, ALL_LANES, &tiles, &tile); more;
-         more = next_tile(shared, ALL_LANES, &tiles, &tile)) {
+    for (bool more = next_tile(shared, true, &tiles, &tile); more;
+         more = next_tile(shared, true, &tiles, &tile)) {
         float total[WAVES][64] = {};
         const int last = ceiling(tile.k, BLOCK) - 1;
         for (int block = 0; block <= last; block++, turn.next()) {
