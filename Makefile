@@ -220,13 +220,13 @@ $Q$(NVCC) $(nvcc_target) $(nvcc_arch) $(kernel_form) -O3 -std=c++17 -fmad=false 
 endef
 $(foreach v,.cu _nodes.cu _masked.cu,$(eval $B/%$v.o: %.cu $B/flags; $$(compile_kernels)))
 
-# Emulated GPUs: the CUDA backend's sources with replacements of CUDA and NCCL (tests/emulator/).
-# Rings are short, so that they wrap, and so is the wait for NCCL.
+# Emulated GPUs: CUDA and NCCL are those of tests/emulator. Rings are short, and wrap; so are waits.
 popcnt := $(if $(findstring x86_64,$(shell $(CC) -dumpmachine)),-mpopcnt)
 emulated_cflags = $(patsubst -g,-g1,$(filter-out -O3,$(common_cflags))) -O2 $(popcnt) \
                   -fno-semantic-interposition -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
                   -DEP_SLICE_BYTES=1024 -DEP_PUSH_BYTES=512 -DEP_WHOLE_SUM_BYTES=3000 \
-                  -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 -Itests/emulator/include -Iinclude -I.
+                  -DEP_NCCL_SECONDS=2 -DEP_POLLS_PER_CLOCK_READ=32 -DTESTS_EMULATED=1 \
+                  -Itests/emulator/include -Iinclude -I.
 define emulate_kernels
 @mkdir -p $(@D)
 $(call say,CXX,$@)

@@ -244,7 +244,9 @@ __device__ __forceinline__ uint32_t ep_failed(const EpCudaGroup &g) {
 
 /* ---- waiting ------------------------------------------------------------------------------- */
 
+#ifndef EP_POLLS_PER_CLOCK_READ
 #define EP_POLLS_PER_CLOCK_READ 256
+#endif
 
 /** What a wait waits for: the report, if the wait times out. */
 typedef struct EpAwaited {
@@ -253,7 +255,8 @@ typedef struct EpAwaited {
 } EpAwaited;
 
 typedef struct EpTimeout {
-    uint64_t start; /* 0 until the clock is first read */
+    uint64_t start; /* 0 until the clock is first read. Masks: odd once a rank that has masked this
+                       one was found */
     int polls;
 } EpTimeout;
 
@@ -379,22 +382,30 @@ static __device__ __noinline__ int ep_has_left(const EpCudaGroup &g, int r, int 
     return (int32_t)(at - (in_latency ? expected : epoch)) < 0;
 }
 
-/* Masks: returns whether the rank that is waited for has left, or a rank has masked this one.
- * Reports it, or whom that rank blames. Where ranks are cut, one that has cut this one ends the
- * waits for itself alone. In a long wait. */
+/* Masks: returns 1 if the rank that is waited for has left, or a rank has masked this one. Reports
+ * it, or whom that rank blames. Where ranks are cut, one that has cut this one ends the waits for
+ * itself alone. A rank that masks this one may have completed the operation before: its kernels had
+ * ended, so what they stored is here. Returns -1 where it is first found: the caller looks `again`
+ * behind more polls. In a long wait. */
 static __device__ __noinline__ int ep_finds_vote(const EpCudaGroup &g, int peer, int awaited,
-                                                 uint32_t expected) {
+                                                 uint32_t expected, int again) {
+    int found = 0;
 #pragma unroll 1
     for (int r = 0; r < g.size; r++) {
         if (r == g.rank || !ep_is_alive(r) || (ep_cuts() && r != peer)) continue;
         int masks = ep_is_masked_by(g, r);
+        if (masks && !again) {
+            found = -1;
+            continue;
+        }
         if (!masks && (r != peer || !ep_has_left(g, r, awaited, expected))) continue;
         if (!masks && ep_has_given_up(g, r)) return 1;
         ep_report(g, masks ? EP_FAULT_MASKED : EP_FAULT_LEFT,
                   EpAwaited{r, EP_AWAIT_ARRIVAL, 0, 0, 0});
         return 1;
     }
-    return 0;
+    if (found) ep_fence_sys(); /* before the loads of the next polls */
+    return found;
 }
 
 /**
@@ -405,11 +416,17 @@ __device__ __forceinline__ int ep_keep_waiting(const EpCudaGroup &g, EpTimeout *
                                                const EpAwaited &awaited) {
     if (__builtin_expect(++timeout->polls % EP_POLLS_PER_CLOCK_READ != 0, 1)) return 1;
     if (ep_failed(g)) return 0;
-    if (EP_MASKED && ep_finds_vote(g, awaited.peer, awaited.awaited, awaited.expected)) return 0;
+    int found = EP_MASKED ? ep_finds_vote(g, awaited.peer, awaited.awaited, awaited.expected,
+                                          (int)(timeout->start & 1))
+                          : 0;
+    if (found > 0) return 0;
     int aborted = EP_MASKED ? ep_find_aborted(g) != 0 : ep_load_relaxed_sys(ep_aborted(g)) != 0;
     uint64_t now = ep_global_timer();
-    timeout->start = timeout->start ? timeout->start : now;
-    if (now - timeout->start < g.timeout_ns && !aborted) return 1;
+    timeout->start = timeout->start ? timeout->start : EP_MASKED ? now & ~(uint64_t)1 : now;
+    if (now - timeout->start < g.timeout_ns && !aborted) {
+        timeout->start |= (uint64_t)(found < 0);
+        return 1;
+    }
     ep_report(g, EP_FAULT_LATE, awaited);
     return 0;
 }

@@ -252,8 +252,7 @@ TextsTest(handles_masks, absent_from_decoding, run_absent_from_decoding,
 #define TEXT_OF(number) #number
 #define AS_TEXT(number) TEXT_OF(number)
 #define LATE "late_us=" AS_TEXT(LATE_SECONDS) "000000 spread=full mode=latency "
-#define LATE_DEADLINE \
-    "late_us=60000000 timeout=" AS_TEXT(LATE_SECONDS) " spread=full mode=latency "
+#define LATE_DEADLINE "late_us=60000000 timeout=" AS_TEXT(LATE_SECONDS) " spread=full mode=latency "
 
 /* Check that these ranks are cut, which is said once. */
 static void check_cut(const Masked *m, const World *world, int is_told) {
@@ -421,6 +420,26 @@ static void run_sets_that_differ(Case c) {
 
 TextsTest(handles_masks, sets_that_differ, run_sets_that_differ, "ranks=3 masked=001",
           "ranks=3 nodes=011 masked=001");
+
+/* The others mask ranks that may still be in the step that all were in: these complete it. */
+static void masked_behind_a_step(const EpBootstrap *bootstrap, void *given) {
+    Masked m = masked_open(bootstrap, given);
+    for (int i = 0; i < 12; i++) {
+        step_of(&m, m.all);
+        if (!m.is_masked) mask(&m, m.some);
+        meet(&m);
+        mask(&m, m.all);
+    }
+    masked_close(&m);
+}
+
+static void run_masked_behind(Case c) {
+    if (serves(&c)) run_body_of(masked_behind_a_step, &c);
+}
+
+TextsTest(handles_masks, masked_behind_a_step, run_masked_behind,
+          "ranks=2 masked=01 mode=throughput", "ranks=2 masked=10 mode=latency phases=1",
+          "ranks=3 masked=010 mode=latency", "ranks=4 masked=0110 spread=full mode=throughput");
 
 /* A rank does not come, then one comes late. */
 static void rank_that_stays_away(const EpBootstrap *bootstrap, void *given) {
