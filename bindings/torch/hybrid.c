@@ -504,20 +504,20 @@ static void *settle(void *made) {
 }
 
 /* dispatch_with_permute and combine_with_unpermute as methods, with vectors of arguments. */
-void *ep_torch_hybrid_send_method(void *self, void *const *objects, ptrdiff_t given, void *names) {
-    const EpTorchMethod *m = &ep_torch_methods.send;
+static inline void *run_method(int sums, void *self, void *const *objects, ptrdiff_t given,
+                               void *names) {
+    const EpTorchMethod *m = sums ? &ep_torch_methods.sum : &ep_torch_methods.send;
     void *words[MOST_WORDS], *made = &_Py_NoneStruct;
     Given g = {.words = words};
-    if (!given && read_words(m, objects, names, words) && find_buffer(self, 0, &g))
-        made = dispatch(&g);
+    if (!given && read_words(m, objects, names, words) && find_buffer(self, sums, &g))
+        made = sums ? combine(&g) : dispatch(&g);
     return made == &_Py_NoneStruct ? call_python(m, self, objects, given, names) : settle(made);
 }
 
+void *ep_torch_hybrid_send_method(void *self, void *const *objects, ptrdiff_t given, void *names) {
+    return run_method(0, self, objects, given, names);
+}
+
 void *ep_torch_hybrid_sum_method(void *self, void *const *objects, ptrdiff_t given, void *names) {
-    const EpTorchMethod *m = &ep_torch_methods.sum;
-    void *words[MOST_WORDS], *made = &_Py_NoneStruct;
-    Given g = {.words = words};
-    if (!given && read_words(m, objects, names, words) && find_buffer(self, 1, &g))
-        made = combine(&g);
-    return made == &_Py_NoneStruct ? call_python(m, self, objects, given, names) : settle(made);
+    return run_method(1, self, objects, given, names);
 }

@@ -1317,8 +1317,7 @@ __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a
         EpRankPlace at = rank_place(l, source);
         char *window = l.window[at.number], *messages = window + l.layout.landing;
         if (!l.nodes.reads_landing) messages = latency_messages(l, window, flag);
-        /* Parts are fetched before heads tell how many places are filled: no place past the last.
-         */
+        /* Parts are fetched before heads tell how many places are filled: none past the last. */
         if (at.other >= 0)
             return message_place(l, messages, at.other, min(r.token, l.layout.node_rows - 1));
         source = at.number;

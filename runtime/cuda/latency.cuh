@@ -204,8 +204,8 @@ static __device__ EpAwaited ep_find_unsent(const EpCudaGroup &g, const EpLatency
 
 /* ---- ranks that are late ------------------------------------------------------------------- */
 
-#define STEP_LATE 2 /* what waits return, beside 0 and 1: the rank is late, what it sends is void \
-                     */
+/* What waits return, beside 0 and 1: the rank is late, what it sends is void. */
+#define STEP_LATE 2
 
 __device__ __forceinline__ EpLateRanks *latency_late(const EpLatency &l, uint64_t flag) {
     return &l.state->late[EP_FLAG_SET(flag)];

@@ -422,9 +422,10 @@ TextsTest(handles_masks, sets_that_differ, run_sets_that_differ, "ranks=3 masked
           "ranks=3 nodes=011 masked=001");
 
 /* The others mask ranks that may still be in the step that all were in: these complete it, since
- * all rows are in their windows. On the host they read the others' memory, and may lose the step.
- */
+ * all rows are in their windows. */
 static void masked_behind_a_step(const EpBootstrap *bootstrap, void *given) {
+    if (TEST_BACKEND != EP_BACKEND_CUDA)
+        check_left_out("a rank on the host reads the others' memory, and may lose the step");
     Masked m = masked_open(bootstrap, given);
     for (int i = 0; i < 12; i++) {
         step_of(&m, m.all);
@@ -436,7 +437,7 @@ static void masked_behind_a_step(const EpBootstrap *bootstrap, void *given) {
 }
 
 static void run_masked_behind(Case c) {
-    if (TEST_BACKEND == EP_BACKEND_CUDA) run_body_of(masked_behind_a_step, &c);
+    run_body_of(masked_behind_a_step, &c);
 }
 
 TextsTest(handles_masks, masked_behind_a_step, run_masked_behind,

@@ -225,8 +225,7 @@ template <bool B_TILES> static __device__ void take_tiles(const ScaledArgs &args
     stop_drawing(args);
 }
 
-/* The next tile of the block, for a whole warp or for its first lane alone. False if there is none.
- */
+/* The next tile of the block, for a whole warp or its first lane alone. False if there is none. */
 static __device__ bool next_tile(Shared *shared, bool is_whole, Turn<TILES> *turn, Tile *out) {
     wait_for(shared->arrivals.told + turn->stage, turn->parity);
     *out = shared->tiles[turn->stage];

@@ -13,9 +13,9 @@
  * node. NCCL exchanges the messages, between ranks of equal number, in one group of calls. So
  * nothing waits on the host, and all of it can be captured. A combine's relays add up what their
  * node's ranks have for a row before they send it; a rank that is alone on its node has nothing to
- * relay (ep_latency_relays). The receiving kernel is that of one node's
- * receive phase: it waits for ranks of its node alone. It reads messages where NCCL has put them. Of
- * a send phase a kernel copies them to the operation's own buffer before (forward.h).
+ * relay (ep_latency_relays). The receiving kernel is that of one node's receive phase: it waits for
+ * ranks of its node alone. It reads messages where NCCL has put them. Of a send phase a kernel
+ * copies them to the operation's own buffer before (forward.h).
  *
  * A whole operation runs on the caller's stream. A send phase leaves what follows its first kernel
  * to a stream of the group, unless it is captured.
